@@ -51,7 +51,7 @@ def offline(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams
 def scheduled(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float, Any]:
     """Returns the same by the scheduler, once all prompts are read."""
     scheduler, spent, steps = Scheduler(engine, keep_prefixes=False), [0.0, 0.0], 0
-    slots = [submit(scheduler, prompt, params).open[0].slot for prompt in prompts]
+    sequences = [submit(scheduler, prompt, params).open[0].sequence for prompt in prompts]
     while scheduler.has_work:
         is_full = len(scheduler.allocator.active) == len(prompts)
         start_s, engine_s = perf_counter(), sum(e.seconds for e in engine.engines)
@@ -61,7 +61,11 @@ def scheduled(engine: SpecEngine, prompts: list[list[int]], params: SamplingPara
             spent[0] += perf_counter() - start_s - engine_s
             spent[1] += engine_s
             steps += 1
-    return spent[0] * 1e3 / steps, spent[1] * 1e3 / steps, [slot.tokens[slot.num_prompt :] for slot in slots]
+    return (
+        spent[0] * 1e3 / steps,
+        spent[1] * 1e3 / steps,
+        [sequence.tokens[sequence.num_prompt :] for sequence in sequences],
+    )
 
 
 def measure_overhead(engine: SpecEngine, prompts: list[list[int]], rounds: int) -> dict[str, Any]:
@@ -88,11 +92,11 @@ def measure_chats(engine: SpecEngine, prompts: list[str], keeps: bool, turns: in
     scheduler, params = Scheduler(engine, keep_prefixes=keeps), SamplingParams(max_new_tokens=48, ignore_eos=True)
     said, first_ms, fresh = [engine.encode(prompt) for prompt in prompts], [], engine.encode(NEXT)
     for turn in range(turns):
-        slots = [submit(scheduler, tokens, params).open[0].slot for tokens in said]
+        sequences = [submit(scheduler, tokens, params).open[0].sequence for tokens in said]
         while scheduler.has_work:
             stats = [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
             first_ms += [s["time_to_first_token_ms"] for s in stats if turn]
-        said = [[*slot.tokens, *fresh] for slot in slots]
+        said = [[*sequence.tokens, *fresh] for sequence in sequences]
     counters = scheduler.json_from_scheduler()
     return {
         "said": said,

@@ -15,7 +15,7 @@ from speccompile.certificate.planted_drafts import FullChains, FullTrees
 from speccompile.certificate.results import Check, check_of, not_run
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.runtime.loop import admit, run_step
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 
 CACHES = "caches"
@@ -48,15 +48,15 @@ def check_caches(
     length = min(len(text) for text in plain[:num])
     params = SamplingParams(max_new_tokens=length, ignore_eos=True)
     waiting = make_slots(engine, prompts[:num], [params] * num, "auto")
-    slots = Slots(list(waiting), num)
+    batch = SequenceBatch(list(waiting), num)
     verifier, proposer = engine.verifier, kind(known, nodes, vocab, nodes, seed)
     engine.reset(1)
-    admit(verifier, proposer, slots)
+    admit(verifier, proposer, batch)
     num_steps = num_accepted = 0
-    while min(length - (len(slot.tokens) - slot.num_prompt) for slot in waiting) > 1:
-        steps = run_step(verifier, proposer, slots, engine.engines).steps
+    while min(length - (len(sequence.tokens) - sequence.num_prompt) for sequence in waiting) > 1:
+        steps = run_step(verifier, proposer, batch, engine.engines).steps
         num_steps, num_accepted = num_steps + 1, num_accepted + sum(step.num_accepted for step in steps)
-    texts = [list(slot.tokens) for slot in waiting]
+    texts = [list(sequence.tokens) for sequence in waiting]
     held = _contents(engine, texts)
     engine.reset(1)
     for slot, tokens in enumerate(texts):

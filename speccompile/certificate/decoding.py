@@ -16,7 +16,7 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
 from speccompile.runtime.loop import decode
 from speccompile.runtime.requests import Speculation
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.none.proposer import NoneProposer
 
@@ -65,13 +65,13 @@ def plain_proposer() -> Proposer:
 
 def make_slots(
     engine: SpecEngine, prompts: Prompts, params: Sequence[SamplingParams], speculation: Speculation = "on"
-) -> list[Slot]:
+) -> list[TokenSequence]:
     """Returns sequences to decode; with `on` they have drafts in every step, whatever a budget expects to gain."""
     jobs = enumerate(zip(prompts, params, strict=True))
-    slots = [engine.make_slot(index, list(prompt), asked, False) for index, (prompt, asked) in jobs]
-    for slot in slots:
-        slot.speculation = speculation
-    return slots
+    sequences = [engine.make_sequence(index, list(prompt), asked, False) for index, (prompt, asked) in jobs]
+    for sequence in sequences:
+        sequence.speculation = speculation
+    return sequences
 
 
 def decode_with(
@@ -92,7 +92,7 @@ def decode_with(
         prompts: token ids.
         params: for all prompts, or one for each.
         batch_size: sequences decoded at once.
-        is_invariant: drafts must not change sampled text, see `Slots`.
+        is_invariant: drafts must not change sampled text, see `SequenceBatch`.
         speculation: see `make_slots`.
 
     Raises:
@@ -100,18 +100,18 @@ def decode_with(
     """
     asked = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     waiting = make_slots(engine, prompts, asked, speculation)
-    engine.reset(max((slot.num_prompt for slot in waiting), default=1))
-    for _ in decode(engine.verifier, proposer, Slots(list(waiting), batch_size, is_invariant), engine.engines):
+    engine.reset(max((sequence.num_prompt for sequence in waiting), default=1))
+    for _ in decode(engine.verifier, proposer, SequenceBatch(list(waiting), batch_size, is_invariant), engine.engines):
         pass
     outcomes: dict[tuple[int, int], int] = {}
-    for slot in waiting:
-        for key, count in slot.stats.outcomes.items():
+    for sequence in waiting:
+        for key, count in sequence.stats.outcomes.items():
             outcomes[key] = outcomes.get(key, 0) + count
     return Decoded(
-        [slot.tokens[slot.num_prompt :] for slot in waiting],
-        [slot.error for slot in waiting if slot.error is not None],
+        [sequence.tokens[sequence.num_prompt :] for sequence in waiting],
+        [sequence.error for sequence in waiting if sequence.error is not None],
         sum(outcomes.values()),
-        sum(slot.stats.num_draft_tokens for slot in waiting),
+        sum(sequence.stats.num_draft_tokens for sequence in waiting),
         sum(accepted * count for (_, accepted), count in outcomes.items()),
         outcomes,
     )

@@ -31,23 +31,23 @@ class PlantedDrafts(NoneProposer):
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns the drafts of every sequence."""
-        drafts = [self.drafts(slot, min(slot.max_drafts, self.length)) for slot in batch.slots]
+        drafts = [self.drafts(sequence, min(sequence.max_drafts, self.length)) for sequence in batch.sequences]
         width = 1 + max(len(tokens) for tokens, _ in drafts)
         tokens = np.zeros((len(drafts), width), np.int64)
         parents = np.full(tokens.shape, -1, np.int64)
-        for place, (drafted, above) in enumerate(drafts):
-            tokens[place] = batch.slots[place].tokens[-1]
-            tokens[place, 1 : 1 + len(drafted)], parents[place, 1 : 1 + len(drafted)] = drafted, above
+        for slot, (drafted, above) in enumerate(drafts):
+            tokens[slot] = batch.sequences[slot].tokens[-1]
+            tokens[slot, 1 : 1 + len(drafted)], parents[slot, 1 : 1 + len(drafted)] = drafted, above
         num_nodes = np.array([1 + len(drafted) for drafted, _ in drafts], np.int64)
         if all(above == list(range(len(above))) for _, above in drafts):
             return TokenTree.chain(tokens, num_nodes)
         return TokenTree.tree(tokens, parents, num_nodes)
 
-    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+    def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns the draft tokens of one sequence, and the parent of each.
 
         Args:
-            slot: the sequence.
+            sequence: the sequence.
             most: tokens on a path.
         """
         raise NotImplementedError
@@ -56,7 +56,7 @@ class PlantedDrafts(NoneProposer):
 class NoDrafts(PlantedDrafts):
     """Roots alone."""
 
-    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+    def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns none."""
         return [], []
 
@@ -64,7 +64,7 @@ class NoDrafts(PlantedDrafts):
 class RandomTokens(PlantedDrafts):
     """Chains of random tokens."""
 
-    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+    def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns a chain."""
         return self.rng.integers(self.vocab_size, size=most).tolist(), list(range(most))
 
@@ -72,7 +72,7 @@ class RandomTokens(PlantedDrafts):
 class NoTokens(PlantedDrafts):
     """Chains with ids that are no tokens: at the vocabulary's end, far beyond it, and negative."""
 
-    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+    def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns a chain."""
         wrong = (self.vocab_size, self.vocab_size + 7, 2**31 + 5, -1, -self.vocab_size - 3)
         chain = [wrong[i] for i in self.rng.integers(len(wrong), size=most)]
@@ -94,10 +94,10 @@ class KnownDrafts(PlantedDrafts):
         super().__init__(vocab_size, length, seed)
         self.known, self.num_nodes = known, num_nodes
 
-    def following(self, slot: Any, most: int) -> list[int]:
+    def following(self, sequence: Any, most: int) -> list[int]:
         """Returns the next tokens of a sequence, at most `most`; fewer at its end."""
-        text = [*slot.tokens[: slot.num_prompt], *self.known[tuple(slot.tokens[: slot.num_prompt])]]
-        return text[len(slot.tokens) :][:most]
+        text = [*sequence.tokens[: sequence.num_prompt], *self.known[tuple(sequence.tokens[: sequence.num_prompt])]]
+        return text[len(sequence.tokens) :][:most]
 
     def wrong(self, token: int) -> int:
         """Returns another token."""
@@ -107,9 +107,9 @@ class KnownDrafts(PlantedDrafts):
 class FullChains(KnownDrafts):
     """Chains as long as may be, right up to a random position, then wrong."""
 
-    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+    def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns a chain."""
-        chain = self.following(slot, min(most, self.num_nodes))
+        chain = self.following(sequence, min(most, self.num_nodes))
         if chain:
             at = int(self.rng.integers(len(chain) + 1))
             chain[at:] = [self.wrong(token) for token in chain[at:]]
@@ -122,12 +122,12 @@ class FullTrees(KnownDrafts):
     Wrong siblings have children as well, so accepted paths leave gaps that compaction must close.
     """
 
-    def drafts(self, slot: Any, most: int) -> tuple[list[int], list[int]]:
+    def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns a tree."""
         tokens: list[int] = []
         parents: list[int] = []
         right = 0
-        for depth, token in enumerate(self.following(slot, most)):
+        for depth, token in enumerate(self.following(sequence, most)):
             room = self.num_nodes - len(tokens)
             if room < 1:
                 break

@@ -71,32 +71,32 @@ class DrawnDrafts(NoneProposer):
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns the drafts of every sequence."""
-        drafts = [self._drafts(batch, place, slot) for place, slot in enumerate(batch.slots)]
+        drafts = [self._drafts(batch, slot, sequence) for slot, sequence in enumerate(batch.sequences)]
         width = 1 + max(len(tokens) for tokens, _, _ in drafts)
         if width == 1:
             return super().propose(batch)
         tokens = np.zeros((len(drafts), width), np.int64)
         parents = np.full(tokens.shape, -1, np.int64)
         probs = np.zeros((*tokens.shape, self.vocab_size), np.float32)
-        for place, (drafted, above, dists) in enumerate(drafts):
-            tokens[place] = batch.slots[place].tokens[-1]
+        for slot, (drafted, above, dists) in enumerate(drafts):
+            tokens[slot] = batch.sequences[slot].tokens[-1]
             for node, (token, parent, dist) in enumerate(zip(drafted, above, dists, strict=True), start=1):
-                tokens[place, node], parents[place, node], probs[place, node] = token, parent, dist
+                tokens[slot, node], parents[slot, node], probs[slot, node] = token, parent, dist
         num_nodes = np.array([1 + len(drafted) for drafted, _, _ in drafts], np.int64)
         if self.is_tree:
             return TokenTree.tree(tokens, parents, num_nodes, probs)
         return TokenTree.chain(tokens, num_nodes, probs)
 
-    def _drafts(self, batch: Batch, place: int, slot: Any) -> tuple[list[int], list[int], list[Floats]]:
+    def _drafts(self, batch: Batch, slot: int, sequence: Any) -> tuple[list[int], list[int], list[Floats]]:
         """Returns the tokens of one sequence, their parents and the distributions that they are drawn from."""
-        text = tuple(slot.tokens[slot.num_prompt :])
+        text = tuple(sequence.tokens[sequence.num_prompt :])
         tokens: list[int] = []
         parents: list[int] = []
         dists: list[Floats] = []
         level: list[tuple[Text, int]] = [(text, 0)]
-        for depth in range(1, min(slot.max_drafts, NUM_TOKENS - len(text)) + 1):
+        for depth in range(1, min(sequence.max_drafts, NUM_TOKENS - len(text)) + 1):
             num = 2 if self.is_tree and depth < NUM_TOKENS else 1
-            draws = batch.sibling_uniforms(depth, num)[place]
+            draws = batch.sibling_uniforms(depth, num)[slot]
             following = []
             for begun, parent in level:
                 dist = self.dists.get(begun)

@@ -24,7 +24,7 @@ from speccompile.errors import RuntimeFault
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
     from speccompile.runtime.requests import StepOutput
-    from speccompile.runtime.slots import Step
+    from speccompile.runtime.sequences import Step
     from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
     from speccompile.runtime.text import TextSink
 
@@ -193,7 +193,7 @@ def print_stats(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         console: where to.
-        rows: of each text: see `SlotStats.json_from_stats`.
+        rows: of each text: see `SequenceStats.json_from_stats`.
     """
 
     def total(key: str) -> float:

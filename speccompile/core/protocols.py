@@ -146,7 +146,7 @@ class StepTimes(NamedTuple):
     step_s: float
 
 
-class Slot(Protocol):
+class TokenSequence(Protocol):
     """What a proposer may read of a sequence that is being decoded."""
 
     tokens: list[int]  # prompt and emitted tokens; the last one is the root, not yet in the target's cache
@@ -158,10 +158,10 @@ class Slot(Protocol):
 
 
 class Batch(Protocol):
-    """The active slots: slot i of every engine belongs to `slots[i]`."""
+    """The active slots: slot i of every engine belongs to `sequences[i]`."""
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def sequences(self) -> Sequence[TokenSequence]:
         """The sequences in the order of their slots."""
         ...
 
@@ -217,8 +217,8 @@ class Proposer(Protocol):
     parts between the steps of others: `flush` comes before each part. Any call may be the last one: after an
     abandoned run comes `start`.
 
-    Its state for a sequence is kept on the sequence (`Slot.draft_state`) and travels with it. Rows in the caches of
-    engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
+    Its state for a sequence is kept on the sequence (`TokenSequence.draft_state`) and travels with it. Rows in caches
+    of engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
 
     # It reads missed tokens before it drafts: it needs no `prefill`.
@@ -229,11 +229,11 @@ class Proposer(Protocol):
         """The caches that the proposer owns."""
         ...
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Starts a new sequence in slot `slot`; what the slot held before is void."""
         ...
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Takes the target's outputs for `tokens` [1, nodes] of the prompt, the first at position `start`."""
         ...
 
@@ -274,7 +274,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """As `start`, but the slot still holds the first tokens of the sequence.
 
         Args:

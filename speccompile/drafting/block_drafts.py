@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, START_NODES, TOKENS
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion
@@ -54,13 +54,13 @@ class BlockCache:
         self.pending.flush()  # the target is about to read the prompt
         self.lengths[slot] = 0
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Keeps all rows: each depends on the positions up to its own alone."""
         self.pending.flush()
         self.lengths[slot] = min(self.lengths[slot], num_rows)
         return self.lengths[slot]
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the chunk [1, nodes] except the prompt's last row, which stays pending for the first draft."""
         num = tokens.shape[1]
         is_last = start + num == len(sequence.tokens) - 1
@@ -82,30 +82,30 @@ class BlockCache:
         self.engine.run(feeds, first_slot=slot)
         self.lengths[slot] += num
 
-    def room(self, place: int, slot: Slot) -> int:
+    def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns how many drafts may follow the first; -1 without a pending feature, as after a one-token prompt."""
-        is_able = self.pending.count(slot) and len(slot.tokens) <= self.max_seq_len
+        is_able = self.pending.count(sequence) and len(sequence.tokens) <= self.max_seq_len
         return self.engine.spec.num_drafts - 1 if is_able else -1
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
-        slots = batch.slots
-        for place, slot in enumerate(slots):
-            while (num := self.pending.count(slot)) > self.max_nodes:
+        sequences = batch.sequences
+        for slot, sequence in enumerate(sequences):
+            while (num := self.pending.count(sequence)) > self.max_nodes:
                 num = min(num - 1, PREFILL_CHUNK)
-                self._read(place, num, self.pending.take_rows(slot, num)[None])
-        counts = [self.pending.count(slot) for slot in slots]
-        features, rows = self.pending.take(slots, max(counts))
+                self._read(slot, num, self.pending.take_rows(sequence, num)[None])
+        counts = [self.pending.count(sequence) for sequence in sequences]
+        features, rows = self.pending.take(sequences, max(counts))
         feeds = {
-            TOKENS: np.array([[slot.tokens[-1]] for slot in slots], dtype=np.int64),
-            LENGTHS: np.array(self.lengths[: len(slots)], dtype=np.int64),
+            TOKENS: np.array([[sequence.tokens[-1]] for sequence in sequences], dtype=np.int64),
+            LENGTHS: np.array(self.lengths[: len(sequences)], dtype=np.int64),
             FEATURES: features,
             FEATURE_NODES: rows,
             START_NODES: np.array([max(num - 1, 0) for num in counts], dtype=np.int64),
         }
         made = self.engine.run(feeds)
-        for place, num in enumerate(counts):
-            self.lengths[place] += num
+        for slot, num in enumerate(counts):
+            self.lengths[slot] += num
         vocab_size = self.engine.spec.vocab_size
         self._lattice = Lattice(np.asarray(made[CANDIDATES]), np.asarray(made[PAIR_SCORES]), vocab_size)
         return self._lattice.after_roots(warp)
@@ -118,11 +118,11 @@ class BlockCache:
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the features of the accepted paths."""
-        self.pending.keep(batch.slots, verdict, outputs)
+        self.pending.keep(batch.sequences, verdict, outputs)
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Copies the states of the scored roots to the host: the draft reads them before the next draft."""
-        self.pending.keep(batch.slots, verdict, outputs)
+        self.pending.keep(batch.sequences, verdict, outputs)
         self.pending.flush()
 
     def flush(self) -> None:

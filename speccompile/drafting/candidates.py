@@ -78,7 +78,7 @@ def tree_from_candidates(
     Args:
         trees: of all sequences.
         num_drafts: most draft tokens, see `Budget.size`.
-        max_drafts: most draft tokens on a path, by sequence (`Slot.max_drafts`).
+        max_drafts: most draft tokens on a path, by sequence (`TokenSequence.max_drafts`).
 
     Returns:
         The tree, and for each sequence the candidate index of each of its nodes.
@@ -94,9 +94,9 @@ def tree_from_candidates(
     parents: Ints = np.full((len(trees), nodes), -1, dtype=np.int64)
     is_chain = True
     for slot, (tree, chosen) in enumerate(zip(trees, kept, strict=True)):
-        place = {candidate: node for node, candidate in enumerate(chosen)}
+        node_of = {candidate: node for node, candidate in enumerate(chosen)}
         tokens[slot, : len(chosen)] = [tree.tokens[c] for c in chosen]
-        links = [place[tree.parents[c]] for c in chosen[1:]]
+        links = [node_of[tree.parents[c]] for c in chosen[1:]]
         parents[slot, 1 : len(chosen)] = links
         is_chain = is_chain and links == list(range(len(links)))
     num_nodes = np.array([len(chosen) for chosen in kept], dtype=np.int64)
@@ -106,8 +106,8 @@ def tree_from_candidates(
 
 
 def _tree_of_one(tree: Candidates, chosen: list[int]) -> TokenTree:
-    place = {candidate: node for node, candidate in enumerate(chosen)}
-    links = [-1, *(place[tree.parents[c]] for c in chosen[1:])]
+    node_of = {candidate: node for node, candidate in enumerate(chosen)}
+    links = [-1, *(node_of[tree.parents[c]] for c in chosen[1:])]
     tokens = np.array([[tree.tokens[c] for c in chosen]], dtype=np.int64)
     if links == list(range(-1, len(links) - 1)):
         return TokenTree.chain(tokens)

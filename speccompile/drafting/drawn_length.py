@@ -64,10 +64,10 @@ class DrawnLength:
     def begin(self, batch: Batch) -> DrawnChains:
         """Starts the chains of one step."""
         records = []
-        for slot in batch.slots:
-            if slot.draft_state.drawn is None:
-                slot.draft_state.drawn = DrawnRecord(self.log_odds)
-            records.append(slot.draft_state.drawn)
+        for sequence in batch.sequences:
+            if sequence.draft_state.drawn is None:
+                sequence.draft_state.drawn = DrawnRecord(self.log_odds)
+            records.append(sequence.draft_state.drawn)
         return DrawnChains(self, records, batch.is_forced)
 
 
@@ -84,24 +84,24 @@ class DrawnChains:
         self._rule, self._records, self._is_forced = rule, records, is_forced
         self._chains = [Candidates.from_root(0) for _ in records]  # for their probabilities; tokens are all 0
 
-    def goes_on(self, place: int) -> bool:
-        """Returns whether the sequence in slot `place` draws one more token: whether that is worth its time."""
+    def goes_on(self, slot: int) -> bool:
+        """Returns whether the sequence in slot `slot` draws one more token: whether that is worth its time."""
         if self._is_forced:
             return True
-        paths = self._chains[place].paths
+        paths = self._chains[slot].paths
         if paths[-1] < self._rule.min_path:
             return False
-        return self._rule.budget.draws_on(len(paths) - 1, sum(paths), paths[-1] * self._records[place].rate)
+        return self._rule.budget.draws_on(len(paths) - 1, sum(paths), paths[-1] * self._records[slot].rate)
 
-    def add(self, place: int, confidence: float) -> None:
+    def add(self, slot: int, confidence: float) -> None:
         """Appends a drawn token.
 
         Args:
-            place: slot index of the sequence.
+            slot: slot index of the sequence.
             confidence: the draft's probability of the token at temperature 1; NaN counts as 0.
         """
-        chain, confidence = self._chains[place], confidence if confidence >= 0 else 0.0
-        chain.add(len(chain.tokens) - 1, [0], [self._records[place].estimate.prob(confidence)])
+        chain, confidence = self._chains[slot], confidence if confidence >= 0 else 0.0
+        chain.add(len(chain.tokens) - 1, [0], [self._records[slot].estimate.prob(confidence)])
 
     def learn(self, num_accepted: list[int]) -> None:
         """Updates the records with the numbers of accepted drafts, by slot."""

@@ -64,16 +64,19 @@ class TreeGrower:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot or should not draft has its root alone."""
-        slots, self._trees = batch.slots, []
+        sequences, self._trees = batch.sequences, []
         self.budget.is_forced = batch.is_forced and self.budget.width == 1
-        rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
-        able = [place for place, room in enumerate(rooms) if room >= 0]
-        known = estimates(slots)
-        accepted = sum(known[place].accepted_length for place in able) / len(slots)
-        if not able or not self.budget.begins(accepted, len(slots)):
-            return TokenTree.roots([slot.tokens[-1] for slot in slots])
-        trees = [Candidates.from_root(slot.tokens[-1]) for slot in slots]
-        limits = [slot.max_drafts if rooms[place] >= 0 else 0 for place, slot in enumerate(slots)]
+        rooms = [
+            self.scorer.room(slot, sequence) if sequence.max_drafts > 0 else -1
+            for slot, sequence in enumerate(sequences)
+        ]
+        able = [slot for slot, room in enumerate(rooms) if room >= 0]
+        known = estimates(sequences)
+        accepted = sum(known[slot].accepted_length for slot in able) / len(sequences)
+        if not able or not self.budget.begins(accepted, len(sequences)):
+            return TokenTree.roots([sequence.tokens[-1] for sequence in sequences])
+        trees = [Candidates.from_root(sequence.tokens[-1]) for sequence in sequences]
+        limits = [sequence.max_drafts if rooms[slot] >= 0 else 0 for slot, sequence in enumerate(sequences)]
         spent_ms = self._grow(batch, trees, able, [min(r, n - 1) for r, n in zip(rooms, limits, strict=True)])
         num_drafts = self.budget.size(trees, spent_ms)
         tree, self._chosen = tree_from_candidates(trees, num_drafts, limits)
@@ -101,9 +104,9 @@ class TreeGrower:
             starts = self._add(batch, depth + 1, trees, scored, outputs)
             depth += 1
             frontiers, reach = [], 0.0
-            for place, tree in enumerate(trees):
-                goes = bool(scored[place]) and depth <= last_depths[place]
-                frontier = tree.likeliest(starts[place], budget.width) if goes else []
+            for slot, tree in enumerate(trees):
+                goes = bool(scored[slot]) and depth <= last_depths[slot]
+                frontier = tree.likeliest(starts[slot], budget.width) if goes else []
                 reach += sum([tree.paths[c] for c in frontier])
                 frontiers.append(frontier)
             if reach <= 0 or not budget.goes_on(trees, depth, reach, spent_ms):
@@ -122,16 +125,16 @@ class TreeGrower:
             outputs = restrict(batch, paths, outputs)
         ordered = raced_candidates(batch, depth, outputs)
         tokens, sure = (part[:, :, : self._num_candidates].tolist() for part in ordered)
-        known, floor = estimates(batch.slots), self.budget.floor(trees)
+        known, floor = estimates(batch.sequences), self.budget.floor(trees)
         starts = []
-        for place, tree in enumerate(trees):
+        for slot, tree in enumerate(trees):
             starts.append(len(tree.tokens))
-            probs, is_free = known[place].probs, batch.slots[place].grammar is None
-            for column, node in enumerate(scored[place]):
-                found, confidences = tokens[place][column], sure[place][column]
+            probs, is_free = known[slot].probs, batch.sequences[slot].grammar is None
+            for column, node in enumerate(scored[slot]):
+                found, confidences = tokens[slot][column], sure[slot][column]
                 if not is_free:  # the race leaves refused ones among the others
                     pairs = zip(found, confidences, strict=True)
-                    allows = allowed_in(batch.slots[place].grammar, tree)
+                    allows = allowed_in(batch.sequences[slot].grammar, tree)
                     kept = [(t, sure) for t, sure in pairs if allows is None or allows(node, t)]
                     found, confidences = [t for t, _ in kept], [sure for _, sure in kept]
                 tree.add(node, found, probs(confidences), floor)
@@ -149,15 +152,15 @@ class TreeGrower:
             By slot, how many of the accepted drafts have their rows in the draft's cache.
         """
         rows = list[int]()
-        for place, known in enumerate(estimates(batch.slots)):
+        for slot, known in enumerate(estimates(batch.sequences)):
             if not self._trees:
                 known.learn_length(False, 0)
                 rows.append(0)
                 continue
-            chosen = self._chosen[place]
-            path = own_path(verdict, place, len(chosen))
-            known.learn_length(place in self._able, len(path) - 1)
-            if place in self._able:
-                known.learn_ranks(self._trees[place], chosen, path)
-            rows.append(self._rows.num_kept(place, [chosen[node] for node in path[1:]]))
+            chosen = self._chosen[slot]
+            path = own_path(verdict, slot, len(chosen))
+            known.learn_length(slot in self._able, len(path) - 1)
+            if slot in self._able:
+                known.learn_ranks(self._trees[slot], chosen, path)
+            rows.append(self._rows.num_kept(slot, [chosen[node] for node in path[1:]]))
         return rows

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.protocols import Batch, Outputs, Slot
+from speccompile.core.protocols import Batch, Outputs, TokenSequence
 from speccompile.core.tree import Bools, Ints, chain_mask, mask_from_bits
 from speccompile.drafting.candidates import Candidates
 
@@ -53,21 +53,21 @@ class Scorer(Protocol):
     call.
     """
 
-    def room(self, place: int, slot: Slot) -> int:
+    def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns how many drafts on a path the cache has rows for after the root; below 0: it cannot draft at all.
 
         Args:
-            place: slot index.
-            slot: the sequence.
+            slot: slot index.
+            sequence: the sequence.
         """
         ...
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the new tokens of these slots, the root last; returns candidates after the root: `scored` is 1.
 
         Args:
             batch: all sequences.
-            places: slot indices of those that draft.
+            slots: slot indices of those that draft.
             warp: see `Expansion`.
         """
         ...
@@ -92,18 +92,18 @@ class DraftLayout:
         self.chains: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows in path order that stay
         self.columns: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows of the last expansion
 
-    def plan(self, place: int, parents: Sequence[int], frontier: Sequence[int]) -> tuple[list[int], list[int]]:
+    def plan(self, slot: int, parents: Sequence[int], frontier: Sequence[int]) -> tuple[list[int], list[int]]:
         """Returns the columns of a slot's next expansion, and moves the layout on.
 
         Args:
-            place: slot index.
+            slot: slot index.
             parents: by node.
             frontier: nodes to expand, the likeliest first; all descend from those of the last expansion.
 
         Returns:
             The nodes to feed, in index order, and those of the frontier that fit.
         """
-        chain, fed = self.chains[place], self.columns[place]
+        chain, fed = self.chains[slot], self.columns[slot]
         top = chain[-1] if chain else 0
         needed: set[int] = set()
         taken = []
@@ -123,17 +123,17 @@ class DraftLayout:
             top = columns[0]
             chain.append(top)
             columns, fed = columns[1:], fed[1:]
-        self.columns[place] = columns
+        self.columns[slot] = columns
         return columns, taken
 
-    def skip(self, place: int) -> tuple[list[int], list[int]]:
+    def skip(self, slot: int) -> tuple[list[int], list[int]]:
         """Returns no columns for an expansion without this slot: padding overwrites its last columns."""
-        self.columns[place] = []
+        self.columns[slot] = []
         return [], []
 
-    def num_kept(self, place: int, path: Sequence[int]) -> int:
+    def num_kept(self, slot: int, path: Sequence[int]) -> int:
         """Returns how many drafts of an accepted path (without the root) have their rows in the cache, in order."""
-        held, num = self.chains[place] + self.columns[place], 0
+        held, num = self.chains[slot] + self.columns[slot], 0
         for node, there in zip(path, held, strict=False):
             if node != there:
                 break
@@ -158,12 +158,12 @@ def make_expansion(
         warp: see `Expansion`.
     """
     columns, scored = [], []
-    for place, (tree, frontier) in enumerate(zip(trees, frontiers, strict=True)):
-        fed, taken = rows.plan(place, tree.parents, frontier) if frontier else rows.skip(place)
+    for slot, (tree, frontier) in enumerate(zip(trees, frontiers, strict=True)):
+        fed, taken = rows.plan(slot, tree.parents, frontier) if frontier else rows.skip(slot)
         columns.append(fed)
         scored.append(taken)
     nodes, num_scored = max(map(len, columns)), max(map(len, scored))
-    tokens, bits, places = [], [], []
+    tokens, bits, scored_columns = [], [], []
     for tree, fed, taken in zip(trees, columns, scored, strict=True):
         at = {node: column for column, node in enumerate(fed)}
         seen: list[int] = []
@@ -173,12 +173,12 @@ def make_expansion(
         missing = nodes - len(fed)
         tokens.append([tree.tokens[node] for node in fed] + [0] * missing)
         bits += seen + [1 << column for column in range(len(fed), nodes)]
-        places.append([at[node] for node in taken] + [0] * (num_scored - len(taken)))
+        scored_columns.append([at[node] for node in taken] + [0] * (num_scored - len(taken)))
     level = Expansion(
         depth,
         np.array(tokens, dtype=np.int64),
         mask_from_bits(bits, nodes).reshape(len(trees), nodes, nodes),
-        np.array(places, dtype=np.int64),
+        np.array(scored_columns, dtype=np.int64),
         [len(chain) for chain in rows.chains],
         columns,
         [[tree.parents[node] for node in fed] for tree, fed in zip(trees, columns, strict=True)],

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
@@ -61,20 +61,20 @@ class FeatureCache:
         self.caches = (CacheRows(engine, self.lengths),)
         self._next: Any = None  # features of the last run, [batch, nodes, hidden]
         self._roots: list[int] = []  # by slot, row of the root's own feature in `_next`
-        self._places: list[dict[int, int]] = []  # by slot, row of each node's feature in `_next`
+        self._feature_rows: list[dict[int, int]] = []  # by slot, row of each node's feature in `_next`
 
     def start(self, slot: int) -> None:
         """Empties the slot's cache."""
         self.pending.flush()  # the target is about to read the prompt
         self.lengths[slot] = 0
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Keeps all rows but the last: a row also depends on the token after its feature, which may differ."""
         self.pending.flush()
         self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
         return self.lengths[slot]
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the chunk [1, nodes] except the prompt's last row, which stays pending for the first draft."""
         prompt, num = sequence.tokens, tokens.shape[1]
         features = self._make(outputs)
@@ -97,56 +97,58 @@ class FeatureCache:
         self.engine.run(feeds, first_slot=slot)
         self.lengths[slot] += len(tokens)
 
-    def room(self, place: int, slot: Slot) -> int:
+    def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns the rows left after the root's; -1 without a pending feature, as after a prompt of one token."""
-        return self.max_seq_len - len(slot.tokens) if self.pending.count(slot) else -1
+        return self.max_seq_len - len(sequence.tokens) if self.pending.count(sequence) else -1
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
-        return self._read_new(batch.slots, warp)
+        return self._read_new(batch.sequences, warp)
 
-    def _read_new(self, slots: Sequence[Slot], warp: Mapping[str, NDArray[Any]], masks: Sequence[int] = ()) -> Outputs:
+    def _read_new(
+        self, sequences: Sequence[TokenSequence], warp: Mapping[str, NDArray[Any]], masks: Sequence[int] = ()
+    ) -> Outputs:
         """Reads the pending features of all slots, and after them masks, which have none; scores roots and masks."""
-        num_masks, most = len(masks), min(max(map(self.pending.count, slots)), self.max_nodes)
+        num_masks, most = len(masks), min(max(map(self.pending.count, sequences)), self.max_nodes)
         # Masks do not fit after all pending rows where a slot is nearly full: those are read first, but for the roots.
-        is_full = max(self.lengths[: len(slots)]) + most + num_masks > self.max_seq_len + self.max_nodes
-        for place, slot in enumerate(slots):
-            while (num := self.pending.count(slot)) > (1 if is_full else self.max_nodes):
-                self._catch_up(place, slot, min(num - 1, PREFILL_CHUNK))
-        counts = [self.pending.count(slot) for slot in slots]
+        is_full = max(self.lengths[: len(sequences)]) + most + num_masks > self.max_seq_len + self.max_nodes
+        for slot, sequence in enumerate(sequences):
+            while (num := self.pending.count(sequence)) > (1 if is_full else self.max_nodes):
+                self._catch_up(slot, sequence, min(num - 1, PREFILL_CHUNK))
+        counts = [self.pending.count(sequence) for sequence in sequences]
         width = max(counts) + num_masks
-        features, held = self.pending.take(slots, max(counts))
+        features, held = self.pending.take(sequences, max(counts))
         rows: Ints = np.pad(held, ((0, 0), (0, num_masks)))
-        tokens: Ints = np.zeros((len(slots), width), dtype=np.int64)
-        lengths = np.array(self.lengths[: len(slots)], dtype=np.int64)
-        for place, (slot, num) in enumerate(zip(slots, counts, strict=True)):
-            start = self.lengths[place] + 1
-            tokens[place, : num + num_masks] = [*slot.tokens[start : start + num], *masks]
-            rows[place, num : num + num_masks] = NO_FEATURE
-            self.lengths[place] += num
+        tokens: Ints = np.zeros((len(sequences), width), dtype=np.int64)
+        lengths = np.array(self.lengths[: len(sequences)], dtype=np.int64)
+        for slot, (sequence, num) in enumerate(zip(sequences, counts, strict=True)):
+            start = self.lengths[slot] + 1
+            tokens[slot, : num + num_masks] = [*sequence.tokens[start : start + num], *masks]
+            rows[slot, num : num + num_masks] = NO_FEATURE
+            self.lengths[slot] += num
         feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, FEATURES: features, FEATURE_NODES: rows, **warp}
         if width > 1:
             roots = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
             feeds[SCORED_NODES] = roots + np.arange(1 + num_masks)
         if int(lengths.max()) + width > self.max_seq_len:
             feeds[TREE_MASK] = padding_mask(lengths, [num + num_masks for num in counts], width, self.max_seq_len)
-        self._roots, self._places = counts, [{}] * len(slots)
+        self._roots, self._feature_rows = counts, [{}] * len(sequences)
         return self._run(feeds)
 
-    def _catch_up(self, place: int, slot: Slot, num: int) -> None:
-        start = self.lengths[place] + 1
-        self._read(place, slot.tokens[start : start + num], self.pending.take_rows(slot, num)[None])
+    def _catch_up(self, slot: int, sequence: TokenSequence, num: int) -> None:
+        start = self.lengths[slot] + 1
+        self._read(slot, sequence.tokens[start : start + num], self.pending.take_rows(sequence, num)[None])
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Reads an expansion after the roots."""
         width = level.tokens.shape[1]
         rows: Ints = np.zeros(level.tokens.shape, dtype=np.int64)
-        starts, places = [], []
-        for place, (nodes, parents) in enumerate(zip(level.nodes, level.parents, strict=True)):
-            known, root = self._places[place], self._roots[place]
-            rows[place, : len(nodes)] = [known.get(parent, root) for parent in parents]
-            places.append({node: 1 + column for column, node in enumerate(nodes)})
-            starts.append(self.lengths[place] + (level.num_in_place[place] if nodes else 0))
+        starts, feature_rows = [], []
+        for slot, (nodes, parents) in enumerate(zip(level.nodes, level.parents, strict=True)):
+            known, root = self._feature_rows[slot], self._roots[slot]
+            rows[slot, : len(nodes)] = [known.get(parent, root) for parent in parents]
+            feature_rows.append({node: 1 + column for column, node in enumerate(nodes)})
+            starts.append(self.lengths[slot] + (level.num_in_place[slot] if nodes else 0))
         feeds: dict[str, Any] = {
             TOKENS: level.tokens,
             LENGTHS: np.array(starts, dtype=np.int64),
@@ -157,7 +159,7 @@ class FeatureCache:
         if width > 1:
             feeds |= {TREE_MASK: _mask_without_idle(level), SCORED_NODES: level.scored_nodes}
         # Row 0 is the first column's input: its parent's own feature, which other children of that parent read as well.
-        self._roots, self._places = [0] * len(places), places
+        self._roots, self._feature_rows = [0] * len(feature_rows), feature_rows
         return self._run(feeds)
 
     def _run(self, feeds: Mapping[str, Any]) -> Outputs:
@@ -167,11 +169,11 @@ class FeatureCache:
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the features of the accepted paths: rows of drafts are always read again, with these."""
-        self.pending.keep(batch.slots, verdict, outputs)
+        self.pending.keep(batch.sequences, verdict, outputs)
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Copies the states of the scored roots to the host: the draft reads them before the next draft."""
-        self.pending.keep(batch.slots, verdict, outputs)
+        self.pending.keep(batch.sequences, verdict, outputs)
         self.pending.flush()
 
     def flush(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Outputs, Slot
+from speccompile.core.protocols import Outputs, TokenSequence
 from speccompile.core.tree import Floats, Ints
 from speccompile.drafting.state import DraftState, same_sequences
 
@@ -35,21 +35,21 @@ class PendingFeatures:
         self._make, self._width, self._names = make, width, tuple(names)
         self._live: Outputs | None = None  # of the target's last step
         self._path: Ints = np.zeros((0, 1), dtype=np.int64)
-        self._slots: list[Slot] = []  # of that step
+        self._sequences: list[TokenSequence] = []  # of that step
 
-    def add(self, sequence: Slot, outputs: Outputs, place: int, nodes: Ints) -> None:
+    def add(self, sequence: TokenSequence, outputs: Outputs, slot: int, nodes: Ints) -> None:
         """Copies the target's states of the positions after those that the sequence has.
 
         Args:
             sequence: whose states they are.
             outputs: of the target.
-            place: row of the sequence in these.
+            slot: row of the sequence in these.
             nodes: [num] int64, nodes to copy, in order.
         """
         state: DraftState = sequence.draft_state
         if not len(nodes):
             return
-        state.states.append(tuple(np.asarray(outputs[name])[place, nodes] for name in self._names))
+        state.states.append(tuple(np.asarray(outputs[name])[slot, nodes] for name in self._names))
         state.num_states += len(nodes)
         if state.num_states >= MAX_STATES:
             self._make_features(state)
@@ -63,49 +63,49 @@ class PendingFeatures:
         state.features.append(np.array(np.asarray(self._make(outputs))[0], dtype=np.float32))
         state.states, state.num_states = [], 0
 
-    def keep(self, slots: Sequence[Slot], verdict: Verdict, outputs: Outputs) -> None:
+    def keep(self, sequences: Sequence[TokenSequence], verdict: Verdict, outputs: Outputs) -> None:
         """Adds the features of the accepted paths of a step, the roots included; none of sequences without a draft.
 
         Args:
-            slots: of the batch.
+            sequences: of the batch.
             verdict: with the accepted paths.
             outputs: the target's; not copied.
         """
-        self._live, self._slots, self._path = outputs, list(slots), np.maximum(verdict.path, 0)
-        for slot, num in zip(slots, verdict.num_accepted.tolist(), strict=True):
-            slot.draft_state.num_live = 1 + num if slot.has_draft else 0
+        self._live, self._sequences, self._path = outputs, list(sequences), np.maximum(verdict.path, 0)
+        for sequence, num in zip(sequences, verdict.num_accepted.tolist(), strict=True):
+            sequence.draft_state.num_live = 1 + num if sequence.has_draft else 0
 
-    def count(self, sequence: Slot) -> int:
+    def count(self, sequence: TokenSequence) -> int:
         """Returns the number of pending rows of a sequence."""
         state: DraftState = sequence.draft_state
         return sum(map(len, state.features)) + state.num_states + state.num_live
 
-    def _take_all(self, sequence: Slot) -> Floats:
+    def _take_all(self, sequence: TokenSequence) -> Floats:
         state: DraftState = sequence.draft_state
         self._make_features(state)
         parts, state.features = state.features, []
         return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
 
-    def take(self, slots: Sequence[Slot], width: int) -> tuple[Any, Ints]:
+    def take(self, sequences: Sequence[TokenSequence], width: int) -> tuple[Any, Ints]:
         """Returns all rows of a batch, at most `width` each; they are no longer pending.
 
         Returns:
             Features [batch, states, width of a feature], and the row of each position in them [batch, width] int64.
         """
-        batch = len(slots)
-        is_whole = not any(slot.draft_state.features or slot.draft_state.states for slot in slots)
-        if self._live is not None and is_whole and same_sequences(slots, self._slots):
+        batch = len(sequences)
+        is_whole = not any(sequence.draft_state.features or sequence.draft_state.states for sequence in sequences)
+        if self._live is not None and is_whole and same_sequences(sequences, self._sequences):
             live = self._make(self._live)
             self._release()
             return live, np.ascontiguousarray(self._path[:, :width])
         self.flush()
         held = np.zeros((batch, width, self._width), dtype=np.float32)
-        for place, slot in enumerate(slots):
-            rows = self._take_all(slot)
-            held[place, : len(rows)] = rows
+        for slot, sequence in enumerate(sequences):
+            rows = self._take_all(sequence)
+            held[slot, : len(rows)] = rows
         return held, np.ascontiguousarray(np.broadcast_to(np.arange(width), (batch, width)))
 
-    def take_rows(self, sequence: Slot, num: int) -> Floats:
+    def take_rows(self, sequence: TokenSequence, num: int) -> Floats:
         """Returns the first `num` rows [num, width] of a sequence; they are no longer pending."""
         self.flush()
         rows = self._take_all(sequence)
@@ -114,14 +114,14 @@ class PendingFeatures:
         return rows[:num]
 
     def _release(self) -> None:
-        for slot in self._slots:
-            slot.draft_state.num_live = 0
-        self._live, self._slots = None, []
+        for sequence in self._sequences:
+            sequence.draft_state.num_live = 0
+        self._live, self._sequences = None, []
 
     def flush(self) -> None:
         """Copies the rows in use from the target's outputs to the host: the target is about to run."""
         if self._live is None:
             return
-        for place, slot in enumerate(self._slots):
-            self.add(slot, self._live, place, self._path[place, : slot.draft_state.num_live])
+        for slot, sequence in enumerate(self._sequences):
+            self.add(sequence, self._live, slot, self._path[slot, : sequence.draft_state.num_live])
         self._release()

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.protocols import Batch, Outputs, Slot
+from speccompile.core.protocols import Batch, Outputs, TokenSequence
 from speccompile.core.sampling import warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, TEMPERATURE, TOP_K, TOP_P
@@ -47,7 +47,7 @@ class Grammar(Protocol):
 
 def has_grammars(batch: Batch) -> bool:
     """Returns whether the text of a sequence has a grammar."""
-    return any(slot.grammar is not None for slot in batch.slots)
+    return any(sequence.grammar is not None for sequence in batch.sequences)
 
 
 def draft_warp(batch: Batch) -> Mapping[str, NDArray[Any]]:
@@ -55,18 +55,18 @@ def draft_warp(batch: Batch) -> Mapping[str, NDArray[Any]]:
 
     Their mask comes before top-k and top-p, see `restrict`; and of a greedy one the likeliest token may be masked.
     """
-    feeds, num = batch.warp_feeds(), len(batch.slots)
+    feeds, num = batch.warp_feeds(), len(batch.sequences)
     heats, top_k = feeds.get(TEMPERATURE, np.zeros(num, np.float32)).copy(), feeds.get(TOP_K)
     top_p = feeds.get(TOP_P)
     top_k, top_p = (None if part is None else part.copy() for part in (top_k, top_p))
-    for place, slot in enumerate(batch.slots):
-        if slot.grammar is None:
+    for slot, sequence in enumerate(batch.sequences):
+        if sequence.grammar is None:
             continue
-        heats[place] = slot.sampling.temperature or 1.0
+        heats[slot] = sequence.sampling.temperature or 1.0
         if top_k is not None:
-            top_k[place] = 0
+            top_k[slot] = 0
         if top_p is not None:
-            top_p[place] = 1
+            top_p[slot] = 1
     named = {TEMPERATURE: heats, TOP_K: top_k, TOP_P: top_p}
     return {name: part for name, part in named.items() if part is not None}
 
@@ -89,21 +89,23 @@ def restrict(batch: Batch, paths: Paths, outputs: Outputs) -> Outputs:
         return outputs
     tokens, sure = np.array(outputs[CANDIDATES]), np.array(outputs[CANDIDATE_PROBS])
     probs = np.array(outputs[NODE_PROBS]) if NODE_PROBS in outputs else None
-    for place, (slot, row) in enumerate(zip(batch.slots, paths, strict=True)):
-        if slot.grammar is None:
+    for slot, (sequence, row) in enumerate(zip(batch.sequences, paths, strict=True)):
+        if sequence.grammar is None:
             continue
         for column, path in enumerate(row):
             if path is None:
                 continue
-            dist = None if probs is None or probs.shape[-1] == 1 else probs[place, column]
-            _restrict_node(slot, path, tokens[place, column], sure[place, column], dist)
+            dist = None if probs is None or probs.shape[-1] == 1 else probs[slot, column]
+            _restrict_node(sequence, path, tokens[slot, column], sure[slot, column], dist)
     made = {**outputs, CANDIDATES: tokens, CANDIDATE_PROBS: sure}
     return made if probs is None else {**made, NODE_PROBS: probs}
 
 
-def _restrict_node(slot: Slot, path: Sequence[int], tokens: Ints, sure: Floats, dist: Floats | None) -> None:
+def _restrict_node(
+    sequence: TokenSequence, path: Sequence[int], tokens: Ints, sure: Floats, dist: Floats | None
+) -> None:
     """Restricts what comes after one node, in place: candidates, their probabilities, and the distribution."""
-    mask = slot.grammar.draft_mask(path)
+    mask = sequence.grammar.draft_mask(path)
     num = 0 if mask is None else int(np.count_nonzero(mask))
     if mask is None or num == 1:
         tokens[:], sure[:] = NO_TOKEN, 0
@@ -113,7 +115,7 @@ def _restrict_node(slot: Slot, path: Sequence[int], tokens: Ints, sure: Floats, 
             tokens[0], sure[0] = mask.argmax(), FORCED
         return
     if dist is not None:
-        dist[:] = _masked(dist, mask, slot.sampling)
+        dist[:] = _masked(dist, mask, sequence.sampling)
         num = min(len(tokens), len(dist))
         best = np.argpartition(-dist, num - 1)[:num]
         best = best[np.argsort(-dist[best], kind="stable")]
@@ -225,18 +227,18 @@ def tree_within(batch: Batch, tree: TokenTree) -> TokenTree:
     if not has_grammars(batch):
         return tree
     rows = list[list[int]]()
-    for place, slot in enumerate(batch.slots):
-        num = int(tree.num_nodes[place])
-        tokens, parents = tree.tokens[place, 1:num].tolist(), tree.parents[place, 1:num].tolist()
-        chosen, _ = drafts_within(slot.grammar, tokens, parents)
+    for slot, sequence in enumerate(batch.sequences):
+        num = int(tree.num_nodes[slot])
+        tokens, parents = tree.tokens[slot, 1:num].tolist(), tree.parents[slot, 1:num].tolist()
+        chosen, _ = drafts_within(sequence.grammar, tokens, parents)
         rows.append([0, *(draft + 1 for draft in chosen)])
     nums = np.array([len(row) for row in rows], dtype=np.int64)
     tokens_kept = np.zeros((len(rows), int(nums.max())), dtype=np.int64)
     parents_kept: Ints = np.full(tokens_kept.shape, -1, dtype=np.int64)
-    for place, row in enumerate(rows):
+    for slot, row in enumerate(rows):
         at = {node: number for number, node in enumerate(row)}
-        tokens_kept[place, : len(row)] = tree.tokens[place, row]
-        parents_kept[place, 1 : len(row)] = [at[int(tree.parents[place, node])] for node in row[1:]]
+        tokens_kept[slot, : len(row)] = tree.tokens[slot, row]
+        parents_kept[slot, 1 : len(row)] = [at[int(tree.parents[slot, node])] for node in row[1:]]
     if tree.is_chain:
         return TokenTree.chain(tokens_kept, nums)
     return TokenTree(tokens_kept, parents_kept, nums)
@@ -254,11 +256,11 @@ def drawn_chains_with_forced(batch: Batch, tree: TokenTree) -> TokenTree:
     if not has_grammars(batch):
         return tree
     tokens, probs = tree.tokens.copy(), np.array(tree.draft_probs)
-    for place, slot in enumerate(batch.slots):
-        forced = slot.grammar.forced() if slot.grammar is not None else ()
-        for node, token in enumerate(forced[: int(tree.num_nodes[place]) - 1], start=1):
-            tokens[place, node], probs[place, node] = token, 0
-            probs[place, node, token] = 1
+    for slot, sequence in enumerate(batch.sequences):
+        forced = sequence.grammar.forced() if sequence.grammar is not None else ()
+        for node, token in enumerate(forced[: int(tree.num_nodes[slot]) - 1], start=1):
+            tokens[slot, node], probs[slot, node] = token, 0
+            probs[slot, node, token] = 1
     return TokenTree.chain(tokens, tree.num_nodes, probs)
 
 
@@ -271,9 +273,9 @@ def chains_within(batch: Batch, tree: TokenTree, *, is_drawn: bool) -> TokenTree
         is_drawn: the first draft that is refused stays, see the module.
     """
     nums = tree.num_nodes.copy()
-    for place, slot in enumerate(batch.slots):
-        if slot.grammar is not None and (num := int(nums[place]) - 1):
-            nums[place] = 1 + min(num, num_allowed(slot.grammar, tree.tokens[place, 1 : num + 1].tolist()) + is_drawn)
+    for slot, sequence in enumerate(batch.sequences):
+        if sequence.grammar is not None and (num := int(nums[slot]) - 1):
+            nums[slot] = 1 + min(num, num_allowed(sequence.grammar, tree.tokens[slot, 1 : num + 1].tolist()) + is_drawn)
     if (nums == tree.num_nodes).all():
         return tree
     nodes, probs = int(nums.max()), tree.draft_probs

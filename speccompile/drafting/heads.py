@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot, StepTimes
+from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.specs import (
     CANDIDATE_PROBS,
     CANDIDATES,
@@ -81,7 +81,7 @@ class HeadsProposer:
         self._grown: tuple[list[Candidates], list[list[int]]] | None = None
         self._drafting: Sequence[int] = ()  # slots that drafted in the last step
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Gives the sequence a new estimate, and no hidden state."""
         self.states.flush()  # the target is about to read the prompt
         # Drawn drafts must not depend on other sequences, so their prior is not shared.
@@ -89,57 +89,57 @@ class HeadsProposer:
         prior = SharedPrior(self.budget.max_depth) if is_drawn else self._prior
         sequence.draft_state = DraftState(AcceptanceEstimate(prior, self._log_odds))
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns `num_rows`: heads have no cache, and the token whose state they need is read in any case."""
         self.start(slot, sequence)
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Keeps the hidden state of the last prompt token before the root."""
         if start + tokens.shape[1] == len(sequence.tokens) - 1:
             self.states.read(sequence, outputs[HIDDEN])
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot or should not draft has its root alone, and padding."""
-        slots, self._grown = batch.slots, None
+        sequences, self._grown = batch.sequences, None
         self.budget.is_forced = batch.is_forced
-        roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
+        roots = np.array([sequence.tokens[-1] for sequence in sequences], dtype=np.int64)
         is_drawn = self.may_sample and batch.may_draw
-        able = self.states.known(slots, [p for p, slot in enumerate(slots) if slot.max_drafts > 0])
-        self._drafting = drafting = self._worth_drafting(able, slots, is_drawn)
+        able = self.states.known(sequences, [p for p, sequence in enumerate(sequences) if sequence.max_drafts > 0])
+        self._drafting = drafting = self._worth_drafting(able, sequences, is_drawn)
         if not drafting:
             return TokenTree.roots(roots)
-        feeds: dict[str, Any] = {**self.states.feeds(slots), **self.feeds_of(slots)}
+        feeds: dict[str, Any] = {**self.states.feeds(sequences), **self.feeds_of(sequences)}
         if self._reads_tokens:
             feeds |= {TOKENS: roots[:, None]}
         if is_drawn:
             draws = [batch.draft_uniforms(depth) for depth in range(1, self.engine.spec.num_drafts + 1)]
             feeds |= {**batch.warp_feeds(), UNIFORMS: np.stack(draws, axis=1)}
         outputs = self.engine.run(feeds)
-        limits = [slot.max_drafts if place in drafting else 0 for place, slot in enumerate(slots)]
+        limits = [sequence.max_drafts if slot in drafting else 0 for slot, sequence in enumerate(sequences)]
         if is_drawn:
             return drawn_chains_with_forced(batch, self._drawn_chain(roots, limits, outputs))
         if CANDIDATES in outputs:
             outputs = _raced(batch, outputs)
-        spent_ms = self.budget.spend(len(slots), len(slots))
+        spent_ms = self.budget.spend(len(sequences), len(sequences))
         if self.shape is not None:
             drafts = tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
             return tree_within(batch, drafts)
-        known = {place: estimates(slots)[place] for place in drafting}
-        return self._grow(roots, known, limits, outputs, spent_ms, [slot.grammar for slot in slots])
+        known = {slot: estimates(sequences)[slot] for slot in drafting}
+        return self._grow(roots, known, limits, outputs, spent_ms, [sequence.grammar for sequence in sequences])
 
-    def feeds_of(self, slots: Sequence[Slot]) -> Outputs:
+    def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
         """Returns further inputs of the engine for these slots; none by default."""
-        del slots
+        del sequences
         return {}
 
-    def _worth_drafting(self, able: Sequence[int], slots: Sequence[Slot], is_drawn: bool) -> Sequence[int]:
+    def _worth_drafting(self, able: Sequence[int], sequences: Sequence[TokenSequence], is_drawn: bool) -> Sequence[int]:
         """Returns the slots that draft: each decides alone where drafts are drawn, otherwise all or none draft."""
-        accepted = [known.accepted_length for known in estimates(slots)]
+        accepted = [known.accepted_length for known in estimates(sequences)]
         if is_drawn and not self.budget.is_forced:
-            return [place for place in able if self._drawn.begins(accepted[place], 1)]
-        total = sum(accepted[place] for place in able)
-        return able if able and self.budget.begins(total / len(slots), len(slots)) else ()
+            return [slot for slot in able if self._drawn.begins(accepted[slot], 1)]
+        total = sum(accepted[slot] for slot in able)
+        return able if able and self.budget.begins(total / len(sequences), len(sequences)) else ()
 
     def _drawn_chain(self, roots: Ints, limits: Sequence[int], outputs: Outputs) -> TokenTree:
         """Returns whole chains, as long as their distributions, which are passed to the target unchanged."""
@@ -176,22 +176,22 @@ class HeadsProposer:
         trees = [Candidates.from_root(int(root)) for root in roots]
         rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != CHAIN_PROBS}
         floor = self.budget.floor(trees) if self.is_chain else 0.0
-        for place, estimate in known.items():
+        for slot, estimate in known.items():
             if CANDIDATES in rows:
-                product = rows[CANDIDATES][place], rows[CANDIDATE_PROBS][place]
-                tokens, confidences = product_with_forced(grammars[place], *product)
+                product = rows[CANDIDATES][slot], rows[CANDIDATE_PROBS][slot]
+                tokens, confidences = product_with_forced(grammars[slot], *product)
                 probs = [estimate.probs(level) for level in confidences]
-                allows = allowed_in(grammars[place], trees[place])
-                grow_product(trees[place], tokens, probs, self.budget.max_nodes, allows)
+                allows = allowed_in(grammars[slot], trees[slot])
+                grow_product(trees[slot], tokens, probs, self.budget.max_nodes, allows)
                 continue
             num = self.budget.max_depth if self.is_chain else None
-            drafts, sure = rows[SAMPLED_TOKENS][place][:num], rows[CONFIDENCES][place][:num]
+            drafts, sure = rows[SAMPLED_TOKENS][slot][:num], rows[CONFIDENCES][slot][:num]
             if self.is_chain:
-                drafts, sure = chain_with_forced(grammars[place], drafts, sure)
-            above = range(len(drafts)) if self.is_chain else rows[DRAFT_PARENTS][place]
-            kept, parents = drafts_within(grammars[place], drafts, above)
+                drafts, sure = chain_with_forced(grammars[slot], drafts, sure)
+            above = range(len(drafts)) if self.is_chain else rows[DRAFT_PARENTS][slot]
+            kept, parents = drafts_within(grammars[slot], drafts, above)
             drafts, sure = [drafts[draft] for draft in kept], [sure[draft] for draft in kept]
-            add_drafts(trees[place], drafts, sure, parents, estimate, floor)
+            add_drafts(trees[slot], drafts, sure, parents, estimate, floor)
         num_drafts = self.budget.size(trees, spent_ms)
         tree, chosen = tree_from_candidates(trees, num_drafts, limits)
         self._grown = (trees, chosen)
@@ -201,17 +201,17 @@ class HeadsProposer:
         """Keeps the hidden states of the paths' last nodes, and updates the estimates."""
         self.skip(batch, verdict, outputs)
         num_accepted = verdict.num_accepted.tolist()
-        for place, known in enumerate(estimates(batch.slots)):
-            has_drafted = place in self._drafting
-            known.learn_length(has_drafted, num_accepted[place])
+        for slot, known in enumerate(estimates(batch.sequences)):
+            has_drafted = slot in self._drafting
+            known.learn_length(has_drafted, num_accepted[slot])
             if self._grown is not None and has_drafted:
                 trees, chosen = self._grown
-                known.learn_ranks(trees[place], chosen[place], own_path(verdict, place, len(chosen[place])))
+                known.learn_ranks(trees[slot], chosen[slot], own_path(verdict, slot, len(chosen[slot])))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the hidden states of the paths' last nodes."""
-        last = [verdict.path[place, num] for place, num in enumerate(verdict.num_accepted.tolist())]
-        self.states.keep(batch.slots, outputs[HIDDEN], np.array(last, dtype=np.int64))
+        last = [verdict.path[slot, num] for slot, num in enumerate(verdict.num_accepted.tolist())]
+        self.states.keep(batch.sequences, outputs[HIDDEN], np.array(last, dtype=np.int64))
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs with the times of a step."""

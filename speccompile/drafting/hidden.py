@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.core.protocols import Slot
+from speccompile.core.protocols import TokenSequence
 from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.core.tree import Floats, Ints
 from speccompile.drafting.state import same_sequences
@@ -28,50 +28,50 @@ class TargetStates:
     def __init__(self, width: int) -> None:
         self._width = width
         self._live: Any = None  # `hidden` of the last step, [batch, nodes, width]
-        self._slots: list[Slot] = []  # of that step
+        self._slots: list[TokenSequence] = []  # of that step
         self._nodes: Ints = np.zeros(0, dtype=np.int64)
 
-    def read(self, sequence: Slot, hidden: Any) -> None:
+    def read(self, sequence: TokenSequence, hidden: Any) -> None:
         """Keeps the state before the root: the last node of `hidden` [1, nodes, width] of the prompt's end."""
         sequence.draft_state.hidden = np.array(np.asarray(hidden)[0, -1], dtype=np.float32)
 
-    def keep(self, slots: Sequence[Slot], hidden: Any, nodes: Ints) -> None:
+    def keep(self, sequences: Sequence[TokenSequence], hidden: Any, nodes: Ints) -> None:
         """Keeps the hidden states of a scored step.
 
         Args:
-            slots: of the batch.
+            sequences: of the batch.
             hidden: its output, [batch, nodes, width]; not copied.
             nodes: [batch] int64, the last node of each slot's path.
         """
-        self._live, self._slots, self._nodes = hidden, list(slots), nodes.copy()
+        self._live, self._slots, self._nodes = hidden, list(sequences), nodes.copy()
 
-    def known(self, slots: Sequence[Slot], places: Sequence[int]) -> list[int]:
+    def known(self, sequences: Sequence[TokenSequence], slots: Sequence[int]) -> list[int]:
         """Returns those of the slot indices that have a state; after a prompt of one token there is none yet."""
-        if self._has_live(slots):
-            return list(places)
-        return [place for place in places if slots[place].draft_state.hidden is not None]
+        if self._has_live(sequences):
+            return list(slots)
+        return [slot for slot in slots if sequences[slot].draft_state.hidden is not None]
 
-    def _has_live(self, slots: Sequence[Slot]) -> bool:
+    def _has_live(self, sequences: Sequence[TokenSequence]) -> bool:
         """Returns whether the last step's output has the states of these sequences; if not, all go to the host."""
-        if self._live is not None and not same_sequences(slots, self._slots):
+        if self._live is not None and not same_sequences(sequences, self._slots):
             self.flush()
         return self._live is not None
 
-    def feeds(self, slots: Sequence[Slot]) -> dict[str, Any]:
+    def feeds(self, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         """Returns `hidden` [batch, nodes, width] and `start_nodes` [batch] int64; zeros where there is no state."""
-        if self._has_live(slots):
+        if self._has_live(sequences):
             return {HIDDEN: self._live, START_NODES: self._nodes}
-        rows: Floats = np.zeros((len(slots), 1, self._width), dtype=np.float32)
-        for place, slot in enumerate(slots):
-            if slot.draft_state.hidden is not None:
-                rows[place, 0] = slot.draft_state.hidden
-        return {HIDDEN: rows, START_NODES: np.zeros(len(slots), dtype=np.int64)}
+        rows: Floats = np.zeros((len(sequences), 1, self._width), dtype=np.float32)
+        for slot, sequence in enumerate(sequences):
+            if sequence.draft_state.hidden is not None:
+                rows[slot, 0] = sequence.draft_state.hidden
+        return {HIDDEN: rows, START_NODES: np.zeros(len(sequences), dtype=np.int64)}
 
     def flush(self) -> None:
         """Copies the states in use from the target's output to the host: the target is about to run."""
         if self._live is None:
             return
         rows = np.asarray(self._live)[np.arange(len(self._nodes)), self._nodes].astype(np.float32)
-        for slot, row in zip(self._slots, rows, strict=True):
-            slot.draft_state.hidden = row
+        for sequence, row in zip(self._slots, rows, strict=True):
+            sequence.draft_state.hidden = row
         self._live, self._slots = None, []

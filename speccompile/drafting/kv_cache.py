@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion, padding_mask
@@ -42,12 +42,12 @@ class DraftCache:
         """Empties the slot's cache."""
         self.lengths[slot] = 0
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns `num_rows`: rows that the cache lacks are read before the next draft."""
         self.lengths[slot] = min(self.lengths[slot], num_rows)
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the chunk [1, nodes] as well, as far as the cache has rows."""
         if start == self.lengths[slot]:
             self._read(slot, tokens[0, : self.max_seq_len - start])
@@ -59,18 +59,18 @@ class DraftCache:
             self.engine.run({TOKENS: tokens[None], LENGTHS: start, SCORED_NODES: _FIRST}, first_slot=slot)
             self.lengths[slot] += len(tokens)
 
-    def room(self, place: int, slot: Slot) -> int:
+    def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns the rows left after the root's."""
-        return self.max_seq_len - len(slot.tokens)
+        return self.max_seq_len - len(sequence.tokens)
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the tokens that the slots have not read yet, the root last."""
-        return self._read_new(batch.slots, places, warp)
+        return self._read_new(batch.sequences, slots, warp)
 
     def _read_new(
         self,
-        slots: Sequence[Slot],
-        places: Sequence[int],
+        sequences: Sequence[TokenSequence],
+        slots: Sequence[int],
         warp: Mapping[str, NDArray[Any]],
         masks: Sequence[int] = (),
     ) -> Outputs:
@@ -78,21 +78,21 @@ class DraftCache:
 
         All read as many tokens as the one that missed most: reading a token again costs the same as padding.
         """
-        for place in places:
-            self._catch_up(place, slots[place].tokens)
+        for slot in slots:
+            self._catch_up(slot, sequences[slot].tokens)
         num_masks = len(masks)
-        most = max(len(slots[place].tokens) - self.lengths[place] for place in places)
+        most = max(len(sequences[slot].tokens) - self.lengths[slot] for slot in slots)
         width = most + num_masks
-        tokens = np.zeros((len(slots), width), dtype=np.int64)
-        scored = np.zeros((len(slots), 1 + num_masks), dtype=np.int64)
-        lengths = np.array([self._idle(place, width) for place in range(len(slots))], dtype=np.int64)
-        counts = [0] * len(slots)
-        for place in places:
-            known = slots[place].tokens
+        tokens = np.zeros((len(sequences), width), dtype=np.int64)
+        scored = np.zeros((len(sequences), 1 + num_masks), dtype=np.int64)
+        lengths = np.array([self._idle(slot, width) for slot in range(len(sequences))], dtype=np.int64)
+        counts = [0] * len(sequences)
+        for slot in slots:
+            known = sequences[slot].tokens
             read = [*known[-most:], *masks]
-            tokens[place, : len(read)], counts[place] = read, len(read)
-            scored[place] = np.arange(len(read) - 1 - num_masks, len(read))
-            lengths[place], self.lengths[place] = len(known) - len(read) + num_masks, len(known)
+            tokens[slot, : len(read)], counts[slot] = read, len(read)
+            scored[slot] = np.arange(len(read) - 1 - num_masks, len(read))
+            lengths[slot], self.lengths[slot] = len(known) - len(read) + num_masks, len(known)
         feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, **warp}
         if width > 1:
             feeds[SCORED_NODES] = scored
@@ -100,28 +100,28 @@ class DraftCache:
             feeds[TREE_MASK] = padding_mask(lengths, counts, width, self.max_seq_len)
         return self.engine.run(feeds)
 
-    def _catch_up(self, place: int, tokens: list[int]) -> None:
+    def _catch_up(self, slot: int, tokens: list[int]) -> None:
         num = len(tokens)
-        self.lengths[place] = min(self.lengths[place], num - 1)  # the root is always read again
-        while num - (start := self.lengths[place]) > self._spare:
-            self._read(place, np.array(tokens[start : min(start + PREFILL_CHUNK, num - 1)], dtype=np.int64))
+        self.lengths[slot] = min(self.lengths[slot], num - 1)  # the root is always read again
+        while num - (start := self.lengths[slot]) > self._spare:
+            self._read(slot, np.array(tokens[start : min(start + PREFILL_CHUNK, num - 1)], dtype=np.int64))
 
-    def _idle(self, place: int, span: int, num_in_place: int = 0) -> int:
+    def _idle(self, slot: int, span: int, num_in_place: int = 0) -> int:
         """Returns the row where padding of `span` positions is written, none of them beyond the last position.
 
         A full slot loses its last rows to the padding and reads them again before its next draft.
         """
         last = max(self.max_seq_len - span, 0)
-        if self.lengths[place] + num_in_place <= last:
-            return self.lengths[place] + num_in_place
-        self.lengths[place] = min(self.lengths[place], last)
+        if self.lengths[slot] + num_in_place <= last:
+            return self.lengths[slot] + num_in_place
+        self.lengths[slot] = min(self.lengths[slot], last)
         return last
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Reads an expansion after the roots."""
         width, span, starts = level.tokens.shape[1], level.depth + 1, []
-        for place, (nodes, num) in enumerate(zip(level.nodes, level.num_in_place, strict=True)):
-            starts.append(self.lengths[place] + num if nodes else self._idle(place, span, num))
+        for slot, (nodes, num) in enumerate(zip(level.nodes, level.num_in_place, strict=True)):
+            starts.append(self.lengths[slot] + num if nodes else self._idle(slot, span, num))
         feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
         if width > 1:
             feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}
@@ -136,9 +136,9 @@ class DraftCache:
             verdict: on the drafts.
             outputs: of the target.
         """
-        for place, slot in enumerate(batch.slots):
-            if self.lengths[place] == len(slot.tokens):  # the root was read, and nothing was written over it
-                self.lengths[place] += min(num_kept[place], self.room(place, slot))
+        for slot, sequence in enumerate(batch.sequences):
+            if self.lengths[slot] == len(sequence.tokens):  # the root was read, and nothing was written over it
+                self.lengths[slot] += min(num_kept[slot], self.room(slot, sequence))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Does nothing: the tokens are read before the next draft."""

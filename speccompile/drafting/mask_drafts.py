@@ -42,19 +42,19 @@ class Depths:
         return {name: np.broadcast_to(row, (len(row), num_nodes, row.shape[2])) for name, row in rows.items()}
 
 
-def masks_of(scorer: Scorer, engine: Engine, batch: Batch, places: Sequence[int], num_drafts: int) -> list[int]:
+def masks_of(scorer: Scorer, engine: Engine, batch: Batch, slots: Sequence[int], num_drafts: int) -> list[int]:
     """Returns the masks of a run: as many as the longest path of the batch needs.
 
     Args:
         scorer: the draft.
         engine: of the draft.
         batch: all sequences.
-        places: slot indices of those that draft.
+        slots: slot indices of those that draft.
         num_drafts: most draft tokens on a path.
     """
-    slots, token = batch.slots, engine.spec.mask_token
+    sequences, token = batch.sequences, engine.spec.mask_token
     assert token is not None
-    lengths = [min(slots[place].max_drafts, scorer.room(place, slots[place]) + 1) for place in places]
+    lengths = [min(sequences[slot].max_drafts, scorer.room(slot, sequences[slot]) + 1) for slot in slots]
     return [token] * (min(num_drafts, max(lengths)) - 1)
 
 
@@ -72,10 +72,10 @@ class MaskDraftCache(DraftCache):
         super().__init__(engine, max_seq_len, max_nodes)
         self.num_drafts, self._depths = num_drafts, Depths({})
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the tokens that the slots have not read yet, the root last, and masks."""
-        masks = masks_of(self, self.engine, batch, places, self.num_drafts)
-        self._depths = Depths(self._read_new(batch.slots, places, warp, masks))
+        masks = masks_of(self, self.engine, batch, slots, self.num_drafts)
+        self._depths = Depths(self._read_new(batch.sequences, slots, warp, masks))
         return self._depths.after(0, 1)
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
@@ -110,10 +110,10 @@ class MaskFeatureCache(FeatureCache):
         super().__init__(engine, make, names, max_seq_len, max_nodes)
         self.num_drafts, self._depths = num_drafts, Depths({})
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the pending features of all slots of the batch, and masks."""
-        masks = masks_of(self, self.engine, batch, places, self.num_drafts)
-        self._depths = Depths(self._read_new(batch.slots, warp, masks))
+        masks = masks_of(self, self.engine, batch, slots, self.num_drafts)
+        self._depths = Depths(self._read_new(batch.sequences, warp, masks))
         return self._depths.after(0, 1)
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:

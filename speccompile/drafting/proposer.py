@@ -8,7 +8,7 @@ from typing import Protocol
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
-from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
+from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate
 from speccompile.drafting.expansion import Scorer
@@ -52,11 +52,11 @@ class DraftRows(Scorer, Protocol):
         """Starts a new sequence: none of its tokens is read."""
         ...
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns how many of the first `num_rows` tokens need not be read again."""
         ...
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Handles a chunk that the target has read: `tokens` [1, nodes], from position `start` on."""
         ...
 
@@ -93,17 +93,17 @@ class DraftProposer:
         self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
         self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Starts a new sequence, with a new estimate."""
         self.rows.start(slot)
         sequence.draft_state = DraftState(self.likeliest.new_estimate())
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns how many rows need not be read again; the estimate is new."""
         sequence.draft_state = DraftState(self.likeliest.new_estimate())
         return self.rows.resume(slot, sequence, num_rows)
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the chunk with the draft."""
         self.rows.prefill(slot, sequence, tokens, start, outputs)
 

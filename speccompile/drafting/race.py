@@ -41,7 +41,7 @@ def order_candidates(
     """
     if batch.is_greedy or tokens.shape[-1] == 1:
         return tokens, confidences
-    params = [slot.sampling for slot in batch.slots]
+    params = [sequence.sampling for sequence in batch.sequences]
     is_hot = np.array([not p.is_greedy for p in params])[:, None, None]
     heat = np.array([1.0 if p.is_greedy or is_warped else p.temperature for p in params])[:, None, None]
     logs = np.log(np.maximum(np.nan_to_num(confidences), 1e-30).astype(np.float64))
@@ -79,7 +79,7 @@ def raced_candidates(batch: Batch, depth: int, outputs: Outputs, d2t: Ints | Non
         num = min(max(NUM_RACERS, tokens.shape[-1]), probs.shape[-1])
         racers = np.argpartition(probs, -num, axis=-1)[..., -num:]
         rates = np.take_along_axis(probs, racers, axis=-1)
-        is_cold = np.array([slot.sampling.is_greedy for slot in batch.slots])
+        is_cold = np.array([sequence.sampling.is_greedy for sequence in batch.sequences])
         racers[is_cold, :, : tokens.shape[-1]], rates[is_cold, :, : tokens.shape[-1]] = tokens[is_cold], sure[is_cold]
         tokens, sure = racers, rates
     return order_candidates(batch, depth, tokens if d2t is None else d2t[tokens], sure, is_warped=is_warped)

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from speccompile.core.protocols import Slot
+from speccompile.core.protocols import TokenSequence
 from speccompile.core.tree import Floats
 from speccompile.drafting.acceptance import AcceptanceEstimate
 from speccompile.drafting.drawn_length import DrawnRecord
@@ -39,11 +39,11 @@ class DraftState:
     drawn: DrawnRecord | None = None
 
 
-def estimates(slots: Sequence[Slot]) -> list[AcceptanceEstimate]:
+def estimates(sequences: Sequence[TokenSequence]) -> list[AcceptanceEstimate]:
     """Returns the estimates of sequences whose `draft_state` is a `DraftState`."""
-    return [slot.draft_state.estimate for slot in slots]
+    return [sequence.draft_state.estimate for sequence in sequences]
 
 
-def same_sequences(first: Sequence[Slot], second: Sequence[Slot]) -> bool:
+def same_sequences(first: Sequence[TokenSequence], second: Sequence[TokenSequence]) -> bool:
     """Returns whether two batches have the same sequences in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))

@@ -89,31 +89,34 @@ class StaticTrees:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot draft has its root alone."""
-        slots, self._rows, self._kept, self._fed = batch.slots, None, [], [0] * len(batch.slots)
-        roots = np.array([slot.tokens[-1] for slot in slots], dtype=np.int64)
-        rooms = [self.scorer.room(place, slot) if slot.max_drafts > 0 else -1 for place, slot in enumerate(slots)]
-        able = [place for place, room in enumerate(rooms) if room >= 0]
+        sequences, self._rows, self._kept, self._fed = batch.sequences, None, [], [0] * len(batch.sequences)
+        roots = np.array([sequence.tokens[-1] for sequence in sequences], dtype=np.int64)
+        rooms = [
+            self.scorer.room(slot, sequence) if sequence.max_drafts > 0 else -1
+            for slot, sequence in enumerate(sequences)
+        ]
+        able = [slot for slot, room in enumerate(rooms) if room >= 0]
         is_drawn = self.may_sample and batch.may_draw
         self._chains = self._length.begin(batch) if self._length is not None and is_drawn else None
         if self._chains is not None:
-            able = [place for place in able if self._chains.goes_on(place)]
+            able = [slot for slot in able if self._chains.goes_on(slot)]
         if not able:
             return TokenTree.roots(roots)
-        limits = [min(slot.max_drafts, room + 1) for slot, room in zip(slots, rooms, strict=True)]
+        limits = [min(sequence.max_drafts, room + 1) for sequence, room in zip(sequences, rooms, strict=True)]
         drafts, is_masked = _Drafts(self, batch, roots, is_drawn), has_grammars(batch)
         drafts.take(0, able, self.scorer.begin(batch, able, drafts.warp))
         for depth, (plan, held) in enumerate(self._plans, start=1):
-            places = [place for place in able if self._fed[place] == depth - 1 and limits[place] > depth]
+            slots = [slot for slot in able if self._fed[slot] == depth - 1 and limits[slot] > depth]
             if self._chains is not None:
-                places = [place for place in places if drafts.is_there[place, depth] and self._chains.goes_on(place)]
+                slots = [slot for slot in slots if drafts.is_there[slot, depth] and self._chains.goes_on(slot)]
             elif is_masked:
                 nodes = [node for node, _, _ in self._levels[depth]]
-                places = [place for place in places if drafts.is_there[place, nodes].any()]
-            if not places:
+                slots = [slot for slot in slots if drafts.is_there[slot, nodes].any()]
+            if not slots:
                 break
-            for place in places:
-                self._fed[place] = depth
-            drafts.take(depth, places, self.scorer.expand(batch, _for_batch(plan, drafts, places)))
+            for slot in slots:
+                self._fed[slot] = depth
+            drafts.take(depth, slots, self.scorer.expand(batch, _for_batch(plan, drafts, slots)))
             self._rows = held
         tree, self._kept = drafts.tree()
         return tree
@@ -125,26 +128,26 @@ class StaticTrees:
         if self._rows is None:
             return [0] * tree.batch
         rows = []
-        for place, kept in enumerate(self._kept):
-            path = own_path(verdict, place, len(kept))
+        for slot, kept in enumerate(self._kept):
+            path = own_path(verdict, slot, len(kept))
             num_held = self._rows.num_kept(0, [kept[node] for node in path[1:]])
-            rows.append(min(num_held, self._fed[place]))  # padding of later expansions comes after these
+            rows.append(min(num_held, self._fed[slot]))  # padding of later expansions comes after these
         return rows
 
 
-def _for_batch(plan: Expansion, drafts: _Drafts, places: Sequence[int]) -> Expansion:
+def _for_batch(plan: Expansion, drafts: _Drafts, slots: Sequence[int]) -> Expansion:
     batch, nodes = len(drafts.tokens), plan.nodes[0]
     if batch == 1:
         return replace(plan, tokens=drafts.tokens[:, nodes], warp=drafts.warp)
-    takes_part = set(places)
+    takes_part = set(slots)
     return Expansion(
         plan.depth,
         drafts.tokens[:, nodes],
         np.ascontiguousarray(np.broadcast_to(plan.tree_mask, (batch, len(nodes), len(nodes)))),
         np.ascontiguousarray(np.broadcast_to(plan.scored_nodes, (batch, plan.scored_nodes.shape[1]))),
         list(plan.num_in_place) * batch,
-        [nodes if place in takes_part else () for place in range(batch)],
-        [plan.parents[0] if place in takes_part else () for place in range(batch)],
+        [nodes if slot in takes_part else () for slot in range(batch)],
+        [plan.parents[0] if slot in takes_part else () for slot in range(batch)],
         drafts.warp,
     )
 
@@ -168,85 +171,85 @@ class _Drafts:
                 trees._probs[len(roots)] = np.zeros((len(roots), size, trees._vocab), dtype=np.float32)
             self.probs = trees._probs[len(roots)]
 
-    def take(self, depth: int, places: Sequence[int], outputs: Outputs) -> None:
+    def take(self, depth: int, slots: Sequence[int], outputs: Outputs) -> None:
         """Adds the children of the nodes at `depth` in the given slots, from the draft's outputs."""
         level = self.trees._levels[depth]
         if has_grammars(self.batch):
-            outputs = restrict(self.batch, self._paths(places, level), outputs)
+            outputs = restrict(self.batch, self._paths(slots, level), outputs)
         tokens, sure = np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
         if self.probs is None:
             tokens, sure = raced_candidates(self.batch, depth + 1, outputs)
         for column, (_, children, ranks) in enumerate(level):
             self.tokens[:, children] = tokens[:, column, ranks]
         fresh = [child for _, children, _ in level for child in children]
-        for place in places:
-            self.is_there[place, fresh] = True
-            slot = self.batch.slots[place]
-            if slot.grammar is not None and (self.probs is None or slot.sampling.is_greedy):
-                self._leave_out(place, level)
+        for slot in slots:
+            self.is_there[slot, fresh] = True
+            sequence = self.batch.sequences[slot]
+            if sequence.grammar is not None and (self.probs is None or sequence.sampling.is_greedy):
+                self._leave_out(slot, level)
         if self.probs is not None:
             width = max(len(children) for _, children, _ in level)
             draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
             node_probs = np.asarray(outputs[NODE_PROBS])
-            for place in places:
-                self._draw(place, level, node_probs[place], draws[place])
+            for slot in slots:
+                self._draw(slot, level, node_probs[slot], draws[slot])
         if self.trees._chains is not None:
-            for place in places:
-                if self.is_there[place, depth + 1]:
-                    share = self._share(place, depth + 1, int(tokens[place, 0, 0]))
-                    self.trees._chains.add(place, float(sure[place, 0, 0]) * share)
+            for slot in slots:
+                if self.is_there[slot, depth + 1]:
+                    share = self._share(slot, depth + 1, int(tokens[slot, 0, 0]))
+                    self.trees._chains.add(slot, float(sure[slot, 0, 0]) * share)
 
-    def _paths(self, places: Sequence[int], level: Sequence[tuple[int, list[int], list[int]]]) -> Paths:
+    def _paths(self, slots: Sequence[int], level: Sequence[tuple[int, list[int], list[int]]]) -> Paths:
         """Returns the drafts up to each node of a level, in the given slots that have a grammar."""
-        takes_part, rows = set(places), list[list[list[int] | None]]()
-        for place, slot in enumerate(self.batch.slots):
+        takes_part, rows = set(slots), list[list[list[int] | None]]()
+        for slot, sequence in enumerate(self.batch.sequences):
             row = list[list[int] | None]()
-            for node, _, _ in level if slot.grammar is not None and place in takes_part else ():
+            for node, _, _ in level if sequence.grammar is not None and slot in takes_part else ():
                 path, above = list[int](), node
                 while above > 0:
-                    path.append(int(self.tokens[place, above]))
+                    path.append(int(self.tokens[slot, above]))
                     above = self.trees._parents[above]
-                row.append(path[::-1] if self.is_there[place, node] else None)
+                row.append(path[::-1] if self.is_there[slot, node] else None)
             rows.append(row)
         return rows
 
-    def _leave_out(self, place: int, level: Sequence[tuple[int, list[int], list[int]]]) -> None:
+    def _leave_out(self, slot: int, level: Sequence[tuple[int, list[int], list[int]]]) -> None:
         """Leaves out candidates that the grammar refuses, and what follows them."""
-        [path_row] = self._paths([place], level)[place : place + 1]
-        grammar = self.batch.slots[place].grammar
+        [path_row] = self._paths([slot], level)[slot : slot + 1]
+        grammar = self.batch.sequences[slot].grammar
         for (_, children, _), path in zip(level, path_row, strict=True):
             for child in children:
-                token = int(self.tokens[place, child])
-                self.is_there[place, child] = is_right = path is not None and is_allowed(grammar, path, token)
-                self.tokens[place, child] = token if is_right else 0
+                token = int(self.tokens[slot, child])
+                self.is_there[slot, child] = is_right = path is not None and is_allowed(grammar, path, token)
+                self.tokens[slot, child] = token if is_right else 0
 
-    def _share(self, place: int, node: int, best: int) -> float:
+    def _share(self, slot: int, node: int, best: int) -> float:
         """Returns the draft's probability of a drawn token over that of its likeliest, both at temperature 1."""
         assert self.probs is not None
-        probs = self.probs[place, node]
-        prob, most = float(probs[self.tokens[place, node]]), float(probs[best])
+        probs = self.probs[slot, node]
+        prob, most = float(probs[self.tokens[slot, node]]), float(probs[best])
         # An engine may break ties in another way than the warp, so that its likeliest token has probability 0 here.
-        return (prob / most) ** self.batch.slots[place].sampling.temperature if most > prob else 1.0
+        return (prob / most) ** self.batch.sequences[slot].sampling.temperature if most > prob else 1.0
 
     def _draw(
-        self, place: int, level: Sequence[tuple[int, list[int], list[int]]], node_probs: Floats, draws: Sequence[float]
+        self, slot: int, level: Sequence[tuple[int, list[int], list[int]]], node_probs: Floats, draws: Sequence[float]
     ) -> None:
         """Replaces the candidates of one slot with draws; a greedy sequence keeps them, with one-hot distributions."""
         assert self.probs is not None
-        is_greedy = self.batch.slots[place].sampling.is_greedy
+        is_greedy = self.batch.sequences[slot].sampling.is_greedy
         for column, (node, children, _) in enumerate(level):
-            if not self.is_there[place, node]:
-                self.is_there[place, children] = False
+            if not self.is_there[slot, node]:
+                self.is_there[slot, children] = False
                 continue
-            rows = self.probs[place, children[0] : children[-1] + 1]
+            rows = self.probs[slot, children[0] : children[-1] + 1]
             if is_greedy:
                 rows[...] = 0
-                rows[np.arange(len(children)), self.tokens[place, children]] = 1
+                rows[np.arange(len(children)), self.tokens[slot, children]] = 1
                 continue
             tokens = draw_siblings(node_probs[column], draws[: len(children)], rows)
-            self.tokens[place, children[: len(tokens)]] = tokens
-            self.tokens[place, children[len(tokens) :]] = 0  # of a grammar, there may be no token at all
-            self.is_there[place, children[len(tokens) :]] = False
+            self.tokens[slot, children[: len(tokens)]] = tokens
+            self.tokens[slot, children[len(tokens) :]] = 0  # of a grammar, there may be no token at all
+            self.is_there[slot, children[len(tokens) :]] = False
 
     def tree(self) -> tuple[TokenTree, list[list[int]]]:
         """Returns the tree to score, and for each slot the shape's node index of each of its nodes."""
@@ -262,12 +265,12 @@ class _Drafts:
         nodes = max(map(len, kept))
         tokens, parents = np.zeros((batch, nodes), dtype=np.int64), np.full((batch, nodes), -1, dtype=np.int64)
         probs = None if self.probs is None else np.zeros((batch, nodes, self.probs.shape[2]), dtype=np.float32)
-        for place, chosen in enumerate(kept):
+        for slot, chosen in enumerate(kept):
             at = {node: number for number, node in enumerate(chosen)}
-            tokens[place, : len(chosen)] = self.tokens[place, chosen]
-            parents[place, 1 : len(chosen)] = [at[self.trees._parents[node]] for node in chosen[1:]]
+            tokens[slot, : len(chosen)] = self.tokens[slot, chosen]
+            parents[slot, 1 : len(chosen)] = [at[self.trees._parents[node]] for node in chosen[1:]]
             if probs is not None and self.probs is not None:
-                probs[place, : len(chosen)] = self.probs[place, chosen]
+                probs[slot, : len(chosen)] = self.probs[slot, chosen]
         num_nodes = np.array([len(chosen) for chosen in kept], dtype=np.int64)
         return TokenTree(tokens, parents, num_nodes, probs), kept
 

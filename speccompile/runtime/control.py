@@ -24,21 +24,21 @@ from typing import Any, Protocol
 
 from speccompile.core.protocols import StepTimes
 from speccompile.runtime.comparison import METHOD_DEFAULT, PLAIN, Comparison, Reading
-from speccompile.runtime.slots import Slot, Step
+from speccompile.runtime.sequences import Step, TokenSequence
 
 
 class Planner(Protocol):
     """Decides before each step whether it may draft, and learns from it afterwards. Called on one thread."""
 
-    def plan(self, slots: Sequence[Slot]) -> int | None:
+    def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """Returns the most draft tokens on one path in the next step.
 
-        It applies to sequences that leave the decision to the planner (`Slot.speculation` is `auto`). Those with `on`
+        It applies to sequences whose `speculation` is `auto`: these leave the decision to the planner. Those with `on`
         always draft: as many tokens as the limit says, or `loop.FORCED_LENGTH` where it is 0 or None; those with `off`
         never do.
 
         Args:
-            slots: all active sequences, by slot index.
+            sequences: all active sequences, by slot index.
 
         Returns:
             0: decode plainly; above 0: chains of so many tokens, whatever they cost; None: as decided by the method's
@@ -46,11 +46,11 @@ class Planner(Protocol):
         """
         ...
 
-    def observe(self, slots: Sequence[Slot], steps: Sequence[Step], times: StepTimes) -> None:
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """Updates the planner with a step.
 
         Args:
-            slots: as given to `plan`.
+            sequences: as given to `plan`.
             steps: results, one for each of them.
             times: of the step.
         """
@@ -68,7 +68,7 @@ class Planner(Protocol):
     def expects_drafts(self, num_active: int) -> bool:
         """Returns whether a new sequence will probably draft, or is needed for a comparison.
 
-        Otherwise the draft does not read its prompt; see `Slot.has_draft`.
+        Otherwise the draft does not read its prompt; see `TokenSequence.has_draft`.
 
         Args:
             num_active: sequences that will decode, the new one included.
@@ -90,11 +90,11 @@ class FixedLength:
     def __init__(self, limit: int | None = METHOD_DEFAULT) -> None:
         self.limit = limit
 
-    def plan(self, slots: Sequence[Slot]) -> int | None:
+    def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """Returns the limit."""
         return self.limit
 
-    def observe(self, slots: Sequence[Slot], steps: Sequence[Step], times: StepTimes) -> None:
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """Does nothing."""
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
@@ -130,20 +130,20 @@ class Controller:
         self._is_plain = False  # this step
         self._was_plain = False  # the step before it
 
-    def plan(self, slots: Sequence[Slot]) -> int | None:
+    def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """See `Planner.plan`."""
         num_auto = num_ready = 0
         is_forced = False
-        for slot in slots:
-            if slot.speculation == "auto":
+        for sequence in sequences:
+            if sequence.speculation == "auto":
                 num_auto += 1
-                num_ready += slot.has_draft
-            elif slot.speculation == "on":
+                num_ready += sequence.has_draft
+            elif sequence.speculation == "on":
                 is_forced = True
         if not num_auto:
             self._at = None
             return METHOD_DEFAULT
-        key = (bucket_of(len(slots)), is_forced)
+        key = (bucket_of(len(sequences)), is_forced)
         at = self._sizes.get(key) or self._sizes.setdefault(key, self._first(*key))
         # A comparison waits for a batch whose sequences all have a draft; drafts need at least one that has.
         is_short = num_ready < num_auto
@@ -160,7 +160,7 @@ class Controller:
         smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
         return Comparison(self._sizes[max(smaller), is_forced] if smaller else None)
 
-    def observe(self, slots: Sequence[Slot], steps: Sequence[Step], times: StepTimes) -> None:
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
         if self._at is not None and self._at.is_resting:
             self._at.rest(times.step_s)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from speccompile.runtime.slots import Step
+from speccompile.runtime.sequences import Step
 
 TIME_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 60_000, 300_000)
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -74,7 +74,7 @@ class Counters:
             reason: its finish reason.
             stats: of its last step output.
             request_ms: milliseconds since its request was submitted.
-            outcomes: see `SlotStats`.
+            outcomes: see `SequenceStats`.
         """
         self.finished[reason] += 1
         self.outcomes.update(outcomes)

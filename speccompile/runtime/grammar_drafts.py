@@ -13,18 +13,18 @@ import numpy as np
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.grammars import chains_within
 from speccompile.runtime.grammars import GrammarFault
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.sequences import SequenceBatch
 
 
-def read_grammars(slots: Slots) -> None:
+def read_grammars(batch: SequenceBatch) -> None:
     """Makes the grammars follow the texts, before drafts are made; what fails here is reported with the verdict."""
-    for slot in slots.slots:
-        if slot.grammar is not None:
+    for sequence in batch.sequences:
+        if sequence.grammar is not None:
             with suppress(GrammarFault):
-                slot.grammar.read(slot.tokens)
+                sequence.grammar.read(sequence.tokens)
 
 
-def forced_chains(slots: Slots) -> TokenTree | None:
+def forced_chains(batch: SequenceBatch) -> TokenTree | None:
     """Returns chains of the tokens that the grammars force; None unless every sequence has some.
 
     They cost no draft, and are verified as any other drafts. Where some sequences have none, the method's drafts begin
@@ -32,28 +32,32 @@ def forced_chains(slots: Slots) -> TokenTree | None:
     the others.
 
     Args:
-        slots: whose grammars have read the texts.
+        batch: whose grammars have read the texts.
     """
-    if slots.may_draw or not slots.max_forced:
+    if batch.may_draw or not batch.max_forced:
         return None
     rows = []
-    for slot in slots.slots:
-        if slot.grammar is None or slot.speculation == "off" or not slot.may_draft:
+    for sequence in batch.sequences:
+        if sequence.grammar is None or sequence.speculation == "off" or not sequence.may_draft:
             return None
-        num = min(slot.num_prompt + slot.sampling.max_new_tokens - len(slot.tokens) - 1, slot.room, slots.max_forced)
-        forced = slot.grammar.forced()[: max(num, 0)]
+        num = min(
+            sequence.num_prompt + sequence.sampling.max_new_tokens - len(sequence.tokens) - 1,
+            sequence.room,
+            batch.max_forced,
+        )
+        forced = sequence.grammar.forced()[: max(num, 0)]
         if not forced:
             return None
-        rows.append([slot.tokens[-1], *forced])
+        rows.append([sequence.tokens[-1], *forced])
     nums = np.array([len(row) for row in rows], dtype=np.int64)
     tokens = np.zeros((len(rows), nums.max()), dtype=np.int64)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = row
+    for slot, row in enumerate(rows):
+        tokens[slot, : len(row)] = row
     return TokenTree.chain(tokens, nums)
 
 
-def within_grammars(slots: Slots, tree: TokenTree) -> TokenTree:
+def within_grammars(batch: SequenceBatch, tree: TokenTree) -> TokenTree:
     """Returns a step's drafts without what the grammars refuse, where they are chains."""
     if not tree.is_chain or tree.nodes == 1:
         return tree
-    return chains_within(slots, tree, is_drawn=slots.is_drawn(tree))
+    return chains_within(batch, tree, is_drawn=batch.is_drawn(tree))

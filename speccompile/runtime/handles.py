@@ -10,7 +10,7 @@ from typing import Any
 from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.requests import Request, Speculation, StepOutput, StepTrace
-from speccompile.runtime.slots import Slot, Step
+from speccompile.runtime.sequences import Step, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.text import Tokenizer
 
@@ -23,10 +23,10 @@ class RequestOutput:
         slot: the sequence; `slot.index` is the index of the output.
     """
 
-    __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "slot", "started_s")
+    __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "sequence", "started_s")
 
-    def __init__(self, handle: RequestHandle, slot: Slot) -> None:
-        self.handle, self.slot = handle, slot
+    def __init__(self, handle: RequestHandle, sequence: TokenSequence) -> None:
+        self.handle, self.sequence = handle, sequence
         self.num_reused = 0  # prompt tokens that a cache already had
         self.started_s: float | None = None  # when reading of its prompt began; None: not yet
         self.first_s: float | None = None  # time of its first tokens; None: none yet
@@ -40,9 +40,9 @@ class RequestOutput:
             self.first_s, self.num_first = now_s, len(step.tokens)
         drafts, kept, reason = step.num_draft_tokens, step.num_accepted, step.finish_reason
         stats = None if reason is None else self.stats(now_s)
-        error = self.slot.error
+        error = self.sequence.error
         return StepOutput(
-            self.slot.index,
+            self.sequence.index,
             step.text,
             step.tokens,
             drafts,
@@ -57,17 +57,17 @@ class RequestOutput:
 
     def last_step_output(self, reason: str, now_s: float, error: str | None = None) -> StepOutput:
         """Returns the last step output of an output that no step ended, with the text that was held back."""
-        text = self.slot.text_left()
-        return StepOutput(self.slot.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
+        text = self.sequence.text_left()
+        return StepOutput(self.sequence.index, text, [], finish_reason=reason, stats=self.stats(now_s), error=error)
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Returns `StepOutput.stats`; times that do not exist are None."""
-        slot, handle = self.slot, self.handle
+        sequence, handle = self.sequence, self.handle
         first_s, started_s = self.first_s, now_s if self.started_s is None else self.started_s
-        num_later = 0 if first_s is None else slot.stats.num_tokens - self.num_first
+        num_later = 0 if first_s is None else sequence.stats.num_tokens - self.num_first
         return {
-            **slot.stats.json_from_stats(),
-            "num_prompt_tokens": slot.num_prompt,
+            **sequence.stats.json_from_stats(),
+            "num_prompt_tokens": sequence.num_prompt,
             "num_reused_tokens": self.num_reused,
             "queue_ms": (started_s - handle.submitted_s) * 1e3,
             "time_to_first_token_ms": None if first_s is None else (first_s - handle.submitted_s) * 1e3,
@@ -119,10 +119,10 @@ def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation
         sampling = request.sampling
         if index:
             sampling = replace(sampling, seed=(sampling.seed + index) % 2**64)
-        slot = engine.make_slot(0, prompt, sampling, with_text=True, images=images)
-        slot.index = index
-        slot.speculation = default if request.speculation == "auto" else request.speculation
-        handle.open.append(RequestOutput(handle, slot))
+        sequence = engine.make_sequence(0, prompt, sampling, with_text=True, images=images)
+        sequence.index = index
+        sequence.speculation = default if request.speculation == "auto" else request.speculation
+        handle.open.append(RequestOutput(handle, sequence))
 
 
 def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, slot: int) -> StepTrace:

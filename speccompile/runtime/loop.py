@@ -19,7 +19,7 @@ from speccompile.runtime.faults import FAULTS, NotFinite
 from speccompile.runtime.grammar_drafts import forced_chains, read_grammars, within_grammars
 from speccompile.runtime.host_verify import logprobs_of_step, verify_on_host
 from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.slots import Slot, Slots, Step
+from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 
@@ -27,11 +27,11 @@ from speccompile.runtime.verifier import Verifier
 def decode(
     verifier: Verifier,
     proposer: Proposer,
-    slots: Slots,
+    batch: SequenceBatch,
     engines: tuple[TimedEngine, ...] = (),
     planner: Planner | None = None,
 ) -> Iterator[list[Step]]:
-    """Decodes every sequence of `slots` to its end.
+    """Decodes every sequence of `batch` to its end.
 
     Between two yields the caches are consistent. A caller may stop iterating at any time without cleaning up: the next
     run starts with empty lengths.
@@ -39,7 +39,7 @@ def decode(
     Args:
         verifier: the target.
         proposer: the drafts.
-        slots: sequences that wait for a slot.
+        batch: sequences that wait for a slot.
         engines: their time is counted apart from the loop's own.
         planner: bounds the drafts of steps whose text does not depend on them; None: no bound, and costs stay those
             recorded in the bundle.
@@ -47,20 +47,20 @@ def decode(
     Yields:
         One step for each active sequence, by slot.
     """
-    admit(verifier, proposer, slots, planner)
-    while slots.slots:
+    admit(verifier, proposer, batch, planner)
+    while batch.sequences:
         # Where drafts are drawn the text depends on them, so a planner, which uses measured times, must not decide.
-        active = None if planner is None or slots.may_draw else slots.slots
+        active = None if planner is None or batch.may_draw else batch.sequences
         limit = planner.plan(active) if planner and active else None
-        round_ = run_step(verifier, proposer, slots, engines, limit)
+        round_ = run_step(verifier, proposer, batch, engines, limit)
         steps = round_.steps
         if planner and active:
             proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
             planner.observe(active, steps, round_.times)
         yield steps
         if [step for step in steps if step.finish_reason is not None]:
-            retire(verifier, proposer, slots, steps, planner)
-            admit(verifier, proposer, slots, planner)
+            retire(verifier, proposer, batch, steps, planner)
+            admit(verifier, proposer, batch, planner)
 
 
 FORCED_LENGTH = 4  # of chains, and depth of trees, where a request forces drafts and the planner gives no length
@@ -85,7 +85,7 @@ class Round(NamedTuple):
 def run_step(
     verifier: Verifier,
     proposer: Proposer,
-    slots: Slots,
+    batch: SequenceBatch,
     engines: tuple[TimedEngine, ...] = (),
     limit: int | None = None,
 ) -> Round:
@@ -94,46 +94,46 @@ def run_step(
     Args:
         verifier: the target.
         proposer: the drafts.
-        slots: at least one is active.
+        batch: at least one is active.
         engines: their time is counted apart from the loop's own.
-        limit: see `Slot.plan`.
+        limit: see `TokenSequence.plan`.
     """
     start_s, engine_s = perf_counter(), _seconds(engines)
     # A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
-    is_forced, is_plain = not limit and "on" in [slot.speculation for slot in slots.slots], True
+    is_forced, is_plain = not limit and "on" in [sequence.speculation for sequence in batch.sequences], True
     has_draft = False
-    for slot in slots.slots:
-        bound = FORCED_LENGTH if is_forced and (limit is None or slot.speculation == "on") else limit
-        slot.plan(verifier.max_seq_len, bound)
-        is_plain = is_plain and not slot.max_drafts
-        has_draft = has_draft or slot.has_draft
-    slots.is_forced = bool(limit) or is_forced
-    if slots.processed:
-        read_grammars(slots)
-    forced = forced_chains(slots) if slots.processed else None
+    for sequence in batch.sequences:
+        bound = FORCED_LENGTH if is_forced and (limit is None or sequence.speculation == "on") else limit
+        sequence.plan(verifier.max_seq_len, bound)
+        is_plain = is_plain and not sequence.max_drafts
+        has_draft = has_draft or sequence.has_draft
+    batch.is_forced = bool(limit) or is_forced
+    if batch.processed:
+        read_grammars(batch)
+    forced = forced_chains(batch) if batch.processed else None
     is_plain = is_plain or forced is not None
-    tree = forced or (slots.roots() if is_plain else proposer.propose(slots))
-    if slots.processed:
-        tree = within_grammars(slots, tree)
+    tree = forced or (batch.roots() if is_plain else proposer.propose(batch))
+    if batch.processed:
+        tree = within_grammars(batch, tree)
     proposed_s = perf_counter()
-    tree, verdict = verifier.score_finite(tree, slots)
+    tree, verdict = verifier.score_finite(tree, batch)
     logprobs = None
-    if slots.wants_logprobs:
-        logprobs = logprobs_of_step(verdict, tree, slots.slots, np.asarray(verifier.outputs[LOGITS]))
+    if batch.wants_logprobs:
+        logprobs = logprobs_of_step(verdict, tree, batch.sequences, np.asarray(verifier.outputs[LOGITS]))
     scored_s = perf_counter()
     verifier.commit(tree, verdict)
     if not is_plain:
-        proposer.commit(slots, tree, verdict, verifier.outputs)
+        proposer.commit(batch, tree, verdict, verifier.outputs)
     elif has_draft:
-        proposer.skip(slots, verdict, verifier.outputs)
-    for place in verdict.spoilt():
+        proposer.skip(batch, verdict, verifier.outputs)
+    for slot in verdict.spoilt():
         for engine in engines or (verifier.engine,):
-            engine.clear_slot(place)
-    steps = emit(tree, verdict, slots, logprobs)
+            engine.clear_slot(slot)
+    steps = emit(tree, verdict, batch, logprobs)
     engine_s = _seconds(engines) - engine_s
     now_s = perf_counter()
-    for slot in slots.slots:
-        slot.stats.add_times(now_s, now_s - start_s, engine_s)
+    for sequence in batch.sequences:
+        sequence.stats.add_times(now_s, now_s - start_s, engine_s)
     return Round(tree, verdict, steps, StepTimes(proposed_s - start_s, scored_s - proposed_s, now_s - start_s))
 
 
@@ -145,7 +145,10 @@ def _seconds(engines: tuple[TimedEngine, ...]) -> float:
 
 
 def emit(
-    tree: TokenTree, verdict: Verdict, slots: Slots, logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None
+    tree: TokenTree,
+    verdict: Verdict,
+    batch: SequenceBatch,
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None,
 ) -> list[Step]:
     """Gives each sequence the tokens of its path and the next token.
 
@@ -154,63 +157,63 @@ def emit(
     Args:
         tree: the scored tree.
         verdict: on it.
-        slots: the sequences.
+        batch: the sequences.
         logprobs: of the new tokens, by slot index, of the sequences that ask for them.
     """
     accepted, following, drafts = verdict.accepted, verdict.following, tree.num_nodes.tolist()
     steps, deepest = [], []
     if not tree.is_chain:
         deepest = [max(row[:num]) for row, num in zip(tree.depths().tolist(), drafts, strict=True)]
-    for place, slot in enumerate(slots.slots):
-        if following[place] < 0:
-            steps.append(slot.fail(slot.fault or NotFinite(len(slot.tokens))))
+    for slot, sequence in enumerate(batch.sequences):
+        if following[slot] < 0:
+            steps.append(sequence.fail(sequence.fault or NotFinite(len(sequence.tokens))))
             continue
-        num, num_drafts = accepted[place], drafts[place] - 1
+        num, num_drafts = accepted[slot], drafts[slot] - 1
         if tree.is_chain:
-            new, depth = tree.tokens[place, 1 : num + 1].tolist() if num else [], num_drafts
+            new, depth = tree.tokens[slot, 1 : num + 1].tolist() if num else [], num_drafts
             is_bonus = 0 < num == num_drafts
         else:
-            path = verdict.path[place, : num + 1]
-            new, depth = tree.tokens[place, path[1:]].tolist(), deepest[place]
-            is_bonus = num > 0 and not tree.children(place, int(path[-1]))
-        new.append(following[place])
+            path = verdict.path[slot, : num + 1]
+            new, depth = tree.tokens[slot, path[1:]].tolist(), deepest[slot]
+            is_bonus = num > 0 and not tree.children(slot, int(path[-1]))
+        new.append(following[slot])
         try:
-            told = logprobs.get(place, ()) if logprobs else ()
-            steps.append(slot.emit(new, num_drafts, depth, is_bonus, told))
+            told = logprobs.get(slot, ()) if logprobs else ()
+            steps.append(sequence.emit(new, num_drafts, depth, is_bonus, told))
         except FAULTS as fault:
-            steps.append(slot.fail(fault))
+            steps.append(sequence.fail(fault))
     return steps
 
 
-def admit(verifier: Verifier, proposer: Proposer, slots: Slots, planner: Planner | None = None) -> None:
+def admit(verifier: Verifier, proposer: Proposer, batch: SequenceBatch, planner: Planner | None = None) -> None:
     """Gives free slots to waiting sequences and reads their prompts."""
-    if not slots.waiting or len(slots.slots) == slots.max_slots:
+    if not batch.waiting or len(batch.sequences) == batch.max_slots:
         return
-    while slots.waiting and len(slots.slots) < slots.max_slots:
-        _start_sequence(verifier, proposer, slots, len(slots.slots), planner)
-    slots.changed()
+    while batch.waiting and len(batch.sequences) < batch.max_slots:
+        _start_sequence(verifier, proposer, batch, len(batch.sequences), planner)
+    batch.changed()
 
 
 def retire(
-    verifier: Verifier, proposer: Proposer, slots: Slots, steps: list[Step], planner: Planner | None = None
+    verifier: Verifier, proposer: Proposer, batch: SequenceBatch, steps: list[Step], planner: Planner | None = None
 ) -> None:
     """Frees the slots of finished sequences: the next waiting one, or else the last active one, takes each."""
-    for place in reversed(range(len(steps))):
-        if steps[place].finish_reason is None:
+    for slot in reversed(range(len(steps))):
+        if steps[slot].finish_reason is None:
             continue
-        if slots.waiting:
-            _start_sequence(verifier, proposer, slots, place, planner)
+        if batch.waiting:
+            _start_sequence(verifier, proposer, batch, slot, planner)
             continue
-        last = len(slots.slots) - 1
-        if place < last:
+        last = len(batch.sequences) - 1
+        if slot < last:
             for cache in (verifier.cache, *proposer.caches):
-                cache.move(last, place)
-            slots.slots[place] = slots.slots[last]
-        slots.slots.pop()
-    slots.changed()
+                cache.move(last, slot)
+            batch.sequences[slot] = batch.sequences[last]
+        batch.sequences.pop()
+    batch.changed()
 
 
-def needs_draft(proposer: Proposer, planner: Planner | None, slots: Slots, slot: Slot) -> bool:
+def needs_draft(proposer: Proposer, planner: Planner | None, batch: SequenceBatch, sequence: TokenSequence) -> bool:
     """Returns whether the draft reads the prompt of a new sequence, and sets `has_draft`.
 
     A draft that cannot read a prompt later has no part in a sequence for which no drafts are expected: neither its
@@ -219,62 +222,64 @@ def needs_draft(proposer: Proposer, planner: Planner | None, slots: Slots, slot:
     Args:
         proposer: the drafts.
         planner: of the batch; None: drafts are expected.
-        slots: the batch that the sequence will join.
-        slot: the sequence.
+        batch: the batch that the sequence will join.
+        sequence: the sequence.
     """
-    is_drawn = not (slots.is_invariant or slot.sampling.is_greedy)  # its text depends on drafts: no clock may decide
-    is_free = slot.speculation == "auto" and not is_drawn
-    is_expected = planner is None or not is_free or planner.expects_drafts(len(slots.slots) + 1)
-    is_expected = is_expected and slot.may_draft and slot.speculation != "off"
-    slot.has_draft = is_expected or proposer.catches_up
+    is_drawn = not (
+        batch.is_invariant or sequence.sampling.is_greedy
+    )  # its text depends on drafts: no clock may decide
+    is_free = sequence.speculation == "auto" and not is_drawn
+    is_expected = planner is None or not is_free or planner.expects_drafts(len(batch.sequences) + 1)
+    is_expected = is_expected and sequence.may_draft and sequence.speculation != "off"
+    sequence.has_draft = is_expected or proposer.catches_up
     return is_expected
 
 
 def _start_sequence(
-    verifier: Verifier, proposer: Proposer, slots: Slots, place: int, planner: Planner | None = None
+    verifier: Verifier, proposer: Proposer, batch: SequenceBatch, slot: int, planner: Planner | None = None
 ) -> None:
-    slot = slots.waiting.popleft()
-    slot.stats.start_s = perf_counter()
-    reads, draft_s = needs_draft(proposer, planner, slots, slot), 0.0
-    proposer.start(place, slot)
-    for tokens, start, outputs in verifier.prefill(place, slot.tokens, slot.images):
+    sequence = batch.waiting.popleft()
+    sequence.stats.start_s = perf_counter()
+    reads, draft_s = needs_draft(proposer, planner, batch, sequence), 0.0
+    proposer.start(slot, sequence)
+    for tokens, start, outputs in verifier.prefill(slot, sequence.tokens, sequence.images):
         if reads:
             start_s = perf_counter()
-            proposer.prefill(place, slot, tokens, start, outputs)
+            proposer.prefill(slot, sequence, tokens, start, outputs)
             draft_s += perf_counter() - start_s
     if planner:
-        planner.read(slot.num_prompt - 1, draft_s if reads else None)
-    slot.stats.prefill_s = perf_counter() - slot.stats.start_s
-    slots.slots[place : place + 1] = [slot]
+        planner.read(sequence.num_prompt - 1, draft_s if reads else None)
+    sequence.stats.prefill_s = perf_counter() - sequence.stats.start_s
+    batch.sequences[slot : slot + 1] = [sequence]
 
 
-def decode_one(verifier: Verifier, proposer: Proposer, slot: Slot) -> Iterator[list[int]]:
+def decode_one(verifier: Verifier, proposer: Proposer, sequence: TokenSequence) -> Iterator[list[int]]:
     """Decodes one sequence, with acceptance in numpy on the target's logits: the oracle of `decode`.
 
     Args:
         verifier: a target whose graph gives logits.
         proposer: the drafts.
-        slot: the sequence.
+        sequence: the sequence.
 
     Yields:
         The new tokens of each step.
     """
-    slots, engine, params = Slots([slot], 1), verifier.engine, slot.sampling
-    admit(verifier, proposer, slots)
+    batch, engine, params = SequenceBatch([sequence], 1), verifier.engine, sequence.sampling
+    admit(verifier, proposer, batch)
     reason = None
     while reason is None:
-        slot.plan(verifier.max_seq_len)
-        tree = proposer.propose(slots)  # node 0 is the root
+        sequence.plan(verifier.max_seq_len)
+        tree = proposer.propose(batch)  # node 0 is the root
         lengths = verifier.lengths[:1]
         outputs = engine.run({TOKENS: tree.tokens, LENGTHS: lengths, TREE_MASK: tree.mask()})
         probs = warp(outputs[LOGITS], [params.temperature], [params.top_k], [params.top_p])
         seeds = np.array([params.seed], dtype=np.uint64)
-        draws = tree_uniforms(seeds, slots.root_positions(), tree)
+        draws = tree_uniforms(seeds, batch.root_positions(), tree)
         verdict = accept(tree, probs, draws)
         if params.needs_logits:
-            verdict = verify_on_host(verdict, tree, slots.slots, [0], outputs[LOGITS], draws, tree.draft_probs)
+            verdict = verify_on_host(verdict, tree, batch.sequences, [0], outputs[LOGITS], draws, tree.draft_probs)
         verifier.commit(tree, verdict)
-        proposer.commit(slots, tree, verdict, outputs)
-        [step] = emit(tree, verdict, slots)
+        proposer.commit(batch, tree, verdict, outputs)
+        [step] = emit(tree, verdict, batch)
         reason = step.finish_reason
         yield step.tokens

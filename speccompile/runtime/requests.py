@@ -87,7 +87,7 @@ class StepOutput(NamedTuple):
         num_accepted: draft tokens that were accepted.
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
-        stats: of the output, in its last step output: `SlotStats.json_from_stats` plus `num_prompt_tokens`,
+        stats: of the output, in its last step output: `SequenceStats.json_from_stats` plus `num_prompt_tokens`,
             `num_reused_tokens`, `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
         trace: with `Request.wants_trace`.
         error: message, where the finish reason is `error`.

@@ -19,8 +19,8 @@ from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
 from speccompile.runtime.loop import Round, needs_draft, run_step
 from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.slot_allocator import SlotAllocator
-from speccompile.runtime.slots import Slots
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.views import ViewKeeper
 
@@ -51,8 +51,8 @@ class Scheduler:
         self.queue: deque[RequestOutput] = deque()
         # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
         # planner.
-        self.slots = Slots((), engine.context.max_slots, True, engine.context.max_draft_nodes)
-        self.allocator = SlotAllocator(engine.verifier, engine.proposer, self.slots, keep_prefixes)
+        self.batch = SequenceBatch((), engine.context.max_slots, True, engine.context.max_draft_nodes)
+        self.allocator = SlotAllocator(engine.verifier, engine.proposer, self.batch, keep_prefixes)
         self.views = ViewKeeper(engine.engines, self.allocator, engine.context.max_seq_len)
         self.counters = Counters()
         self.num_waiting = 0  # request handles whose outputs all wait for a slot
@@ -132,13 +132,13 @@ class Scheduler:
 
     def _open(self, output: RequestOutput) -> None:
         self._last_read = output
-        output.started_s = output.slot.stats.start_s = output.slot.stats.end_s = self._clock()
+        output.started_s = output.sequence.stats.start_s = output.sequence.stats.end_s = self._clock()
         self._stop_waiting(output.handle)
-        self._draft_reads = needs_draft(self.engine.proposer, self.planner, self.slots, output.slot)
+        self._draft_reads = needs_draft(self.engine.proposer, self.planner, self.batch, output.sequence)
         output.num_reused = self.allocator.open(output)
         counters = self.counters
         counters.num_prompts += 1
-        counters.num_prompt_tokens += output.slot.num_prompt
+        counters.num_prompt_tokens += output.sequence.num_prompt
         counters.num_reused_tokens += output.num_reused
         counters.num_prefix_hits += output.num_reused > 0
 
@@ -154,24 +154,24 @@ class Scheduler:
         output, slot = allocator.reading, allocator.reading_slot
         assert output is not None
         self._last_read = output
-        tokens, start = output.slot.tokens, int(verifier.lengths[slot])
+        tokens, start = output.sequence.tokens, int(verifier.lengths[slot])
         num = 0
         if start < len(tokens) - 1:
             proposer.flush()
-            nodes, outputs = verifier.read(slot, tokens, most, output.slot.images)
+            nodes, outputs = verifier.read(slot, tokens, most, output.sequence.images)
             if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
                 self._clear(slot)
                 raise NotFinite(start + nodes.shape[1])
             draft_start_s = perf_counter()
             if self._draft_reads:
-                proposer.prefill(slot, output.slot, nodes, start, outputs)
+                proposer.prefill(slot, output.sequence, nodes, start, outputs)
             draft_s = perf_counter() - draft_start_s
             num = nodes.shape[1]
             self.planner.read(num, draft_s if self._draft_reads else None)
             self.counters.num_prefill_tokens += num
         if start + num == len(tokens) - 1:
             allocator.join()
-        output.slot.stats.prefill_s += self._clock() - start_s
+        output.sequence.stats.prefill_s += self._clock() - start_s
         return num
 
     def _clear(self, slot: int) -> None:
@@ -188,12 +188,12 @@ class Scheduler:
         return [] if output is None else [self._end(output, "error", text_from_fault(fault))]
 
     def _decode(self) -> list[Event]:
-        engine, slots, start_s = self.engine, self.slots, perf_counter()
+        engine, batch, start_s = self.engine, self.batch, perf_counter()
         decoding = tuple(self.allocator.active)
-        sequences = tuple(slots.slots)
+        sequences = tuple(batch.sequences)
         try:
             limit = self.planner.plan(sequences)
-            round_ = run_step(engine.verifier, engine.proposer, slots, engine.engines, limit)
+            round_ = run_step(engine.verifier, engine.proposer, batch, engine.engines, limit)
         except FAULTS as fault:
             return self._restart(fault)
         self.counters.count_step(round_.steps, round_.times.step_s)
@@ -252,15 +252,17 @@ class Scheduler:
             self._stop_waiting(handle)
         assert step_output.finish_reason is not None and step_output.stats is not None
         request_ms = (self._clock() - handle.submitted_s) * 1e3
-        self.counters.count_end(step_output.finish_reason, step_output.stats, request_ms, output.slot.stats.outcomes)
+        self.counters.count_end(
+            step_output.finish_reason, step_output.stats, request_ms, output.sequence.stats.outcomes
+        )
 
     def _may_be_reused(self, output: RequestOutput) -> bool:
         """Returns whether a cache is worth keeping: slots are left for it, or a waiting prompt has the same prefix."""
         room = self.allocator.max_slots - len(self.allocator.active) + 1
         if len(self.queue) < room:
             return True
-        start = output.slot.keys[:MIN_SHARED]
-        return any(waiting.slot.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
+        start = output.sequence.keys[:MIN_SHARED]
+        return any(waiting.sequence.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
 
     def json_from_scheduler(self) -> dict[str, Any]:
         """Returns counters, gauges and the planner's decisions."""
@@ -270,7 +272,7 @@ class Scheduler:
             "num_prefilling": int(self.allocator.reading is not None),
             "num_active": len(self.allocator.active),
             "num_kept": len(self.allocator.kept),
-            "num_places": self.allocator.max_slots,
+            "num_slots": self.allocator.max_slots,
             "num_view_shrinks": self.views.num_shrinks,
             "num_kept_dropped_for_views": self.views.num_dropped,
             "controller": self.planner.decisions(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from speccompile.core.protocols import Proposer
 from speccompile.runtime.handles import RequestOutput
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 
 
@@ -26,10 +26,10 @@ class SlotAllocator:
         keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
     """
 
-    def __init__(self, verifier: Verifier, proposer: Proposer, slots: Slots, keeps: bool = True) -> None:
-        self.verifier, self.proposer, self.slots, self.keeps = verifier, proposer, slots, keeps
+    def __init__(self, verifier: Verifier, proposer: Proposer, batch: SequenceBatch, keeps: bool = True) -> None:
+        self.verifier, self.proposer, self.batch, self.keeps = verifier, proposer, batch, keeps
         self.caches = (verifier.cache, *proposer.caches)
-        self.max_slots = slots.max_slots
+        self.max_slots = batch.max_slots
         self.active: list[RequestOutput] = []
         self.reading: RequestOutput | None = None
         self.reading_slot = 0
@@ -46,7 +46,7 @@ class SlotAllocator:
         Returns:
             How many tokens of the prompt the slot's caches have already.
         """
-        front, prompt = len(self.active), output.slot.keys
+        front, prompt = len(self.active), output.sequence.keys
         rows = self.verifier.cache
         source, num = best_match(prompt, self._held(), rows.reusable) if self.keeps else (-1, 0)
         self.reading, self.reading_slot = output, front
@@ -60,11 +60,11 @@ class SlotAllocator:
                     self.kept.use(source)
                 for cache in self.caches:
                     cache.copy(source, front, num)
-        num = self._resume(front, output.slot, num)
+        num = self._resume(front, output.sequence, num)
         rows.resume(front, num)
         return num
 
-    def _resume(self, slot: int, sequence: Slot, num: int) -> int:
+    def _resume(self, slot: int, sequence: TokenSequence, num: int) -> int:
         """Starts the drafts of a sequence whose first `num` tokens are in the slot's caches.
 
         Returns:
@@ -86,7 +86,7 @@ class SlotAllocator:
         while, older ones may lack the draft's rows.
         """
         lengths = self.verifier.lengths
-        decoding = [(slot, output.slot.keys[: lengths[slot]]) for slot, output in enumerate(self.active)]
+        decoding = [(slot, output.sequence.keys[: lengths[slot]]) for slot, output in enumerate(self.active)]
         return [*reversed(list(self.kept.items())), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
@@ -148,8 +148,8 @@ class SlotAllocator:
             self.verifier.cache.take_snapshot(slot)
         self.reading = None
         self.active.append(output)
-        self.slots.slots.append(output.slot)
-        self.slots.changed()
+        self.batch.sequences.append(output.sequence)
+        self.batch.changed()
 
     def leave(self, output: RequestOutput, keeps: bool = True) -> None:
         """Frees the slot of an output that decodes or reads.
@@ -163,10 +163,10 @@ class SlotAllocator:
             self._keep(self.reading_slot, output, keeps)
             return
         slot, last = self.active.index(output), len(self.active) - 1
-        self.active[slot], self.slots.slots[slot] = self.active[last], self.slots.slots[last]
+        self.active[slot], self.batch.sequences[slot] = self.active[last], self.batch.sequences[last]
         self.active.pop()
-        self.slots.slots.pop()
-        self.slots.changed()
+        self.batch.sequences.pop()
+        self.batch.changed()
         if slot == last:
             self._keep(last, output, keeps)
         elif keeps and self._is_long_enough(slot, output):
@@ -176,20 +176,20 @@ class SlotAllocator:
             self._move(last, slot)
 
     def _is_long_enough(self, slot: int, output: RequestOutput) -> bool:
-        return self.keeps and min(int(self.verifier.lengths[slot]), len(output.slot.tokens)) >= MIN_SHARED
+        return self.keeps and min(int(self.verifier.lengths[slot]), len(output.sequence.tokens)) >= MIN_SHARED
 
     def _keep(self, slot: int, output: RequestOutput, keeps: bool) -> None:
         """Keeps the rows of the output's tokens; after a stop string these are fewer than its last step wrote."""
         if keeps and self._is_long_enough(slot, output):
-            tokens = output.slot.keys[: int(self.verifier.lengths[slot])]
+            tokens = output.sequence.keys[: int(self.verifier.lengths[slot])]
             self.verifier.lengths[slot] = len(tokens)
             self.kept.put(slot, tokens)
 
     def clear(self) -> None:
         """Frees all slots and drops all kept caches."""
         self.active.clear()
-        self.slots.slots.clear()
-        self.slots.changed()
+        self.batch.sequences.clear()
+        self.batch.changed()
         self.reading = None
         self.kept.clear()
 

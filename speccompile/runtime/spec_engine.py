@@ -23,7 +23,7 @@ from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots, Step
+from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink
 from speccompile.runtime.verifier import Verifier
@@ -40,7 +40,7 @@ class Generation:
         text: of the new tokens, special tokens left out, cut before a stop string.
         tokens: new token ids; a stop token is the last of them.
         finish_reason: `stop`, `length`, `cache_full` or `error`.
-        stats: see `SlotStats.json_from_stats`.
+        stats: see `SequenceStats.json_from_stats`.
         error: message, where the finish reason is `error`; other prompts are not affected.
         logprobs: of each of `tokens`; None where they were not asked for.
     """
@@ -64,19 +64,21 @@ class Stream(Iterator[Step]):
     """Iterates over the steps of one sequence; `generation` is set after the last.
 
     Args:
-        slot: the sequence.
+        sequence: that is decoded.
         decoded: the loop that decodes it.
         finish: makes its generation.
     """
 
-    def __init__(self, slot: Slot, decoded: Iterator[list[Step]], finish: Callable[[Slot, str], Generation]) -> None:
-        self._slot, self._decoded, self._finish = slot, decoded, finish
+    def __init__(
+        self, sequence: TokenSequence, decoded: Iterator[list[Step]], finish: Callable[[TokenSequence, str], Generation]
+    ) -> None:
+        self._sequence, self._decoded, self._finish = sequence, decoded, finish
         self.generation: Generation | None = None  # set after the last step
 
     def __next__(self) -> Step:
         [step] = next(self._decoded)
         if step.finish_reason:
-            self.generation = self._finish(self._slot, step.finish_reason)
+            self.generation = self._finish(self._sequence, step.finish_reason)
         return step
 
 
@@ -178,8 +180,8 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`, before anything is decoded; or as `stream`.
         """
-        slots = self._make_slots(prompts, sampling, images, with_text=False)
-        return self._finished(slots, self._decode(slots, speculative, batch_size))
+        sequences = self._make_sequences(prompts, sampling, images, with_text=False)
+        return self._finished(sequences, self._decode(sequences, speculative, batch_size))
 
     def stream(
         self,
@@ -197,14 +199,16 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`; or another run was started since the last step was read.
         """
-        slots = self._make_slots([prompt], sampling, [images], with_text=True)
-        return Stream(slots[0], self._decode(slots, speculative, 1), self._generation)
+        sequences = self._make_sequences([prompt], sampling, [images], with_text=True)
+        return Stream(sequences[0], self._decode(sequences, speculative, 1), self._generation)
 
-    def _finished(self, slots: list[Slot], decoded: Iterator[list[Step]]) -> Iterator[tuple[int, Generation]]:
+    def _finished(
+        self, sequences: list[TokenSequence], decoded: Iterator[list[Step]]
+    ) -> Iterator[tuple[int, Generation]]:
         for steps in decoded:
             for step in steps:
                 if step.finish_reason:
-                    yield step.prompt_index, self._generation(slots[step.prompt_index], step.finish_reason)
+                    yield step.prompt_index, self._generation(sequences[step.prompt_index], step.finish_reason)
 
     def read_images(self, images: Sequence[ImageData]) -> list[Image]:
         """Returns images as the vision tower reads them.
@@ -252,7 +256,9 @@ class SpecEngine:
                 engine.clear_slot(slot)
         return self._num_runs
 
-    def _decode(self, slots: list[Slot], speculative: bool, batch_size: int | None) -> Iterator[list[Step]]:
+    def _decode(
+        self, sequences: list[TokenSequence], speculative: bool, batch_size: int | None
+    ) -> Iterator[list[Step]]:
         most = self.context.max_slots
         if batch_size is not None and not 1 <= batch_size <= most:
             raise RuntimeFault(
@@ -260,9 +266,9 @@ class SpecEngine:
             )
         proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
         max_slots = batch_size or most
-        run = self.reset(max((slot.num_prompt for slot in slots[:max_slots]), default=1))
+        run = self.reset(max((sequence.num_prompt for sequence in sequences[:max_slots]), default=1))
         planner = self.controller if speculative else None
-        waiting = Slots(slots, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
+        waiting = SequenceBatch(sequences, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
         for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
             yield steps
             if run != self._num_runs:
@@ -273,13 +279,13 @@ class SpecEngine:
                     "Load a second engine, or finish first.",
                 )
 
-    def _make_slots(
+    def _make_sequences(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         images: Images | None,
         with_text: bool,
-    ) -> list[Slot]:
+    ) -> list[TokenSequence]:
         are_many = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str | bytes)
         are_many = are_many and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
         given = cast("Sequence[Prompt]", prompts if are_many else [prompts])
@@ -299,11 +305,11 @@ class SpecEngine:
             raise RuntimeFault("images", got, expected, "Give an empty list where a prompt has none.")
         read = [self.read_images(row) for row in rows]
         jobs = enumerate(zip(given, asked, read, strict=True))
-        return [self.make_slot(i, prompt, params, with_text, found) for i, (prompt, params, found) in jobs]
+        return [self.make_sequence(i, prompt, params, with_text, found) for i, (prompt, params, found) in jobs]
 
-    def make_slot(
+    def make_sequence(
         self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool, images: Sequence[Image] = ()
-    ) -> Slot:
+    ) -> TokenSequence:
         """Returns a sequence to decode.
 
         Args:
@@ -322,13 +328,13 @@ class SpecEngine:
         if params.stop and self.tokenizer is None:
             raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
         sink = self.text_sink(params) if with_text or params.stop or not params.skip_special_tokens else None
-        slot = Slot(index, tokens, params, stop_ids, sink)
+        sequence = TokenSequence(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
-            slot.images = self.images.place(f"prompt {index}", tokens, images)
+            sequence.images = self.images.place(f"prompt {index}", tokens, images)
         if params.structured_outputs is not None:
-            slot.grammar = self.grammars.matcher(params.structured_outputs, tokens)
-        slot.may_draft = self.verifier.may_draft(f"prompt {index}", params)
-        return slot
+            sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens)
+        sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)
+        return sequence
 
     def _check_prompt(self, index: int, tokens: list[int]) -> None:
         where, most = f"prompt {index}", self.context.max_seq_len
@@ -342,14 +348,14 @@ class SpecEngine:
             wrong = next(token for token in tokens if not 0 <= token < vocab)
             raise RuntimeFault(where, f"token {wrong}", f"ids from 0 to {vocab - 1}", "Use the bundle's own tokenizer.")
 
-    def _generation(self, slot: Slot, reason: str) -> Generation:
-        tokens = slot.tokens[slot.num_prompt :]
-        if slot.sink is not None:
-            text = slot.sink.text
+    def _generation(self, sequence: TokenSequence, reason: str) -> Generation:
+        tokens = sequence.tokens[sequence.num_prompt :]
+        if sequence.sink is not None:
+            text = sequence.sink.text
         else:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else ""
-        logprobs = None if slot.sampling.logprobs is None else slot.logprobs
-        return Generation(text, tokens, reason, slot.stats.json_from_stats(), slot.error, logprobs)
+        logprobs = None if sequence.sampling.logprobs is None else sequence.logprobs
+        return Generation(text, tokens, reason, sequence.stats.json_from_stats(), sequence.error, logprobs)
 
 
 def _token_ids(index: int, prompt: Any) -> list[int]:

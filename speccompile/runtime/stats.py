@@ -101,7 +101,7 @@ class DraftEngine(TimedEngine):
         return outputs
 
 
-class SlotStats:
+class SequenceStats:
     """Counts and times of one sequence.
 
     Times are wall clock; in a batch they include the work for other sequences.

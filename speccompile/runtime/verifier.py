@@ -31,7 +31,7 @@ from speccompile.core.tree import Ints, TokenTree, chain_parents
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.images import PromptImages
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.sequences import SequenceBatch
 
 END_ROWS = 2  # rows of a prompt's end that stay pending: the same prompt again, and a draft, begin that much earlier
 
@@ -147,39 +147,39 @@ class Verifier:
             where, expected = f"engine {self.engine.spec.name}", "chains: its recurrent states follow one path"
             raise RuntimeFault(where, "a tree to score", expected, "Write speculator.tree: chain.")
 
-    def score(self, tree: TokenTree, slots: Slots) -> Verdict:
+    def score(self, tree: TokenTree, batch: SequenceBatch) -> Verdict:
         """Scores a tree with one forward; the verdict's arrays are valid until the next one."""
-        batch, nodes = tree.tokens.shape
-        lengths = self._lengths_of.get(batch)
+        num_slots, nodes = tree.tokens.shape
+        lengths = self._lengths_of.get(num_slots)
         if lengths is None:
-            lengths = self._lengths_of[batch] = self.lengths[:batch]
+            lengths = self._lengths_of[num_slots] = self.lengths[:num_slots]
         feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: lengths}
         if self._has_states:
-            feeds[SURE_NODES] = np.full(batch, nodes if nodes == 1 else 0, dtype=np.int64)
+            feeds[SURE_NODES] = np.full(num_slots, nodes if nodes == 1 else 0, dtype=np.int64)
         if not tree.is_chain:
             self._check_trees()
             feeds[TREE_MASK], feeds[PARENTS] = tree.mask(), tree.parents
-        elif tree.parents is not chain_parents(batch, nodes):
+        elif tree.parents is not chain_parents(num_slots, nodes):
             feeds[PARENTS] = tree.parents
-            if int(self.lengths[:batch].max()) + nodes > self.max_seq_len:
+            if int(self.lengths[:num_slots].max()) + nodes > self.max_seq_len:
                 # Padding at the end of the cache must not have positions beyond the model's last.
                 feeds[TREE_MASK] = tree.mask() & (np.arange(nodes) < tree.num_nodes[:, None])[:, :, None]
                 feeds[TREE_MASK] |= np.eye(nodes, dtype=np.bool_)
-        if not slots.is_greedy:
-            feeds.update(slots.warp_feeds())
-            feeds[UNIFORMS] = slots.tree_uniforms(tree)
-            if tree.draft_probs is not None and slots.is_drawn(tree):
+        if not batch.is_greedy:
+            feeds.update(batch.warp_feeds())
+            feeds[UNIFORMS] = batch.tree_uniforms(tree)
+            if tree.draft_probs is not None and batch.is_drawn(tree):
                 feeds[DRAFT_PROBS] = tree.draft_probs
         self.outputs = outputs = self.engine.run(feeds)
         verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
-        if not slots.processed:
+        if not batch.processed:
             return verdict
         probs = feeds.get(DRAFT_PROBS)
         draft_probs = None if probs is None else np.asarray(probs)
         logits = np.asarray(outputs[LOGITS])
-        return verify_on_host(verdict, tree, slots.slots, slots.processed, logits, feeds.get(UNIFORMS), draft_probs)
+        return verify_on_host(verdict, tree, batch.sequences, batch.processed, logits, feeds.get(UNIFORMS), draft_probs)
 
-    def score_finite(self, tree: TokenTree, slots: Slots) -> tuple[TokenTree, Verdict]:
+    def score_finite(self, tree: TokenTree, batch: SequenceBatch) -> tuple[TokenTree, Verdict]:
         """Scores a tree, and once more without the drafts of slots whose logits were not finite.
 
         A draft token whose row is NaN spoils all rows of its slot, as masked rows enter attention as 0 x NaN = NaN. So
@@ -191,10 +191,10 @@ class Verifier:
         """
         if tree.nodes > 1 and (wrong := self._without_tokens(tree)):
             tree = tree.without_drafts(wrong)
-        verdict = self.score(tree, slots)
+        verdict = self.score(tree, batch)
         if (spoilt := verdict.spoilt()) and tree.nodes > 1:
             tree = tree.without_drafts(spoilt)
-            verdict = self.score(tree, slots)
+            verdict = self.score(tree, batch)
         return tree, verdict
 
     def _without_tokens(self, tree: TokenTree) -> list[int]:

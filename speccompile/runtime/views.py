@@ -44,7 +44,7 @@ class ViewKeeper:
         lengths, num = allocator.verifier.lengths, len(allocator.active)
         used = max(lengths[:num].tolist(), default=0)
         if allocator.reading is not None:
-            used = max(used, allocator.reading.slot.num_prompt)
+            used = max(used, allocator.reading.sequence.num_prompt)
         needed = bucket_rows(used + HEADROOM, self.max_rows)
         if needed >= view or num == 0:
             self._wasted = 0

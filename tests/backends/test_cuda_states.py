@@ -75,11 +75,11 @@ class Pair:
         """Runs a step after what the slots keep, of which they then keep `accepted` nodes more."""
         batch = len(tokens)
         slots = range(first_slot, first_slot + batch)
-        feeds = feed(tokens, [len(self.kept[slot]) for slot in slots], sure)
+        feeds = feed(tokens, [len(self.kept[sequence]) for sequence in slots], sure)
         ours, theirs = (np.array(engine.run(feeds, first_slot)[LOGITS]) for engine in self.engines)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
-        for slot, row, num in zip(slots, tokens, accepted, strict=True):
-            self.kept[slot] += [int(token) for token in row[:num]]
+        for sequence, row, num in zip(slots, tokens, accepted, strict=True):
+            self.kept[sequence] += [int(token) for token in row[:num]]
         self.check()
 
     def check(self) -> None:

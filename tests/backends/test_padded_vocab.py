@@ -116,10 +116,10 @@ def test_sampled_text_has_the_targets_distribution(
     proposer = propose_with(engines("onnxruntime", target, draft, form), fields)
     done = decode_many(model.engine, proposer, HEAT, 600, ROWS - NODES - 1)
     assert fit_p_value(done, model, HEAT) > LEAST
-    tokens = [token for slot in done for token in slot.tokens[len(PROMPT) :]]
+    tokens = [token for sequence in done for token in sequence.tokens[len(PROMPT) :]]
     assert any(token >= NARROW for token in tokens) == (target == WIDE)  # the draft reads tokens that it lacks
-    accepted = sum(slot.stats.num_tokens - sum(slot.stats.outcomes.values()) for slot in done)
-    assert 100 < accepted < sum(slot.stats.num_draft_tokens for slot in done)
+    accepted = sum(sequence.stats.num_tokens - sum(sequence.stats.outcomes.values()) for sequence in done)
+    assert 100 < accepted < sum(sequence.stats.num_draft_tokens for sequence in done)
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
@@ -129,7 +129,7 @@ def test_backends_draw_the_same_tokens(engines: Any, target: int, draft: int, fo
     for backend in ("onnxruntime", "reference"):
         proposer = propose_with(engines(backend, target, draft, form), fields)
         done = decode_many(engines(backend, target, draft, "target"), proposer, HEAT, 3, ROWS - NODES - 1)
-        texts.append([slot.tokens for slot in done])
+        texts.append([sequence.tokens for sequence in done])
     assert texts[0] == texts[1]
 
 

@@ -8,7 +8,7 @@ from speccompile.certificate.planted_drafts import FullTrees, NoTokens
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.sequences import SequenceBatch
 from tests.certificate.certificate_lab import NODES, PROMPTS, StaleRow, StrictEngine, WrongFollower, make_engine
 from tests.mock_lm import VOCAB
 
@@ -44,11 +44,11 @@ def test_full_trees_have_all_their_nodes_and_gaps():
     wanted = decode_with(engine, plain_proposer(), PROMPTS, params).texts
     known = {tuple(prompt): text for prompt, text in zip(PROMPTS, wanted, strict=True)}
     proposer = FullTrees(known, NODES, VOCAB, NODES)
-    slots = [engine.make_slot(i, prompt, params, False) for i, prompt in enumerate(PROMPTS[:3])]
-    for slot in slots:
-        slot.plan(64)
-    waiting = Slots([], 3)
-    waiting.slots = slots
+    sequences = [engine.make_sequence(i, prompt, params, False) for i, prompt in enumerate(PROMPTS[:3])]
+    for sequence in sequences:
+        sequence.plan(64)
+    waiting = SequenceBatch([], 3)
+    waiting.sequences = sequences
     trees = [proposer.propose(waiting) for _ in range(20)]
     for tree in trees:
         tree.validate(VOCAB)
@@ -59,18 +59,18 @@ def test_full_trees_have_all_their_nodes_and_gaps():
 def test_drafts_that_are_no_tokens_are_left_out_of_their_slots_alone():
     engine = make_engine()
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    slots = Slots([], 2)
-    slots.slots = [engine.make_slot(i, prompt, params, False) for i, prompt in enumerate(PROMPTS[:2])]
-    slots.changed()
-    for place, slot in enumerate(slots.slots):
-        list(engine.verifier.prefill(place, slot.tokens))
-    roots = [slot.tokens[-1] for slot in slots.slots]
+    batch = SequenceBatch([], 2)
+    batch.sequences = [engine.make_sequence(i, prompt, params, False) for i, prompt in enumerate(PROMPTS[:2])]
+    batch.changed()
+    for slot, sequence in enumerate(batch.sequences):
+        list(engine.verifier.prefill(slot, sequence.tokens))
+    roots = [sequence.tokens[-1] for sequence in batch.sequences]
     tree = TokenTree.chain(np.array([[roots[0], 1, VOCAB], [roots[1], 2, 3]]))
-    scored, verdict = engine.verifier.score_finite(tree, slots)
+    scored, verdict = engine.verifier.score_finite(tree, batch)
     assert scored.num_nodes.tolist() == [1, 3]
     assert verdict.following[0] >= 0
     with pytest.raises(RuntimeFault, match="out of bounds"):
-        engine.verifier.score(tree, slots)
+        engine.verifier.score(tree, batch)
 
 
 def test_failures_of_a_step_are_raised(monkeypatch):
@@ -78,19 +78,19 @@ def test_failures_of_a_step_are_raised(monkeypatch):
         raise RuntimeFault("engine target", "a broken step", "one that runs", "")
 
     engine = make_engine()
-    slot = engine.make_slot(0, PROMPTS[0], SamplingParams(max_new_tokens=6), False)
-    slots = Slots([], 1)
-    slots.slots = [slot]
-    slots.changed()
+    slot = engine.make_sequence(0, PROMPTS[0], SamplingParams(max_new_tokens=6), False)
+    batch = SequenceBatch([], 1)
+    batch.sequences = [slot]
+    batch.changed()
     monkeypatch.setattr(StrictEngine, "run", fail)
     with pytest.raises(RuntimeFault, match="a broken step"):
-        engine.verifier.score_finite(TokenTree.chain(np.array([[1, 2]])), slots)
+        engine.verifier.score_finite(TokenTree.chain(np.array([[1, 2]])), batch)
 
 
 def test_ids_that_are_no_tokens_are_what_they_say():
     engine = make_engine()
     assert may_draft_trees(engine)
-    slot = engine.make_slot(0, PROMPTS[0], SamplingParams(max_new_tokens=60), False)
-    slot.plan(64)
-    drafts = [token for _ in range(50) for token in NoTokens(VOCAB, 4, seed=1).drafts(slot, 4)[0]]
+    sequence = engine.make_sequence(0, PROMPTS[0], SamplingParams(max_new_tokens=60), False)
+    sequence.plan(64)
+    drafts = [token for _ in range(50) for token in NoTokens(VOCAB, 4, seed=1).drafts(sequence, 4)[0]]
     assert min(drafts) < 0 and max(drafts) > 2**31

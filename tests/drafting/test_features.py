@@ -29,15 +29,15 @@ def make(outputs):
     return OnDevice(outputs["hidden"] * 2)
 
 
-def sequences(num):
+def make_sequences(num):
     return [SimpleNamespace(draft_state=DraftState(None), has_draft=True) for _ in range(num)]
 
 
-def keep(pending, slots, outputs, paths):
+def keep(pending, sequences, outputs, paths):
     nodes = outputs["hidden"].shape[1]
     path = np.array([row + [-1] * (nodes - len(row)) for row in paths])
     num = np.array([len(row) - 1 for row in paths])
-    pending.keep(slots, Verdict(path, num, num), outputs)
+    pending.keep(sequences, Verdict(path, num, num), outputs)
 
 
 def rows_of(taken, slot, num):
@@ -47,38 +47,38 @@ def rows_of(taken, slot, num):
 
 
 def test_features_read_in_the_next_step_stay_on_the_device():
-    target, pending, slots = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(3)
+    target, pending, sequences = Target(), PendingFeatures(WIDTH, make, ["hidden"]), make_sequences(3)
     OnDevice.num_copies = 0
     for paths in ([[0, 2], [0]], [[0], [0, 1, 2]]):
         outputs = target.step(2, 3)
-        keep(pending, slots[:2], outputs, paths)
-        assert [pending.count(slot) for slot in slots] == [*map(len, paths), 0]
-        taken = pending.take(slots[:2], max(map(len, paths)))
+        keep(pending, sequences[:2], outputs, paths)
+        assert [pending.count(sequence) for sequence in sequences] == [*map(len, paths), 0]
+        taken = pending.take(sequences[:2], max(map(len, paths)))
         for slot, path in enumerate(paths):
             assert np.array_equal(rows_of(taken, slot, len(path)), 2 * outputs["hidden"][slot, path])
         pending.flush()
-        assert [pending.count(slot) for slot in slots] == [0, 0, 0]
+        assert [pending.count(sequence) for sequence in sequences] == [0, 0, 0]
     assert OnDevice.num_copies == 0
 
 
 def test_features_that_would_be_lost_are_copied_to_the_host_in_order():
-    target, pending, slots = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(2)
-    pending.add(slots[0], {"hidden": np.array([[[3.5, 4.0]]])}, 0, np.array([0]))
+    target, pending, sequences = Target(), PendingFeatures(WIDTH, make, ["hidden"]), make_sequences(2)
+    pending.add(sequences[0], {"hidden": np.array([[[3.5, 4.0]]])}, 0, np.array([0]))
     first, second = target.step(2, 3), target.step(2, 3)
-    keep(pending, slots, first, [[0, 1], [0]])
+    keep(pending, sequences, first, [[0, 1], [0]])
     pending.flush()  # nothing was drafted
-    keep(pending, slots, second, [[0], [0, 2]])
-    assert [pending.count(slot) for slot in slots] == [4, 3]
+    keep(pending, sequences, second, [[0], [0, 2]])
+    assert [pending.count(sequence) for sequence in sequences] == [4, 3]
     wanted = np.concatenate(([[7, 8]], 2 * first["hidden"][0, :2], 2 * second["hidden"][0, :1]))
-    assert np.array_equal(pending.take_rows(slots[0], 1), wanted[:1])
-    taken = pending.take(slots, 3)
+    assert np.array_equal(pending.take_rows(sequences[0], 1), wanted[:1])
+    taken = pending.take(sequences, 3)
     assert np.array_equal(rows_of(taken, 0, 3), wanted[1:])
     assert np.array_equal(rows_of(taken, 1, 3)[:1], 2 * first["hidden"][1, :1])
     assert np.array_equal(rows_of(taken, 1, 3)[1:], 2 * second["hidden"][1, [0, 2]])
 
 
 def test_rows_move_with_their_sequence():
-    target, pending, (ended, other, last, new) = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(4)
+    target, pending, (ended, other, last, new) = Target(), PendingFeatures(WIDTH, make, ["hidden"]), make_sequences(4)
     outputs = target.step(3, 2)
     keep(pending, [ended, other, last], outputs, [[0], [0, 1], [0, 1]])
     taken = pending.take([last, other], 2)  # the first has ended, the last one is in its slot now
@@ -86,28 +86,28 @@ def test_rows_move_with_their_sequence():
     assert np.array_equal(rows_of(taken, 1, 2), 2 * outputs["hidden"][1])
     outputs = target.step(2, 2)
     keep(pending, [last, other], outputs, [[0], [0, 1]])
-    assert [pending.count(slot) for slot in (last, other, new)] == [1, 2, 0]
+    assert [pending.count(sequence) for sequence in (last, other, new)] == [1, 2, 0]
     features, _ = pending.take([last, new], 1)
     assert np.array_equal(features[:, 0], [2 * outputs["hidden"][0, 0], np.zeros(WIDTH)])
     assert pending.count(other) == 2
 
 
 def test_nothing_is_kept_for_a_sequence_without_a_draft():
-    target, pending, (drafting, plain) = Target(), PendingFeatures(WIDTH, make, ["hidden"]), sequences(2)
+    target, pending, (drafting, plain) = Target(), PendingFeatures(WIDTH, make, ["hidden"]), make_sequences(2)
     plain.has_draft = False
     outputs = target.step(2, 2)
     keep(pending, [drafting, plain], outputs, [[0, 1], [0]])
-    assert [pending.count(slot) for slot in (drafting, plain)] == [2, 0]
+    assert [pending.count(sequence) for sequence in (drafting, plain)] == [2, 0]
     pending.flush()
     assert not plain.draft_state.states and not plain.draft_state.features
     keep(pending, [plain, drafting], target.step(2, 1), [[0], [0]])
     pending.flush()
-    assert [pending.count(slot) for slot in (drafting, plain)] == [3, 0]
+    assert [pending.count(sequence) for sequence in (drafting, plain)] == [3, 0]
     assert np.array_equal(pending.take_rows(drafting, 2), 2 * outputs["hidden"][0])
 
 
 def test_features_of_a_long_plain_decoding_are_made_many_at_once():
-    target, (slot,), sizes = Target(), sequences(1), []
+    target, (sequence,), sizes = Target(), make_sequences(1), []
 
     def count_and_make(outputs):
         sizes.append(outputs["hidden"].shape[1])
@@ -116,10 +116,10 @@ def test_features_of_a_long_plain_decoding_are_made_many_at_once():
     pending, wanted = PendingFeatures(WIDTH, count_and_make, ["hidden"]), []
     for _ in range(2 * MAX_STATES + 5):
         outputs = target.step(1, 1)
-        keep(pending, [slot], outputs, [[0]])
+        keep(pending, [sequence], outputs, [[0]])
         pending.flush()
         wanted.append(2 * outputs["hidden"][0, 0])
-        assert len(slot.draft_state.states) < MAX_STATES
+        assert len(sequence.draft_state.states) < MAX_STATES
     assert sizes == [MAX_STATES, MAX_STATES]
-    assert pending.count(slot) == len(wanted)
-    assert np.array_equal(rows_of(pending.take([slot], len(wanted)), 0, len(wanted)), wanted)
+    assert pending.count(sequence) == len(wanted)
+    assert np.array_equal(rows_of(pending.take([sequence], len(wanted)), 0, len(wanted)), wanted)

@@ -28,23 +28,23 @@ def make_tree():
     return HeadsProposer(engine, Budget(4, 3, 2, COSTS, COSTS, num_runs=1), None, 0.0)
 
 
-def commit_roots(proposer, slots, drafting):
+def commit_roots(proposer, sequences, drafting):
     """Commits a step whose first `drafting` slots drafted, and in which only the roots were scored."""
     proposer._drafting = list(range(drafting))
     tree, zeros = TokenTree.roots(np.array([1, 2])), np.zeros(2, np.int64)
     verdict = Verdict(np.zeros((2, 1), np.int64), zeros, zeros)
-    proposer.commit(SimpleNamespace(slots=slots), tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
+    proposer.commit(SimpleNamespace(sequences=sequences), tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
 
 
 @pytest.mark.parametrize("make", [make_chain, make_tree])
 def test_drafts_that_were_not_scored_lower_the_accepted_length(make):
-    proposer, slots = make(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams()) for _ in range(2)]
-    for place, slot in enumerate(slots):
-        proposer.start(place, slot)
-    first = [slot.draft_state.estimate.accepted_length for slot in slots]
+    proposer, sequences = make(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams()) for _ in range(2)]
+    for slot, sequence in enumerate(sequences):
+        proposer.start(slot, sequence)
+    first = [sequence.draft_state.estimate.accepted_length for sequence in sequences]
     for _ in range(20):
-        commit_roots(proposer, slots, 1)
-    drafted, idle = [slot.draft_state.estimate.accepted_length for slot in slots]
+        commit_roots(proposer, sequences, 1)
+    drafted, idle = [sequence.draft_state.estimate.accepted_length for sequence in sequences]
     assert drafted < 0.5 * first[0] and drafted < idle
     assert proposer._prior.value < first[0]
 

@@ -22,8 +22,8 @@ def batch_of(params: list[SamplingParams], start: int) -> SimpleNamespace:
     def draws(depth: int) -> np.ndarray:
         return race_draws(np.arange(len(params), dtype=np.uint64), np.full((len(params), 1), start + depth))[:, 0]
 
-    slots = [SimpleNamespace(sampling=p) for p in params]
-    return SimpleNamespace(slots=slots, is_greedy=all(p.is_greedy for p in params), race_draws=draws)
+    sequences = [SimpleNamespace(sampling=p) for p in params]
+    return SimpleNamespace(sequences=sequences, is_greedy=all(p.is_greedy for p in params), race_draws=draws)
 
 
 def dists_of(start: int, params: list[SamplingParams]) -> tuple[np.ndarray, np.ndarray]:

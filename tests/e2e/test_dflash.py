@@ -49,8 +49,8 @@ def found(engine):
 
     def proposing(batch):
         tree = propose(batch)
-        for row, slot in enumerate(batch.slots):
-            found.append((tuple(slot.tokens), tuple(tree.tokens[row, 1 : int(tree.num_nodes[row])].tolist())))
+        for row, sequence in enumerate(batch.sequences):
+            found.append((tuple(sequence.tokens), tuple(tree.tokens[row, 1 : int(tree.num_nodes[row])].tolist())))
         return tree
 
     engine.proposer.propose = proposing

@@ -14,14 +14,14 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.loop import admit, retire, run_step
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.speculators.hybrid import proposer as proposer_module
 from tests.e2e.test_methods import lab, prompts  # noqa: F401
 
 NUM_STEPS = 9
 
 
-def next_drafts(engine, watched, slots):
+def next_drafts(engine, watched, batch):
     """Returns what the watched engine gives in the first run of a step in which it drafts."""
     seen = []
     run = watched.engine.run
@@ -32,9 +32,9 @@ def next_drafts(engine, watched, slots):
         return outputs
 
     watched.engine.run = record
-    for slot in slots.slots:
-        slot.plan(engine.verifier.max_seq_len)
-    tree = engine.proposer.propose(slots)
+    for sequence in batch.sequences:
+        sequence.plan(engine.verifier.max_seq_len)
+    tree = engine.proposer.propose(batch)
     del watched.engine.run
     return tree, seen[0]
 
@@ -48,17 +48,17 @@ def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monke
     asked = SamplingParams(max_new_tokens=60, ignore_eos=True)
     for prompt in prompts()[:3]:
         engine.reset()
-        slots = Slots([engine.make_slot(0, prompt, asked, False)], 1)
-        admit(engine.verifier, engine.proposer, slots)
+        batch = SequenceBatch([engine.make_sequence(0, prompt, asked, False)], 1)
+        admit(engine.verifier, engine.proposer, batch)
         for _ in range(NUM_STEPS):
-            retire(engine.verifier, engine.proposer, slots, run_step(engine.verifier, engine.proposer, slots).steps)
+            retire(engine.verifier, engine.proposer, batch, run_step(engine.verifier, engine.proposer, batch).steps)
             used += engine.proposer._picks
-        text = list(slots.slots[0].tokens)
+        text = list(batch.sequences[0].tokens)
         monkeypatch.setattr(proposer_module, "choose", lambda known, num, offers, scores: 0)
         monkeypatch.setattr(engine.proposer, "_free", [])
-        tree, switched = next_drafts(engine, watched, slots)
+        tree, switched = next_drafts(engine, watched, batch)
         engine.reset()
-        anew = Slots([engine.make_slot(0, text, asked, False)], 1)
+        anew = SequenceBatch([engine.make_sequence(0, text, asked, False)], 1)
         admit(engine.verifier, engine.proposer, anew)
         tree_anew, read = next_drafts(engine, watched, anew)
         monkeypatch.undo()

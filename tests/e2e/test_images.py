@@ -22,7 +22,7 @@ Pillow = pytest.importorskip("PIL.Image")
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
 from speccompile.errors import RuntimeFault  # noqa: E402
-from speccompile.runtime import slots  # noqa: E402
+from speccompile.runtime import sequences  # noqa: E402
 from speccompile.runtime.control import FixedLength  # noqa: E402
 from speccompile.runtime.handles import RequestHandle, open_outputs  # noqa: E402
 from speccompile.runtime.images import PromptImages  # noqa: E402
@@ -167,7 +167,7 @@ def test_a_kept_cache_is_never_that_of_another_image(
     begin = 12 + 2  # the text before the image, the line break and the token that begins it
     assert reused[:2] == [0, 0] and begin < 16 < begin + lab.NUM_TOKENS <= min(reused[2:])
 
-    monkeypatch.setattr(slots.Slot, "keys", property(lambda self: self.tokens))
+    monkeypatch.setattr(sequences.TokenSequence, "keys", property(lambda self: self.tokens))
     scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
     assert [_drain(scheduler, engine, _request(case))[0][0] for case in (4, 5)] != [expected[4], expected[5]]
 

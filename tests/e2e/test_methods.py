@@ -19,7 +19,7 @@ from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
-from speccompile.runtime.slots import Slots
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests import store
@@ -137,17 +137,17 @@ def test_the_seed_alone_decides_sampled_text(lab, method, form):
 def decode_with_limits(engine, asked, batch_size, seed):
     """Returns texts of `prompts()` with random draft limits, as a clock could set them, and invariant drafts."""
     verifier, proposer, rng = engine.verifier, engine.proposer, np.random.default_rng(seed)
-    waiting = [engine.make_slot(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=True))]
+    waiting = [engine.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=True))]
     engine.reset()
-    slots, num_accepted = Slots(waiting, batch_size, is_invariant=True), 0
-    admit(verifier, proposer, slots)
-    while slots.slots:
+    batch, num_accepted = SequenceBatch(waiting, batch_size, is_invariant=True), 0
+    admit(verifier, proposer, batch)
+    while batch.sequences:
         limit = (None, 0, 1, 2, None)[rng.integers(5)]
-        steps = run_step(verifier, proposer, slots, limit=limit).steps
+        steps = run_step(verifier, proposer, batch, limit=limit).steps
         num_accepted += sum(step.num_accepted for step in steps)
-        retire(verifier, proposer, slots, steps)
-        admit(verifier, proposer, slots)
-    return [slot.tokens[slot.num_prompt :] for slot in waiting], num_accepted
+        retire(verifier, proposer, batch, steps)
+        admit(verifier, proposer, batch)
+    return [sequence.tokens[sequence.num_prompt :] for sequence in waiting], num_accepted
 
 
 @pytest.mark.parametrize(("method", "form"), forms())
@@ -227,7 +227,7 @@ def talk(engine, keeps, at_once):
             last = i == len(chats) - 1
             while scheduler.has_work and (last or not at_once):
                 stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
-        chats = [[*slot.tokens, turn, 3 + turn] for slot in slots]
+        chats = [[*sequence.tokens, turn, 3 + turn] for sequence in slots]
     return chats, stats
 
 

@@ -90,9 +90,9 @@ def record(engine):
 
     def proposing(batch):
         tree = propose(batch)
-        for row, slot in enumerate(batch.slots):
+        for row, sequence in enumerate(batch.sequences):
             drafts = tree.tokens[row, 1 : int(tree.num_nodes[row])].tolist()
-            found.append((tuple(slot.tokens), tuple(drafts)))
+            found.append((tuple(sequence.tokens), tuple(drafts)))
         return tree
 
     engine.proposer.propose = proposing

@@ -117,4 +117,4 @@ def test_a_random_load_with_cancels_timeouts_and_wrong_requests_leaves_nothing(s
     assert set(kinds) == {"whole", "left", "late", "wrong"}
     ended = sum(stats["num_finished"].values()) - sum(before["num_finished"].values())
     assert ended == len(kinds) - kinds.count("wrong") == stats["num_requests"] - before["num_requests"]
-    assert stats["num_prefix_hits"] > before["num_prefix_hits"] and stats["num_kept"] <= stats["num_places"]
+    assert stats["num_prefix_hits"] > before["num_prefix_hits"] and stats["num_kept"] <= stats["num_slots"]

@@ -13,7 +13,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS
 from speccompile.core.tree import TokenTree
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests import store
 from tests.backends.conftest import CONFIG
@@ -54,17 +54,17 @@ class Fork:
     def tree(self, slots):
         tokens = np.zeros((len(slots), 9), np.int64)
         parents = np.full(tokens.shape, -1)
-        for place, slot in enumerate(slots):
+        for slot, sequence in enumerate(slots):
             right, num = 0, 1
-            tokens[place, 0] = slot.tokens[-1]
-            following = self.texts[place][len(slot.tokens) :][: self.rng.integers(1, 4)]
+            tokens[slot, 0] = sequence.tokens[-1]
+            following = self.texts[slot][len(sequence.tokens) :][: self.rng.integers(1, 4)]
             for token in following:
                 wrong = (token + 1 + self.rng.integers(self.vocab - 1)) % self.vocab
                 pair = [wrong, token] if self.rng.random() < 0.6 else [token, wrong]
-                tokens[place, num : num + 2], parents[place, num : num + 2] = pair, right
+                tokens[slot, num : num + 2], parents[slot, num : num + 2] = pair, right
                 right, num = num + pair.index(token), num + 2
             if num < 9:  # a child of a refused node
-                tokens[place, num], parents[place, num] = 1, num - 1
+                tokens[slot, num], parents[slot, num] = 1, num - 1
         return TokenTree.tree(tokens, parents)
 
 
@@ -96,38 +96,40 @@ def run_steps(engine, num_steps, texts):
     """Decode with trees; returns the slots and the number of drafts that were kept after a gap."""
     engine.reset()
     verifier = Verifier(engine, ROWS)
-    slots = Slots([], SLOTS)
-    slots.slots = [Slot(i, p, SamplingParams(max_new_tokens=900), frozenset(), None) for i, p in enumerate(PROMPTS)]
-    slots.changed()
-    for place, slot in enumerate(slots.slots):
-        for _ in verifier.prefill(place, slot.tokens):
+    batch = SequenceBatch([], SLOTS)
+    batch.sequences = [
+        TokenSequence(i, p, SamplingParams(max_new_tokens=900), frozenset(), None) for i, p in enumerate(PROMPTS)
+    ]
+    batch.changed()
+    for slot, sequence in enumerate(batch.sequences):
+        for _ in verifier.prefill(slot, sequence.tokens):
             pass
     fork, num_moved = Fork(texts, engine.spec.vocab_size), 0
     for _ in range(num_steps):
-        tree = fork.tree(slots.slots)
-        verdict = verifier.score(tree, slots)
+        tree = fork.tree(batch.sequences)
+        verdict = verifier.score(tree, batch)
         path = verdict.path.copy()
         verifier.commit(tree, verdict)
         num_moved += int((path > np.arange(path.shape[1])).sum())
-        for place, slot in enumerate(slots.slots):
-            kept = path[place, 1 : int(verdict.num_accepted[place]) + 1]
-            slot.tokens += [*tree.tokens[place, kept].tolist(), int(verdict.next_token[place])]
-    return slots.slots, num_moved
+        for slot, sequence in enumerate(batch.sequences):
+            kept = path[slot, 1 : int(verdict.num_accepted[slot]) + 1]
+            sequence.tokens += [*tree.tokens[slot, kept].tolist(), int(verdict.next_token[slot])]
+    return batch.sequences, num_moved
 
 
 def difference(engine, slots, held):
     """Largest absolute difference to the cache of a fresh prefill, and the largest value."""
     engine.reset()
     worst = largest = 0.0
-    for place, slot in enumerate(slots):
-        tokens = np.array([slot.tokens[:-1]])
+    for slot, sequence in enumerate(slots):
+        tokens = np.array([sequence.tokens[:-1]])
         for start in range(0, tokens.shape[1], 128):
             part = tokens[:, start : start + 128]
             feeds = {TOKENS: part, LENGTHS: np.array([start]), SCORED_NODES: np.zeros((1, 1), np.int64)}
-            engine.run(feeds, first_slot=place)
+            engine.run(feeds, first_slot=slot)
         num = tokens.shape[1]
-        fresh = caches_of(engine)[:, place, :, :num]
-        worst = max(worst, float(np.abs(fresh - held[:, place, :, :num]).max()))
+        fresh = caches_of(engine)[:, slot, :, :num]
+        worst = max(worst, float(np.abs(fresh - held[:, slot, :, :num]).max()))
         largest = max(largest, float(np.abs(fresh).max()))
     return worst, largest
 
@@ -140,8 +142,8 @@ def test_the_cache_after_200_tree_steps_is_that_of_a_fresh_prefill(open_engine, 
     texts = texts_of(fast, 4 * num_steps)
     engine = fast if backend == "onnxruntime" else open_engine(backend, max_rows=128)
     slots, num_moved = run_steps(engine, num_steps, texts)
-    assert [slot.tokens for slot in slots] == [
-        text[: len(slot.tokens)] for text, slot in zip(texts, slots, strict=True)
+    assert [sequence.tokens for sequence in slots] == [
+        text[: len(sequence.tokens)] for text, sequence in zip(texts, slots, strict=True)
     ]
     assert num_moved > num_steps  # rows that compaction had to move
     held = caches_of(engine)

@@ -93,23 +93,23 @@ def test_slots_share_steps_and_no_bit(layer: Layer, run_of: Callable[[Layer], Ru
 def test_a_step_can_be_run_again(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
     """Where no node is sure, a second run of the step at the same lengths has the same output and states."""
     run = run_of(layer)
-    slots = Slots(layer, run, 2)
-    slots.step([[1, 2, 3], [4, 5, 6]], [3, 3], [3, 3])
-    once = slots.step([[7, 8], [9, 10]], [0, 0], [0, 0])
-    held = {name: array.copy() for name, array in slots.buffers.items()}
-    again = slots.step([[7, 8], [9, 10]], [0, 0], [0, 0])
+    batch = Slots(layer, run, 2)
+    batch.step([[1, 2, 3], [4, 5, 6]], [3, 3], [3, 3])
+    once = batch.step([[7, 8], [9, 10]], [0, 0], [0, 0])
+    held = {name: array.copy() for name, array in batch.buffers.items()}
+    again = batch.step([[7, 8], [9, 10]], [0, 0], [0, 0])
     np.testing.assert_array_equal(once, again)
-    for name, array in slots.buffers.items():
+    for name, array in batch.buffers.items():
         np.testing.assert_array_equal(held[name], array)
 
 
 @each_layer
 def test_nothing_but_zeros_stands_after_the_pending_rows(layer: Layer) -> None:
     for run in (layer.twin, body_run(layer)):
-        slots = Slots(layer, run, 2)
-        slots.step([[1, 2, 3], [4, 5, 6]], [3, 2], [3, 2])
-        held = list(slots.buffers.values())[-1]
-        count = layer.settled if "rows" in slots.buffers else 0
+        batch = Slots(layer, run, 2)
+        batch.step([[1, 2, 3], [4, 5, 6]], [3, 2], [3, 2])
+        held = list(batch.buffers.values())[-1]
+        count = layer.settled if "rows" in batch.buffers else 0
         assert not held[0, count:].any()
         assert held[1, count].any() and not held[1, count + 1 :].any()
 

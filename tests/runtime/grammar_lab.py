@@ -167,16 +167,16 @@ def watch_scored(verifier: Any, monkeypatch: Any) -> None:
     """Asserts of every scored draft that its grammar allows it; of a drawn chain the last one may be refused."""
     score = verifier.score
 
-    def watched(tree: Any, slots: Any) -> Any:
-        is_drawn = tree.is_chain and slots.is_drawn(tree)
-        for place, slot in enumerate(slots.slots):
-            for node in range(1, int(tree.num_nodes[place]) - is_drawn):
-                path, above = list[int](), int(tree.parents[place, node])
+    def watched(tree: Any, batch: Any) -> Any:
+        is_drawn = tree.is_chain and batch.is_drawn(tree)
+        for slot, sequence in enumerate(batch.sequences):
+            for node in range(1, int(tree.num_nodes[slot]) - is_drawn):
+                path, above = list[int](), int(tree.parents[slot, node])
                 while above > 0:
-                    path.insert(0, int(tree.tokens[place, above]))
-                    above = int(tree.parents[place, above])
-                mask = slot.grammar.draft_mask(path)
-                assert mask is not None and mask[tree.tokens[place, node]], (path, tree.tokens[place, node])
-        return score(tree, slots)
+                    path.insert(0, int(tree.tokens[slot, above]))
+                    above = int(tree.parents[slot, above])
+                mask = sequence.grammar.draft_mask(path)
+                assert mask is not None and mask[tree.tokens[slot, node]], (path, tree.tokens[slot, node])
+        return score(tree, batch)
 
     monkeypatch.setattr(verifier, "score", watched)

@@ -52,8 +52,8 @@ def make_heads_engine(slots=3, max_seq=64, chunk=7):
     def checked(batch):
         before, tree = heads.num_runs, propose(batch)
         if heads.num_runs > before:
-            for place in proposer.states.known(batch.slots, range(len(batch.slots))):
-                assert heads.read[place] == batch.slots[place].tokens
+            for place in proposer.states.known(batch.sequences, range(len(batch.sequences))):
+                assert heads.read[place] == batch.sequences[place].tokens
         return tree
 
     proposer.propose = checked
@@ -109,7 +109,7 @@ class Bench:
         """Checks that every output has one slot, and that every slot holds the tokens that are recorded for it."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         lengths, cache = self.engine.verifier.lengths, self.target.cache
-        assert [o.slot for o in allocator.active] == scheduler.slots.slots
+        assert [o.sequence for o in allocator.active] == scheduler.batch.sequences
         reading = [] if allocator.reading is None else [allocator.reading]
         held = [*allocator.active, *reading, *scheduler.queue]
         open_ones = [o for handle in self.handles for o in handle.open]
@@ -121,10 +121,10 @@ class Bench:
         ]
         assert len(taken) == len(set(taken)) and all(0 <= slot < allocator.max_slots for slot in taken)
         for slot, output in enumerate(allocator.active):
-            assert cache[slot, : lengths[slot]].tolist() == output.slot.tokens[:-1]
+            assert cache[slot, : lengths[slot]].tolist() == output.sequence.tokens[:-1]
         for slot, tokens in allocator.kept.items():
             assert lengths[slot] == len(tokens) and cache[slot, : lengths[slot]].tolist() == tokens
-        self.check_draft({p: o.slot.tokens for p, o in enumerate(allocator.active)} | dict(allocator.kept.items()))
+        self.check_draft({p: o.sequence.tokens for p, o in enumerate(allocator.active)} | dict(allocator.kept.items()))
         assert scheduler.num_waiting == sum(handle.is_waiting for handle in self.handles)
         assert scheduler.has_work == bool(open_ones)
 

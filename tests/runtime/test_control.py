@@ -18,7 +18,7 @@ from speccompile.drafting.candidates import Candidates
 from speccompile.runtime import comparison
 from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
-from speccompile.runtime.slots import Slot, Step
+from speccompile.runtime.sequences import Step, TokenSequence
 from tests.runtime.test_scheduler import Bench
 
 MAX_DRAFTS = 8
@@ -43,10 +43,10 @@ def tokens_of(rate: float, length: int) -> float:
 
 
 @functools.cache
-def slots(num: int, speculation: str = "auto") -> list[Slot]:
-    made = [Slot(i, [1], SamplingParams(), frozenset(), None) for i in range(num)]
-    for slot in made:
-        slot.speculation = speculation
+def sequences(num: int, speculation: str = "auto") -> list[TokenSequence]:
+    made = [TokenSequence(i, [1], SamplingParams(), frozenset(), None) for i in range(num)]
+    for sequence in made:
+        sequence.speculation = speculation
     return made
 
 
@@ -64,7 +64,7 @@ class Sim:
 
     def step(self) -> tuple[float, int]:
         """Returns its milliseconds and draft tokens."""
-        active, batch = slots(self.batch), self.batch
+        active, batch = sequences(self.batch), self.batch
         length = self.num_runs = 0
         limit = self.controller.plan(active)
         self.budget.is_forced = bool(limit)
@@ -142,11 +142,11 @@ class Ways:
         """Returns tokens per second of a sequence, and by step whether it drafted: then it brings 2 on average."""
         total_s, tokens, drafted = 0.0, 0, []
         for at in range(num_steps):
-            is_plain = self.controller.plan(slots(self.batch)) == PLAIN
+            is_plain = self.controller.plan(sequences(self.batch)) == PLAIN
             kept = [0 if is_plain else int(self.rng.integers(0, 3)) for _ in range(self.batch)]
             step_s = (1.0 if is_plain else cost(at)) * float(np.exp(0.1 * self.rng.normal()))
             steps = [Step(i, [7] * (k + 1), 0 if is_plain else 2, k, False, "", None) for i, k in enumerate(kept)]
-            self.controller.observe(slots(self.batch), steps, StepTimes(0.0, step_s, step_s))
+            self.controller.observe(sequences(self.batch), steps, StepTimes(0.0, step_s, step_s))
             total_s, tokens = total_s + step_s, tokens + sum(k + 1 for k in kept)
             drafted.append(not is_plain)
         return tokens / total_s / self.batch, drafted
@@ -185,10 +185,10 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
     """
     drafted = []
     for cost in costs:
-        kept = 0 if controller.plan(slots(1)) == PLAIN else 1
+        kept = 0 if controller.plan(sequences(1)) == PLAIN else 1
         step_s = cost if kept else 1.0
         step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
-        controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
         drafted.append(kept > 0)
     return drafted
 
@@ -210,12 +210,12 @@ def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down
     """
     controller, num_plain = Controller(), 0
     for at in range(4000):
-        is_plain = controller.plan(slots(1)) == PLAIN
+        is_plain = controller.plan(sequences(1)) == PLAIN
         num_plain += is_plain
         kept = 0 if is_plain or at % 10 else 1
         step_s = 1.0 if is_plain else 4.0 if kept else 1.05
         step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
-        controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
     assert num_plain > 3000
 
 
@@ -223,13 +223,13 @@ def share_of_plain(slow_steps: int) -> float:
     """Drafts have 0.95 of plain decoding's speed; so many plain steps after them take 1.15 times as long as others."""
     controller, num_plain, num_settled = Controller(), 0, 0
     for _ in range(20_000):
-        is_plain = controller.plan(slots(1)) == PLAIN
+        is_plain = controller.plan(sequences(1)) == PLAIN
         num_plain += is_plain
         num_settled = num_settled + 1 if is_plain else 0
         kept = 0 if is_plain else 1
         step_s = 2 / 0.95 if kept else 1.15 if num_settled <= slow_steps else 1.0
         step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
-        controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
     return num_plain / 20_000
 
 
@@ -271,12 +271,12 @@ def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> Non
 
     total_s, num_drafting = 0.0, 0
     for at in range(6000):
-        is_plain = ways.controller.plan(slots(1)) == PLAIN
+        is_plain = ways.controller.plan(sequences(1)) == PLAIN
         step_s = 1.0 if is_plain else cost(at)
         missed[0] += is_plain
         num_drafting += not is_plain
         step = Step(0, [7] if is_plain else [7, 7], 0 if is_plain else 1, 0 if is_plain else 1, False, "", None)
-        ways.controller.observe(slots(1), [step], StepTimes(0.0, step_s, step_s))
+        ways.controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
         total_s += step_s
     assert num_drafting <= 3 * TURN  # twice at most after the first time: 200 s lost may be 1 / 200 of the time
     assert total_s < 1.15 * 6000
@@ -294,9 +294,9 @@ def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
 def test_a_budget_that_drafts_nothing_is_shown_what_drafts_cost() -> None:
     controller, limits = Controller(), []
     for _ in range(3 * (2 * TURN + LEAST_PAUSE)):
-        limits.append(controller.plan(slots(4)))
+        limits.append(controller.plan(sequences(4)))
         steps = [Step(i, [7], 0, 0, False, "", None) for i in range(4)]
-        controller.observe(slots(4), steps, StepTimes(0.0, 1.0, 1.0))
+        controller.observe(sequences(4), steps, StepTimes(0.0, 1.0, 1.0))
     assert limits.count(1) == TURN * (limits.count(1) // TURN) > 0
 
 
@@ -304,10 +304,10 @@ def test_steps_with_forced_requests_alone_are_not_learnt_from() -> None:
     controller = Controller()
     steps = [Step(i, [7], 0, 0, False, "", None) for i in range(3)]
     for _ in range(20):
-        assert controller.plan(slots(3, "off")) is None
-        controller.observe(slots(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
+        assert controller.plan(sequences(3, "off")) is None
+        controller.observe(sequences(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
     assert controller.decisions() == {}
-    some = [*slots(1, "on"), *slots(2)]
+    some = [*sequences(1, "on"), *sequences(2)]
     controller.plan(some)
     controller.observe(some, steps, StepTimes(0.0, 1.0, 1.0))
     assert list(controller.decisions()) == ["3, some forced"]
@@ -318,29 +318,31 @@ def test_the_first_drafts_after_steps_that_were_told_to_be_plain_do_not_count() 
     controller, missed = Controller(), False
     for at in range(2 * TURN):
         if at in (2, 4):  # others, who want no drafts, are decoded in between
-            controller.plan(slots(1, "off"))
-            controller.observe(slots(1, "off"), [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
+            controller.plan(sequences(1, "off"))
+            controller.observe(sequences(1, "off"), [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
             missed = True
-        is_plain = controller.plan(slots(1)) == PLAIN
+        is_plain = controller.plan(sequences(1)) == PLAIN
         step_s = 1.0 if is_plain else 200.0 if missed else 1.2
         missed = missed and is_plain
         kept = 0 if is_plain else 1
-        controller.observe(slots(1), [Step(0, [7] * (1 + kept), kept, kept, False, "", None)], StepTimes(0, 0, step_s))
+        controller.observe(
+            sequences(1), [Step(0, [7] * (1 + kept), kept, kept, False, "", None)], StepTimes(0, 0, step_s)
+        )
     assert controller.decisions()["1"]["drafts"] is True
     assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
 
 
-def with_drafts(*have: bool) -> list[Slot]:
-    made = [Slot(i, [1], SamplingParams(), frozenset(), None) for i in range(len(have))]
-    for slot, has_draft in zip(made, have, strict=True):
-        slot.has_draft = has_draft
+def with_drafts(*have: bool) -> list[TokenSequence]:
+    made = [TokenSequence(i, [1], SamplingParams(), frozenset(), None) for i in range(len(have))]
+    for sequence, has_draft in zip(made, have, strict=True):
+        sequence.has_draft = has_draft
     return made
 
 
-def step_of(controller: Controller, active: list[Slot], slow: float = 2.0) -> int | None:
+def step_of(controller: Controller, active: list[TokenSequence], slow: float = 2.0) -> int | None:
     """Runs a step in which drafts bring a token where they are made, in `slow` times a plain step's time."""
     limit = controller.plan(active)
-    kept = [int(limit != PLAIN and slot.has_draft) for slot in active]
+    kept = [int(limit != PLAIN and sequence.has_draft) for sequence in active]
     steps = [Step(i, [7] * (1 + num), num, num, False, "", None) for i, num in enumerate(kept)]
     controller.observe(active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
     return limit
@@ -382,7 +384,7 @@ class Restless(FixedLength):
         super().__init__()
         self.rng = random.Random(5)
 
-    def plan(self, slots: Sequence[Slot]) -> int | None:
+    def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         return self.rng.choice((0, 1, 2, 3, 4, 6, 8, None))
 
 

@@ -21,7 +21,7 @@ from speccompile.drafting import static_tree
 from speccompile.drafting.candidates import Candidates, grow_product
 from speccompile.runtime import grammar_drafts
 from speccompile.runtime.grammars import GrammarFault, GrammarMatcher, Grammars
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
@@ -109,14 +109,14 @@ class OneRun(NoneProposer):
 
     def propose(self, batch):
         rows = []
-        for place, slot in enumerate(batch.slots):
-            tokens, dists = list(slot.tokens), []
+        for slot, sequence in enumerate(batch.sequences):
+            tokens, dists = list(sequence.tokens), []
             for depth in range(1, 4):
                 logits = DRAFT.logits(np.array(tokens)).astype(np.float64)
                 dists.append(np.float32(np.exp(logits) / np.exp(logits).sum()))
-                tokens.append(int(draw(dists[-1], batch.draft_uniforms(depth)[place])))
+                tokens.append(int(draw(dists[-1], batch.draft_uniforms(depth)[slot])))
             rows.append((tokens[-4:], [np.zeros(VOCAB, np.float32), *dists]))
-        nums = np.array([1 + min(3, slot.max_drafts) for slot in batch.slots])
+        nums = np.array([1 + min(3, sequence.max_drafts) for sequence in batch.sequences])
         tree = TokenTree.chain(np.array([row for row, _ in rows]), nums, np.array([dists for _, dists in rows]))
         return drafting.drawn_chains_with_forced(batch, tree)
 
@@ -171,8 +171,8 @@ def test_drafts_that_are_masked_are_kept_more_often(monkeypatch):
         assert far < bound and num > 1.2 * num_accepted, kind
 
 
-def _cut_with_the_refused(slots, tree, is_drawn, right=grammar_drafts.chains_within):
-    return right(slots, tree, is_drawn=False)
+def _cut_with_the_refused(batch, tree, is_drawn, right=grammar_drafts.chains_within):
+    return right(batch, tree, is_drawn=False)
 
 
 class _Unmasked:
@@ -216,7 +216,7 @@ def test_wrong_cuts_are_noticed(name, monkeypatch):
     assert far > bound and p < WRONG
 
 
-def slot_of(constraint: StructuredOutputs, text: str = "", **sampling) -> SimpleNamespace:
+def sequence_of(constraint: StructuredOutputs, text: str = "", **sampling) -> SimpleNamespace:
     grammar = GRAMMARS.matcher(constraint, [])
     grammar.read([TOKENS.index(t) for t in text.split()])
     return SimpleNamespace(grammar=grammar, sampling=SamplingParams(**sampling), tokens=[1], max_drafts=9)
@@ -227,9 +227,9 @@ def outputs_of(tokens, sure, probs=None):
     return made if probs is None else {**made, NODE_PROBS: np.array([[probs]], np.float32)}
 
 
-def restricted(slot, path, outputs):
+def restricted(sequence, path, outputs):
     given = {name: value.copy() for name, value in outputs.items()}
-    made = drafting.restrict(SimpleNamespace(slots=[slot]), [[path]], outputs)
+    made = drafting.restrict(SimpleNamespace(sequences=[sequence]), [[path]], outputs)
     for name, value in given.items():
         np.testing.assert_array_equal(outputs[name], value)  # an engine's own arrays
     return [np.round(made[name][0, 0], 6).tolist() for name in made]
@@ -237,15 +237,15 @@ def restricted(slot, path, outputs):
 
 def test_candidates_that_are_refused_come_last_and_have_no_probability():
     free = StructuredOutputs(choice=("ac", "bc", "c"))
-    slot = slot_of(free)
-    tokens, sure = restricted(slot, [], outputs_of([0, 2, 4, 3], [0.4, 0.3, 0.2, 0.06]))
+    sequence = sequence_of(free)
+    tokens, sure = restricted(sequence, [], outputs_of([0, 2, 4, 3], [0.4, 0.3, 0.2, 0.06]))
     assert tokens == [2, 3, -1, -1] and sure == pytest.approx([0.75, 0.15, 0, 0], abs=1e-5)
-    assert restricted(slot, [1], outputs_of([2, 0], [0.5, 0.2])) == [[3, -1], [1, 0]]  # one may follow
-    assert restricted(slot, [1, 1], outputs_of([3, 0], [0.5, 0.2])) == [[-1, -1], [0, 0]]  # nothing is known to
-    assert restricted(slot, [], outputs_of([9, 2], [0.5, 0.2]))[0] == [2, -1]  # beyond the vocabulary
-    slot.grammar = None
+    assert restricted(sequence, [1], outputs_of([2, 0], [0.5, 0.2])) == [[3, -1], [1, 0]]  # one may follow
+    assert restricted(sequence, [1, 1], outputs_of([3, 0], [0.5, 0.2])) == [[-1, -1], [0, 0]]  # nothing is known to
+    assert restricted(sequence, [], outputs_of([9, 2], [0.5, 0.2]))[0] == [2, -1]  # beyond the vocabulary
+    sequence.grammar = None
     outputs = outputs_of([9, 2], [0.5, 0.2])
-    assert drafting.restrict(SimpleNamespace(slots=[slot]), [[[]]], outputs) is outputs
+    assert drafting.restrict(SimpleNamespace(sequences=[sequence]), [[[]]], outputs) is outputs
 
 
 def test_distributions_are_masked_before_top_k_and_top_p():
@@ -255,19 +255,19 @@ def test_distributions_are_masked_before_top_k_and_top_p():
         ({"top_k": 2}, [0, 0.75, 0.25, 0, 0, 0]),
         ({"top_p": 0.5}, [0, 1, 0, 0, 0, 0]),
     ):
-        slot = slot_of(StructuredOutputs(regex="[ab].*"), temperature=1.0, **given)
-        tokens, sure, dist = restricted(slot, [], outputs_of([0, 1, 2], [0.4, 0.3, 0.1], probs))
+        sequence = sequence_of(StructuredOutputs(regex="[ab].*"), temperature=1.0, **given)
+        tokens, sure, dist = restricted(sequence, [], outputs_of([0, 1, 2], [0.4, 0.3, 0.1], probs))
         assert dist == pytest.approx(wanted, abs=1e-6)
         assert tokens[0] == 1 and sure[0] == pytest.approx(wanted[1], abs=1e-6)
-    nothing = restricted(slot, [], outputs_of([0], [1.0], [1, 0, 0, 0, 0, 0]))
+    nothing = restricted(sequence, [], outputs_of([0], [1.0], [1, 0, 0, 0, 0, 0]))
     assert nothing == [[-1], [0], [0] * 6]
 
 
 def test_the_only_token_that_may_follow_is_the_draft():
-    slot = slot_of(CONSTRAINT, "a")
-    assert slot.grammar.forced() == [5]
+    sequence = sequence_of(CONSTRAINT, "a")
+    assert sequence.grammar.forced() == [5]
     given = outputs_of([2, 1], [0.9, 0.1], [0, 0.1, 0.9, 0, 0, 0])
-    assert restricted(slot, [], given) == [[5, -1], [1, 0], [0, 0, 0, 0, 0, 1]]
+    assert restricted(sequence, [], given) == [[5, -1], [1, 0], [0, 0, 0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -287,48 +287,48 @@ def test_forced_tokens_are_each_the_only_one(seed):
 
 
 def test_a_tree_of_heads_has_what_the_grammar_allows():
-    slot = slot_of(CONSTRAINT)
+    sequence = sequence_of(CONSTRAINT)
     rows = [[0, 3, 1], [1, 5, 2], [1, 2, 3]], [[0.6, 0.3, 0.1]] * 3
     tree = Candidates.from_root(0)
-    tokens, probs = drafting.product_with_forced(slot.grammar, *rows)
-    grow_product(tree, tokens, probs, 30, drafting.allowed_in(slot.grammar, tree))
+    tokens, probs = drafting.product_with_forced(sequence.grammar, *rows)
+    grow_product(tree, tokens, probs, 30, drafting.allowed_in(sequence.grammar, tree))
     paths = {tuple(drafting.path_of(tree, node)) for node in range(1, len(tree.tokens))}
     every = [path for length in range(1, 4) for path in product(*rows[0][:length])]
     assert paths == {path for path in every if all(allowed_after(path[:at])[t] for at, t in enumerate(path))}
     assert (1, 5, 1) in paths and (0,) not in paths
-    drafts, parents = drafting.drafts_within(slot.grammar, [1, 0, 5, 1, 2, 9], [0, 0, 1, 2, 3, 1])
+    drafts, parents = drafting.drafts_within(sequence.grammar, [1, 0, 5, 1, 2, 9], [0, 0, 1, 2, 3, 1])
     assert (drafts, parents) == ([0, 2, 4], [0, 1, 2])
     shape = TokenTree.tree([[7, 1, 0, 5, 1, 2]], [[-1, 0, 0, 1, 2, 3]])
-    kept = drafting.tree_within(SimpleNamespace(slots=[slot]), shape)
+    kept = drafting.tree_within(SimpleNamespace(sequences=[sequence]), shape)
     assert (kept.tokens.tolist(), kept.parents.tolist()) == ([[7, 1, 5, 2]], [[-1, 0, 1, 2]])
 
 
 def test_forced_tokens_come_before_a_chains_own_and_in_place_of_a_lookups():
-    slot = slot_of(CONSTRAINT, "a")
-    assert drafting.chain_with_forced(slot.grammar, [2, 3, 1], [0.5] * 3) == ([5, 3, 1], [1.0, 0.5, 0.5])
-    assert drafting.product_with_forced(slot.grammar, [[2, 5], [3, 1]], [[0.7, 0.2]] * 2)[0] == [[5], [3, 1]]
+    sequence = sequence_of(CONSTRAINT, "a")
+    assert drafting.chain_with_forced(sequence.grammar, [2, 3, 1], [0.5] * 3) == ([5, 3, 1], [1.0, 0.5, 0.5])
+    assert drafting.product_with_forced(sequence.grammar, [[2, 5], [3, 1]], [[0.7, 0.2]] * 2)[0] == [[5], [3, 1]]
     proposer = SuffixMethod().make_proposer(SuffixConfig(depth=5), {}, MethodContext(1, 32, 6))
-    proposer.start(0, slot)
-    batch = SimpleNamespace(slots=[slot], is_forced=False)
+    proposer.start(0, sequence)
+    batch = SimpleNamespace(sequences=[sequence], is_forced=False)
     assert proposer.propose(batch).tokens.tolist() == [[1, 5]]
-    slot.max_drafts = 0
+    sequence.max_drafts = 0
     assert proposer.propose(batch).tokens.tolist() == [[1]]
 
 
 def test_forced_tokens_of_some_sequences_stand_before_the_drafts_of_the_method():
     engine = make_engine("raced chain", 2)
     asked = SamplingParams(6, structured_outputs=CONSTRAINT)
-    waiting = [engine.make_slot(0, [1, 2], asked, False), engine.make_slot(1, [1, 2], asked, False)]
+    waiting = [engine.make_sequence(0, [1, 2], asked, False), engine.make_sequence(1, [1, 2], asked, False)]
     waiting[0].tokens.append(1)
-    slots = Slots([], 2, is_invariant=True, max_forced=6)
-    slots.slots = waiting
-    slots.changed()
-    for place, slot in enumerate(waiting):
-        engine.proposer.start(place, slot)
-        slot.plan(16)
-    grammar_drafts.read_grammars(slots)
-    assert grammar_drafts.forced_chains(slots) is None  # the other one has none
-    tree = engine.proposer.propose(slots)
+    batch = SequenceBatch([], 2, is_invariant=True, max_forced=6)
+    batch.sequences = waiting
+    batch.changed()
+    for slot, sequence in enumerate(waiting):
+        engine.proposer.start(slot, sequence)
+        sequence.plan(16)
+    grammar_drafts.read_grammars(batch)
+    assert grammar_drafts.forced_chains(batch) is None  # the other one has none
+    tree = engine.proposer.propose(batch)
     assert tree.tokens[0, 1] == 5 and tree.num_nodes[0] > 2
 
 
@@ -354,16 +354,16 @@ def test_a_grammar_that_fails_for_drafts_is_whole_for_the_text(monkeypatch):
 
 def test_chains_of_any_proposer_are_cut():
     grammar = GRAMMARS.matcher(CONSTRAINT, [])
-    slots = Slots([], 1)
-    slots.slots = [Slot(0, [1], SamplingParams(temperature=1.0), frozenset(), None)]
-    slots.slots[0].grammar = grammar
-    slots.changed()
+    batch = SequenceBatch([], 1)
+    batch.sequences = [TokenSequence(0, [1], SamplingParams(temperature=1.0), frozenset(), None)]
+    batch.sequences[0].grammar = grammar
+    batch.changed()
     probs = np.zeros((1, 4, VOCAB), np.float32)
     tokens = np.array([[1, 3, 0, 2]])
-    assert grammar_drafts.within_grammars(slots, TokenTree.chain(tokens)).num_nodes.tolist() == [3]
+    assert grammar_drafts.within_grammars(batch, TokenTree.chain(tokens)).num_nodes.tolist() == [3]
     right = TokenTree.chain(np.array([[1, 3, 1, 3]]))
-    assert grammar_drafts.within_grammars(slots, right) is right
+    assert grammar_drafts.within_grammars(batch, right) is right
     for first, drawn, cut in ((0, 2, 1), (3, 4, 4)):  # the refused one stays where drafts are drawn
         tokens[0, 1:] = [first, 0, 0]
-        made = [grammar_drafts.within_grammars(slots, TokenTree.chain(tokens, None, p)) for p in (probs, None)]
+        made = [grammar_drafts.within_grammars(batch, TokenTree.chain(tokens, None, p)) for p in (probs, None)]
         assert [tree.num_nodes.tolist() for tree in made] == [[drawn], [cut]]

@@ -13,7 +13,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.loop import decode, decode_one
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockEngine
 from tests.runtime.test_loop import MAX_SEQ, TARGET, make_proposer, make_verifier
@@ -30,10 +30,12 @@ ASKED = [SamplingParams(max_new_tokens=30 + i, seed=40 + i, **dist) for i, dist 
 
 
 def text_of(kind, batch, asked=ASKED, is_invariant=True, **config):
-    slots = [Slot(i, p, a, frozenset(), None) for i, (p, a) in enumerate(zip(PROMPTS, asked, strict=True))]
-    for _ in decode(make_verifier(), make_proposer(kind, **config), Slots(slots, batch, is_invariant)):
+    sequences = [TokenSequence(i, p, a, frozenset(), None) for i, (p, a) in enumerate(zip(PROMPTS, asked, strict=True))]
+    for _ in decode(make_verifier(), make_proposer(kind, **config), SequenceBatch(sequences, batch, is_invariant)):
         pass
-    return [slot.tokens[slot.num_prompt :] for slot in slots], sum(slot.stats.num_draft_tokens for slot in slots)
+    return [sequence.tokens[sequence.num_prompt :] for sequence in sequences], sum(
+        sequence.stats.num_draft_tokens for sequence in sequences
+    )
 
 
 def test_drafts_and_neighbours_change_nothing():
@@ -74,8 +76,8 @@ def test_drawn_drafts_are_verified_by_the_distribution_that_is_asked_for():
 def test_the_single_sequence_oracle_agrees():
     alone, _ = text_of("none", 1)
     for kind in ("tree", "ngram"):
-        slot = Slot(0, PROMPTS[0], ASKED[0], frozenset(), None)
-        assert [t for new in decode_one(make_verifier(1), make_proposer(kind, 1), slot) for t in new] == alone[0]
+        sequence = TokenSequence(0, PROMPTS[0], ASKED[0], frozenset(), None)
+        assert [t for new in decode_one(make_verifier(1), make_proposer(kind, 1), sequence) for t in new] == alone[0]
 
 
 def test_a_logits_processor_that_forgets_is_noticed(monkeypatch):
@@ -118,10 +120,10 @@ def test_requests_are_checked_against_the_target():
 
 
 def test_a_slot_that_must_not_draft_is_decoded_plainly():
-    slot = Slot(0, PROMPTS[0], ASKED[0], frozenset(), None)
-    slot.may_draft = False
-    slot.plan(MAX_SEQ)
-    assert slot.max_drafts == 0
+    sequence = TokenSequence(0, PROMPTS[0], ASKED[0], frozenset(), None)
+    sequence.may_draft = False
+    sequence.plan(MAX_SEQ)
+    assert sequence.max_drafts == 0
 
 
 def test_drawn_drafts_are_verified_on_the_host_as_in_the_graph():
@@ -139,12 +141,12 @@ def test_drawn_drafts_are_verified_on_the_host_as_in_the_graph():
 def test_a_drawn_draft_that_the_target_gives_less_often_is_refused_by_its_own_draw():
     """Drawn from [1, 0, 0] where the target has [1/2, 1/2, 0]: kept in half the cases, else the second token comes."""
     params = SamplingParams(temperature=1.0, min_p=1e-30)
-    slot = Slot(0, [2], params, frozenset(), None)
+    sequence = TokenSequence(0, [2], params, frozenset(), None)
     tree = TokenTree.chain(np.array([[2, 0]]))
     logits = np.log(np.array([[[0.5, 0.5, 1e-30], [1e-30, 1e-30, 1.0]]], dtype=np.float32))
     dists = np.array([[[0, 0, 0], [1, 0, 0]]], dtype=np.float32)
     nothing = Verdict(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
     for accept_draw, accepted, following in ((0.4, 1, 2), (0.6, 0, 1)):
         draws = np.array([[[0, 0.1], [accept_draw, 0.1]]], dtype=np.float32)
-        verdict = verify_on_host(nothing, tree, [slot], [0], logits, draws, dists)
+        verdict = verify_on_host(nothing, tree, [sequence], [0], logits, draws, dists)
         assert (verdict.num_accepted[0], verdict.next_token[0]) == (accepted, following)

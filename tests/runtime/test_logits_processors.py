@@ -15,7 +15,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime import logits_processors as processors
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs, keep_likely
-from speccompile.runtime.slots import Slot
+from speccompile.runtime.sequences import TokenSequence
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, propose, tables
 
 BATCH = 3000
@@ -88,20 +88,20 @@ def exact_joint(params: SamplingParams) -> np.ndarray:
 
 def emit(form: tuple[int, ...], sampled: bool, params: SamplingParams, batch: int, grammar=lambda: None) -> np.ndarray:
     """Returns [batch, NUM_TOKENS]: what drafting and verification emit after PROMPT."""
-    slots = [Slot(i, list(PROMPT), replace(params, seed=i), frozenset(), None) for i in range(batch)]
-    for slot in slots:
-        slot.grammar = grammar()
-    while todo := [slot for slot in slots if len(slot.tokens) < len(PROMPT) + NUM_TOKENS]:
-        ends = np.array([slot.tokens[-2:] for slot in todo])
-        last = np.array([len(slot.tokens) - 1 for slot in todo])
-        seeds = np.array([slot.sampling.seed for slot in todo], dtype=np.uint64)
+    sequences = [TokenSequence(i, list(PROMPT), replace(params, seed=i), frozenset(), None) for i in range(batch)]
+    for sequence in sequences:
+        sequence.grammar = grammar()
+    while todo := [sequence for sequence in sequences if len(sequence.tokens) < len(PROMPT) + NUM_TOKENS]:
+        ends = np.array([sequence.tokens[-2:] for sequence in todo])
+        last = np.array([len(sequence.tokens) - 1 for sequence in todo])
+        seeds = np.array([sequence.sampling.seed for sequence in todo], dtype=np.uint64)
         tree, contexts = propose(form, ends[:, 0], ends[:, 1], seeds, last, sampled)
         logits, draws = tables()[0][contexts[..., 0], contexts[..., 1]], tree_uniforms(seeds, last, tree)
         graph = Verdict(np.zeros_like(tree.tokens), np.zeros(len(todo), np.int64), np.zeros(len(todo), np.int64))
         verdict = verify_on_host(graph, tree, todo, range(len(todo)), logits, draws, tree.draft_probs)
-        for place, slot in enumerate(todo):
-            slot.tokens += [*tree.tokens_on(place, verdict.path[place, 1:]), int(verdict.next_token[place])]
-    return np.array([slot.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS] for slot in slots])
+        for slot, sequence in enumerate(todo):
+            sequence.tokens += [*tree.tokens_on(slot, verdict.path[slot, 1:]), int(verdict.next_token[slot])]
+    return np.array([sequence.tokens[len(PROMPT) : len(PROMPT) + NUM_TOKENS] for sequence in sequences])
 
 
 @pytest.mark.distribution

@@ -12,7 +12,7 @@ from speccompile.runtime import host_verify
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.logprobs import TokenLogprobs, log_softmax, token_logprobs
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from tests.mock_lm import VOCAB
 from tests.runtime.test_loop import TARGET, make_proposer, make_verifier
 from tests.runtime.test_spec_engine import make_engine
@@ -28,22 +28,22 @@ PROCESSED = [replace(params, logprobs_mode="processed_logprobs") for params in A
 
 
 def decoded(kind, batch, asked, is_invariant=True, **config):
-    slots = [Slot(i, p, a, frozenset(), None) for i, (p, a) in enumerate(zip(PROMPTS, asked, strict=True))]
-    told = [[] for _ in slots]
-    for steps in decode(make_verifier(), make_proposer(kind, **config), Slots(slots, batch, is_invariant)):
+    sequences = [TokenSequence(i, p, a, frozenset(), None) for i, (p, a) in enumerate(zip(PROMPTS, asked, strict=True))]
+    told = [[] for _ in sequences]
+    for steps in decode(make_verifier(), make_proposer(kind, **config), SequenceBatch(sequences, batch, is_invariant)):
         for step in steps:
             told[step.prompt_index] += step.logprobs
             assert len(step.logprobs) == (len(step.tokens) if asked[step.prompt_index].logprobs is not None else 0)
-    assert told == [slot.logprobs for slot in slots]
-    return slots
+    assert told == [sequence.logprobs for sequence in sequences]
+    return sequences
 
 
-def naive(slot, at):
+def naive(sequence, at):
     """Returns the row [vocab] that decided a slot's token `at`."""
-    tokens, params = slot.tokens, slot.sampling
+    tokens, params = sequence.tokens, sequence.sampling
     logits = TARGET.logits(np.array(tokens[:at])).astype(np.float64)
     if params.logprobs_mode == "processed_logprobs":
-        processor = LogitsProcessor(params, slot.num_prompt, VOCAB)
+        processor = LogitsProcessor(params, sequence.num_prompt, VOCAB)
         processor.read(tokens[:at])
         if not params.is_greedy:
             with np.errstate(divide="ignore"):
@@ -52,11 +52,11 @@ def naive(slot, at):
     return logits - np.log(np.exp(logits).sum())
 
 
-def check(slot):
-    assert len(slot.logprobs) == len(slot.tokens) - slot.num_prompt
-    for at, entry in enumerate(slot.logprobs, slot.num_prompt):
-        row = naive(slot, at)
-        assert entry.token == slot.tokens[at] and len(entry.top) == slot.sampling.logprobs
+def check(sequence):
+    assert len(sequence.logprobs) == len(sequence.tokens) - sequence.num_prompt
+    for at, entry in enumerate(sequence.logprobs, sequence.num_prompt):
+        row = naive(sequence, at)
+        assert entry.token == sequence.tokens[at] and len(entry.top) == sequence.sampling.logprobs
         assert entry.logprob == pytest.approx(row[entry.token], abs=1e-5)
         np.testing.assert_allclose([value for _, value in entry.top], np.sort(row)[::-1][: len(entry.top)], atol=1e-5)
         np.testing.assert_allclose([value for _, value in entry.top], row[[token for token, _ in entry.top]], atol=1e-5)
@@ -68,11 +68,11 @@ def check(slot):
     [("none", 1, True), ("tree", 3, True), ("ngram", 4, True), ("draft", 4, True), ("draft", 2, False)],
 )
 def test_every_token_has_the_logprobs_of_its_own_row(kind, batch, is_invariant, asked):
-    slots = decoded(kind, batch, asked, is_invariant)
-    assert kind not in ("tree", "draft") or sum(slot.stats.num_draft_tokens for slot in slots) > 0
-    for slot in slots[:3]:
-        check(slot)
-    assert slots[3].logprobs == []
+    sequences = decoded(kind, batch, asked, is_invariant)
+    assert kind not in ("tree", "draft") or sum(sequence.stats.num_draft_tokens for sequence in sequences) > 0
+    for sequence in sequences[:3]:
+        check(sequence)
+    assert sequences[3].logprobs == []
 
 
 def test_they_are_the_same_with_drafts_and_without():
@@ -80,12 +80,12 @@ def test_they_are_the_same_with_drafts_and_without():
     for kind in ("tree", "ngram", "draft"):
         for slow, fast in zip(plain, decoded(kind, 4, ASKED), strict=True):
             assert slow.tokens == fast.tokens
-            told = [[entry.logprob for entry in slot.logprobs] for slot in (slow, fast)]
+            told = [[entry.logprob for entry in sequence.logprobs] for sequence in (slow, fast)]
             np.testing.assert_allclose(*told, atol=1e-5)
 
 
-def _one_row_late(verdict, tree, slots, logits, right=host_verify.logprobs_of_step):
-    return right(verdict, tree, slots, np.roll(logits, -1, axis=1))
+def _one_row_late(verdict, tree, sequences, logits, right=host_verify.logprobs_of_step):
+    return right(verdict, tree, sequences, np.roll(logits, -1, axis=1))
 
 
 @pytest.mark.mutant

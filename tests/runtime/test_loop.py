@@ -7,7 +7,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import FixedLength
 from speccompile.runtime.loop import decode, decode_one
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
@@ -30,13 +30,13 @@ class TreeProposer(NoneProposer):
 
     def propose(self, batch):
         nodes = 6
-        tokens = self.rng.integers(0, VOCAB, size=(len(batch.slots), nodes))
-        parents = np.full((len(batch.slots), nodes), -1)
-        for b, slot in enumerate(batch.slots):
-            tokens[b, 0] = slot.tokens[-1]
-            depths, paths = [0], [list(slot.tokens)]
+        tokens = self.rng.integers(0, VOCAB, size=(len(batch.sequences), nodes))
+        parents = np.full((len(batch.sequences), nodes), -1)
+        for b, sequence in enumerate(batch.sequences):
+            tokens[b, 0] = sequence.tokens[-1]
+            depths, paths = [0], [list(sequence.tokens)]
             for node in range(1, nodes):
-                legal = [i for i, d in enumerate(depths) if d < slot.max_drafts]
+                legal = [i for i, d in enumerate(depths) if d < sequence.max_drafts]
                 if not legal:
                     break
                 parent = int(self.rng.choice(legal))
@@ -73,13 +73,13 @@ def make_verifier(slots=4, max_seq=MAX_SEQ, chunk=5):
 
 def run(prompts, params, verifier, proposer, batch=4, stop_ids=frozenset()):
     params = params if isinstance(params, list) else [params] * len(prompts)
-    waiting = [Slot(i, p, s, stop_ids, None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    waiting = [TokenSequence(i, p, s, stop_ids, None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
     texts, reasons = [[] for _ in prompts], [None] * len(prompts)
-    for steps in decode(verifier, proposer, Slots(waiting, batch)):
+    for steps in decode(verifier, proposer, SequenceBatch(waiting, batch)):
         for step in steps:
             texts[step.prompt_index] += step.tokens
             reasons[step.prompt_index] = step.finish_reason
-    assert all(slot.tokens == prompts[slot.index] + texts[slot.index] for slot in waiting)
+    assert all(sequence.tokens == prompts[sequence.index] + texts[sequence.index] for sequence in waiting)
     return texts, reasons, waiting
 
 
@@ -147,17 +147,19 @@ def test_batched_loop_equals_the_oracle(kind, config, heat):
     for index, prompt in enumerate(some_prompts(3, seed=7)):
         params = SamplingParams(max_new_tokens=20, temperature=heat, top_p=0.95, seed=index)
         batched = run([prompt], params, make_verifier(), make_proposer(kind, **config), 1)[0][0]
-        steps = decode_one(make_verifier(), make_proposer(kind, **config), Slot(0, prompt, params, frozenset(), None))
+        steps = decode_one(
+            make_verifier(), make_proposer(kind, **config), TokenSequence(0, prompt, params, frozenset(), None)
+        )
         assert [token for step in steps for token in step] == batched
 
 
 def test_drafts_are_accepted_and_counted():
     prompts = some_prompts(4)
-    _, _, slots = run(
+    _, _, sequences = run(
         prompts, SamplingParams(max_new_tokens=40), make_verifier(), make_proposer("draft_model", num_draft_tokens=4)
     )
-    for slot in slots:
-        stats = slot.stats.json_from_stats()
+    for sequence in sequences:
+        stats = sequence.stats.json_from_stats()
         assert stats["num_tokens"] == stats["num_steps"] + stats["num_accepted"] == 40
         assert stats["mean_acceptance_length"] == 1 + stats["num_accepted"] / stats["num_steps"] > 1.3
         assert len(stats["acceptance_by_position"]) == 4
@@ -178,9 +180,9 @@ def test_full_cache_stops_where_plain_decoding_stops(kind):
 def test_a_draft_with_a_shorter_cache_falls_back_to_plain_decoding(drafts):
     prompts = some_prompts(5, low=10, high=40)
     proposer = make_proposer("draft_model", draft_seq=32, num_draft_tokens=3, drafts=drafts)
-    texts, _, slots = run(prompts, SamplingParams(max_new_tokens=50), make_verifier(), proposer)
+    texts, _, sequences = run(prompts, SamplingParams(max_new_tokens=50), make_verifier(), proposer)
     assert texts == [TARGET.greedy(p, 50) for p in prompts]
-    assert any(slot.stats.num_draft_tokens > 0 for slot in slots)
+    assert any(sequence.stats.num_draft_tokens > 0 for sequence in sequences)
 
 
 def test_an_abandoned_run_leaves_engines_that_work():
@@ -188,8 +190,8 @@ def test_an_abandoned_run_leaves_engines_that_work():
     prompts = some_prompts(5)
     params = SamplingParams(max_new_tokens=30)
     for num_steps in (0, 1, 3):
-        waiting = [Slot(i, p, params, frozenset(), None) for i, p in enumerate(prompts)]
-        steps = decode(verifier, proposer, Slots(waiting, 3))
+        waiting = [TokenSequence(i, p, params, frozenset(), None) for i, p in enumerate(prompts)]
+        steps = decode(verifier, proposer, SequenceBatch(waiting, 3))
         for _ in range(num_steps):
             next(steps)
         steps.close()
@@ -222,20 +224,20 @@ class Alternating(FixedLength):
         super().__init__()
         self.seen = []
 
-    def plan(self, slots):
+    def plan(self, sequences):
         return 0 if len(self.seen) % 2 else None
 
-    def observe(self, slots, steps, times):
+    def observe(self, sequences, steps, times):
         nodes = 1 + max(step.num_draft_tokens for step in steps)
-        self.seen.append((len(slots), nodes, times.step_s > 0))
+        self.seen.append((len(sequences), nodes, times.step_s > 0))
 
 
 def decode_with(planner, temperature):
     proposer = make_proposer("draft", num_draft_tokens=3)
     params = SamplingParams(max_new_tokens=20, temperature=temperature, seed=5)
-    waiting = [Slot(i, p, params, frozenset(), None) for i, p in enumerate(some_prompts(3))]
-    list(decode(make_verifier(), proposer, Slots(waiting, 4), planner=planner))
-    return [slot.tokens for slot in waiting]
+    waiting = [TokenSequence(i, p, params, frozenset(), None) for i, p in enumerate(some_prompts(3))]
+    list(decode(make_verifier(), proposer, SequenceBatch(waiting, 4), planner=planner))
+    return [sequence.tokens for sequence in waiting]
 
 
 def test_a_planner_switches_drafts_on_and_off_and_greedy_text_stays():

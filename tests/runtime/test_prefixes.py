@@ -4,7 +4,7 @@ import pytest
 
 from speccompile.runtime.counters import Counters, Histogram
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match, num_shared
-from speccompile.runtime.slots import Step
+from speccompile.runtime.sequences import Step
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])

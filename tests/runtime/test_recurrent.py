@@ -23,7 +23,7 @@ from speccompile.errors import RecipeError, RuntimeFault
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -60,15 +60,15 @@ class Script(NoneProposer):
 
     def propose(self, batch: Any) -> TokenTree:
         rows = []
-        for slot in batch.slots:
-            text = self.texts[tuple(slot.tokens[: slot.num_prompt]), slot.sampling]
-            done = len(slot.tokens) - slot.num_prompt
-            num = int(self.rng.integers(0, min(slot.max_drafts, NUM_DRAFTS) + 1))
+        for sequence in batch.sequences:
+            text = self.texts[tuple(sequence.tokens[: sequence.num_prompt]), sequence.sampling]
+            done = len(sequence.tokens) - sequence.num_prompt
+            num = int(self.rng.integers(0, min(sequence.max_drafts, NUM_DRAFTS) + 1))
             draft = text[done : done + num]
             if draft and self.rng.random() < 0.6:
                 at = int(self.rng.integers(0, len(draft)))
                 draft[at] = (draft[at] + 1) % VOCAB
-            rows.append([slot.tokens[-1], *draft])
+            rows.append([sequence.tokens[-1], *draft])
         counts = np.array([len(row) for row in rows])
         tokens = np.zeros((len(rows), counts.max()), np.int64)
         for row, held in zip(tokens, rows, strict=True):
@@ -131,8 +131,8 @@ class Bench:
 
     def texts_by_slot(self) -> Iterator[tuple[int, list[int]]]:
         allocator, lengths = self.scheduler.allocator, self.engine.verifier.lengths
-        active = [(slot, output.slot.tokens) for slot, output in enumerate(allocator.active)]
-        reading = [] if allocator.reading is None else [(allocator.reading_slot, allocator.reading.slot.tokens)]
+        active = [(slot, output.sequence.tokens) for slot, output in enumerate(allocator.active)]
+        reading = [] if allocator.reading is None else [(allocator.reading_slot, allocator.reading.sequence.tokens)]
         for slot, tokens in (*active, *reading, *allocator.kept.items()):
             yield slot, tokens[: lengths[slot]]
 
@@ -329,7 +329,7 @@ def test_a_tree_is_refused_before_it_is_scored(hybrid: Hybrid) -> None:
     verifier = Verifier(hybrid.open(1), MAX_SEQ)
     tree = TokenTree.tree([[1, 2, 3]], [[-1, 0, 0]])
     with pytest.raises(RuntimeFault, match="a tree to score; expected chains"):
-        verifier.score(tree, Slots([Slot(0, [1], GREEDY, frozenset(), None)], 1))
+        verifier.score(tree, SequenceBatch([TokenSequence(0, [1], GREEDY, frozenset(), None)], 1))
 
 
 @pytest.mark.parametrize(("tree", "got"), [("auto", "auto"), ({"widths": (2, 1)}, "a tree")])

@@ -146,12 +146,12 @@ def test_a_forbidden_or_bounded_draft_gives_the_same_text():
     class Planner:
         limit, seen, reads = 0, [], []
 
-        def plan(self, slots):
+        def plan(self, sequences):
             return self.limit
 
-        def observe(self, slots, steps, times):
+        def observe(self, sequences, steps, times):
             nodes = 1 + max(step.num_draft_tokens for step in steps)
-            assert len(slots) == len(steps) and times.propose_s + times.score_s <= times.step_s
+            assert len(sequences) == len(steps) and times.propose_s + times.score_s <= times.step_s
             self.seen.append((nodes, [step.num_draft_tokens for step in steps]))
 
         def read(self, num_tokens, draft_s):
@@ -192,15 +192,15 @@ def test_a_request_that_forces_drafts_gets_them_though_its_method_would_decline(
             self.proposer, self.catches_up, self.seen = proposer, False, []
 
         def propose(self, batch):
-            self.seen.append([slot.max_drafts for slot in batch.slots])
-            roots = TokenTree.roots(np.array([slot.tokens[-1] for slot in batch.slots]))
+            self.seen.append([sequence.max_drafts for sequence in batch.sequences])
+            roots = TokenTree.roots(np.array([sequence.tokens[-1] for sequence in batch.sequences]))
             return self.proposer.propose(batch) if batch.is_forced else roots
 
         def __getattr__(self, name):
             return getattr(self.proposer, name)
 
     class Planner(FixedLength):
-        def plan(self, slots):
+        def plan(self, sequences):
             return limit
 
     params, drafted = SamplingParams(max_new_tokens=12), {}
@@ -228,7 +228,7 @@ def test_a_server_draws_no_drafts(kind):
         [alone] = plain.engine.generate([[1, 2, 3]], hot, speculative=False)
         tokens, stats = bench.ask([1, 2, 3], sampling=hot, speculation="on")
         assert tokens == alone.tokens and stats["num_draft_tokens"] > 0
-        assert not bench.scheduler.slots.may_draw
+        assert not bench.scheduler.batch.may_draw
 
 
 def test_neighbours_and_their_coming_and_going_do_not_change_a_sampled_text():

@@ -236,15 +236,15 @@ def test_a_sink_that_fails_ends_its_own_request(serve):
 def test_a_prompt_that_cannot_join_ends_alone(serve, monkeypatch):
     """The fault comes after the sequence got its slot."""
     service, sinks = serve(), [Sink() for _ in range(3)]
-    slots = service._scheduler.slots
-    changed = slots.changed
+    batch = service._scheduler.batch
+    changed = batch.changed
 
     def wrong():
-        if any(slot.sampling.seed == 99 for slot in slots.slots):
+        if any(sequence.sampling.seed == 99 for sequence in batch.sequences):
             raise OverflowError("too large")
         changed()
 
-    monkeypatch.setattr(slots, "changed", wrong)
+    monkeypatch.setattr(batch, "changed", wrong)
     for i, sink in enumerate(sinks):
         service.submit(Request("abc", greedy(20, seed=99 if i == 1 else 0)), sink)
     step_outputs = [sink.wait() for sink in sinks]

@@ -71,7 +71,7 @@ def test_nothing_is_shrunk_that_is_in_use_or_about_to_be():
         ([10, 0, 0, 0], 1, 3900),
         ([10, 0, 0, 0], 0, None),
     ):
-        output = None if reading is None else SimpleNamespace(slot=SimpleNamespace(num_prompt=reading))
+        output = None if reading is None else SimpleNamespace(sequence=SimpleNamespace(num_prompt=reading))
         keeper, (engine, _), _ = make(lengths, num_active, (), 4096, output)
         assert steps_until(keeper, lambda engine=engine: engine.shrunk, 5000) is None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value, short_texts
@@ -31,13 +31,15 @@ class Lab:
         self.make = make
 
     def run(self, prompts, params, batch, chunk=5):
-        """Decodes; returns the finished slots."""
+        """Decodes; returns the finished sequences."""
         target = MockEngine(TARGET, "target", batch, MAX_SEQ, headroom=9)
         proposer = self.make(target, DRAFT, batch)
-        slots = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-        for _ in decode(Verifier(target, MAX_SEQ, chunk), proposer, Slots(list(slots), batch)):
+        sequences = [
+            TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
+        ]
+        for _ in decode(Verifier(target, MAX_SEQ, chunk), proposer, SequenceBatch(list(sequences), batch)):
             pass
-        return slots
+        return sequences
 
 
 def some_prompts(num, seed=0):
@@ -49,11 +51,11 @@ def check_greedy(lab: Lab, batch: int) -> int:
     """Greedy text is the target's own, to the end of the cache; returns accepted drafts."""
     prompts = [*some_prompts(9), [3]]
     params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200, 12, 200, 20)]
-    slots = lab.run(prompts, params, batch)
-    for slot, prompt, asked in zip(slots, prompts, params, strict=True):
+    sequences = lab.run(prompts, params, batch)
+    for sequence, prompt, asked in zip(sequences, prompts, params, strict=True):
         num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
-    return sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+    return sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
 
 
 def check_seeds(make: Callable[[], Lab]) -> None:
@@ -72,7 +74,7 @@ def check_dist(lab: Lab, num: int = 1500) -> None:
     """Two tokens after the first follow the target's distribution. p < 1e-4 occurs in one of ten thousand seeds."""
     prompt, heat, top_k = list(PROMPT), 0.9, 4
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    slots = lab.run([prompt] * num, params, 60)
-    assert fit_p_value(slots, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
-    accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+    sequences = lab.run([prompt] * num, params, 60)
+    assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
+    accepted = sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
     assert accepted > 0.1 * num

@@ -14,7 +14,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import MockEngine, MockLM
 
@@ -31,7 +31,7 @@ WARPS: tuple[Warp, ...] = ((0.9, 4, 1.0), (0.5, 0, 0.9), (1.5, 3, 1.0), (1.0, 0,
 def short_texts() -> Iterator[None]:
     """Makes uniforms for a few positions at once, as texts of a few tokens need: a third of the time of such tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("speccompile.runtime.slots.BLOCK", 8)
+        patch.setattr("speccompile.runtime.sequences.BLOCK", 8)
         yield
 
 
@@ -54,24 +54,24 @@ def exact_dist(model: MockLM, heat: Warp, num_tokens: int = NUM_TOKENS) -> dict[
 @short_texts()
 def decode_many(
     target: MockEngine, proposer: Any, heat: Warp, num: int, max_seq_len: int, max_new_tokens: int = NUM_TOKENS + 1
-) -> list[Slot]:
+) -> list[TokenSequence]:
     """Decodes PROMPT with `num` seeds; returns the finished sequences."""
     asked = [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=heat[0], top_k=heat[1], top_p=heat[2], seed=s)
         for s in range(num)
     ]
-    waiting = [Slot(i, list(PROMPT), p, frozenset(), None) for i, p in enumerate(asked)]
-    for _ in decode(Verifier(target, max_seq_len), proposer, Slots(waiting, target.max_slots)):
+    waiting = [TokenSequence(i, list(PROMPT), p, frozenset(), None) for i, p in enumerate(asked)]
+    for _ in decode(Verifier(target, max_seq_len), proposer, SequenceBatch(waiting, target.max_slots)):
         pass
     return waiting
 
 
-def fit_p_value(slots: list[Slot], model: MockLM, heat: Warp, num_tokens: int = NUM_TOKENS) -> float:
+def fit_p_value(sequences: list[TokenSequence], model: MockLM, heat: Warp, num_tokens: int = NUM_TOKENS) -> float:
     """Returns p of the chi-square test of the first `num_tokens` after PROMPT; 0 where one has no mass."""
     from scipy.stats import chisquare
 
-    num, dist = len(slots), exact_dist(model, heat, num_tokens)
-    counts = Counter(tuple(slot.tokens[len(PROMPT) : len(PROMPT) + num_tokens]) for slot in slots)
+    num, dist = len(sequences), exact_dist(model, heat, num_tokens)
+    counts = Counter(tuple(sequence.tokens[len(PROMPT) : len(PROMPT) + num_tokens]) for sequence in sequences)
     if not set(counts) <= set(dist):
         return 0.0
     common = [path for path, mass in dist.items() if mass * num >= 8]

@@ -31,7 +31,7 @@ from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.blocks import PAIR_SCORES
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.dflash.config import DflashConfig
 from tests.mock_lm import VOCAB, MockEngine, MockLM
@@ -119,14 +119,16 @@ def make(slots=1, costs=None, **fields):
 
 def run(proposer_of, params, prompts=PROMPTS, slots=2, **fields):
     target, proposer = proposer_of(slots, **fields)
-    waiting = [Slot(i, list(p), a, frozenset(), None) for i, (p, a) in enumerate(zip(prompts, params, strict=True))]
-    for _ in decode(Verifier(target, ROWS), proposer, Slots(waiting, slots)):
+    waiting = [
+        TokenSequence(i, list(p), a, frozenset(), None) for i, (p, a) in enumerate(zip(prompts, params, strict=True))
+    ]
+    for _ in decode(Verifier(target, ROWS), proposer, SequenceBatch(waiting, slots)):
         pass
     return waiting, proposer
 
 
 def num_accepted(done):
-    return sum(accepted * steps for slot in done for (_, accepted), steps in slot.stats.outcomes.items())
+    return sum(accepted * steps for sequence in done for (_, accepted), steps in sequence.stats.outcomes.items())
 
 
 FORMS = (
@@ -142,20 +144,22 @@ FORMS = (
 @pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
 def test_greedy_text_is_the_targets_and_the_cache_holds_accepted_positions_alone(form, slots):
     done, proposer = run(make, [SamplingParams(max_new_tokens=24 + i) for i in range(4)], slots=slots, **form)
-    for slot, prompt in zip(done, PROMPTS, strict=True):
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 24 + slot.index)
+    for sequence, prompt in zip(done, PROMPTS, strict=True):
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 24 + sequence.index)
     assert num_accepted(done) > 25
     # One run a step, whatever was drafted, and one for each prompt's rows before the last.
-    assert proposer.rows.engine.num_runs <= sum(sum(slot.stats.outcomes.values()) for slot in done) + len(PROMPTS)
+    assert proposer.rows.engine.num_runs <= sum(sum(sequence.stats.outcomes.values()) for sequence in done) + len(
+        PROMPTS
+    )
 
 
 @pytest.mark.parametrize("form", FORMS[:4], ids=range(4))
 def test_a_full_cache_ends_as_plain_decoding_does(form):
     done, _ = run(make, [SamplingParams(max_new_tokens=200)] * 4, slots=3, **form)
-    for slot, prompt in zip(done, PROMPTS, strict=True):
+    for sequence, prompt in zip(done, PROMPTS, strict=True):
         text = TARGET.greedy(prompt, ROWS)
-        assert slot.tokens[len(prompt) :] == text[: len(slot.tokens) - len(prompt)]
-        assert len(slot.tokens) >= ROWS
+        assert sequence.tokens[len(prompt) :] == text[: len(sequence.tokens) - len(prompt)]
+        assert len(sequence.tokens) >= ROWS
 
 
 @pytest.mark.distribution
@@ -237,16 +241,16 @@ def test_a_bundle_built_for_less_is_refused():
 def test_a_sequence_decoded_plainly_catches_up():
     """Many pending rows are read in runs of their own before the next draft."""
     target, proposer = make(1, tree="chain")
-    slot = Slot(0, list(PROMPTS[0]), SamplingParams(max_new_tokens=40), frozenset(), None)
-    slots = Slots([slot], 1)
+    sequence = TokenSequence(0, list(PROMPTS[0]), SamplingParams(max_new_tokens=40), frozenset(), None)
+    batch = SequenceBatch([sequence], 1)
     from speccompile.runtime.loop import admit, run_step
 
     verifier = Verifier(target, ROWS)
-    admit(verifier, proposer, slots)
+    admit(verifier, proposer, batch)
     for _ in range(16):
-        run_step(verifier, proposer, slots, limit=0)
+        run_step(verifier, proposer, batch, limit=0)
     runs = proposer.rows.engine.num_runs
-    run_step(verifier, proposer, slots)
+    run_step(verifier, proposer, batch)
     assert proposer.rows.engine.num_runs == runs + 2 and proposer.rows.lengths[0] == len(PROMPTS[0]) - 1 + 16
-    assert slot.tokens[len(PROMPTS[0]) :] == TARGET.greedy(PROMPTS[0], len(slot.tokens) - len(PROMPTS[0]))
+    assert sequence.tokens[len(PROMPTS[0]) :] == TARGET.greedy(PROMPTS[0], len(sequence.tokens) - len(PROMPTS[0]))
     assert isinstance(target, MockEngine) and OnDevice.num_copies and list(PROMPT)

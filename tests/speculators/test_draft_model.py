@@ -16,7 +16,7 @@ from speccompile.drafting.drawn_length import DrawnRecord
 from speccompile.drafting.state import DraftState
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
@@ -47,10 +47,10 @@ class Certain:
     def __init__(self, confidences):
         self.confidences = confidences
 
-    def room(self, place, slot):
+    def room(self, slot, sequence):
         return 99
 
-    def begin(self, batch, places, warp):
+    def begin(self, batch, slots, warp):
         return self._after(0)
 
     def expand(self, batch, level):
@@ -68,12 +68,13 @@ def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0,
     context, scorer = MethodContext(len(confidences), 96, 8, costs or {}), Certain(confidences)
     drafts = DraftModelConfig("draft", confidence_odds=odds, **config).make_drafts(scorer, scorer, "draft", context)
     params, estimate = SamplingParams(temperature=0.8 * drawn), drafts[0].new_estimate
-    slots = [
+    sequences = [
         SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, grammar=None, draft_state=DraftState(estimate()))
         for _ in confidences
     ]
-    batch = SimpleNamespace(slots=slots, may_draw=drawn, is_greedy=not drawn, is_forced=planned, warp_feeds=dict)
-    batch.sibling_uniforms = lambda depth, num: np.zeros((len(slots), num), dtype=np.float32)
+    fields = {"may_draw": drawn, "is_greedy": not drawn, "is_forced": planned, "warp_feeds": dict}
+    batch = SimpleNamespace(sequences=sequences, **fields)
+    batch.sibling_uniforms = lambda depth, num: np.zeros((len(sequences), num), dtype=np.float32)
     return (drafts[drawn].propose(batch).num_nodes - 1).tolist()
 
 
@@ -158,27 +159,27 @@ def verdict(num_accepted):
 
 def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
     proposer = make_proposer(num_draft_tokens=3)
-    slot = SimpleNamespace(
+    sequence = SimpleNamespace(
         tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9, grammar=None
     )
-    proposer.start(0, slot)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    proposer.start(0, sequence)
+    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     tree = proposer.propose(batch)
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert widths == [39, 1, 1, 1]
-    assert tree.tokens[0].tolist() == [slot.tokens[-1], *DRAFT.greedy(slot.tokens, 3)]
+    assert tree.tokens[0].tolist() == [sequence.tokens[-1], *DRAFT.greedy(sequence.tokens, 3)]
     assert tree.draft_probs is None
 
 
 def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
     proposer = make_proposer(num_draft_tokens=3)
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
-    proposer.start(0, slot)
+    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
+    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    proposer.start(0, sequence)
     for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
         tree = proposer.propose(batch)
         proposer.commit(batch, tree, verdict(num_accepted), {})
-        slot.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
+        sequence.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
         proposer.rows.engine.feeds_seen.clear()
         proposer.propose(batch)
         assert [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen] == widths
@@ -187,26 +188,26 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
 
 def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
     proposer = make_proposer(num_draft_tokens=3)
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
-    proposer.start(0, slot)
+    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
+    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    proposer.start(0, sequence)
     tree = proposer.propose(batch)
     proposer.commit(batch, tree, verdict(0), {})
-    slot.tokens += [9, 8, 7, 6]  # longer than the refused path: its rows look as if they were the slot's own
+    sequence.tokens += [9, 8, 7, 6]  # longer than the refused path: its rows look as if they were the slot's own
     tree = proposer.propose(batch)
-    assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(slot.tokens, 3)]
+    assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(sequence.tokens, 3)]
 
 
 def test_sampled_drafts_carry_the_warped_distribution_they_were_drawn_from():
     proposer = make_proposer(num_draft_tokens=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
-    slots = Slots([], 2)
-    slots.slots = [Slot(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
-    slots.changed()
-    for place, slot in enumerate(slots.slots):
-        slot.plan(96)
-        proposer.start(place, slot)
-    tree = proposer.propose(slots)
+    batch = SequenceBatch([], 2)
+    batch.sequences = [TokenSequence(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
+    batch.changed()
+    for slot, sequence in enumerate(batch.sequences):
+        sequence.plan(96)
+        proposer.start(slot, sequence)
+    tree = proposer.propose(batch)
     tree.validate(VOCAB)
     dist = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
     np.testing.assert_allclose(tree.draft_probs[0, 1], dist, rtol=1e-6)
@@ -224,10 +225,10 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 
     def drafted(slots, which):
         verifier = Verifier(MockEngine(TARGET, "target", slots, 96, headroom=9), 96)
-        waiting = [Slot(i, list(prompts[i]), asked[i], frozenset(), None) for i in which]
-        for _ in decode(verifier, make_proposer(costs, slots), Slots(waiting, slots)):
+        waiting = [TokenSequence(i, list(prompts[i]), asked[i], frozenset(), None) for i in which]
+        for _ in decode(verifier, make_proposer(costs, slots), SequenceBatch(waiting, slots)):
             pass
-        return [(slot.tokens, slot.stats.num_draft_tokens) for slot in waiting]
+        return [(sequence.tokens, sequence.stats.num_draft_tokens) for sequence in waiting]
 
     alone = [drafted(1, [i])[0] for i in range(8)]
     assert drafted(4, range(8)) == drafted(1, range(8)) == alone
@@ -242,7 +243,7 @@ def test_three_sampled_tokens_follow_the_targets_distribution(config):
     target, num = MockEngine(TARGET, "target", 60, 96, headroom=9), 3000
     done = decode_many(target, make_proposer(slots=60, costs=CHEAP, **config), HEAT, num, 96)
     assert fit_p_value(done, TARGET, HEAT) > LEAST
-    assert sum(slot.stats.num_draft_tokens for slot in done) > num
+    assert sum(sequence.stats.num_draft_tokens for sequence in done) > num
 
 
 class Dropping:
@@ -274,7 +275,7 @@ def test_an_adaptive_stop_keeps_the_targets_distribution_and_dropping_drawn_toke
     engine = MockEngine(TARGET, "target", 60, 96, headroom=9)
     done = decode_many(engine, make_proposer(costs, 60), HEAT, 1500, 96, 7)
     assert fit_p_value(done, TARGET, HEAT) > LEAST
-    first = Counter(next(iter(slot.stats.outcomes))[0] for slot in done)
+    first = Counter(next(iter(sequence.stats.outcomes))[0] for sequence in done)
     assert sum(count > 100 for count in first.values()) > 1  # it does adapt
     wrong = Dropping(make_proposer(costs, 60))
     assert fit_p_value(decode_many(engine, wrong, HEAT, 1500, 96), TARGET, HEAT) < LEAST

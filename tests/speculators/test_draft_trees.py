@@ -13,7 +13,7 @@ from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import VOCAB, MockEngine, MockLM
@@ -37,8 +37,8 @@ def make_proposer(tree, slots=1, costs=None, rows=ROWS, **fields):
 
 def run(proposer, slots, params):
     verifier = Verifier(MockEngine(TARGET, "target", slots, ROWS, headroom=NODES + 1), ROWS)
-    waiting = [Slot(i, list(p), params[i], frozenset(), None) for i, p in enumerate(PROMPTS)]
-    for _ in decode(verifier, proposer, Slots(waiting, slots)):
+    waiting = [TokenSequence(i, list(p), params[i], frozenset(), None) for i, p in enumerate(PROMPTS)]
+    for _ in decode(verifier, proposer, SequenceBatch(waiting, slots)):
         pass
     return waiting
 
@@ -49,10 +49,12 @@ def run(proposer, slots, params):
 def test_greedy_text_is_the_targets_own_to_the_end_of_the_cache(tree, slots, costs):
     params = [SamplingParams(max_new_tokens=60 - 7 * i) for i in range(len(PROMPTS))]
     done = run(make_proposer(tree, slots, costs), slots, params)
-    for slot, prompt in zip(done, PROMPTS, strict=True):
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, min(60 - 7 * slot.index, ROWS - len(prompt) + 1))
-    steps = sum(sum(slot.stats.outcomes.values()) for slot in done)
-    assert sum(slot.stats.num_tokens for slot in done) > 1.8 * steps
+    for sequence, prompt in zip(done, PROMPTS, strict=True):
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(
+            prompt, min(60 - 7 * sequence.index, ROWS - len(prompt) + 1)
+        )
+    steps = sum(sum(sequence.stats.outcomes.values()) for sequence in done)
+    assert sum(sequence.stats.num_tokens for sequence in done) > 1.8 * steps
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -60,9 +62,9 @@ def test_greedy_text_is_the_targets_own_to_the_end_of_the_cache(tree, slots, cos
 def test_a_draft_with_fewer_rows_than_the_target_drafts_as_long_as_it_can(tree, rows):
     proposer = make_proposer(tree, 2, rows=rows)
     done = run(proposer, 2, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
-    for slot, prompt in zip(done, PROMPTS, strict=True):
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
-    drafted = [slot.stats.num_draft_tokens for slot in done]
+    for sequence, prompt in zip(done, PROMPTS, strict=True):
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
+    drafted = [sequence.stats.num_draft_tokens for sequence in done]
     assert drafted[0] > 0 and drafted[4] == 0
 
 
@@ -70,27 +72,27 @@ def test_a_draft_with_fewer_rows_than_the_target_drafts_as_long_as_it_can(tree, 
 def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
     """The draft sees all ancestors of a node, and nothing of other branches or slots."""
     proposer = make_proposer(tree, slots=3)
-    slots = [
+    sequences = [
         SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=9, grammar=None) for t in PROMPTS[1:4]
     ]
-    for place, slot in enumerate(slots):
-        proposer.start(place, slot)
+    for slot, sequence in enumerate(sequences):
+        proposer.start(slot, sequence)
     made = proposer.propose(
-        SimpleNamespace(slots=slots, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+        SimpleNamespace(sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
     )
-    for place, slot in enumerate(slots):
-        depths = made.depths()[place]
+    for slot, sequence in enumerate(sequences):
+        depths = made.depths()[slot]
         assert depths.max() >= 3
-        for node in range(1, int(made.num_nodes[place])):
-            path, above = list(slot.tokens), int(made.parents[place, node])
+        for node in range(1, int(made.num_nodes[slot])):
+            path, above = list(sequence.tokens), int(made.parents[slot, node])
             later = []
             while above > 0:
-                later.insert(0, int(made.tokens[place, above]))
-                above = int(made.parents[place, above])
+                later.insert(0, int(made.tokens[slot, above]))
+                above = int(made.parents[slot, above])
             best = np.argsort(-DRAFT.logits(np.array(path + later)), kind="stable")
-            rank = int(made.sibling_ranks()[place, node])
-            assert made.tokens[place, node] in best[:4]
-            assert tree == "auto" or isinstance(tree, list) or made.tokens[place, node] == best[rank]
+            rank = int(made.sibling_ranks()[slot, node])
+            assert made.tokens[slot, node] in best[:4]
+            assert tree == "auto" or isinstance(tree, list) or made.tokens[slot, node] == best[rank]
 
 
 def test_a_wider_tree_is_accepted_further_than_its_chain():
@@ -109,9 +111,9 @@ def test_the_draft_reads_little_again(tree):
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
     chain = make_proposer({"widths": [1, 1, 1, 1]})
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
-    chain.start(0, slot)
+    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
+    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    chain.start(0, sequence)
     chain.propose(batch)
     assert [seen["tokens"][1] for seen in chain.rows.engine.feeds_seen] == [3, 1, 1, 1]
 
@@ -119,13 +121,13 @@ def test_the_draft_reads_little_again(tree):
 @pytest.mark.parametrize(("num_accepted", "reads"), [(3, 2), (2, 1), (0, 1)])
 def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     proposer = make_proposer({"widths": [1, 1, 1]})
-    slot = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(slots=[slot], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
-    proposer.start(0, slot)
+    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
+    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    proposer.start(0, sequence)
     tree = proposer.propose(batch)
     path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])
     proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([num_accepted]), path=path), {})
-    slot.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
+    sequence.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
     proposer.rows.engine.feeds_seen.clear()
     proposer.propose(batch)
     assert proposer.rows.engine.feeds_seen[0]["tokens"][1] == reads
@@ -139,7 +141,7 @@ def test_drawn_trees_follow_the_targets_distribution(tree, heat):
     target = MockEngine(TARGET, "target", 60, ROWS, headroom=NODES + 1)
     done = decode_many(target, proposer, heat, 1000, ROWS)
     assert fit_p_value(done, TARGET, heat) > LEAST
-    assert sum(slot.stats.num_draft_tokens for slot in done) > 1000
+    assert sum(sequence.stats.num_draft_tokens for sequence in done) > 1000
 
 
 @pytest.mark.parametrize("fields", [{"drafts": "greedy"}, {}])
@@ -148,17 +150,19 @@ def test_drafted_trees_leave_sampled_text_as_it_is(fields):
     params = [SamplingParams(max_new_tokens=30, temperature=0.8, top_p=0.9, seed=i) for i in range(len(PROMPTS))]
     texts = []
     for proposer, slots in ((make_proposer(tree, 3, **fields), 3), (make_proposer(tree, 1, COSTS, **fields), 1)):
-        texts.append([slot.tokens for slot in run(proposer, slots, params)])
+        texts.append([sequence.tokens for sequence in run(proposer, slots, params)])
     from speccompile.speculators.none.proposer import NoneProposer
 
-    assert texts[0] == texts[1] == [slot.tokens for slot in run(NoneProposer(), 1, params)]
+    assert texts[0] == texts[1] == [sequence.tokens for sequence in run(NoneProposer(), 1, params)]
 
 
 def test_drawn_text_depends_on_the_seed_alone():
     heats = (0.9, 0.0, 1.2, 0.7, 0.0)
     params = [SamplingParams(max_new_tokens=30, temperature=t, top_k=5 * (i % 2), seed=i) for i, t in enumerate(heats)]
     for tree in TREES[1:]:
-        texts = [[slot.tokens for slot in run(make_proposer(tree, slots), slots, params)] for slots in (1, 2, 5)]
+        texts = [
+            [sequence.tokens for sequence in run(make_proposer(tree, slots), slots, params)] for slots in (1, 2, 5)
+        ]
         assert texts[0] == texts[1] == texts[2]
         for i in (1, 4):
             assert texts[0][i][len(PROMPTS[i]) :] == TARGET.greedy(PROMPTS[i], 30)
@@ -189,13 +193,13 @@ def test_a_wrong_distribution_of_siblings_is_noticed(monkeypatch, wrong):
 def test_drawn_siblings_carry_the_distributions_they_were_drawn_from():
     proposer = make_proposer({"widths": [2, 1]}, slots=2)
     params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
-    slots = Slots([], 2)
-    slots.slots = [Slot(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
-    slots.changed()
-    for place, slot in enumerate(slots.slots):
-        slot.plan(ROWS)
-        proposer.start(place, slot)
-    tree = proposer.propose(slots)
+    batch = SequenceBatch([], 2)
+    batch.sequences = [TokenSequence(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
+    batch.changed()
+    for slot, sequence in enumerate(batch.sequences):
+        sequence.plan(ROWS)
+        proposer.start(slot, sequence)
+    tree = proposer.propose(batch)
     tree.validate(VOCAB)
     dist = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
     np.testing.assert_allclose(tree.draft_probs[0, 1], dist, rtol=1e-6)
@@ -217,14 +221,14 @@ def test_every_drawn_node_has_a_distribution_that_can_give_it_and_none_of_its_el
         made = propose(batch)
         if made.draft_probs is None:
             return made
-        for place, slot in enumerate(batch.slots):
-            num = int(made.num_nodes[place])
-            tokens, parents, dists = made.tokens[place, :num], made.parents[place, :num], made.draft_probs[place, :num]
+        for slot, sequence in enumerate(batch.sequences):
+            num = int(made.num_nodes[slot])
+            tokens, parents, dists = made.tokens[slot, :num], made.parents[slot, :num], made.draft_probs[slot, :num]
             np.testing.assert_allclose(dists[1:].sum(axis=1), 1, rtol=1e-5)
             for node in range(1, num):
                 elder = [n for n in range(1, node) if parents[n] == parents[node]]
                 assert dists[node, tokens[node]] > 0 and not dists[node, tokens[elder]].any()
-                assert not elder or slot.sampling.top_k != 1
+                assert not elder or sequence.sampling.top_k != 1
                 seen.append(len(elder))
         return made
 
@@ -249,9 +253,9 @@ def test_trees_that_the_draft_cannot_make_are_refused():
 
 def test_a_draft_for_trees_drafts_chains_too():
     done = run(make_proposer("chain", 2, num_draft_tokens=3), 2, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
-    for slot, prompt in zip(done, PROMPTS, strict=True):
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
-        assert {depth for depth, _ in slot.stats.outcomes} <= {0, 1, 2, 3}
+    for sequence, prompt in zip(done, PROMPTS, strict=True):
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
+        assert {depth for depth, _ in sequence.stats.outcomes} <= {0, 1, 2, 3}
     assert done[0].stats.num_draft_tokens > 0
 
 

@@ -199,9 +199,9 @@ def test_greedy_text_and_every_draft_are_transformers(
 
     def noted(self: Any, batch: Any) -> TokenTree:
         tree = propose(self, batch)
-        for place, slot in enumerate(batch.slots):
-            num = int(tree.num_nodes[place]) - 1
-            made.append((list(slot.tokens), tree.tokens[place, 1 : 1 + num].tolist()))
+        for slot, sequence in enumerate(batch.sequences):
+            num = int(tree.num_nodes[slot]) - 1
+            made.append((list(sequence.tokens), tree.tokens[slot, 1 : 1 + num].tolist()))
         return tree
 
     monkeypatch.setattr(AssistantProposer, "propose", noted)
@@ -235,9 +235,9 @@ def test_trees_have_the_likeliest_tokens_of_transformers(
 
     def noted(self: Any, batch: Any) -> TokenTree:
         tree = propose(self, batch)
-        for i, slot in enumerate(batch.slots):
+        for i, sequence in enumerate(batch.sequences):
             num = int(tree.num_nodes[i])
-            made.append((list(slot.tokens), tree.tokens[i, :num].tolist(), tree.parents[i, :num].tolist()))
+            made.append((list(sequence.tokens), tree.tokens[i, :num].tolist(), tree.parents[i, :num].tolist()))
         return tree
 
     monkeypatch.setattr(AssistantProposer, "propose", noted)

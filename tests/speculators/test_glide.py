@@ -16,7 +16,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.expansion import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.runtime.slots import Slot
+from speccompile.runtime.sequences import TokenSequence
 from speccompile.speculators.glide.checkpoint import GlideSource
 from speccompile.speculators.glide.config import DRAFT, GlideMethod
 from speccompile.speculators.glide.config import GlideConfig as Config
@@ -134,15 +134,15 @@ def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend
     want = trainable[0].draft(text, 5).tolist()
     rows = GlideRows(open_engine(graph, backend, text, slots=2), 64, 8)
     tokens = text.tokens[0].tolist()
-    slot = Slot(0, tokens, SamplingParams(), frozenset(), None)
+    sequence = TokenSequence(0, tokens, SamplingParams(), frozenset(), None)
     rows.start(0)
     for start in (0, 9, 18):
-        rows.prefill(0, slot, np.array([tokens[start : min(start + 9, NODES - 1)]]), start, {})
-    drafts = [int(np.asarray(rows.begin(SimpleNamespace(slots=[slot]), [0], {})[specs.CANDIDATES])[0, 0, 0])]
+        rows.prefill(0, sequence, np.array([tokens[start : min(start + 9, NODES - 1)]]), start, {})
+    drafts = [int(np.asarray(rows.begin(SimpleNamespace(sequences=[sequence]), [0], {})[specs.CANDIDATES])[0, 0, 0])]
     for depth in range(1, 5):
         ones, nothing = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int64)
         level = Expansion(depth, np.array([[drafts[-1]]]), ones, nothing, [depth - 1], [[depth]], [[depth - 1]], {})
-        outputs = rows.expand(SimpleNamespace(slots=[slot]), level)
+        outputs = rows.expand(SimpleNamespace(sequences=[sequence]), level)
         drafts.append(int(np.asarray(outputs[specs.CANDIDATES])[0, 0, 0]))
     assert drafts == want
 

@@ -10,7 +10,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value, short_texts
@@ -42,8 +42,8 @@ def make(method, tree, costs=None, slots=8, chunk=5):
 
 
 def run(verifier, proposer, prompts, params, batch):
-    waiting = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    for _ in decode(verifier, proposer, Slots(waiting, batch)):
+    waiting = [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    for _ in decode(verifier, proposer, SequenceBatch(waiting, batch)):
         pass
     return waiting
 
@@ -53,8 +53,8 @@ def some_prompts(num, seed=0, low=1, high=14):
     return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
 
 
-def accepted(slots):
-    return sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+def accepted(sequences):
+    return sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -64,12 +64,12 @@ def test_greedy_text_is_the_targets_own(method, tree, batch):
     params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200, 9, 14)]
     for costs in (None, CHEAP, DEAR):
         verifier, proposer, _ = make(method, tree, costs)
-        slots = run(verifier, proposer, prompts, params, batch)
-        for slot, prompt, asked in zip(slots, prompts, params, strict=True):
+        sequences = run(verifier, proposer, prompts, params, batch)
+        for sequence, prompt, asked in zip(sequences, prompts, params, strict=True):
             num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
-            assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+            assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
         if costs is CHEAP:
-            assert accepted(slots) > 50
+            assert accepted(sequences) > 50
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
@@ -83,10 +83,10 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
     verifier, _, _ = make(method, tree)
     plain = registry.method("none")
     nothing = plain.make_proposer(plain.Config(), {}, MethodContext(8, MAX_SEQ, MAX_DRAFTS))
-    texts = [[slot.tokens for slot in run(verifier, nothing, prompts, params, 3)]]
+    texts = [[sequence.tokens for sequence in run(verifier, nothing, prompts, params, 3)]]
     for batch in (1, 4):
         verifier, proposer, _ = make(method, tree, CHEAP)
-        texts.append([slot.tokens for slot in run(verifier, proposer, prompts, params, batch)])
+        texts.append([sequence.tokens for sequence in run(verifier, proposer, prompts, params, batch)])
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -98,9 +98,9 @@ def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
     num, prompt, heat, top_k = 1500, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(method, tree, slots=60)
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    slots = run(verifier, proposer, [prompt] * num, params, 60)
-    assert fit_p_value(slots, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
-    assert accepted(slots) > 0.2 * num
+    sequences = run(verifier, proposer, [prompt] * num, params, 60)
+    assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
+    assert accepted(sequences) > 0.2 * num
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES[:3], ids=str)
@@ -108,7 +108,9 @@ def test_states_stay_where_the_target_left_them(method, tree):
     verifier, proposer, heads = make(method, tree)
     prompts = [[1, 2, 3], [4, 2], [5, 6], [7, 8, 9, 10, 11, 12]]
     params = [SamplingParams(max_new_tokens=60)] * 4
-    waiting = Slots([Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4)
+    waiting = SequenceBatch(
+        [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4
+    )
     steps, copies = decode(verifier, proposer, waiting), []
     for _ in range(6):
         next(steps)
@@ -132,11 +134,11 @@ def test_heads_read_the_state_of_each_sequences_last_token_and_no_sibling_is_dra
 
     def watched(batch):
         made = propose(batch)
-        for place, slot in enumerate(batch.slots):
-            num = int(made.num_nodes[place])
+        for slot, sequence in enumerate(batch.sequences):
+            num = int(made.num_nodes[slot])
             if num > 1:
-                assert read[place] == slot.tokens[:-1]
-            drafted = list(zip(made.parents[place, 1:num].tolist(), made.tokens[place, 1:num].tolist(), strict=True))
+                assert read[slot] == sequence.tokens[:-1]
+            drafted = list(zip(made.parents[slot, 1:num].tolist(), made.tokens[slot, 1:num].tolist(), strict=True))
             assert len(set(drafted)) == len(drafted)
         return made
 
@@ -150,8 +152,10 @@ def test_a_tree_is_longer_than_a_chain():
     lengths = {}
     for tree in ("chain", "auto"):
         verifier, proposer, _ = make("medusa", tree)
-        slots = run(verifier, proposer, prompts, params, 8)
-        lengths[tree] = accepted(slots) / sum(slot.stats.json_from_stats()["num_steps"] for slot in slots)
+        sequences = run(verifier, proposer, prompts, params, 8)
+        lengths[tree] = accepted(sequences) / sum(
+            sequence.stats.json_from_stats()["num_steps"] for sequence in sequences
+        )
     assert lengths["auto"] > lengths["chain"] + 0.1
 
 

@@ -14,7 +14,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import admit, retire, run_step
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -47,10 +47,10 @@ class Scripted(NoneProposer):
         sequence.draft_state = f"{self.token}:{slot}"
 
     def propose(self, batch):
-        nums = [min(slot.max_drafts, self.num) for slot in batch.slots]
+        nums = [min(sequence.max_drafts, self.num) for sequence in batch.sequences]
         self.told.append(("propose", nums))
         tokens = np.full((len(nums), 1 + max(nums)), self.token)
-        tokens[:, 0] = [slot.tokens[-1] for slot in batch.slots]
+        tokens[:, 0] = [sequence.tokens[-1] for sequence in batch.sequences]
         return TokenTree.chain(tokens, 1 + np.array(nums))
 
     def commit(self, batch, tree, verdict, outputs):
@@ -79,7 +79,7 @@ def scripted(known, draft_ms, catches_up=True, slots=1):
     sequences = [SimpleNamespace(tokens=[1, 2, 3], max_drafts=9, grammar=None, sampling=None) for _ in range(slots)]
     for place, sequence in enumerate(sequences):
         hybrid.start(place, sequence)
-    return hybrid, free, costly, SimpleNamespace(slots=sequences, is_forced=False, may_draw=True)
+    return hybrid, free, costly, SimpleNamespace(sequences=sequences, is_forced=False, may_draw=True)
 
 
 def decide(hybrid, batch, tree, accepted):
@@ -87,8 +87,8 @@ def decide(hybrid, batch, tree, accepted):
     nodes = max(accepted) + 1
     path = np.array([[*range(num + 1), *[-1] * (nodes - num - 1)] for num in accepted])
     hybrid.commit(batch, tree, Verdict(path, np.array(accepted), np.array([5] * len(accepted))), {})
-    for slot, row, num in zip(batch.slots, tree.tokens.tolist(), accepted, strict=True):
-        slot.tokens += [*row[1 : num + 1], 5]
+    for sequence, row, num in zip(batch.sequences, tree.tokens.tolist(), accepted, strict=True):
+        sequence.tokens += [*row[1 : num + 1], 5]
 
 
 def test_the_drafter_that_runs_follows_expectation_and_cost():
@@ -108,15 +108,15 @@ def test_the_drafter_that_runs_follows_expectation_and_cost():
 
 def test_sequences_of_a_batch_have_different_drafters():
     hybrid, _, costly, batch = scripted([3.5, 0.0, 0.0], 1.0, slots=3)
-    batch.slots[2].max_drafts = 0
+    batch.sequences[2].max_drafts = 0
     tree = hybrid.propose(batch)
     assert tree.num_nodes.tolist() == [5, 4, 1] and tree.is_chain
     assert tree.tokens[:2].tolist() == [[3, 7, 7, 7, 7], [3, 8, 8, 8, 0]]
     assert costly.told[0] == ("propose", [0, 3, 0])
     decide(hybrid, batch, tree, [3, 1, 0])
-    missed = [slot.draft_state[1].num_missed for slot in batch.slots]
+    missed = [sequence.draft_state[1].num_missed for sequence in batch.sequences]
     assert missed == [2 + 4, 0, 2 + 1]
-    assert batch.slots[0].draft_state[1].draft_state == "8:0"
+    assert batch.sequences[0].draft_state[1].draft_state == "8:0"
 
 
 def test_acceptance_is_learned_by_drafter_and_sequence():
@@ -127,7 +127,7 @@ def test_acceptance_is_learned_by_drafter_and_sequence():
     assert hybrid.propose(batch).tokens[0, 1] == 7
     others = sum(told[0] == "skip" for told in costly.told)
     assert others > 100
-    estimate = batch.slots[0].draft_state[1].estimate
+    estimate = batch.sequences[0].draft_state[1].estimate
     for _ in range(3000):  # it is tried again
         estimate.learn_length(False, 0)
     assert hybrid.propose(batch).tokens[0, 1] == 8
@@ -136,7 +136,7 @@ def test_acceptance_is_learned_by_drafter_and_sequence():
 def test_what_a_drafter_missed_counts():
     hybrid, _, _, batch = scripted([1.0], 1.0)
     assert hybrid.propose(batch).tokens[0, 1] == 8
-    batch.slots[0].draft_state[1].num_missed = 800
+    batch.sequences[0].draft_state[1].num_missed = 800
     assert hybrid.propose(batch).tokens[0, 1] == 7
 
 
@@ -144,9 +144,9 @@ def test_a_drafter_that_did_not_read_the_prompt_has_no_part():
     hybrid, _, costly, batch = scripted([0.0], 1.0, catches_up=False)
     assert hybrid.catches_up and hybrid.propose(batch).nodes == 1
     assert ("propose", [3]) not in costly.told
-    hybrid.prefill(0, batch.slots[0], np.zeros((1, 1), dtype=np.int64), 0, {})
+    hybrid.prefill(0, batch.sequences[0], np.zeros((1, 1), dtype=np.int64), 0, {})
     assert hybrid.propose(batch).nodes == 1
-    hybrid.prefill(0, batch.slots[0], np.zeros((1, 1), dtype=np.int64), 1, {})
+    hybrid.prefill(0, batch.sequences[0], np.zeros((1, 1), dtype=np.int64), 1, {})
     assert hybrid.propose(batch).nodes == 4
 
 
@@ -214,12 +214,12 @@ def test_text_follows_the_targets_distribution(by_lot, kind, heat):
     proposer, _, _ = make(kind, 8)
     is_greedy = heat[0] == 0
     target = MockEngine(MOCK, "target", 8, 64, headroom=9)
-    slots = decode_many(target, proposer, heat, 40 if is_greedy else 700, 64, 6)
-    assert sum(slot.stats.num_draft_tokens for slot in slots) > len(slots)
+    sequences = decode_many(target, proposer, heat, 40 if is_greedy else 700, 64, 6)
+    assert sum(sequence.stats.num_draft_tokens for sequence in sequences) > len(sequences)
     if is_greedy:
-        assert {tuple(slot.tokens) for slot in slots} == {(3, 1, 4, *MOCK.greedy([3, 1, 4], 6))}
+        assert {tuple(sequence.tokens) for sequence in sequences} == {(3, 1, 4, *MOCK.greedy([3, 1, 4], 6))}
     else:
-        assert fit_p_value(slots, MOCK, heat) > LEAST
+        assert fit_p_value(sequences, MOCK, heat) > LEAST
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
@@ -227,19 +227,21 @@ def test_the_draft_has_the_rows_of_a_prompt_that_was_read_anew(by_lot, kind):
     proposer, draft, _ = make(kind, 3)
     verifier = Verifier(MockEngine(MOCK, "target", 3, 64, headroom=9), 64, 5)
     rng, asked = np.random.default_rng(2), SamplingParams(max_new_tokens=25)
-    waiting = [Slot(i, rng.integers(0, 24, size=3 + 2 * i).tolist(), asked, frozenset(), None) for i in range(5)]
-    slots, num_checked, used = Slots(waiting, 3), 0, set()
-    admit(verifier, proposer, slots)
+    waiting = [
+        TokenSequence(i, rng.integers(0, 24, size=3 + 2 * i).tolist(), asked, frozenset(), None) for i in range(5)
+    ]
+    batch, num_checked, used = SequenceBatch(waiting, 3), 0, set()
+    admit(verifier, proposer, batch)
     lengths = proposer.caches[0].lengths
-    while slots.slots:
-        steps = run_step(verifier, proposer, slots).steps
+    while batch.sequences:
+        steps = run_step(verifier, proposer, batch).steps
         used |= set(proposer._picks)
-        for place, slot in enumerate(slots.slots):
-            held = lengths[place]
-            assert draft.engine.cache[place, :held].tolist() == slot.tokens[:held]
-            num_checked += held > len(slot.tokens) - 3
-        retire(verifier, proposer, slots, steps)
-        admit(verifier, proposer, slots)
+        for slot, sequence in enumerate(batch.sequences):
+            held = lengths[slot]
+            assert draft.engine.cache[slot, :held].tolist() == sequence.tokens[:held]
+            num_checked += held > len(sequence.tokens) - 3
+        retire(verifier, proposer, batch, steps)
+        admit(verifier, proposer, batch)
     assert used == {-1, 0, 1} and num_checked > 20
 
 
@@ -257,9 +259,9 @@ def heads_engine(slots=3, max_seq=64, chunk=7):
     def checked(batch):
         before, tree = heads.num_runs, propose(batch)
         if heads.num_runs > before:
-            able = [place for place, slot in enumerate(batch.slots) if slot.max_drafts]
-            for place in inner.states.known(batch.slots, able):
-                assert heads.read[place] == batch.slots[place].tokens
+            able = [slot for slot, sequence in enumerate(batch.sequences) if sequence.max_drafts]
+            for slot in inner.states.known(batch.sequences, able):
+                assert heads.read[slot] == batch.sequences[slot].tokens
         return tree
 
     inner.propose = checked

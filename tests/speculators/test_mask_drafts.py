@@ -15,7 +15,7 @@ from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
 from speccompile.runtime.loop import decode
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import MockEngine, MockLM
@@ -71,31 +71,31 @@ def make_proposer(slots=2, costs=None, built=5, **config):
 
 
 def batch_of(*texts, max_drafts=9):
-    slots = [
+    sequences = [
         SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=max_drafts, grammar=None) for t in texts
     ]
-    return SimpleNamespace(slots=slots, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    return SimpleNamespace(sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
 
 
-def num_accepted(slots):
-    return sum(num * count for slot in slots for (_, num), count in slot.stats.outcomes.items())
+def num_accepted(sequences):
+    return sum(num * count for sequence in sequences for (_, num), count in sequence.stats.outcomes.items())
 
 
 def commit(proposer, batch, tree, num):
     """Accepts so many drafts of one sequence, and emits a token that is none of them."""
     verdict = SimpleNamespace(num_accepted=np.array([num]), path=np.arange(num + 1)[None])
     proposer.commit(batch, tree, verdict, {})
-    batch.slots[0].tokens += [*tree.tokens[0, 1 : num + 1].tolist(), 7]
+    batch.sequences[0].tokens += [*tree.tokens[0, 1 : num + 1].tolist(), 7]
 
 
 @pytest.mark.parametrize("tree", ["chain", {"widths": [1, 1, 1, 1]}])
 def test_one_run_reads_the_new_tokens_then_the_masks_and_gives_all_drafts(tree):
     proposer = make_proposer(num_draft_tokens=4, tree=tree)
     engine, batch = proposer.rows.engine, batch_of([1, 2, 3])
-    proposer.start(0, batch.slots[0])
+    proposer.start(0, batch.sequences[0])
     read = 0
     for num in (4, 0, 2, 4, 1):
-        text = batch.slots[0].tokens
+        text = batch.sequences[0].tokens
         made = proposer.propose(batch)
         [(tokens, lengths)] = engine.read
         assert tokens.tolist() == [[*text[read:], MASK, MASK, MASK]] and lengths.tolist() == [read]
@@ -110,8 +110,8 @@ def test_slots_that_missed_different_numbers_of_tokens_have_masks_after_their_ow
     proposer = make_proposer(num_draft_tokens=3)
     texts = ([5, 6, 7, 8, 9], [4, 2])
     batch = batch_of(*texts)
-    for place, slot in enumerate(batch.slots):
-        proposer.start(place, slot)
+    for slot, sequence in enumerate(batch.sequences):
+        proposer.start(slot, sequence)
     tree = proposer.propose(batch)
     [(tokens, _)] = proposer.rows.engine.read
     assert tokens.tolist() == [[5, 6, 7, 8, 9, MASK, MASK], [4, 2, MASK, MASK, 0, 0, 0]]
@@ -124,7 +124,7 @@ def test_there_are_no_more_masks_than_the_longest_path_needs():
     engine = proposer.rows.engine
     for max_drafts, num_masks in ((2, 1), (1, 0), (9, 4)):
         batch = batch_of([1, 2, 3], max_drafts=max_drafts)
-        proposer.start(0, batch.slots[0])
+        proposer.start(0, batch.sequences[0])
         assert proposer.propose(batch).num_nodes.tolist() == [min(max_drafts, 5) + 1]
         assert (engine.read.pop()[0] == MASK).sum() == num_masks
 
@@ -132,7 +132,7 @@ def test_there_are_no_more_masks_than_the_longest_path_needs():
 def test_a_tree_is_the_product_of_the_candidates_of_its_depths():
     proposer = make_proposer(tree={"widths": [2, 2]})
     batch = batch_of([3, 1, 4])
-    proposer.start(0, batch.slots[0])
+    proposer.start(0, batch.sequences[0])
     tree = proposer.propose(batch)
     [first, second] = [proposer.rows.engine.model.after((3, 1, 4, *[MASK] * n)).argsort()[::-1][:2] for n in (0, 1)]
     assert tree.tokens[0, 1:3].tolist() == first.tolist()
@@ -149,13 +149,15 @@ def test_greedy_text_is_the_targets_own_to_the_last_row_of_the_cache(config, num
     verifier = Verifier(MockEngine(TARGET, "target", num_slots, MAX_SEQ, headroom=9), MAX_SEQ)
     prompts = [[1 + i, 3, i][: 1 + i % 3] for i in range(7)]
     asked = [SamplingParams(max_new_tokens=500 if i % 2 else 20 + i) for i in range(7)]
-    waiting = [Slot(i, list(p), a, frozenset(), None) for i, (p, a) in enumerate(zip(prompts, asked, strict=True))]
-    for _ in decode(verifier, make_proposer(num_slots, **config), Slots(waiting, num_slots)):
+    waiting = [
+        TokenSequence(i, list(p), a, frozenset(), None) for i, (p, a) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    for _ in decode(verifier, make_proposer(num_slots, **config), SequenceBatch(waiting, num_slots)):
         pass
-    for slot, prompt in zip(waiting, prompts, strict=True):
-        assert slot.tokens == prompt + TARGET.greedy(prompt, len(slot.tokens) - len(prompt))
+    for sequence, prompt in zip(waiting, prompts, strict=True):
+        assert sequence.tokens == prompt + TARGET.greedy(prompt, len(sequence.tokens) - len(prompt))
     assert num_accepted(waiting) > 60
-    assert max(len(slot.tokens) for slot in waiting) >= MAX_SEQ
+    assert max(len(sequence.tokens) for sequence in waiting) >= MAX_SEQ
 
 
 @pytest.mark.parametrize("costs", [{"target": StepCosts(((1, 10.0), (16, 11.0))), "draft": StepCosts(((1, 0.1),))}])
@@ -226,12 +228,12 @@ def test_sampled_text_follows_the_targets_distribution(config):
 
 def test_each_drawn_draft_has_the_distribution_of_its_own_row():
     proposer = make_proposer(1, num_draft_tokens=3)
-    slots = Slots([], 1)
-    slots.slots = [Slot(0, [4, 5], SamplingParams(temperature=0.8, top_k=5, seed=3), frozenset(), None)]
-    slots.changed()
-    slots.slots[0].plan(MAX_SEQ)
-    proposer.start(0, slots.slots[0])
-    tree = proposer.propose(slots)
+    batch = SequenceBatch([], 1)
+    batch.sequences = [TokenSequence(0, [4, 5], SamplingParams(temperature=0.8, top_k=5, seed=3), frozenset(), None)]
+    batch.changed()
+    batch.sequences[0].plan(MAX_SEQ)
+    proposer.start(0, batch.sequences[0])
+    tree = proposer.propose(batch)
     for depth in (1, 2, 3):
         logits = proposer.rows.engine.model.after((4, 5, *[MASK] * (depth - 1)))
         wanted = warp(logits[None, None], [0.8], [5], [1.0])[0, 0]

@@ -63,8 +63,8 @@ def wanted(model, text, shift=0, stale=0):
 
 def drafted(cache, texts):
     """Returns the candidates and their probabilities after the roots and the masks, by sequence."""
-    slots = [SimpleNamespace(tokens=list(t), max_drafts=9, grammar=None) for t in texts]
-    rows = [cache.begin(SimpleNamespace(slots=slots), range(len(slots)), {})]
+    sequences = [SimpleNamespace(tokens=list(t), max_drafts=9, grammar=None) for t in texts]
+    rows = [cache.begin(SimpleNamespace(sequences=sequences), range(len(sequences)), {})]
     rows += [cache._depths.after(depth, 1) for depth in range(1, NUM_DRAFTS)]
     return tuple(np.concatenate([row[name] for row in rows], 1) for name in (CANDIDATES, CANDIDATE_PROBS))
 

@@ -8,7 +8,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.errors import RecipeError
 from speccompile.runtime.loop import decode, decode_one
-from speccompile.runtime.slots import Slot, Slots
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as Config
@@ -35,8 +35,8 @@ def make(costs=None, slots=4, chunk=5, **config):
 
 
 def run(verifier, proposer, prompts, params, batch):
-    waiting = [Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    for _ in decode(verifier, proposer, Slots(waiting, batch)):
+    waiting = [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    for _ in decode(verifier, proposer, SequenceBatch(waiting, batch)):
         pass
     return waiting
 
@@ -53,12 +53,12 @@ def test_greedy_text_is_the_targets_own(config, costs, batch):
     verifier, proposer, _ = make(costs, **config)
     prompts = some_prompts(7)
     params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200)]
-    slots = run(verifier, proposer, prompts, params, batch)
-    for slot, prompt, asked in zip(slots, prompts, params, strict=True):
+    sequences = run(verifier, proposer, prompts, params, batch)
+    for sequence, prompt, asked in zip(sequences, prompts, params, strict=True):
         num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
     if costs is CHEAP:
-        assert sum(s.stats.json_from_stats()["num_accepted"] for s in slots) > 50
+        assert sum(s.stats.json_from_stats()["num_accepted"] for s in sequences) > 50
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -71,13 +71,13 @@ def test_same_seed_gives_same_text_in_any_batch(config):
     texts = []
     for batch, chunk in ((1, 3), (4, 5), (3, 128)):
         verifier, proposer, _ = make(CHEAP, chunk=chunk, **config)
-        texts.append([slot.tokens for slot in run(verifier, proposer, prompts, params, batch)])
+        texts.append([sequence.tokens for sequence in run(verifier, proposer, prompts, params, batch)])
     assert texts[0] == texts[1] == texts[2]
     oracle, proposer, _ = make(CHEAP, slots=1, **config)
-    slot = Slot(0, prompts[1], params[1], frozenset(), None)
-    for _ in decode_one(oracle, proposer, slot):
+    sequence = TokenSequence(0, prompts[1], params[1], frozenset(), None)
+    for _ in decode_one(oracle, proposer, sequence):
         pass
-    assert slot.tokens == texts[0][1]
+    assert sequence.tokens == texts[0][1]
 
 
 # Drafting pays where most drafts are accepted: some sequences draft, others do not.
@@ -92,12 +92,12 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
     for batch in (1, 4):
         verifier, proposer, _ = make(TIGHT, slots=4)
         done = run(verifier, proposer, prompts, params, batch)
-        drafted.append([(slot.tokens, slot.stats.num_draft_tokens) for slot in done])
+        drafted.append([(sequence.tokens, sequence.stats.num_draft_tokens) for sequence in done])
     alone = []
     for prompt, asked in zip(prompts, params, strict=True):
         verifier, proposer, _ = make(TIGHT, slots=1)
-        (slot,) = run(verifier, proposer, [prompt], [asked], 1)
-        alone.append((slot.tokens, slot.stats.num_draft_tokens))
+        (sequence,) = run(verifier, proposer, [prompt], [asked], 1)
+        alone.append((sequence.tokens, sequence.stats.num_draft_tokens))
     assert drafted[0] == drafted[1] == alone
     assert min(num for _, num in alone) < 10 and max(num for _, num in alone) > 50
 
@@ -110,10 +110,10 @@ def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
     num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    slots = run(verifier, proposer, [prompt] * num, params, 20)
-    assert fit_p_value(slots, TARGET, (heat, top_k, 1.0)) > LEAST
-    drafts = sum(slot.stats.num_draft_tokens for slot in slots)
-    accepted = sum(slot.stats.json_from_stats()["num_accepted"] for slot in slots)
+    sequences = run(verifier, proposer, [prompt] * num, params, 20)
+    assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0)) > LEAST
+    drafts = sum(sequence.stats.num_draft_tokens for sequence in sequences)
+    accepted = sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
     assert num < drafts and 0.2 * drafts < accepted < drafts
 
 
@@ -133,9 +133,9 @@ def test_the_distribution_test_notices_the_distributions_of_another_draft():
 
     heads.run = wrong
     params = [SamplingParams(max_new_tokens=2, temperature=0.9, seed=s) for s in range(num)]
-    slots = run(verifier, proposer, [prompt] * num, params, 20)
+    sequences = run(verifier, proposer, [prompt] * num, params, 20)
     dist = warp(TARGET.logits(np.array(prompt))[None], [0.9], [0], [1.0])[0].astype(np.float64)
-    counts = np.bincount([slot.tokens[3] for slot in slots], minlength=VOCAB)
+    counts = np.bincount([sequence.tokens[3] for sequence in sequences], minlength=VOCAB)
     seen = dist * num >= 5
     assert chisquare(counts[seen], dist[seen] * num, sum_check=False).pvalue < 1e-4
 
@@ -144,7 +144,9 @@ def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
     verifier, proposer, heads = make(None)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11, 12]]
     params = [SamplingParams(max_new_tokens=30)] * 4
-    waiting = Slots([Slot(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4)
+    waiting = SequenceBatch(
+        [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4
+    )
     steps = decode(verifier, proposer, waiting)
     copies = []
     propose = proposer.propose
@@ -153,9 +155,9 @@ def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
         before = heads.num_runs
         tree = propose(batch)
         if heads.num_runs > before:
-            for place, slot in enumerate(batch.slots):
-                if tree.num_nodes[place] > 1:
-                    assert heads.read[place] == slot.tokens
+            for slot, sequence in enumerate(batch.sequences):
+                if tree.num_nodes[slot] > 1:
+                    assert heads.read[slot] == sequence.tokens
         copies.append(OnDevice.num_copies)
         return tree
 
@@ -168,19 +170,21 @@ def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
 
 def test_a_prompt_of_one_token_drafts_from_its_second_step_on():
     verifier, proposer, heads = make(None)
-    [slot] = run(verifier, proposer, [[3]], [SamplingParams(max_new_tokens=12)], 1)
-    outcomes = slot.stats.outcomes
+    [sequence] = run(verifier, proposer, [[3]], [SamplingParams(max_new_tokens=12)], 1)
+    outcomes = sequence.stats.outcomes
     assert sum(count for (drafts, _), count in outcomes.items() if drafts == 0) >= 1
-    assert heads.num_runs >= 2 and slot.tokens[1:] == TARGET.greedy([3], 12)
+    assert heads.num_runs >= 2 and sequence.tokens[1:] == TARGET.greedy([3], 12)
 
 
 def test_drawn_drafts_are_all_scored_and_padded_to_the_distributions_width():
     verifier, proposer, _ = make(CHEAP)
-    slots = Slots([Slot(0, [1, 2, 3], SamplingParams(max_new_tokens=3, temperature=1.0), frozenset(), None)], 1)
+    batch = SequenceBatch(
+        [TokenSequence(0, [1, 2, 3], SamplingParams(max_new_tokens=3, temperature=1.0), frozenset(), None)], 1
+    )
     trees = []
     propose = proposer.propose
     proposer.propose = lambda batch: trees.append(propose(batch)) or trees[-1]
-    for _ in decode(verifier, proposer, slots):
+    for _ in decode(verifier, proposer, batch):
         pass
     assert trees[0].tokens.shape == (1, 1 + NUM_HEADS) and trees[0].draft_probs.shape[:2] == (1, 1 + NUM_HEADS)
     assert trees[0].num_nodes.tolist() == [3]  # two drafts fit before the end, the third is padding
@@ -189,11 +193,11 @@ def test_drawn_drafts_are_all_scored_and_padded_to_the_distributions_width():
 def test_an_abandoned_run_leaves_no_state():
     verifier, proposer, _ = make(None)
     params = [SamplingParams(max_new_tokens=20)] * 2
-    steps = decode(verifier, proposer, Slots([Slot(0, [1, 2, 3], params[0], frozenset(), None)], 4))
+    steps = decode(verifier, proposer, SequenceBatch([TokenSequence(0, [1, 2, 3], params[0], frozenset(), None)], 4))
     next(steps)
     prompts = [[9, 8], [7]]
-    for slot, prompt in zip(run(verifier, proposer, prompts, params, 2), prompts, strict=True):
-        assert slot.tokens[len(prompt) :] == TARGET.greedy(prompt, 20)
+    for sequence, prompt in zip(run(verifier, proposer, prompts, params, 2), prompts, strict=True):
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 20)
 
 
 @pytest.mark.parametrize(

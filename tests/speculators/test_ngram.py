@@ -30,13 +30,13 @@ def test_the_index_finds_what_a_scan_finds(tokens, low, more, step):
         assert index.find(tokens[:end]) == longest_match(tokens[:end], low, low + more)
 
 
-def propose(sequences, max_drafts=99, costs=None, **config):
-    context = MethodContext(len(sequences), 512, 16, {"target": costs or StepCosts()})
+def propose(texts, max_drafts=99, costs=None, **config):
+    context = MethodContext(len(texts), 512, 16, {"target": costs or StepCosts()})
     proposer = NgramMethod().make_proposer(NgramConfig(**config), {}, context)
-    slots = [SimpleNamespace(tokens=tokens, max_drafts=max_drafts, grammar=None) for tokens in sequences]
-    for place, slot in enumerate(slots):
-        proposer.start(place, slot)
-    return proposer.propose(SimpleNamespace(slots=slots))
+    sequences = [SimpleNamespace(tokens=tokens, max_drafts=max_drafts, grammar=None) for tokens in texts]
+    for slot, sequence in enumerate(sequences):
+        proposer.start(slot, sequence)
+    return proposer.propose(SimpleNamespace(sequences=sequences))
 
 
 def test_the_latest_occurrence_wins_and_length_grows_with_the_match():
@@ -63,12 +63,12 @@ def test_ragged_batches_are_padded_and_limits_hold():
 def test_rates_are_learned_by_match_length():
     context = MethodContext(1, 512, 16, {"target": StepCosts(((1, 1.0), (64, 1.1)))})
     proposer = NgramMethod().make_proposer(NgramConfig(num_draft_tokens=2, min_match=2, max_match=4), {}, context)
-    slot = SimpleNamespace(tokens=[9, 1, 2, 3, 7, 8, 4, 1, 2, 3], max_drafts=9, grammar=None)
-    batch = SimpleNamespace(slots=[slot])
-    proposer.start(0, slot)
+    sequence = SimpleNamespace(tokens=[9, 1, 2, 3, 7, 8, 4, 1, 2, 3], max_drafts=9, grammar=None)
+    batch = SimpleNamespace(sequences=[sequence])
+    proposer.start(0, sequence)
 
     def probs():
-        estimate = slot.draft_state.estimate
+        estimate = sequence.draft_state.estimate
         return [estimate.prob(FIRST_RATES[size - 1], size - 1) for size in (2, 3)]
 
     def step(num_accepted):

@@ -60,14 +60,14 @@ class Sequences:
     def __init__(self, cache, texts):
         self.cache, self.texts = cache, [list(text) for text in texts]
         self.states = np.random.default_rng(6).normal(size=(len(texts), 90, 3 * eagle_lab.HIDDEN)).astype(np.float32)
-        self.slots = [
+        self.sequences = [
             SimpleNamespace(tokens=text, max_drafts=9, draft_state=DraftState(None), has_draft=True)
             for text in self.texts
         ]
-        for place, slot in enumerate(self.slots):
-            cache.start(place)
-            read = np.array([slot.tokens[:-1]])
-            cache.prefill(place, slot, read, 0, self.outputs([place], 0, read.shape[1]))
+        for slot, sequence in enumerate(self.sequences):
+            cache.start(slot)
+            read = np.array([sequence.tokens[:-1]])
+            cache.prefill(slot, sequence, read, 0, self.outputs([slot], 0, read.shape[1]))
         cache.flush()
 
     def outputs(self, places, starts, num):
@@ -82,14 +82,14 @@ class Sequences:
         starts, nums = [len(text) - 1 for text in self.texts], [len(new) - 1 for new in more]
         path = np.broadcast_to(np.arange(max(nums) + 1), (len(more), max(nums) + 1))
         outputs = self.outputs(range(len(more)), starts, max(nums) + 1)
-        batch = SimpleNamespace(slots=self.slots)
+        batch = SimpleNamespace(sequences=self.sequences)
         self.cache.commit(batch, nums, SimpleNamespace(num_accepted=np.array(nums), path=path), outputs)
         for text, new in zip(self.texts, more, strict=True):
             text += new
 
     def drafted(self):
         """Returns the candidates and their probabilities after the roots and the masks, by sequence."""
-        rows = [self.cache.begin(SimpleNamespace(slots=self.slots), range(len(self.slots)), {})]
+        rows = [self.cache.begin(SimpleNamespace(sequences=self.sequences), range(len(self.sequences)), {})]
         rows += [self.cache._depths.after(depth, 1) for depth in range(1, NUM_DRAFTS)]
         return tuple(np.concatenate([row[name] for row in rows], 1) for name in (CANDIDATES, CANDIDATE_PROBS))
 
@@ -150,7 +150,7 @@ def test_a_full_cache_reads_its_accepted_rows_first_beside_one_that_is_not(folde
     said = Sequences(cache, ([i * 7 % 36 for i in range(MAX_SEQ - 1)], TEXTS[0]))
     said.drafted()
     said.go_on(([1], [1, 2, 3, 4, 5, 6, 7]))  # as many as a step may accept
-    assert cache.room(0, said.slots[0]) == 0
+    assert cache.room(0, said.sequences[0]) == 0
     tokens, sure = said.drafted()
     assert cache.lengths == [MAX_SEQ - 1, 13]
     first = peagle_lab.probs_after(held, said.states[0, : MAX_SEQ - 1], said.texts[0][1:], 0)

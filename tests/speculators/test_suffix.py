@@ -27,11 +27,11 @@ def make(slots=3, costs=None, nodes=16, **config):
     return SuffixMethod().make_proposer(SuffixConfig(**config), {}, context)
 
 
-def batch_of(proposer, sequences, max_drafts=99, is_forced=False):
-    slots = [SimpleNamespace(tokens=list(tokens), max_drafts=max_drafts, grammar=None) for tokens in sequences]
-    for place, slot in enumerate(slots):
-        proposer.start(place, slot)
-    return SimpleNamespace(slots=slots, is_forced=is_forced)
+def batch_of(proposer, texts, max_drafts=99, is_forced=False):
+    sequences = [SimpleNamespace(tokens=list(tokens), max_drafts=max_drafts, grammar=None) for tokens in texts]
+    for slot, sequence in enumerate(sequences):
+        proposer.start(slot, sequence)
+    return SimpleNamespace(sequences=sequences, is_forced=is_forced)
 
 
 def propose(sequences, max_drafts=99, costs=None, nodes=16, **config):
@@ -81,7 +81,7 @@ def test_rates_are_learned_by_match_length(config):
     costs = StepCosts(((1, 1.0), (64, 1.1)))
     proposer = make(costs=costs, num_draft_tokens=2, **config)
     batch = batch_of(proposer, [[9, 1, 2, 3, 7, 8, 4, 1, 2, 3]])
-    estimate = batch.slots[0].draft_state.estimate
+    estimate = batch.sequences[0].draft_state.estimate
 
     def step(num_accepted):
         tree = proposer.propose(batch)  # after a match of 3 tokens
@@ -99,19 +99,19 @@ def test_rates_are_learned_by_match_length(config):
         step(2)
     assert rate(3) > 0.92 and rate(2) == first[0]
     # The next sequence begins with what this one taught.
-    estimate = batch_of(proposer, [[1, 2]]).slots[0].draft_state.estimate
+    estimate = batch_of(proposer, [[1, 2]]).sequences[0].draft_state.estimate
     assert first[1] < rate(3) < 0.92 and rate(2) == first[0]
 
 
 def read_all(proposer, tokens, parts):
     """A sequence whose prompt is read in these parts, and the rest before the first draft."""
-    slot = SimpleNamespace(tokens=list(tokens), max_drafts=9, grammar=None)
-    proposer.start(0, slot)
+    sequence = SimpleNamespace(tokens=list(tokens), max_drafts=9, grammar=None)
+    proposer.start(0, sequence)
     start = 0
     for num in parts:
-        proposer.prefill(0, slot, np.zeros((1, num), dtype=np.int64), start, {})
+        proposer.prefill(0, sequence, np.zeros((1, num), dtype=np.int64), start, {})
         start += num
-    return proposer.propose(SimpleNamespace(slots=[slot], is_forced=False)).tokens.tolist()
+    return proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False)).tokens.tolist()
 
 
 def test_a_prompt_read_in_parts_is_read_once():
@@ -122,10 +122,10 @@ def test_a_prompt_read_in_parts_is_read_once():
     for parts in ([7], [2, 2, 3], [1] * 7, [4]):
         assert read_all(proposer, tokens, parts) == wanted
     # After a prefix that is in the caches already, reading begins in the middle of the prompt.
-    slot = SimpleNamespace(tokens=tokens, max_drafts=9, grammar=None)
-    assert proposer.resume(0, slot, 5) == 5
-    proposer.prefill(0, slot, np.zeros((1, 2), dtype=np.int64), 5, {})
-    assert proposer.propose(SimpleNamespace(slots=[slot], is_forced=False)).tokens.tolist() == wanted
+    sequence = SimpleNamespace(tokens=tokens, max_drafts=9, grammar=None)
+    assert proposer.resume(0, sequence, 5) == 5
+    proposer.prefill(0, sequence, np.zeros((1, 2), dtype=np.int64), 5, {})
+    assert proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False)).tokens.tolist() == wanted
 
 
 def test_drafts_that_were_refused_are_never_counted():
@@ -135,9 +135,9 @@ def test_drafts_that_were_refused_are_never_counted():
         tree = proposer.propose(batch)
         assert tree.nodes > 1 or tokens != [9]
         proposer.commit(batch, tree, Verdict(np.zeros((1, 1), dtype=np.int64), np.array([0]), np.array([9])), {})
-        batch.slots[0].tokens += tokens
+        batch.sequences[0].tokens += tokens
     proposer.propose(batch)
-    state, text = batch.slots[0].draft_state, batch.slots[0].tokens
+    state, text = batch.sequences[0].draft_state, batch.sequences[0].tokens
     for size in (1, 2, 3):
         for at in range(len(text) - size + 1):
             run = text[at : at + size]
@@ -150,10 +150,10 @@ def test_requests_share_outputs_only_where_the_recipe_says_so():
     def drafts_of(*sequences, prompt=8, **config):
         proposer = make(**config)
         for tokens in sequences:
-            slot = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9, grammar=None)
-            proposer.start(0, slot)
-            slot.tokens = list(tokens)
-            tree = proposer.propose(SimpleNamespace(slots=[slot], is_forced=False))
+            sequence = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9, grammar=None)
+            proposer.start(0, sequence)
+            sequence.tokens = list(tokens)
+            tree = proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False))
         return tree.tokens.tolist()
 
     assert drafts_of(told, asked) == [[3]]
@@ -171,12 +171,12 @@ def test_text_follows_the_targets_distribution(config, heat):
     model = MockLM(seed=5)
     target = MockEngine(model, "target", 8, 64, headroom=17)
     is_greedy = heat[0] == 0
-    slots = decode_many(target, make(8, nodes=8, depth=4, **config), heat, 40 if is_greedy else 1500, 64, 12)
-    assert sum(slot.stats.num_draft_tokens for slot in slots) > len(slots)
+    sequences = decode_many(target, make(8, nodes=8, depth=4, **config), heat, 40 if is_greedy else 1500, 64, 12)
+    assert sum(sequence.stats.num_draft_tokens for sequence in sequences) > len(sequences)
     if is_greedy:
-        assert {tuple(slot.tokens) for slot in slots} == {(3, 1, 4, *model.greedy([3, 1, 4], 12))}
+        assert {tuple(sequence.tokens) for sequence in sequences} == {(3, 1, 4, *model.greedy([3, 1, 4], 12))}
     else:
-        assert fit_p_value(slots, model, heat) > LEAST
+        assert fit_p_value(sequences, model, heat) > LEAST
 
 
 @pytest.mark.parametrize("config", [*BOTH, {"shared_bytes": 10**6}])

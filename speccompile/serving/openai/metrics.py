@@ -34,7 +34,7 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "num_queued": ("queued_outputs", "Outputs that wait for a slot."),
     "num_prefilling": ("prefilling_outputs", "Outputs whose prompt is being read."),
     "num_active": ("active_outputs", "Outputs in the batch."),
-    "num_places": ("places", "Sequences that are decoded at once, at most."),
+    "num_slots": ("slots", "Sequences that are decoded at once, at most."),
     "mean_acceptance_length": ("mean_acceptance_length", "Tokens a step of a sequence: 1 + accepted / steps."),
 }
 # Key of its histograms: (name, help, values of it in one of the metric's unit).

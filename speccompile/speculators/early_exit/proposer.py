@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion
@@ -36,30 +36,32 @@ class SharedRows:
     def start(self, slot: int) -> None:
         """Nothing to reset."""
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns `num_rows`: the rows are the target's."""
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing: the target's prefill fills the shared rows."""
 
-    def room(self, place: int, slot: Slot) -> int:
+    def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns the rows after the root's."""
-        return self.max_seq_len - len(slot.tokens)
+        return self.max_seq_len - len(sequence.tokens)
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """Reads the roots."""
-        roots = np.array([[slot.tokens[-1]] for slot in batch.slots], dtype=np.int64)
-        lengths = np.array([len(slot.tokens) - 1 for slot in batch.slots], dtype=np.int64)
+        roots = np.array([[sequence.tokens[-1]] for sequence in batch.sequences], dtype=np.int64)
+        lengths = np.array([len(sequence.tokens) - 1 for sequence in batch.sequences], dtype=np.int64)
         return self.engine.run({TOKENS: roots, LENGTHS: lengths, **warp})
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Reads the nodes of one expansion."""
         starts, idle = [], []
-        for place, (slot, nodes, num) in enumerate(zip(batch.slots, level.nodes, level.num_in_place, strict=True)):
-            starts.append(len(slot.tokens) + num if nodes else len(slot.tokens) - 1)
+        for slot, (sequence, nodes, num) in enumerate(
+            zip(batch.sequences, level.nodes, level.num_in_place, strict=True)
+        ):
+            starts.append(len(sequence.tokens) + num if nodes else len(sequence.tokens) - 1)
             if not nodes:
-                idle.append(place)
+                idle.append(slot)
         feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
         width = level.tokens.shape[1]
         if width > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speccompile.core.protocols import Outputs, Slot
+from speccompile.core.protocols import Outputs, TokenSequence
 from speccompile.core.specs import TARGET_LENGTHS
 from speccompile.drafting.heads import HeadsProposer
 
@@ -15,7 +15,9 @@ from speccompile.drafting.heads import HeadsProposer
 class AssistantProposer(HeadsProposer):
     """See `HeadsProposer`. While drafts are made the target has read the tokens before the root, and no more."""
 
-    def feeds_of(self, slots: Sequence[Slot]) -> Outputs:
+    def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
         """Returns the rows of each slot that the target has read, which is also the root's position."""
-        lengths = [max(len(slot.tokens) - 1, 1) for slot in slots]  # without a row there is no state, and no draft
+        lengths = [
+            max(len(sequence.tokens) - 1, 1) for sequence in sequences
+        ]  # without a row there is no state, and no draft
         return {TARGET_LENGTHS: np.array(lengths, dtype=np.int64)}

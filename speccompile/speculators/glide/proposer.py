@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import TARGET_LENGTHS, GraphSpec
 from speccompile.core.tree import Ints
 from speccompile.drafting.kv_cache import DraftCache
@@ -92,7 +92,7 @@ class GlideRows(DraftCache):
         super().start(slot)
         self.reader.target_lengths[slot] = 0
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Reads the missing rows at once where one chunk is enough; returns the position to go on from."""
         self.reader.target_lengths[slot] = num_rows
         start = self.lengths[slot] = min(self.lengths[slot], num_rows)
@@ -102,16 +102,16 @@ class GlideRows(DraftCache):
         self._read(slot, np.array(sequence.tokens[start:end], dtype=np.int64))
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the chunk, which the target has just read."""
         self.reader.target_lengths[slot] = start + tokens.shape[1]
         super().prefill(slot, sequence, tokens, start, outputs)
 
-    def room(self, place: int, slot: Slot) -> int:
+    def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns the rows after the root's; after a prompt of one token the target has no row: nothing is drafted."""
-        return super().room(place, slot) if len(slot.tokens) > 1 else -1
+        return super().room(slot, sequence) if len(sequence.tokens) > 1 else -1
 
-    def begin(self, batch: Batch, places: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+    def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
         """See `DraftCache.begin`."""
-        self.reader.target_lengths[: len(batch.slots)] = [len(slot.tokens) - 1 for slot in batch.slots]
-        return super().begin(batch, places, warp)
+        self.reader.target_lengths[: len(batch.sequences)] = [len(sequence.tokens) - 1 for sequence in batch.sequences]
+        return super().begin(batch, slots, warp)

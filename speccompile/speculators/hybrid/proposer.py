@@ -3,8 +3,8 @@
 
 Drafts are deterministic whatever the requests ask for: they are checked against the token that the target gives, so
 which drafter made them, and how that was decided, has no influence on a text. Each drafter sees the sequences through
-`PartSlot`s, which hold its state of them, and takes every step: as the one whose drafts were scored, or as one that has
-to read what was emitted before it drafts again.
+`PartSequence`s, which hold its state of them, and takes every step: as the one whose drafts were scored, or as one that
+has to read what was emitted before it drafts again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import MethodContext
-from speccompile.core.protocols import Batch, Outputs, Proposer, Slot, StepTimes
+from speccompile.core.protocols import Batch, Outputs, Proposer, StepTimes, TokenSequence
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior
 from speccompile.drafting.budget import Budget
@@ -30,8 +30,8 @@ TYPICAL_DEPTH = 6  # of a draft, for the accepted length before any verdict
 TYPICAL_MEMORY = 0.9  # weight of the past in the number of drafts of a step
 
 
-class PartSlot:
-    """A sequence as one drafter sees it. See `speccompile.core.protocols.Slot`.
+class PartSequence:
+    """A sequence as one drafter sees it. See `speccompile.core.protocols.TokenSequence`.
 
     Args:
         sequence: the sequence.
@@ -41,7 +41,7 @@ class PartSlot:
 
     __slots__ = ("draft_state", "estimate", "grammar", "has_draft", "max_drafts", "num_missed", "sampling", "tokens")
 
-    def __init__(self, sequence: Slot, estimate: AcceptanceEstimate, has_draft: bool) -> None:
+    def __init__(self, sequence: TokenSequence, estimate: AcceptanceEstimate, has_draft: bool) -> None:
         self.tokens, self.sampling = sequence.tokens, sequence.sampling  # the list that the sequence goes on with
         self.estimate, self.has_draft, self.grammar = estimate, has_draft, sequence.grammar
         self.draft_state: Any = None
@@ -59,11 +59,11 @@ class PartBatch:
 
     may_draw = False
 
-    def __init__(self, batch: Batch, parts: Sequence[PartSlot]) -> None:
+    def __init__(self, batch: Batch, parts: Sequence[PartSequence]) -> None:
         self._batch, self.parts = batch, parts
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def sequences(self) -> Sequence[TokenSequence]:
         """The sequences as the drafter sees them."""
         return self.parts
 
@@ -108,7 +108,7 @@ class Drafter:
 
 
 class HybridProposer:
-    """See `speccompile.core.protocols.Proposer`. The `draft_state` of a sequence is a list of a `PartSlot` a drafter.
+    """See `speccompile.core.protocols.Proposer`. A `draft_state` is a list of one `PartSequence` a drafter.
 
     Args:
         drafters: at least one; of those without graphs, the first that expects the most comes first.
@@ -131,20 +131,20 @@ class HybridProposer:
         self._run: tuple[float, int] = (0.0, 0)  # what was expected of it, and the most tokens that it had to read
         self._seconds = [0.0] * len(self.drafters)  # of the last step, by drafter
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Starts a new sequence with every drafter."""
         self._make_parts(sequence)
         for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
             drafter.proposer.start(slot, part)
 
-    def _make_parts(self, sequence: Slot) -> None:
+    def _make_parts(self, sequence: TokenSequence) -> None:
         is_read = len(sequence.tokens) == 1  # there is no prompt before the root
         sequence.draft_state = [
-            PartSlot(sequence, AcceptanceEstimate(prior), drafter.proposer.catches_up or is_read)
+            PartSequence(sequence, AcceptanceEstimate(prior), drafter.proposer.catches_up or is_read)
             for drafter, prior in zip(self.drafters, self._priors, strict=True)
         ]
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns how many rows no drafter needs again: all go on from the same one."""
         self._make_parts(sequence)
         pairs = [(drafter.proposer, part) for drafter, part in zip(self.drafters, sequence.draft_state, strict=True)]
@@ -157,7 +157,7 @@ class HybridProposer:
                     held[index] = proposer.resume(slot, part, least)
         return least
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the chunk with every drafter."""
         end, last = start + tokens.shape[1], len(sequence.tokens) - 1
         for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
@@ -166,7 +166,8 @@ class HybridProposer:
 
     def _batches(self, batch: Batch) -> list[PartBatch]:
         return [
-            PartBatch(batch, [slot.draft_state[index] for slot in batch.slots]) for index in range(len(self.drafters))
+            PartBatch(batch, [sequence.draft_state[index] for sequence in batch.sequences])
+            for index in range(len(self.drafters))
         ]
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -174,14 +175,14 @@ class HybridProposer:
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
         parts, trees = self._batches(batch), dict[int, TokenTree]()
         self._parts = parts
-        known, self._picks = [0.0] * len(batch.slots), [-1] * len(batch.slots)
+        known, self._picks = [0.0] * len(batch.sequences), [-1] * len(batch.sequences)
         for index in self._free:
-            trees[index] = self._draft(index, parts[index], [slot.max_drafts for slot in batch.slots])
-            for place, expected in enumerate(self._expected_of(index, parts[index], trees[index])):
-                if expected > known[place]:
-                    known[place], self._picks[place] = expected, index
+            trees[index] = self._draft(index, parts[index], [sequence.max_drafts for sequence in batch.sequences])
+            for slot, expected in enumerate(self._expected_of(index, parts[index], trees[index])):
+                if expected > known[slot]:
+                    known[slot], self._picks[slot] = expected, index
         num_known = max(
-            int(trees[pick].num_nodes[place]) - 1 if pick >= 0 else 0 for place, pick in enumerate(self._picks)
+            int(trees[pick].num_nodes[slot]) - 1 if pick >= 0 else 0 for slot, pick in enumerate(self._picks)
         )
         offers = [self._offer(index, costs, batch, parts[index]) for index, costs in self._costly]
         taken = choose(known, num_known, offers, self._scores(batch))
@@ -191,17 +192,17 @@ class HybridProposer:
             if index != self._ran:
                 self.drafters[index].proposer.flush()  # the target is about to run
         if not trees or all(pick < 0 for pick in self._picks):
-            return TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
-        if len(batch.slots) == 1:
+            return TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
+        if len(batch.sequences) == 1:
             return trees[self._picks[0]]
-        trees[-1] = TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
+        trees[-1] = TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
         names = sorted(trees)
         return merge_trees([trees[name] for name in names], [names.index(pick) for pick in self._picks])
 
     def _draft(self, index: int, part: PartBatch, limits: Sequence[int]) -> TokenTree:
         """Returns the drafts of one drafter, as deep as each sequence may go, and times them."""
-        for slot, limit in zip(part.parts, limits, strict=True):
-            slot.max_drafts = limit
+        for sequence, limit in zip(part.parts, limits, strict=True):
+            sequence.max_drafts = limit
         start_s = perf_counter()
         tree = self.drafters[index].proposer.propose(part)
         self._seconds[index] = perf_counter() - start_s
@@ -213,17 +214,17 @@ class HybridProposer:
         if self._foresees[index]:  # it learns from all that is emitted, not from its own drafts alone
             return list(cast("Foreseeing", proposer).foreseen)
         rows = zip(part.parts, tree.num_nodes.tolist(), strict=True)
-        return [slot.estimate.accepted_length if num > 1 else 0.0 for slot, num in rows]
+        return [sequence.estimate.accepted_length if num > 1 else 0.0 for sequence, num in rows]
 
     def _scores(self, batch: Batch) -> Sequence[float]:
         """Returns the milliseconds of scoring by draft tokens; empty where they do not decide."""
         is_known = self.budget.weighs_time and all(costs.is_known for _, costs in self._costly)
-        return () if batch.is_forced or not is_known else self.budget.costs.scores(len(batch.slots))
+        return () if batch.is_forced or not is_known else self.budget.costs.scores(len(batch.sequences))
 
     def _offer(self, index: int, costs: DrafterCosts, batch: Batch, part: PartBatch) -> Offer:
         """Returns what a drafter with graphs offers."""
-        pairs = list(zip(batch.slots, part.parts, strict=True))
-        able = [slot.max_drafts > 0 and own.has_draft for slot, own in pairs]
+        pairs = list(zip(batch.sequences, part.parts, strict=True))
+        able = [sequence.max_drafts > 0 and own.has_draft for sequence, own in pairs]
         expected = [
             own.estimate.accepted_length if is_able else 0.0 for (_, own), is_able in zip(pairs, able, strict=True)
         ]
@@ -242,7 +243,7 @@ class HybridProposer:
     ) -> None:
         """Drafts with a drafter with graphs, in the sequences where it is expected to bring more than is known."""
         wins = [more > less for less, more in zip(known, offer.expected, strict=True)]
-        limits = [slot.max_drafts if is_won else 0 for slot, is_won in zip(batch.slots, wins, strict=True)]
+        limits = [sequence.max_drafts if is_won else 0 for sequence, is_won in zip(batch.sequences, wins, strict=True)]
         trees[index] = self._draft(index, parts[index], limits)
         nums = trees[index].num_nodes.tolist()
         drafted = [num > 1 for num in nums]
@@ -266,16 +267,16 @@ class HybridProposer:
             self._learn(index, part, accepted)
 
     def _learn(self, index: int, part: PartBatch, accepted: Sequence[int]) -> None:
-        for slot, pick, num in zip(part.parts, self._picks, accepted, strict=True):
-            slot.estimate.learn_length(pick == index, num)
-            slot.num_missed = 0 if pick == index else slot.num_missed + 1 + num
+        for sequence, pick, num in zip(part.parts, self._picks, accepted, strict=True):
+            sequence.estimate.learn_length(pick == index, num)
+            sequence.num_missed = 0 if pick == index else sequence.num_missed + 1 + num
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Gives every drafter the step."""
         for drafter, part in zip(self.drafters, self._batches(batch), strict=True):
             drafter.proposer.skip(part, verdict, outputs)
-            for slot, num in zip(part.parts, verdict.num_accepted.tolist(), strict=True):
-                slot.num_missed += 1 + num
+            for sequence, num in zip(part.parts, verdict.num_accepted.tolist(), strict=True):
+                sequence.num_missed += 1 + num
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs of all; a drafter's own ones count its own drafting alone."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
-from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
+from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
@@ -101,48 +101,48 @@ class NgramProposer:
         rows = zip(self._probs, self._rows, strict=True)
         return [sum(prob**num for num in range(1, len(row))) for prob, row in rows]
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Makes a fresh index."""
         estimate = AcceptanceEstimate(self._prior, rank_shares=[0.0] * len(FIRST_RATES))
         sequence.draft_state = NgramState(NgramIndex(self.config.min_match, self.config.max_match), estimate)
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Makes a fresh index, which costs next to nothing; returns `num_rows`."""
         self.start(slot, sequence)
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads nothing: the index is made of the slot's own tokens."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the tokens that followed the longest ending last time."""
-        slots = batch.slots
-        states: list[NgramState] = [slot.draft_state for slot in slots]
-        found = [state.index.find(slot.tokens) for state, slot in zip(states, slots, strict=True)]
+        sequences = batch.sequences
+        states: list[NgramState] = [sequence.draft_state for sequence in sequences]
+        found = [state.index.find(sequence.tokens) for state, sequence in zip(states, sequences, strict=True)]
         self._matched = [size for _, size in found]
         lengths = self._draft_lengths(states)
         self._rows = rows = [
-            _draft(slot.tokens, position, min(length, self.max_drafts, slot.max_drafts))
-            for slot, (position, _), length in zip(slots, found, lengths, strict=True)
+            _draft(sequence.tokens, position, min(length, self.max_drafts, sequence.max_drafts))
+            for sequence, (position, _), length in zip(sequences, found, lengths, strict=True)
         ]
-        for place, slot in enumerate(slots):
-            if slot.grammar is not None:
-                self._restrict(place, slot)
+        for slot, sequence in enumerate(sequences):
+            if sequence.grammar is not None:
+                self._restrict(slot, sequence)
         tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-        for place, row in enumerate(rows):
+        for slot, row in enumerate(rows):
             for node, token in enumerate(row):  # one by one: of a list, it takes twice as long
-                tokens[place, node] = token
+                tokens[slot, node] = token
         if len(rows) == 1:
             return TokenTree.chain(tokens)
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
-    def _restrict(self, place: int, slot: Slot) -> None:
+    def _restrict(self, slot: int, sequence: TokenSequence) -> None:
         """Cuts the draft of a sequence where its grammar refuses it; what must follow comes before any match."""
-        root, *drafts = self._rows[place]
-        forced = list(slot.grammar.forced()[: min(self.max_drafts, slot.max_drafts)])
+        root, *drafts = self._rows[slot]
+        forced = list(sequence.grammar.forced()[: min(self.max_drafts, sequence.max_drafts)])
         if forced != drafts[: len(forced)]:
-            drafts, self._matched[place] = forced, 0  # the match gets no verdict
-        self._rows[place] = [root, *drafts[: num_allowed(slot.grammar, drafts)]]
+            drafts, self._matched[slot] = forced, 0  # the match gets no verdict
+        self._rows[slot] = [root, *drafts[: num_allowed(sequence.grammar, drafts)]]
 
     def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
         """Returns the draft lengths by slot, from the match lengths; 0 without a match.
@@ -168,16 +168,16 @@ class NgramProposer:
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Learns the acceptance of drafts after matches; emitted tokens enter the index at the next step."""
-        for place, (slot, size, prob, row) in enumerate(
-            zip(batch.slots, self._matched, self._probs, self._rows, strict=True)
+        for slot, (sequence, size, prob, row) in enumerate(
+            zip(batch.sequences, self._matched, self._probs, self._rows, strict=True)
         ):
             if size == 0:
                 continue
-            estimate = slot.draft_state.estimate
+            estimate = sequence.draft_state.estimate
             if len(row) == 1:
                 estimate.recover()
                 continue
-            emitted = emitted_tokens(tree, verdict, place)
+            emitted = emitted_tokens(tree, verdict, slot)
             pairs = zip(row[1:], emitted, strict=False)
             kept = next(
                 (num for num, (draft, token) in enumerate(pairs) if draft != token), min(len(row) - 1, len(emitted))

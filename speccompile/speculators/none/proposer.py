@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
+from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 
 
@@ -14,19 +14,19 @@ class NoneProposer:
     catches_up = True
     caches = ()
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Nothing to prepare."""
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns `num_rows`: nothing is read."""
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Nothing to read."""
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees of the roots alone."""
-        return TokenTree.roots([slot.tokens[-1] for slot in batch.slots])
+        return TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Nothing to keep."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
-from speccompile.core.protocols import Batch, Outputs, Slot, StepTimes
+from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
@@ -62,7 +62,7 @@ class SuffixProposer:
         self._drafts: list[Candidates] = []  # of the last step, by slot; a draft's rank says how long the match was
         self.foreseen: list[float] = []  # see `speccompile.drafting.acceptance.Foreseeing`
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Makes an empty tree; that of all requests gets the prompt's end, as outputs are found by what is before."""
         tree, shared = SuffixTree(self.config.depth, self.config.max_bytes), None
         if self.shared is not None:
@@ -72,12 +72,12 @@ class SuffixProposer:
         estimate = AcceptanceEstimate(self._prior, 1.0, self._log_odds)
         sequence.draft_state = SuffixState(tree, tree.open(), estimate, shared, len(sequence.tokens))
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Makes an empty tree; returns `num_rows`: their tokens are read with the next chunk."""
         self.start(slot, sequence)
         return num_rows
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads the prompt up to the end of the chunk."""
         self._read(sequence.draft_state, sequence.tokens[: start + tokens.shape[1]])
 
@@ -94,33 +94,35 @@ class SuffixProposer:
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the most frequent continuations of the longest match."""
         self.budget.is_forced = batch.is_forced
-        self._drafts = [self._find(slot) for slot in batch.slots]
-        pairs = zip(batch.slots, self._drafts, strict=True)
-        offered = [found if slot.grammar is None else self._with_forced(slot, found) for slot, found in pairs]
+        self._drafts = [self._find(sequence) for sequence in batch.sequences]
+        pairs = zip(batch.sequences, self._drafts, strict=True)
+        offered = [
+            found if sequence.grammar is None else self._with_forced(sequence, found) for sequence, found in pairs
+        ]
         num = self.budget.size(offered)
-        tree, chosen = tree_from_candidates(offered, num, [slot.max_drafts for slot in batch.slots])
+        tree, chosen = tree_from_candidates(offered, num, [sequence.max_drafts for sequence in batch.sequences])
         rows = zip(offered, chosen, strict=True)
         self.foreseen = [sum([found.paths[c] for c in nodes[1:]]) for found, nodes in rows]
         return tree
 
-    def _with_forced(self, slot: Slot, found: Candidates) -> Candidates:
+    def _with_forced(self, sequence: TokenSequence, found: Candidates) -> Candidates:
         """Returns what must follow as a chain, where that is another one than was found, or a longer one."""
-        forced = list(slot.grammar.forced()[: min(self.max_drafts, slot.max_drafts)])
+        forced = list(sequence.grammar.forced()[: min(self.max_drafts, sequence.max_drafts)])
         if self.config.tree != "chain" or found.tokens[1 : 1 + len(forced)] == forced:
             return found
-        chain = Candidates.from_root(slot.tokens[-1])
+        chain = Candidates.from_root(sequence.tokens[-1])
         for depth, token in enumerate(forced):
             chain.add(depth, [token], [FORCED])
         return chain
 
-    def _find(self, slot: Slot) -> Candidates:
+    def _find(self, sequence: TokenSequence) -> Candidates:
         """Returns the drafts of a sequence; the root alone where nothing matches."""
-        state, config, found = slot.draft_state, self.config, Candidates.from_root(slot.tokens[-1])
-        self._read(state, slot.tokens)
+        state, config, found = sequence.draft_state, self.config, Candidates.from_root(sequence.tokens[-1])
+        self._read(state, sequence.tokens)
         tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)
         if state.shared is not None and self.shared is not None and (length := self.shared.match(state.shared)) > size:
             tree, cursor, size = self.shared, state.shared, length
-        depth = min(self.max_drafts, slot.max_drafts)
+        depth = min(self.max_drafts, sequence.max_drafts)
         if config.tokens_per_match != "auto":
             depth = min(depth, int(size * config.tokens_per_match + 1e-6))
         elif not self.budget.weighs_time:
@@ -128,11 +130,11 @@ class SuffixProposer:
         if size < config.min_match or depth == 0:
             return found
         if config.tree == "chain":
-            tokens, shares = tree.chain(cursor, slot.tokens, depth, config.min_prob)
+            tokens, shares = tree.chain(cursor, sequence.tokens, depth, config.min_prob)
             parents = list(range(-1, len(tokens) - 1))
         else:
-            tokens, parents, shares = tree.branches(cursor, slot.tokens, self.max_drafts, depth, config.min_prob)
-        chosen, starts = drafts_within(slot.grammar, tokens, [parent + 1 for parent in parents])
+            tokens, parents, shares = tree.branches(cursor, sequence.tokens, self.max_drafts, depth, config.min_prob)
+        chosen, starts = drafts_within(sequence.grammar, tokens, [parent + 1 for parent in parents])
         tokens, shares = [tokens[draft] for draft in chosen], [shares[draft] for draft in chosen]
         prob, rate, rank = state.estimate.prob, FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1
         for token, start, share in zip(tokens, starts, shares, strict=True):
@@ -141,10 +143,10 @@ class SuffixProposer:
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Learns which drafts were right, scored or not; emitted tokens are read before the next draft."""
-        for place, (slot, found) in enumerate(zip(batch.slots, self._drafts, strict=True)):
+        for slot, (sequence, found) in enumerate(zip(batch.sequences, self._drafts, strict=True)):
             if len(found.tokens) > 1:
-                estimate = slot.draft_state.estimate
-                estimate.learn_ranks(found, *_judge(found, emitted_tokens(tree, verdict, place)))
+                estimate = sequence.draft_state.estimate
+                estimate.learn_ranks(found, *_judge(found, emitted_tokens(tree, verdict, slot)))
                 rank = min(found.ranks[1], len(self._log_odds) - 1)
                 self._log_odds[rank] += SHARED_WEIGHT * (estimate.log_odds[rank] - self._log_odds[rank])
 

@@ -42,12 +42,12 @@ class TreeProposer(NoneProposer):
         self.rng = np.random.default_rng(2)
 
     def propose(self, batch):
-        tokens = np.zeros((len(batch.slots), 6), np.int64)
+        tokens = np.zeros((len(batch.sequences), 6), np.int64)
         parents = np.full(tokens.shape, -1)
-        for b, slot in enumerate(batch.slots):
-            whole = next(k for k in self.known if k[: len(slot.tokens)] == slot.tokens)
-            nodes, right = [slot.tokens[-1]], 0
-            following = whole[len(slot.tokens) :][: min(slot.max_drafts, 3)]
+        for b, sequence in enumerate(batch.sequences):
+            whole = next(k for k in self.known if k[: len(sequence.tokens)] == sequence.tokens)
+            nodes, right = [sequence.tokens[-1]], 0
+            following = whole[len(sequence.tokens) :][: min(sequence.max_drafts, 3)]
             for token in following if self.rng.random() < 0.8 else following[:1]:
                 for candidate in ((token + 1) % 97, token)[int(len(nodes) > 4) :]:
                     if len(nodes) < 6:

@@ -9,7 +9,7 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
-from speccompile.core.protocols import Batch, Engine, Outputs, Slot
+from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import HIDDEN, LENGTHS
 from speccompile.core.tree import Floats, Ints, TokenTree
 
@@ -46,40 +46,40 @@ class BlockProposer:
         self._lengths = [0] * engine.max_slots
         self.caches = (CacheRows(engine, self._lengths),)
 
-    def start(self, slot: int, sequence: Slot) -> None:
+    def start(self, slot: int, sequence: TokenSequence) -> None:
         """Starts without features."""
         self._lengths[slot], sequence.draft_state = 0, BlockState(self._none)
 
-    def resume(self, slot: int, sequence: Slot, num_rows: int) -> int:
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns 0: features of the rows that the slot holds are not kept, so all tokens are read again."""
         self.start(slot, sequence)
         return 0
 
-    def prefill(self, slot: int, sequence: Slot, tokens: Ints, start: int, outputs: Outputs) -> None:
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads all features of the prompt so far but the last, which the first step reads."""
         self._add(sequence, np.asarray(outputs[HIDDEN])[0, : tokens.shape[1]])
         self._flush(slot, sequence)
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns drafts of one run for all slots; a slot without features or room has the root alone."""
-        slots = batch.slots
-        roots = np.array([[slot.tokens[-1]] for slot in slots], dtype=np.int64)
-        nums = [self._num_drafts(place, slot) for place, slot in enumerate(slots)]
+        sequences = batch.sequences
+        roots = np.array([[sequence.tokens[-1]] for sequence in sequences], dtype=np.int64)
+        nums = [self._num_drafts(slot, sequence) for slot, sequence in enumerate(sequences)]
         if not any(nums):
             return TokenTree.roots(roots[:, 0])
-        states: list[BlockState] = [slot.draft_state for slot in slots]
+        states: list[BlockState] = [sequence.draft_state for sequence in sequences]
         held = [state.pending if num else self._none for state, num in zip(states, nums, strict=True)]
-        features = np.zeros((len(slots), max(map(len, held)), self._none.shape[1]), np.float32)
-        for place, rows in enumerate(held):
-            features[place, : len(rows)] = rows
+        features = np.zeros((len(sequences), max(map(len, held)), self._none.shape[1]), np.float32)
+        for slot, rows in enumerate(held):
+            features[slot, : len(rows)] = rows
         ends = np.array([max(len(rows), 1) - 1 for rows in held], dtype=np.int64)
-        starts = np.array([min(n, self.max_rows - 1) for n in self._lengths[: len(slots)]], dtype=np.int64)
+        starts = np.array([min(n, self.max_rows - 1) for n in self._lengths[: len(sequences)]], dtype=np.int64)
         made = self.engine.run({FEATURES: features, ANCHOR: roots, ANCHOR_NODE: ends, LENGTHS: starts})
         drafts = np.asarray(made[BLOCK])[:, : max(nums)]
-        for place, rows in enumerate(held):
+        for slot, rows in enumerate(held):
             if len(rows):  # the last is read again, with what comes after it
-                self._lengths[place] += len(rows) - 1
-                slots[place].draft_state.pending = rows[-1:]
+                self._lengths[slot] += len(rows) - 1
+                sequences[slot].draft_state.pending = rows[-1:]
         return TokenTree.chain(np.concatenate((roots, drafts), 1), 1 + np.array(nums, dtype=np.int64))
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
@@ -89,26 +89,26 @@ class BlockProposer:
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the features of the accepted nodes, the root's included."""
         hidden = np.asarray(outputs[HIDDEN])
-        for place, slot in enumerate(batch.slots):
-            if not slot.has_draft:
+        for slot, sequence in enumerate(batch.sequences):
+            if not sequence.has_draft:
                 continue
-            self._add(slot, hidden[place, verdict.nodes_kept(place)])
-            if len(slot.draft_state.pending) > self.max_drafts + 2:  # nothing was drafted for some steps
-                self._flush(place, slot)
+            self._add(sequence, hidden[slot, verdict.nodes_kept(slot)])
+            if len(sequence.draft_state.pending) > self.max_drafts + 2:  # nothing was drafted for some steps
+                self._flush(slot, sequence)
 
     def flush(self) -> None:
         """Nothing: none of the target's outputs is held."""
 
-    def _num_drafts(self, place: int, slot: Slot) -> int:
-        pending = len(slot.draft_state.pending)
-        room = self.max_rows - self._lengths[place] - pending
-        return min(self.max_drafts, slot.max_drafts) if pending and room >= 0 else 0
+    def _num_drafts(self, slot: int, sequence: TokenSequence) -> int:
+        pending = len(sequence.draft_state.pending)
+        room = self.max_rows - self._lengths[slot] - pending
+        return min(self.max_drafts, sequence.max_drafts) if pending and room >= 0 else 0
 
-    def _add(self, sequence: Slot, rows: Floats) -> None:
+    def _add(self, sequence: TokenSequence, rows: Floats) -> None:
         state: BlockState = sequence.draft_state
         state.pending = np.concatenate((state.pending, rows), dtype=np.float32)
 
-    def _flush(self, slot: int, sequence: Slot) -> None:
+    def _flush(self, slot: int, sequence: TokenSequence) -> None:
         """Reads the pending rows but the last, as far as there is room."""
         state: BlockState = sequence.draft_state
         rows = state.pending[: min(len(state.pending) - 1, self.max_rows - self._lengths[slot])]

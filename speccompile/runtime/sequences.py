@@ -33,7 +33,7 @@ from speccompile.runtime.images import PromptImages
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Speculation
-from speccompile.runtime.stats import SlotStats
+from speccompile.runtime.stats import SequenceStats
 from speccompile.runtime.text import TextSink
 
 # Positions whose uniforms are made at once: a call of Philox takes 40 us for 100 draws as for one. A short text needs
@@ -114,8 +114,8 @@ class UniformTable:
         return self._start + np.arange(num, num + min(max(3 * num, LEAST_BLOCK), BLOCK), dtype=np.int64)
 
 
-class Slot:
-    """One sequence. See `speccompile.core.protocols.Slot`.
+class TokenSequence:
+    """One sequence. See `speccompile.core.protocols.TokenSequence`.
 
     Args:
         index: of its prompt, or of the output of one.
@@ -168,7 +168,7 @@ class Slot:
         self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
         self.images: PromptImages | None = None  # of its prompt, if that has some
         self.logprobs: list[TokenLogprobs] = []  # of its new tokens, if the request asks for them
-        self.stats = SlotStats(0.0)
+        self.stats = SequenceStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
     @property
@@ -262,7 +262,7 @@ def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints, is
     return draws
 
 
-class Slots:
+class SequenceBatch:
     """The active sequences in slots 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
 
     Args:
@@ -274,10 +274,10 @@ class Slots:
     """
 
     def __init__(
-        self, waiting: Iterable[Slot], max_slots: int, is_invariant: bool = False, max_forced: int = 0
+        self, waiting: Iterable[TokenSequence], max_slots: int, is_invariant: bool = False, max_forced: int = 0
     ) -> None:
         self.max_forced = max_forced
-        self.slots: list[Slot] = []
+        self.sequences: list[TokenSequence] = []
         self.waiting = deque(waiting)
         self.max_slots = max_slots
         self.is_invariant = is_invariant
@@ -289,10 +289,10 @@ class Slots:
         self._roots: TokenTree | None = None
 
     def changed(self) -> None:
-        """Recomputes what depends on the sequences and their slots. Called after every change of `slots`."""
-        params = [slot.sampling for slot in self.slots]
+        """Recomputes what depends on the sequences and their slots. Called after every change of `sequences`."""
+        params = [sequence.sampling for sequence in self.sequences]
         self.is_greedy = all(p.is_greedy for p in params)
-        self.processed = [place for place, p in enumerate(params) if p.needs_logits]
+        self.processed = [slot for slot, p in enumerate(params) if p.needs_logits]
         self.wants_logprobs = any(p.logprobs is not None for p in params)
         self._warp, self._roots = {}, None
         if not self.is_greedy:
@@ -305,10 +305,10 @@ class Slots:
 
     def roots(self) -> TokenTree:
         """Returns the tree of the roots alone; its arrays are valid until the next call."""
-        if self._roots is None or self._roots.batch != len(self.slots):
-            self._roots = TokenTree.chain(np.zeros((len(self.slots), 1), dtype=np.int64))
-        for place, slot in enumerate(self.slots):
-            self._roots.tokens[place, 0] = slot.tokens[-1]
+        if self._roots is None or self._roots.batch != len(self.sequences):
+            self._roots = TokenTree.chain(np.zeros((len(self.sequences), 1), dtype=np.int64))
+        for slot, sequence in enumerate(self.sequences):
+            self._roots.tokens[slot, 0] = sequence.tokens[-1]
         return self._roots
 
     @property
@@ -322,11 +322,11 @@ class Slots:
 
     def race_draws(self, depth: int) -> Floats:
         """See `Batch.race_draws`. The child of the root has position len(tokens)."""
-        draws = np.zeros((len(self.slots), 2), dtype=np.float32)
-        for place, slot in enumerate(self.slots):
-            if slot.table is not None:
-                at = len(slot.tokens) + depth - 1
-                draws[place] = slot.table.rows(at, at + 1)[RACE_ROWS, 0]
+        draws = np.zeros((len(self.sequences), 2), dtype=np.float32)
+        for slot, sequence in enumerate(self.sequences):
+            if sequence.table is not None:
+                at = len(sequence.tokens) + depth - 1
+                draws[slot] = sequence.table.rows(at, at + 1)[RACE_ROWS, 0]
         return draws
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
@@ -335,22 +335,22 @@ class Slots:
 
     def draft_uniforms(self, depth: int) -> Floats:
         """See `Batch.draft_uniforms`. The child of the root has position len(tokens)."""
-        draws = np.zeros(len(self.slots), dtype=np.float32)
-        for place, slot in enumerate(self.slots):
-            if slot.table is not None:
-                at = len(slot.tokens) + depth - 1
-                draws[place] = slot.table.lane(CHAIN_DRAFT_LANE + depth, at, at + 1)[0]
+        draws = np.zeros(len(self.sequences), dtype=np.float32)
+        for slot, sequence in enumerate(self.sequences):
+            if sequence.table is not None:
+                at = len(sequence.tokens) + depth - 1
+                draws[slot] = sequence.table.lane(CHAIN_DRAFT_LANE + depth, at, at + 1)[0]
         return draws
 
     def sibling_uniforms(self, depth: int, num: int) -> Floats:
         """See `Batch.sibling_uniforms`."""
-        draws = np.zeros((len(self.slots), num), dtype=np.float32)
+        draws = np.zeros((len(self.sequences), num), dtype=np.float32)
         draws[:, 0] = self.draft_uniforms(depth)
-        for place, slot in enumerate(self.slots):
-            if slot.table is not None:
-                at = len(slot.tokens) + depth - 1
+        for slot, sequence in enumerate(self.sequences):
+            if sequence.table is not None:
+                at = len(sequence.tokens) + depth - 1
                 for rank in range(1, num):
-                    draws[place, rank] = slot.table.lane(DRAFT_SIBLING_LANE + rank, at, at + 1)[0]
+                    draws[slot, rank] = sequence.table.lane(DRAFT_SIBLING_LANE + rank, at, at + 1)[0]
         return draws
 
     def tree_uniforms(self, tree: TokenTree) -> Floats:
@@ -359,25 +359,25 @@ class Slots:
         draws = np.zeros((tree.batch, nodes, 2), dtype=np.float32)
         if not tree.is_chain:
             depths, ranks = tree.depths(), tree.sibling_ranks()
-            for place, slot in enumerate(self.slots):
-                if slot.table is not None:
-                    root, drawn = len(slot.tokens) - 1, is_drawn and num_nodes[place] > 1
-                    draws[place] = _draws_of_tree(slot.table, root, depths[place], ranks[place], drawn)
+            for slot, sequence in enumerate(self.sequences):
+                if sequence.table is not None:
+                    root, drawn = len(sequence.tokens) - 1, is_drawn and num_nodes[slot] > 1
+                    draws[slot] = _draws_of_tree(sequence.table, root, depths[slot], ranks[slot], drawn)
             return draws
-        for place, slot in enumerate(self.slots):
-            if slot.table is not None:
-                root = len(slot.tokens) - 1
-                rows = slot.table.rows(root, root + nodes + 1)
-                if is_drawn and num_nodes[place] > 1:
-                    for node in range(1, num_nodes[place]):
-                        draws[place, node, 0] = slot.table.lane(CHAIN_ACCEPT_LANE + node, root + node, root + node + 1)[
-                            0
-                        ]
-                    draws[place, :, 1] = rows[1, 1:]
+        for slot, sequence in enumerate(self.sequences):
+            if sequence.table is not None:
+                root = len(sequence.tokens) - 1
+                rows = sequence.table.rows(root, root + nodes + 1)
+                if is_drawn and num_nodes[slot] > 1:
+                    for node in range(1, num_nodes[slot]):
+                        draws[slot, node, 0] = sequence.table.lane(
+                            CHAIN_ACCEPT_LANE + node, root + node, root + node + 1
+                        )[0]
+                    draws[slot, :, 1] = rows[1, 1:]
                 else:
-                    draws[place] = rows[RACE_ROWS, 1:].T
+                    draws[slot] = rows[RACE_ROWS, 1:].T
         return draws
 
     def root_positions(self) -> Ints:
         """Returns the index of each root in its sequence, [batch] int64."""
-        return np.array([len(slot.tokens) - 1 for slot in self.slots], dtype=np.int64)
+        return np.array([len(sequence.tokens) - 1 for sequence in self.sequences], dtype=np.int64)

@@ -12,17 +12,18 @@ from speccompile.core.sampling import (
     uniforms,
 )
 from speccompile.core.tree import TokenTree
-from speccompile.runtime.slots import BLOCK, RACE_ROWS, Slot, Slots, UniformTable
+from speccompile.runtime.sequences import BLOCK, RACE_ROWS, SequenceBatch, TokenSequence, UniformTable
 
 PARAMS = [SamplingParams(temperature=1.0, seed=2**63 + 5), SamplingParams(), SamplingParams(temperature=0.5, seed=7)]
 LENGTHS = [9, 4, 700]
 
 
 @pytest.fixture
-def slots():
-    made = Slots([], 3)
-    made.slots = [
-        Slot(i, list(range(n)), p, frozenset(), None) for i, (n, p) in enumerate(zip(LENGTHS, PARAMS, strict=True))
+def batch():
+    made = SequenceBatch([], 3)
+    made.sequences = [
+        TokenSequence(i, list(range(n)), p, frozenset(), None)
+        for i, (n, p) in enumerate(zip(LENGTHS, PARAMS, strict=True))
     ]
     made.changed()
     return made
@@ -39,19 +40,19 @@ def slots():
 def test_tables_hold_the_draws_of_every_position_across_blocks(reads):
     table, seeds = UniformTable(2**40 + 11, 40), np.array([2**40 + 11], dtype=np.uint64)
     for start, end in reads:
-        rows, places = table.rows(start, end), np.arange(start, end)[None]
+        rows, positions = table.rows(start, end), np.arange(start, end)[None]
         for lane in range(3):
-            np.testing.assert_array_equal(rows[lane], uniforms(seeds, places, lane)[0])
-        np.testing.assert_array_equal(rows[RACE_ROWS].T, race_draws(seeds, places)[0])
+            np.testing.assert_array_equal(rows[lane], uniforms(seeds, positions, lane)[0])
+        np.testing.assert_array_equal(rows[RACE_ROWS].T, race_draws(seeds, positions)[0])
         for lane in (CHAIN_DRAFT_LANE + 3, CHAIN_DRAFT_LANE + 12, CHAIN_ACCEPT_LANE + 3, SIBLING_LANE + 1):
-            np.testing.assert_array_equal(table.lane(lane, start, end), uniforms(seeds, places, lane)[0])
+            np.testing.assert_array_equal(table.lane(lane, start, end), uniforms(seeds, positions, lane)[0])
 
 
-def test_chain_draws_are_those_of_the_tree(slots):
+def test_chain_draws_are_those_of_the_tree(batch):
     tree = TokenTree.chain(np.zeros((3, 5), dtype=np.int64), np.array([5, 2, 3]))
     seeds = np.array([p.seed for p in PARAMS], dtype=np.uint64)
     wanted = tree_uniforms(seeds, np.array(LENGTHS) - 1, tree)
-    got = slots.tree_uniforms(tree)
+    got = batch.tree_uniforms(tree)
     np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
     assert not got[1].any()  # a greedy slot draws nothing
     branching = TokenTree.tree(np.zeros((3, 4)), [[-1, 0, 0, 1]] * 3)
@@ -59,36 +60,36 @@ def test_chain_draws_are_those_of_the_tree(slots):
         branching,
         TokenTree.tree(np.zeros((3, 6)), [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 0], [-1, 0, 0, 0, 2, 3]]),
     ):
-        wanted, got = tree_uniforms(seeds, np.array(LENGTHS) - 1, tree), slots.tree_uniforms(tree)
+        wanted, got = tree_uniforms(seeds, np.array(LENGTHS) - 1, tree), batch.tree_uniforms(tree)
         np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
         assert not got[1].any()
 
 
-def test_a_draft_token_is_drawn_at_the_position_it_will_stand_at(slots):
+def test_a_draft_token_is_drawn_at_the_position_it_will_stand_at(batch):
     seeds = np.array([p.seed for p in PARAMS], dtype=np.uint64)
     for depth in (1, 4):
         wanted = uniforms(seeds, np.array(LENGTHS)[:, None] - 1 + depth, CHAIN_DRAFT_LANE + depth)[:, 0]
-        got = slots.draft_uniforms(depth)
+        got = batch.draft_uniforms(depth)
         np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
         assert got[1] == 0
 
 
-def test_siblings_have_draws_of_their_own(slots):
-    got = slots.sibling_uniforms(2, 4)
-    np.testing.assert_array_equal(got[:, 0], slots.draft_uniforms(2))
-    assert len(set(got[0].tolist() + slots.sibling_uniforms(3, 4)[0].tolist())) == 8
-    np.testing.assert_array_equal(slots.sibling_uniforms(2, 2), got[:, :2])
+def test_siblings_have_draws_of_their_own(batch):
+    got = batch.sibling_uniforms(2, 4)
+    np.testing.assert_array_equal(got[:, 0], batch.draft_uniforms(2))
+    assert len(set(got[0].tolist() + batch.sibling_uniforms(3, 4)[0].tolist())) == 8
+    np.testing.assert_array_equal(batch.sibling_uniforms(2, 2), got[:, :2])
 
 
-def test_only_sampling_parameters_that_change_something_are_fed(slots):
-    assert slots.warp_feeds().keys() == {"temperature"}
-    assert not slots.is_greedy
-    slots.slots = [slots.slots[1]]
-    slots.changed()
-    assert slots.is_greedy and slots.warp_feeds() == {}
-    slots.slots = [Slot(0, [1], SamplingParams(temperature=0.5, top_k=3, top_p=0.9), frozenset(), None)]
-    slots.changed()
-    assert {name: value.tolist() for name, value in slots.warp_feeds().items()} == {
+def test_only_sampling_parameters_that_change_something_are_fed(batch):
+    assert batch.warp_feeds().keys() == {"temperature"}
+    assert not batch.is_greedy
+    batch.sequences = [batch.sequences[1]]
+    batch.changed()
+    assert batch.is_greedy and batch.warp_feeds() == {}
+    batch.sequences = [TokenSequence(0, [1], SamplingParams(temperature=0.5, top_k=3, top_p=0.9), frozenset(), None)]
+    batch.changed()
+    assert {name: value.tolist() for name, value in batch.warp_feeds().items()} == {
         "temperature": [0.5],
         "top_k": [3],
         "top_p": [pytest.approx(0.9)],
@@ -99,18 +100,18 @@ def test_only_sampling_parameters_that_change_something_are_fed(slots):
     ("max_new_tokens", "max_seq_len", "max_drafts"), [(1, 99, 0), (5, 99, 4), (50, 12, 8), (50, 4, 0)]
 )
 def test_drafts_are_bounded_by_the_limit_and_the_room(max_new_tokens, max_seq_len, max_drafts):
-    slot = Slot(0, [1, 2, 3, 4], SamplingParams(max_new_tokens=max_new_tokens), frozenset(), None)
-    slot.plan(max_seq_len)
-    assert slot.max_drafts == max_drafts
+    sequence = TokenSequence(0, [1, 2, 3, 4], SamplingParams(max_new_tokens=max_new_tokens), frozenset(), None)
+    sequence.plan(max_seq_len)
+    assert sequence.max_drafts == max_drafts
 
 
-def test_roots_are_the_last_tokens_of_the_present_sequences(slots):
-    for sequence in slots.slots:
+def test_roots_are_the_last_tokens_of_the_present_sequences(batch):
+    for sequence in batch.sequences:
         sequence.tokens.append(100 + sequence.index)
-    assert slots.roots().tokens.tolist() == [[100], [101], [102]]
-    slots.slots[0].tokens.append(7)
-    tree = slots.roots()
+    assert batch.roots().tokens.tolist() == [[100], [101], [102]]
+    batch.sequences[0].tokens.append(7)
+    tree = batch.roots()
     assert tree.tokens.tolist() == [[7], [101], [102]] and tree.is_chain and tree.num_nodes.tolist() == [1, 1, 1]
-    slots.slots.pop(1)
-    slots.changed()
-    assert slots.roots().tokens.tolist() == [[7], [102]]
+    batch.sequences.pop(1)
+    batch.changed()
+    assert batch.roots().tokens.tolist() == [[7], [102]]
