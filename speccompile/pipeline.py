@@ -49,18 +49,18 @@ def build(
     with staged_folder(claim.path, claim.hold) as folder:
         with log.stage("check checkpoints"):
             graphs = _check_checkpoints(plan, backend, log)
-        place = folder / "graphs"
-        place.mkdir()
+        graphs_folder = folder / "graphs"
+        graphs_folder.mkdir()
         records: dict[str, Any] = {}
         for index, graph in enumerate(graphs):
             name = graph.job.name
-            graphs[index], records[name] = compile_graph(graph, plan, backend, place / name, cache, log)
+            graphs[index], records[name] = compile_graph(graph, plan, backend, graphs_folder / name, cache, log)
         if graphs[0].dims.attention_layers:  # without caches there is nothing to compact
             with log.stage(f"compile {ROLLBACK}"):
                 options = compile_options(plan, graphs[0].max_rows)
-                spec = backend.compile_rollback(graphs[0].dims, place / ROLLBACK, options)
+                spec = backend.compile_rollback(graphs[0].dims, graphs_folder / ROLLBACK, options)
                 records[ROLLBACK] = {"role": ROLLBACK, "spec": spec.json_from_spec()}
-        files = {name: place / name / backend.graph_file for name in records}
+        files = {name: graphs_folder / name / backend.graph_file for name in records}
         for graph in graphs:
             if graph.shares_weights and backend.graph_file.endswith(".onnx"):
                 name = graph.job.name

@@ -240,13 +240,13 @@ def check_rollback(bench: Bench) -> list[dict[str, Any]]:
             kept = np.flatnonzero(rng.random(depth) < 0.6)
             path[slot, : len(kept)] = kept
         lengths = rng.integers(0, max_seq - depth, batch)
-        slots = [bench.upload(cache) for cache in caches]
+        addresses = [bench.upload(cache) for cache in caches]
         shape = caches[0].shape
         stream = bench.device.stream
-        launch_rollback(slots, shape, dtype, bench.upload(lengths), bench.upload(path), depth, stream)
-        for place, cache in zip(slots, caches, strict=True):
+        launch_rollback(addresses, shape, dtype, bench.upload(lengths), bench.upload(path), depth, stream)
+        for address, cache in zip(addresses, caches, strict=True):
             total += 1
-            wrong += not np.array_equal(bench.download(place, cache), kv_rollback(cache, lengths, path)[0])
+            wrong += not np.array_equal(bench.download(address, cache), kv_rollback(cache, lengths, path)[0])
         bench.clear()
     return [report.row("KVRollback against the numpy twin", f"{total - wrong} of {total} caches", "all", wrong == 0)]
 
@@ -298,13 +298,13 @@ def measure_rollback(bench: Bench, copy: float) -> list[dict[str, Any]]:
     rows = []
     for batch, nodes in ((1, 16), (8, 8), (8, 16), (16, 16)):
         shape, depth = (batch, 8, 1024, 128), nodes // 2
-        slots = [bench.reserve(2 * int(np.prod(shape)), fill=0) for _ in range(80)]
+        addresses = [bench.reserve(2 * int(np.prod(shape)), fill=0) for _ in range(80)]
         path = np.tile(2 * np.arange(depth), (batch, 1))
         turns = [bench.upload(np.full(batch, 16 * turn + 5, np.int64)) for turn in range(32)]
         for name, kept, num_moved in (("every second node", path, depth - 1), ("a chain", path // 2, 0)):
-            moves = partial(launch_rollback, slots, shape, "float16")
-            slot, stream = bench.upload(kept), bench.device.stream
-            ms = bench.time_ms([partial(moves, lengths, slot, depth, stream) for lengths in turns])
+            moves = partial(launch_rollback, addresses, shape, "float16")
+            uploaded, stream = bench.upload(kept), bench.device.stream
+            ms = bench.time_ms([partial(moves, lengths, uploaded, depth, stream) for lengths in turns])
             moved = 2 * 80 * batch * 8 * num_moved * 256
             share = moved / ms / 1e6 / copy
             is_promised = num_moved > 0 and (batch, nodes) == (16, 16)

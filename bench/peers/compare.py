@@ -86,8 +86,8 @@ def plot(reports: Sequence[Report], file: Path) -> None:
         width = 0.8 / max(len(engines), 1)
         for at, engine in enumerate(engines):
             speeds = {row["mode"]: row["tokens_per_s"] for row in rows if row["engine"] == engine}
-            slots = [MODES.index(mode) + (at - (len(engines) - 1) / 2) * width for mode in speeds]
-            panel.bar(slots, list(speeds.values()), width * 0.9, label=engine)
+            bars = [MODES.index(mode) + (at - (len(engines) - 1) / 2) * width for mode in speeds]
+            panel.bar(bars, list(speeds.values()), width * 0.9, label=engine)
         panel.set_xticks(range(len(MODES)), MODES)
         panel.set_title(precision)
         panel.set_ylabel("decode tokens/s")

@@ -31,11 +31,11 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
     """
     import onnx_ir as ir
 
-    place = owner.with_name(f"{borrower.parent.name}.onnx")
+    shared = owner.with_name(f"{borrower.parent.name}.onnx")
     try:
         held = {_key(tensor): tensor for tensor in _external_tensors(ir.load(owner))}
         model = ir.load(borrower)
-        data, saved = place.with_name(f"{place.name}.data"), 0
+        data, saved = shared.with_name(f"{shared.name}.data"), 0
         with data.open("wb") as sink:
             for value in model.graph.initializers.values():
                 tensor = value.const_value
@@ -53,7 +53,7 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
                     location, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name),
                     base_dir=owner.parent,
                 )  # fmt: skip
-        ir.save(model, place)
+        ir.save(model, shared)
         if data.stat().st_size == 0:
             data.unlink()
         for file in borrower.parent.iterdir():
@@ -61,8 +61,8 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
         borrower.parent.rmdir()
     except OSError as fault:
         todo = "Free space or choose another folder."
-        raise BuildError(str(place), text_from_fault(fault), "room and permission to write", todo) from fault
-    return place, saved
+        raise BuildError(str(shared), text_from_fault(fault), "room and permission to write", todo) from fault
+    return shared, saved
 
 
 def _external_tensors(model: Any) -> list[Any]:

@@ -128,10 +128,10 @@ def remove_leftovers(parent: Path, name: str | None = None) -> int:
 def copy_folder(source: Path, dest: Path) -> None:
     """Copy all files into the new folder `dest`. Unlike shutil.copytree it raises the first OSError unchanged."""
     for root, _, files in os.walk(source, onerror=_raise):
-        place = dest / Path(root).relative_to(source)
-        place.mkdir(parents=True)
+        folder = dest / Path(root).relative_to(source)
+        folder.mkdir(parents=True)
         for name in files:
-            shutil.copyfile(Path(root) / name, place / name)
+            shutil.copyfile(Path(root) / name, folder / name)
 
 
 def _raise(fault: OSError) -> None:

@@ -32,10 +32,10 @@ def find_checkpoint(bundle: Bundle, folder: Path | None = None) -> tuple[Path | 
         return None, f"the target's weights are {target.weights}: there is no checkpoint of them"
     if bundle.manifest["recipe"]["target"].get("num_layers") is not None:
         return None, "the target has fewer layers than its checkpoint (target.num_layers)"
-    place = folder or (Path(target.model) if target.model else None)
-    if place is None or not (place / "config.json").is_file():
+    found = folder or (Path(target.model) if target.model else None)
+    if found is None or not (found / "config.json").is_file():
         return None, f"the checkpoint {target.model} is not at hand; name its folder with --checkpoint"
-    return place, ""
+    return found, ""
 
 
 class Reference:

@@ -55,8 +55,8 @@ def convert_command(
             more = f" ({others} more)" if others else ""
             todo = f"{first.todo} `speccompile doctor {speculator}` lists every finding{more}."
             raise CheckpointError(first.where, first.got, first.expected, todo)
-        with staged_folder(claim.path, claim.hold) as place:
-            write_case(place, written, case)
+        with staged_folder(claim.path, claim.hold) as folder:
+            write_case(folder, written, case)
     if as_json:
         print_json({"folder": str(output), "from": case.layout.name, "to": written.name})
     else:
@@ -72,8 +72,8 @@ def _convert_gguf(source: Path, output: Path, as_json: bool) -> None:
 
     with errors_as_json(as_json):
         claim = claim_folder(output)
-        with staged_folder(claim.path, claim.hold) as place:
-            facts = write_checkpoint(source, place)
+        with staged_folder(claim.path, claim.hold) as folder:
+            facts = write_checkpoint(source, folder)
     if as_json:
         print_json({"folder": str(output), **facts})
         return

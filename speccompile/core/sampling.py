@@ -145,10 +145,10 @@ def race_draws(seeds: ArrayLike, positions: ArrayLike) -> Floats:
 
 def uniform_words(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
     """Returns all words of the draws, [4, batch, nodes] float32; arguments as of `uniforms`, which gives the first."""
-    places = np.asarray(positions, dtype=np.int64).astype(np.uint64)
+    at = np.asarray(positions, dtype=np.int64).astype(np.uint64)
     seed = np.asarray(seeds, dtype=np.uint64)[:, None]
-    counters, keys = np.zeros((4, *places.shape), np.uint64), np.empty((2, *places.shape), np.uint64)
-    counters[0], counters[1], counters[2] = places & _LOW, places >> _HALF, np.asarray(lane, dtype=np.uint64)
+    counters, keys = np.zeros((4, *at.shape), np.uint64), np.empty((2, *at.shape), np.uint64)
+    counters[0], counters[1], counters[2] = at & _LOW, at >> _HALF, np.asarray(lane, dtype=np.uint64)
     keys[0], keys[1] = seed & _LOW, seed >> _HALF
     words = philox(counters, keys)
     drawn: Floats = (words >> np.uint64(8)).astype(np.float32) * np.float32(2**-24)
@@ -170,15 +170,15 @@ def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) 
         the draws of the race at the node.
     """
     depths, ranks = tree.depths(), tree.sibling_ranks()
-    places = np.asarray(root_positions, dtype=np.int64)[:, None] + depths
-    raced = race_draws(seeds, places + 1)
+    positions = np.asarray(root_positions, dtype=np.int64)[:, None] + depths
+    raced = race_draws(seeds, positions + 1)
     if tree.draft_probs is None:
         return raced
     accept_lanes = np.where(ranks > 0, SIBLING_LANE + ranks, ACCEPT_LANE)
     if tree.is_chain:
         accept_lanes = CHAIN_ACCEPT_LANE + depths
     lanes = np.concatenate((accept_lanes, np.full_like(ranks, TARGET_LANE)), axis=1)
-    drawn = uniforms(seeds, np.concatenate((places, places + 1), axis=1), lanes)
+    drawn = uniforms(seeds, np.concatenate((positions, positions + 1), axis=1), lanes)
     drawn = drawn.reshape(tree.batch, 2, tree.nodes).swapaxes(1, 2)
     if not tree.is_chain:
         drawn[:, 0, 0] = NODE_BY_NODE

@@ -81,8 +81,8 @@ def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[
 def make_case(found: Checkpoint, layout: Format, target: Target | None = None, reads_values: bool = False) -> Case:
     """Returns the input of the checks."""
     prefix = layout.prefix_in(found.files.headers, found.config)
-    place = str(found.folder / "config.json")
-    sizes, _ = resolve_sizes(layout, found.config, found.files, prefix, place)
+    config_path = str(found.folder / "config.json")
+    sizes, _ = resolve_sizes(layout, found.config, found.files, prefix, config_path)
     expected = layout.expand(sizes, prefix)
     return Case(found.folder, found.config, found.files, layout, target, reads_values, prefix, sizes, expected)
 

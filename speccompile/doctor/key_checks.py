@@ -20,8 +20,8 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 
 def check_sizes(case: Case) -> Iterator[Finding]:
     """The config has every size, and they agree with the number of keys."""
-    place = str(case.folder / "config.json")
-    yield from resolve_sizes(case.layout, case.config, case.files, case.prefix, place)[1]
+    config_path = str(case.folder / "config.json")
+    yield from resolve_sizes(case.layout, case.config, case.files, case.prefix, config_path)[1]
 
 
 def check_missing(case: Case) -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def check_missing(case: Case) -> Iterator[Finding]:
         shape = _text(wants[0].shape)
         todo = "Fetch the folder again; others fill the gap with random or zero weights in silence."
         yield finding(
-            "error", case.place(wants[0].key), f"no such key{more}", f"{wants[0].row.dtypes[0]} {shape}", todo
+            "error", case.where(wants[0].key), f"no such key{more}", f"{wants[0].row.dtypes[0]} {shape}", todo
         )
 
 
@@ -56,7 +56,7 @@ def check_extra(case: Case) -> Iterator[Finding]:
         more = f" ({len(keys)} like {kind})" if len(keys) > 1 else ""
         got = f"a key that the layout does not have{more}, {header.dtype} {_text(header.shape)}"
         todo = "Others skip it in silence. Find out what it does before you remove it: the heads may need it."
-        yield finding("error", case.place(keys[0]), got, f"only keys of {case.layout.label}", todo)
+        yield finding("error", case.where(keys[0]), got, f"only keys of {case.layout.label}", todo)
 
 
 def check_shapes(case: Case) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def check_shapes(case: Case) -> Iterator[Finding]:
         got = _text(case.files.headers[first.key].shape) + more
         names = " x ".join(str(d) for d in first.row.dims)
         todo = "Config and weights are of different speculators: fetch the folder again, or correct config.json."
-        yield finding("error", case.place(first.key), got, f"{_text(first.shape)} = {names}", todo)
+        yield finding("error", case.where(first.key), got, f"{_text(first.shape)} = {names}", todo)
 
 
 def check_dtypes(case: Case) -> Iterator[Finding]:
@@ -86,7 +86,7 @@ def check_dtypes(case: Case) -> Iterator[Finding]:
         more = f" and {len(keys) - 1} more of its kind" if len(keys) > 1 else ""
         allowed = case.expected[keys[0]].row.dtypes
         todo = "Use the checkpoint before it was quantised or converted."
-        yield finding("error", case.place(keys[0]), dtype + more, " or ".join(allowed), todo)
+        yield finding("error", case.where(keys[0]), dtype + more, " or ".join(allowed), todo)
 
 
 def check_finite(case: Case) -> Iterator[Finding]:
@@ -97,7 +97,7 @@ def check_finite(case: Case) -> Iterator[Finding]:
         if num:
             got = f"{num} of {header.size} values NaN or infinite"
             todo = "Training diverged or the file was damaged: take an earlier checkpoint."
-            yield finding("error", case.place(key), got, "finite values", todo)
+            yield finding("error", case.where(key), got, "finite values", todo)
 
 
 def check_trained(case: Case) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def check_trained(case: Case) -> Iterator[Finding]:
         sign = np.array(1 << (8 * np.dtype(bits).itemsize - 1), bits)
         if not any(np.any(part & ~sign) for part in _parts(case.files.array(key).view(bits))):
             todo = "It was never trained, or its part was not gathered when it was saved."
-            yield finding("warning", case.place(key), "zeros alone", "trained weights", todo)
+            yield finding("warning", case.where(key), "zeros alone", "trained weights", todo)
 
 
 def _weights(case: Case) -> Iterator[tuple[str, TensorHeader]]:
@@ -135,7 +135,7 @@ def check_shared(case: Case) -> Iterator[Finding]:
         if not same_header or not np.array_equal(_bits(case.files.array(first)), _bits(case.files.array(want.key))):
             todo = "The config is another speculator's, or the copies were trained apart: say so in config.json."
             got = f"other values than {first}"
-            yield finding("error", case.place(want.key), got, "a copy, as the config says that they are shared", todo)
+            yield finding("error", case.where(want.key), got, "a copy, as the config says that they are shared", todo)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ def check_width(case: Case) -> Iterator[Finding]:
     if target is not None and size is not None and size != target.dims.hidden_size:
         todo = "It was trained for another target: give the model that it belongs to."
         got, expected = f"hidden states of {size}", f"{target.dims.hidden_size}, the hidden size of {target.name}"
-        yield finding("error", case.place(), got, expected, todo)
+        yield finding("error", case.where(), got, expected, todo)
 
 
 def check_vocabulary(case: Case) -> Iterator[Finding]:
@@ -168,7 +168,7 @@ def check_vocabulary(case: Case) -> Iterator[Finding]:
             todo += " `speccompile convert --target` cuts the rows that no token uses."
         else:
             todo += " Use the target that it was trained with; rows that are missing cannot be made up."
-    yield finding("error", case.place(), got, expected, todo)
+    yield finding("error", case.where(), got, expected, todo)
 
 
 def _text(shape: tuple[int | None, ...]) -> str:

@@ -274,14 +274,14 @@ class Case:
         """Returns the key of a name in our layout, if it is stored."""
         return next((e.key for e in self.expected.values() if e.name == name and e.key in self.files.headers), None)
 
-    def place(self, key: str = "") -> str:
+    def where(self, key: str = "") -> str:
         """Returns file and key, for a finding."""
         if key == "":
             return str(self.folder)
         path = self.files.files.get(key, self.folder)
         return f"{path} ({key})"
 
-    def config_place(self, *keys: str) -> str:
+    def where_in_config(self, *keys: str) -> str:
         """Returns config.json and keys, for a finding."""
         return f"{self.folder / 'config.json'} ({' or '.join(keys)})"
 
@@ -292,7 +292,7 @@ def finding(severity: Severity, where: str, got: str, expected: str, todo: str) 
 
 
 def resolve_sizes(
-    layout: Format, config: Mapping[str, Any], files: TensorFiles, prefix: str, place: str
+    layout: Format, config: Mapping[str, Any], files: TensorFiles, prefix: str, config_path: str
 ) -> tuple[Sizes, list[Finding]]:
     """Returns the sizes of a checkpoint and their faults; a size that nothing gives is None.
 
@@ -301,7 +301,7 @@ def resolve_sizes(
         config: its config.
         files: its weights.
         prefix: of its keys.
-        place: of the config, for findings.
+        config_path: of config.json, for findings.
     """
     tails = {k[len(prefix) :]: h for k, h in files.headers.items() if k.startswith(prefix)}
     sizes: Sizes = {}
@@ -309,14 +309,14 @@ def resolve_sizes(
     counted = {size for row in layout.rows for _, size, _ in row.over}
     for size in layout.sizes:
         most = max(_MAX_FREE_COUNT, len(tails)) if size.name in counted else MAX_SIZE
-        sizes[size.name] = _resolve(size, config, tails, most, place, faults)
-    _limit_rows(layout, sizes, len(tails), place, faults)
+        sizes[size.name] = _resolve(size, config, tails, most, config_path, faults)
+    _limit_rows(layout, sizes, len(tails), config_path, faults)
     if layout.derive is not None:
         layout.derive(sizes)
     return sizes, faults
 
 
-def _limit_rows(layout: Format, sizes: Sizes, num_stored: int, place: str, faults: list[Finding]) -> None:
+def _limit_rows(layout: Format, sizes: Sizes, num_stored: int, config_path: str, faults: list[Finding]) -> None:
     """Unset sizes whose product counts many more keys than are stored, so that nothing too large is expanded."""
     most = max(_MAX_FREE_COUNT**2, num_stored)
     for row in layout.rows:
@@ -325,18 +325,20 @@ def _limit_rows(layout: Format, sizes: Sizes, num_stored: int, place: str, fault
         if num_keys > most:
             got = " x ".join(f"{sizes[name]} {name}" for name in names)
             todo = "Config and weights are of different speculators: fetch the folder again, or correct config.json."
-            faults.append(finding("error", place, f"{got}: {num_keys} keys", f"about the {num_stored} stored", todo))
+            faults.append(
+                finding("error", config_path, f"{got}: {num_keys} keys", f"about the {num_stored} stored", todo)
+            )
             sizes |= dict.fromkeys(names)
 
 
 def _resolve(
-    size: Size, config: Mapping[str, Any], tails: Mapping[str, Any], most: int, place: str, faults: list[Finding]
+    size: Size, config: Mapping[str, Any], tails: Mapping[str, Any], most: int, config_path: str, faults: list[Finding]
 ) -> int | None:
     key = next((k for k in size.keys if lookup(config, k) is not None), None)
     value = None if key is None else lookup(config, key)
     stored = _stored(size, tails, most)
     is_right = isinstance(value, bool) if size.is_flag else isinstance(value, int) and not isinstance(value, bool)
-    where = f"{place} ({' or '.join(size.keys)})" if key is None else f"{place} ({key})"
+    where = f"{config_path} ({' or '.join(size.keys)})" if key is None else f"{config_path} ({key})"
     if value is None:
         known = stored if stored is not None else size.default
         if known is None or size.is_needed:

@@ -120,8 +120,8 @@ class FixedTree(nn.Module):
             level = [path for path in self.shape.choices if len(path) == depth + 1]
             num_candidates = 1 + max(path[-1] for path in level)
             candidates, probs = top_tokens(logits, num_candidates)
-            place = {path: node for node, path in enumerate(inner)}
-            picked = torch.tensor([place[path[:-1]] * num_candidates + path[-1] for path in level])
+            node_of = {path: node for node, path in enumerate(inner)}
+            picked = torch.tensor([node_of[path[:-1]] * num_candidates + path[-1] for path in level])
             made = candidates.flatten(1).index_select(1, picked)
             drafted.append(made)
             sure.append(probs.flatten(1).index_select(1, picked))
@@ -129,7 +129,7 @@ class FixedTree(nn.Module):
             inner = [path for path in level if path in parents]
             if inner:
                 tokens = made.index_select(1, torch.tensor([level.index(path) for path in inner]))
-                above = tuple(place[path[:-1]] for path in inner)
+                above = tuple(node_of[path[:-1]] for path in inner)
         return torch.cat(drafted, 1), torch.cat(sure, 1)
 
 

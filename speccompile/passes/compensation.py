@@ -87,11 +87,11 @@ def factor_of(hessian: NDArray[np.floating]) -> Factor:
     order = _order(diagonal)
     damping = DAMPING * float(diagonal.mean()) or 1.0
     damped = hessian[np.ix_(order, order)].astype(np.float64)
-    places = np.diag_indices_from(damped)
-    damped[places] += damping
+    entries = np.diag_indices_from(damped)
+    damped[entries] += damping
     while (upper := _upper_factor(damped)) is None:  # sums of float32 may leave eigenvalues below zero
         damping *= 2
-        damped[places] += damping
+        damped[entries] += damping
     roots = np.diag(upper)
     return Factor(order, np.ascontiguousarray((upper / roots).T, np.float32), (roots**2).astype(np.float32))
 

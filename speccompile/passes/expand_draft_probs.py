@@ -56,10 +56,10 @@ def expand_draft_probs(model: ir.Model) -> int:
 
 
 def _expanded(edit: Editor, dists: ir.Value | None, d2t: np.ndarray, width: int, vocab: int) -> ir.Value:
-    place = np.full(vocab, width, np.int64)  # a column of zeros follows the distribution
-    place[d2t] = np.arange(width)
+    columns = np.full(vocab, width, np.int64)  # a column of zeros follows the distribution
+    columns[d2t] = np.arange(width)
     padded = edit.op("Pad", dists, edit.ints([0, 1]), edit.const(np.float32(0), "draft_dists.none"), edit.ints([2]))
-    expanded: ir.Value = edit.op("Gather", padded, edit.const(place, "draft_dists.t2d"), axis=2)
+    expanded: ir.Value = edit.op("Gather", padded, edit.const(columns, "draft_dists.t2d"), axis=2)
     expanded.shape = ir.Shape([*(dists.shape or ())[:2], vocab]) if dists is not None else None
     expanded.type = ir.TensorType(ir.DataType.FLOAT)
     return expanded

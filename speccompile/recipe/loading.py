@@ -282,7 +282,7 @@ def _with_models(raw: RawRecipe, path: KeyPath, section: Any) -> Any:
 def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
     """Check that texts and initial weights exist; the output is beside the recipe, or where an override puts it."""
     key = ("training", "output")
-    found: dict[str, Any] = {"output": str(_places(raw, key, section.output)[0].resolve())}
+    found: dict[str, Any] = {"output": str(_candidate_paths(raw, key, section.output)[0].resolve())}
     if section.start is not None:
         found["start"] = _find_path(raw, ("training", "start"), section.start)
     files = tuple(_find_path(raw, ("training", "text", "files"), file) for file in section.text.files)
@@ -290,13 +290,13 @@ def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
 
 
 def _find_path(raw: RawRecipe, key: KeyPath, path: str) -> str:
-    for candidate in _places(raw, key, path):
+    for candidate in _candidate_paths(raw, key, path):
         if os.path.exists(candidate):
             return str(candidate.resolve())
     raise RecipeError(raw.where(key), f"{shown(path)}, which does not exist", "a file or folder", "Correct the path.")
 
 
-def _places(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
+def _candidate_paths(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
     """Returns candidates for a relative path: beside the recipe, then the working directory; reversed for overrides."""
     try:
         given = Path(text).expanduser()
@@ -312,22 +312,22 @@ def _places(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
 
 
 def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
-    places = _places(raw, path, model)
-    for candidate in places:
+    candidates = _candidate_paths(raw, path, model)
+    for candidate in candidates:
         if os.path.isdir(candidate):
             return str(candidate.resolve())
         if os.path.exists(candidate):
             got, expected = f"{shown(model)}, a file", "a checkpoint folder or a hub id like owner/name"
             raise RecipeError(raw.where(path), got, expected, hint(str(candidate)))
     if _HUB_ID.fullmatch(model) is None:
-        tried = "" if os.path.isabs(os.path.expanduser(model)) else f" at {' or '.join(map(str, places))}"
+        tried = "" if os.path.isabs(os.path.expanduser(model)) else f" at {' or '.join(map(str, candidates))}"
         got = f"{shown(model)}, which does not exist{tried}"
         raise RecipeError(raw.where(path), got, "a checkpoint folder or a hub id like owner/name", hint(model))
     return model
 
 
 def _find_config(raw: RawRecipe, path: KeyPath, config: str) -> str:
-    for candidate in _places(raw, path, config):
+    for candidate in _candidate_paths(raw, path, config):
         if os.path.isfile(candidate / "config.json"):
             return str(candidate.resolve())
     got = f"{shown(config)}, which has no config.json"

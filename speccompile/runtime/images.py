@@ -133,7 +133,7 @@ class ImageEncoder:
             raise RuntimeFault(where, got, expected, f"Write {begin} where an image stands, and nowhere else.")
         return text.replace(begin, f"\n\n{begin}{image * record.num_tokens}{end}\n\n")
 
-    def place(self, where: str, tokens: Sequence[int], images: Sequence[Image]) -> PromptImages:
+    def locate(self, where: str, tokens: Sequence[int], images: Sequence[Image]) -> PromptImages:
         """Returns where the tokens of each image stand in a prompt.
 
         Args:

@@ -330,7 +330,7 @@ class SpecEngine:
         sink = self.text_sink(params) if with_text or params.stop or not params.skip_special_tokens else None
         sequence = TokenSequence(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
-            sequence.images = self.images.place(f"prompt {index}", tokens, images)
+            sequence.images = self.images.locate(f"prompt {index}", tokens, images)
         if params.structured_outputs is not None:
             sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens)
         sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)

@@ -54,21 +54,21 @@ class Sources:
     """Where each document is, by digest.
 
     Args:
-        places: (file, line) by digest; line 0 is the whole file.
+        locations: (file, line) by digest; line 0 is the whole file.
     """
 
-    places: Mapping[str, tuple[Path, int]]
+    locations: Mapping[str, tuple[Path, int]]
 
     @property
     def digest(self) -> str:
         """Digest of all documents, whatever files they are in."""
-        return _digest("".join(sorted(self.places)).encode())[:16]
+        return _digest("".join(sorted(self.locations)).encode())[:16]
 
     def documents(self) -> Iterator[Document]:
         """Yields all documents in the order of their digests, so the held-out ones come first; read one at a time."""
-        lines = {path: dict(_raws(path)) for path in {p for p, line in self.places.values() if line}}
-        for digest in sorted(self.places):
-            path, line = self.places[digest]
+        lines = {path: dict(_raws(path)) for path in {p for p, line in self.locations.values() if line}}
+        for digest in sorted(self.locations):
+            path, line = self.locations[digest]
             raw = lines[path][line] if line else _read(path)
             yield Document(raw.decode("utf-8", errors="ignore"), digest, f"{path}:{line}" if line else str(path))
 

@@ -45,8 +45,8 @@ class Stage:
         count, size = self.windows.counts[TRAIN], self.section.batch_size
         rows = []
         for index in range(step * size, (step + 1) * size):
-            epoch, place = divmod(index, count)
-            rows.append(int(_order(count, self.seed, epoch)[place]))
+            epoch, offset = divmod(index, count)
+            rows.append(int(_order(count, self.seed, epoch)[offset]))
         return rows
 
     def batch(self, split: str, rows: list[int], seed: int) -> TrainingBatch:

@@ -256,8 +256,8 @@ def test_libraries_are_looked_for_in_the_wheels(has_wheels, tmp_path, monkeypatc
     cuda_session._preload_libraries()
     cuda, cudnn = {"cuda": True, "cudnn": False}, {"cuda": False, "cudnn": True}
     if has_wheels:
-        places = [{**cuda, "directory": f"{f}/cu13/lib"} for f in (one, other)]
-        assert calls == [*places, {**cudnn, "directory": f"{one}/cudnn/lib"}]
+        calls_of_cuda = [{**cuda, "directory": f"{f}/cu13/lib"} for f in (one, other)]
+        assert calls == [*calls_of_cuda, {**cudnn, "directory": f"{one}/cudnn/lib"}]
     else:
         assert calls == [{**cuda, "directory": None}, {**cudnn, "directory": None}]
 

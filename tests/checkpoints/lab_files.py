@@ -55,13 +55,13 @@ def set_config(folder: Path, **changes: Any) -> None:
     """None removes a key; a dot in a name is written as two underscores."""
     config = json.loads((folder / "config.json").read_text())
     for name, value in changes.items():
-        place, *path = config, *name.split("__")
+        section, *path = config, *name.split("__")
         for part in path[:-1]:
-            place = place[part]
+            section = section[part]
         if value is None:
-            place.pop(path[-1], None)
+            section.pop(path[-1], None)
         else:
-            place[path[-1]] = value
+            section[path[-1]] = value
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -84,7 +84,12 @@ def exact_joint(setting: Setting) -> np.ndarray:
 
 
 def propose(
-    form: tuple[int, ...], previous: np.ndarray, root: np.ndarray, seeds: np.ndarray, places: np.ndarray, sampled: bool
+    form: tuple[int, ...],
+    previous: np.ndarray,
+    root: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    sampled: bool,
 ) -> tuple[TokenTree, np.ndarray]:
     """Returns drafts for every slot, siblings without replacement, and the context (two tokens) of each node."""
     batch, nodes = len(root), len(form)
@@ -103,7 +108,7 @@ def propose(
                 dist[slots, contexts[:, sibling, 1]] = 0
         dist /= dist.sum(axis=-1, keepdims=True)
         dists[:, node] = dist
-        drawn = uniforms(seeds, (places + depth[node])[:, None], DRAFT_LANE + 100 + node)[:, 0]
+        drawn = uniforms(seeds, (positions + depth[node])[:, None], DRAFT_LANE + 100 + node)[:, 0]
         token = draw(dist, drawn) if sampled else dist.argmax(axis=-1)
         contexts[:, node, 0], contexts[:, node, 1] = contexts[:, parent, 1], token
     parents = np.broadcast_to(np.array(form), (batch, nodes)).copy()

@@ -47,9 +47,9 @@ def test_integers_are_those_of_the_definition() -> None:
 
 
 def test_the_draws_of_a_race_are_of_its_own_lane() -> None:
-    seeds, places = np.array([5], np.uint64), np.arange(40)[None]
-    mine = race_draws(seeds, places)
-    others = [uniforms(seeds, places, lane) for lane in range(3)]
+    seeds, positions = np.array([5], np.uint64), np.arange(40)[None]
+    mine = race_draws(seeds, positions)
+    others = [uniforms(seeds, positions, lane) for lane in range(3)]
     assert len({*mine.ravel().tolist(), *np.ravel(others).tolist()}) == 200
 
 

@@ -51,9 +51,9 @@ def test_philox_is_elementwise() -> None:
 def test_uniforms_are_uniform_and_independent() -> None:
     from scipy import stats
 
-    places = np.arange(20000)[None]
-    by_lane = [uniforms([7], places, lane)[0] for lane in (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, SIBLING_LANE + 1)]
-    other_seeds = [uniforms([seed], places, TARGET_LANE)[0] for seed in (8, 7 + 2**32, 2**64 - 1)]
+    positions = np.arange(20000)[None]
+    by_lane = [uniforms([7], positions, lane)[0] for lane in (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, SIBLING_LANE + 1)]
+    other_seeds = [uniforms([seed], positions, TARGET_LANE)[0] for seed in (8, 7 + 2**32, 2**64 - 1)]
     rows = np.array(by_lane + other_seeds)
     assert rows.dtype == np.float32 and rows.min() >= 0 and rows.max() < 1
     for row in rows:
@@ -65,11 +65,11 @@ def test_uniforms_are_uniform_and_independent() -> None:
 
 
 def test_uniforms_do_not_depend_on_the_batch() -> None:
-    seeds, places = np.array([3, 2**63 + 1], np.uint64), np.array([[5, 6, 2**40], [5, 9, 1]])
-    both = uniforms(seeds, places, TARGET_LANE)
+    seeds, positions = np.array([3, 2**63 + 1], np.uint64), np.array([[5, 6, 2**40], [5, 9, 1]])
+    both = uniforms(seeds, positions, TARGET_LANE)
     for slot in range(2):
         np.testing.assert_array_equal(
-            both[slot], uniforms(seeds[slot : slot + 1], places[slot : slot + 1], TARGET_LANE)[0]
+            both[slot], uniforms(seeds[slot : slot + 1], positions[slot : slot + 1], TARGET_LANE)[0]
         )
     assert len(np.unique(both)) == both.size
 

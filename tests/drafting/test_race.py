@@ -70,12 +70,12 @@ def test_the_drafts_own_distribution_races_where_it_is_given(has_map: bool) -> N
         best = plain.argmax(-1)[..., None]
         outputs = {CANDIDATES: best, CANDIDATE_PROBS: np.take_along_axis(plain, best, axis=-1), NODE_PROBS: warped}
         tokens, _ = raced_candidates(batch, 1, outputs, d2t)  # type: ignore[arg-type]
-        places = np.arange(VOCAB) if d2t is None else d2t
+        columns = np.arange(VOCAB) if d2t is None else d2t
         rates = np.zeros((3, VOCAB))
-        rates[:, places] = warped[:, 0].astype(np.float64) ** module.SHARPNESS
+        rates[:, columns] = warped[:, 0].astype(np.float64) ** module.SHARPNESS
         wanted = race(rates, batch.race_draws(1))
         assert tokens[[0, 2], 0, 0].tolist() == wanted[[0, 2]].tolist()
-        assert tokens[1, 0, 0] == places[best[1, 0, 0]]
+        assert tokens[1, 0, 0] == columns[best[1, 0, 0]]
 
 
 def test_one_candidate_without_a_distribution_is_left_as_it_is() -> None:

@@ -18,7 +18,7 @@ SLOTS, NUM_DRAFTS = 4, 4
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     from tests.speculators import dflash_lab, eagle_lab
 
     folder = tmp_path_factory.mktemp("block_texts")
@@ -28,15 +28,15 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(place):
+def engine(checkpoints):
     from tests.speculators.eagle_lab import compiled
 
     made = {}
-    for source in sources("dflash", "chain", place / "target", place / "dflash"):
+    for source in sources("dflash", "chain", checkpoints / "target", checkpoints / "dflash"):
         rows = MAX_ROWS + source.spec().rows_written_ahead
-        made[source.job.name] = TimedEngine(compiled(source, place / source.job.name, slots=SLOTS, rows=rows)[0])
+        made[source.job.name] = TimedEngine(compiled(source, checkpoints / source.job.name, slots=SLOTS, rows=rows)[0])
     target, context = made.pop("target"), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
-    config = config_of("dflash", "chain", place / "dflash")
+    config = config_of("dflash", "chain", checkpoints / "dflash")
     return SpecEngine(target, made, registry.method("dflash").make_proposer(config, made, context), None, context)
 
 
@@ -63,13 +63,13 @@ def found(engine):
 
 
 @pytest.fixture(scope="module")
-def streams(place):
+def streams(checkpoints):
     """Returns a function: text, shift -> the target's streams [positions, ..], of layers shifted by so many."""
     from transformers import LlamaForCausalLM
 
     from tests.speculators.dflash_lab import READ
 
-    model, known = LlamaForCausalLM.from_pretrained(place / "target", dtype=torch.float32).eval(), {}
+    model, known = LlamaForCausalLM.from_pretrained(checkpoints / "target", dtype=torch.float32).eval(), {}
 
     @torch.no_grad()
     def read(text, shift=0):
@@ -90,20 +90,20 @@ def walk(twin, streams, root):
     return path
 
 
-def num_wrong(place, found, streams, shift=0, faults=()):
+def num_wrong(checkpoints, found, streams, shift=0, faults=()):
     from tests.speculators import dflash_lab
 
-    twin = dflash_lab.twin(place / "dflash", place / "target", faults)
+    twin = dflash_lab.twin(checkpoints / "dflash", checkpoints / "target", faults)
     pairs = [(walk(twin, streams(text[:-1], shift), text[-1]), list(drafts)) for text, drafts in found]
     return sum(right[: len(drafts)] != drafts for right, drafts in pairs)
 
 
-def test_every_draft_is_the_twins(place, found, streams):
-    assert num_wrong(place, found, streams) == 0 and len(found) > 30
+def test_every_draft_is_the_twins(checkpoints, found, streams):
+    assert num_wrong(checkpoints, found, streams) == 0 and len(found) > 30
 
 
 @pytest.mark.parametrize(
     "fault", [{"shift": 1}, {"shift": -1}, {"faults": ("slots",)}, {"faults": ("taps",)}, {"faults": ("predecessor",)}]
 )
-def test_layers_off_by_one_and_other_faults_change_most_drafts(place, found, streams, fault):
-    assert num_wrong(place, found[:20], streams, **fault) > 10
+def test_layers_off_by_one_and_other_faults_change_most_drafts(checkpoints, found, streams, fault):
+    assert num_wrong(checkpoints, found[:20], streams, **fault) > 10

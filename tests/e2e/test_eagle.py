@@ -25,7 +25,7 @@ MAX_SEQ, MAX_NODES = 60, 10
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     pytest.importorskip("torch")
     from tests.speculators import eagle_lab as lab
 
@@ -37,22 +37,24 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engines(place):
+def engines(checkpoints):
     """By backend and name, all graphs: one target for both methods, drafts for chains and trees."""
     from speccompile.core.registry import find_class
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators import eagle_lab as lab
 
-    target = GraphJob("target", str(place / "target"), options=DecoderOptions(hidden=True, hidden_layers=lab.STREAMS))
+    target = GraphJob(
+        "target", str(checkpoints / "target"), options=DecoderOptions(hidden=True, hidden_layers=lab.STREAMS)
+    )
     source = DecoderSource(target, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, target)
-    made = {"target": lab.compiled(source, place, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1)}
+    made = {"target": lab.compiled(source, checkpoints, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1)}
     for method in METHODS:
         chosen = registry.method(method)
-        for job in chosen.graph_jobs(chosen.Config(str(place / method), tree={"widths": [8]})):
+        for job in chosen.graph_jobs(chosen.Config(str(checkpoints / method), tree={"widths": [8]})):
             source = find_class(job.source)(job, context)
             made[f"{method}.{job.name}"] = lab.compiled(
-                source, place / method, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1
+                source, checkpoints / method, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1
             )
     return {(backend, name): held[i] for i, backend in enumerate(BACKENDS) for name, held in made.items()}
 
@@ -243,7 +245,7 @@ def shifted(tree):
 @pytest.mark.parametrize(
     ("options", "is_wrong"), [(TREES["fixed"], False), (TREES["chain"], False), (TREES["fixed"], True)]
 )
-def test_two_sampled_tokens_follow_the_targets_distribution(engines, place, options, is_wrong):
+def test_two_sampled_tokens_follow_the_targets_distribution(engines, checkpoints, options, is_wrong):
     """Draft probs over the draft's vocabulary reach acceptance over the target's; shifted ones would be noticed."""
     from tests.e2e.two_tokens import exact_dist, fit_p_value
 
@@ -254,7 +256,7 @@ def test_two_sampled_tokens_follow_the_targets_distribution(engines, place, opti
         engine.proposer.propose = lambda batch: shifted(propose(batch))
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     results = engine.generate([prompt] * num, params, batch_size=8)
-    p_value = fit_p_value(results, exact_dist(place / "target", prompt, heat, top_k))
+    p_value = fit_p_value(results, exact_dist(checkpoints / "target", prompt, heat, top_k))
     if is_wrong:
         assert p_value < 1e-4
         return

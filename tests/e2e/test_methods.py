@@ -51,8 +51,8 @@ def lab(tmp_path_factory):
             graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
             if graph not in graphs:
                 graphs[graph] = store.export(source)[0]
-            maker, place = registry.backend(backend), folder / f"graph{len(engines)}"
-            maker.compile(graphs[graph], source.spec(), place)
+            maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"
+            maker.compile(graphs[graph], source.spec(), graph_folder)
             sizes = {
                 "max_slots": SLOTS,
                 "max_rows": MAX_ROWS + source.spec().rows_written_ahead,
@@ -60,9 +60,9 @@ def lab(tmp_path_factory):
                 "owners": owners,
             }
             if source.role == "target":
-                maker.compile_rollback(source.dims, place / "rollback")
-                sizes["rollback"] = place / "rollback" / maker.graph_file
-            engines[key] = TimedEngine(maker.load(place / maker.graph_file, source.spec(), **sizes))
+                maker.compile_rollback(source.dims, graph_folder / "rollback")
+                sizes["rollback"] = graph_folder / "rollback" / maker.graph_file
+            engines[key] = TimedEngine(maker.load(graph_folder / maker.graph_file, source.spec(), **sizes))
         return engines[key]
 
     def load(method, form, backend):

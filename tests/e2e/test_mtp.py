@@ -33,7 +33,7 @@ NUM_DRAFTS = 3
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     from tests.speculators import mtp_lab as lab
 
     folder = tmp_path_factory.mktemp("modules")
@@ -43,31 +43,31 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def oracle(place):
+def oracle(checkpoints):
     from tests.speculators import mtp_lab as lab
 
-    config = json.loads((place / "module/config.json").read_text())
+    config = json.loads((checkpoints / "module/config.json").read_text())
     module = lab.MtpModule(config, "sdpa").to_empty(device="cpu")
-    held = lab.load_file(place / "module/model.safetensors")
+    held = lab.load_file(checkpoints / "module/model.safetensors")
     module.load_state_dict({name.removeprefix("mtp."): tensor for name, tensor in held.items()})
-    return lab.Oracle(place / "target", module, intermediate_size=config["layer_config"]["intermediate_size"])
+    return lab.Oracle(checkpoints / "target", module, intermediate_size=config["layer_config"]["intermediate_size"])
 
 
 @pytest.fixture(scope="module")
-def engines(place):
+def engines(checkpoints):
     """Returns name -> engine: the target with both hidden states, the module, and the module with swapped halves."""
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators.eagle_lab import compiled
 
-    job = GraphJob("target", str(place / "target"), options=DecoderOptions(hidden=True, hidden_layers=(LAST,)))
+    job = GraphJob("target", str(checkpoints / "target"), options=DecoderOptions(hidden=True, hidden_layers=(LAST,)))
     source = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     sizes, made, method = {"slots": SLOTS, "rows": MAX_SEQ + MAX_NODES + 1}, {}, registry.method("mtp")
-    made["target"] = compiled(source, place, **sizes)[0]
+    made["target"] = compiled(source, checkpoints, **sizes)[0]
     context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, job)
     for name, fields in (("draft", {}), ("swapped", {"concat": "hidden_first"})):
-        (wanted,) = method.graph_jobs(method.Config(str(place / "module"), **fields))
+        (wanted,) = method.graph_jobs(method.Config(str(checkpoints / "module"), **fields))
         draft = registry.find_class(wanted.source)(wanted, context)
-        made[name] = compiled(draft, place / name, **sizes)[0]
+        made[name] = compiled(draft, checkpoints / name, **sizes)[0]
     return {name: TimedEngine(engine) for name, engine in made.items()}
 
 
@@ -158,8 +158,8 @@ def keep_own_rows(engine):
     def keeping(slots, verdict, outputs):
         written = np.minimum(verdict.num_accepted, NUM_DRAFTS - 1)
         path = np.stack([np.append(row[num:], row[:num]) for row, num in zip(verdict.path, written, strict=True)])
-        for place, num in enumerate(written.tolist()):
-            rows.lengths[place] += num
+        for slot, num in enumerate(written.tolist()):
+            rows.lengths[slot] += num
         keep(slots, Verdict(path, verdict.num_accepted - written, verdict.next_token), outputs)
 
     rows.pending.keep = keeping
@@ -211,14 +211,14 @@ def test_rows_after_rollbacks_are_those_of_a_fresh_prompt(engines, oracle):
 @pytest.mark.distribution
 @pytest.mark.parametrize("heat", [0.5, 0.8, 1.2])
 @short_texts()
-def test_two_sampled_tokens_follow_the_targets_distribution(engines, place, heat):
+def test_two_sampled_tokens_follow_the_targets_distribution(engines, checkpoints, heat):
     """Drawn drafts over the target's whole vocabulary; the seeds are fixed."""
     from tests.e2e.two_tokens import exact_dist, fit_p_value
 
     num, prompt, top_k = 1200, prompts()[0], 6
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     results = load(engines).generate([prompt] * num, params, batch_size=8)
-    assert fit_p_value(results, exact_dist(place / "target", prompt, heat, top_k)) > 1e-4
+    assert fit_p_value(results, exact_dist(checkpoints / "target", prompt, heat, top_k)) > 1e-4
     assert sum(r.stats["num_accepted"] for r in results) > 20
 
 
@@ -252,10 +252,10 @@ def test_a_module_in_the_targets_own_files_is_built_without_being_named(family, 
     assert wrong_of(lab.Oracle(target, module), found)[0] == 0
     if family == "glm4_moe":
         again = build_bundle(tmp_path, "named", RECIPE.format(target=target, fields=f"model: {target}, "))
-        digests = [json.loads((place / "manifest.json").read_text())["graphs"]["draft"] for place in (bundle, again)]
+        digests = [json.loads((built / "manifest.json").read_text())["graphs"]["draft"] for built in (bundle, again)]
         assert digests[0] == digests[1]
 
 
-def test_a_recipe_with_a_tree_is_refused_by_name(place, tmp_path):
+def test_a_recipe_with_a_tree_is_refused_by_name(checkpoints, tmp_path):
     with pytest.raises(RecipeError, match=r"speculator\.tree.*one token after the other"):
-        build_bundle(tmp_path, "tree", RECIPE.format(target=place / "target", fields="tree: auto, "))
+        build_bundle(tmp_path, "tree", RECIPE.format(target=checkpoints / "target", fields="tree: auto, "))

@@ -34,13 +34,13 @@ def open_engine(tmp_path_factory):
     spec = verified_spec(decoder_spec("target", dims))
 
     def make(backend="onnxruntime", *, max_rows):
-        maker, place = registry.backend(backend), folder / backend
-        if not place.exists():
-            maker.compile(model, spec, place)
-            maker.compile_rollback(dims, place / "rollback")
-        rollback = place / "rollback" / maker.graph_file
+        maker, graphs_folder = registry.backend(backend), folder / backend
+        if not graphs_folder.exists():
+            maker.compile(model, spec, graphs_folder)
+            maker.compile_rollback(dims, graphs_folder / "rollback")
+        rollback = graphs_folder / "rollback" / maker.graph_file
         sizes = {"max_slots": SLOTS, "max_rows": max_rows, "tuning": {"threads": 1}, "rollback": rollback}
-        return maker.load(place / maker.graph_file, spec, **sizes)
+        return maker.load(graphs_folder / maker.graph_file, spec, **sizes)
 
     return make
 
@@ -80,10 +80,10 @@ def texts_of(engine, num):
     """Returns the greedy texts by single steps."""
     engine.reset()
     lengths, tokens = np.zeros(SLOTS, np.int64), [list(p) for p in PROMPTS]
-    for place, prompt in enumerate(PROMPTS):
+    for slot, prompt in enumerate(PROMPTS):
         start = {TOKENS: np.array([prompt[:-1]]), LENGTHS: np.zeros(1, np.int64), SCORED_NODES: np.zeros((1, 1), int)}
-        engine.run(start, first_slot=place)
-        lengths[place] = len(prompt) - 1
+        engine.run(start, first_slot=slot)
+        lengths[slot] = len(prompt) - 1
     for _ in range(num):
         out = engine.run({TOKENS: np.array([[text[-1]] for text in tokens]), LENGTHS: lengths})
         lengths += 1

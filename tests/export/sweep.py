@@ -131,8 +131,8 @@ def largest_difference(decoder: Decoder, model: Any) -> float:
         paths = [paths_of(decoder.history[slot], tokens[slot], nodes[slot]) for slot in range(2)]
         each = [(slot, i) for slot in range(2) for i, n in enumerate(scored[slot]) if n == 0 or nodes[slot, n] >= 0]
         expected = logits_after(model, [paths[slot][scored[slot, index]] for slot, index in each])  # of no padding
-        slots, places = np.array(each).T
-        differences = np.abs(logits[slots, places] - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
+        slots, nodes_of = np.array(each).T
+        differences = np.abs(logits[slots, nodes_of] - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
         for slot in range(2):
             decoder.history[slot] += tokens[slot, : kept[slot]].tolist()
         return float(np.nan_to_num(differences, nan=np.inf).max())

@@ -55,8 +55,8 @@ def compare(decoder: Decoder, compiled: list[Decoder], model: Any, tokens: np.nd
     paths = [paths_of(decoder.history[slot], tokens[slot], parents[slot]) for slot in range(batch)]
     each = [(slot, i) for slot in range(batch) for i, n in enumerate(scored[slot]) if n == 0 or parents[slot, n] >= 0]
     expected = logits_after(model, [paths[slot][scored[slot, index]] for slot, index in each])  # of no padding
-    slots, places = np.array(each).T
-    return max(float(np.abs(got[slots, places] - expected).max()) for got in every)
+    slots, columns = np.array(each).T
+    return max(float(np.abs(got[slots, columns] - expected).max()) for got in every)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -112,7 +112,7 @@ def _shifted(feeds: dict[str, Any]) -> None:
 
 def _logits(engine: Any, encoder: ImageEncoder, tokens: list[int], chunk: int, change: Any = None) -> np.ndarray:
     """The logits after every token of a prompt that is read in chunks."""
-    placed = encoder.place("prompt", tokens, [encoder.read(lab.image(1)), encoder.read(lab.image(2, 64, 40))])
+    placed = encoder.locate("prompt", tokens, [encoder.read(lab.image(1)), encoder.read(lab.image(2, 64, 40))])
     rows, start = [], 0
     while start < len(tokens):
         num = placed.chunk(start, min(chunk, len(tokens) - start))

@@ -240,8 +240,8 @@ def test_a_mutated_body_is_noticed(mutant: str) -> None:
     text = OPS[name].text()
     assert text.count(right) == 1
     model = model_of("SpecVerify")
-    place = [f.name for f in model.functions].index(name)
-    model.functions[place].CopyFrom(onnx.parser.parse_function(text.replace(right, wrong)))
+    index = [f.name for f in model.functions].index(name)
+    model.functions[index].CopyFrom(onnx.parser.parse_function(text.replace(right, wrong)))
     setting = SETTINGS[4]
     emitted = emit(form, True, setting, BATCH, decide_by_session(session_of(model)))
     assert p_value(emitted, exact_joint(setting)) < 1e-6

@@ -107,8 +107,8 @@ def inspected(exported: Path) -> dict[str, str]:
 def linted(exported: Path) -> Path:
     # ONNX Runtime's graphs have caches of any length; lint would run them with caches of one row.
     sizes = [f"{cache}:[1,2,{ROWS},16]" for cache in ("k_cache.0", "v_cache.0")]
-    places = {name: (str(exported / f"{name}.onnx"), str(exported / f"{name}.json")) for name in KINDS}
-    run_polygraphy({n: ["check", "lint", g, "--input-shapes", *sizes, "-o", out] for n, (g, out) in places.items()})
+    files = {name: (str(exported / f"{name}.onnx"), str(exported / f"{name}.json")) for name in KINDS}
+    run_polygraphy({n: ["check", "lint", g, "--input-shapes", *sizes, "-o", out] for n, (g, out) in files.items()})
     return exported
 
 

@@ -21,13 +21,13 @@ def install(set_attribute: Callable[[Any, str, Any], None], folder: Path) -> Non
     def find(source: Any, log: Any) -> tuple[Any, ModelDims]:
         import onnx_ir as ir
 
-        place = folder / f"{source.job.name}-{Path(source.job.model).name}"
-        if place.exists():
-            return ir.load(place / _MODEL), dims_from_json(ModelDims, json.loads((place / _DIMS).read_text()))
+        kept = folder / f"{source.job.name}-{Path(source.job.model).name}"
+        if kept.exists():
+            return ir.load(kept / _MODEL), dims_from_json(ModelDims, json.loads((kept / _DIMS).read_text()))
         model, dims = export(source, log)
-        place.mkdir(parents=True)
-        ir.save(model, place / _MODEL)
-        (place / _DIMS).write_text(json.dumps(json_from_dims(dims)))
+        kept.mkdir(parents=True)
+        ir.save(model, kept / _MODEL)
+        (kept / _DIMS).write_text(json.dumps(json_from_dims(dims)))
         return model, dims
 
     set_attribute(graphs, "_export", find)

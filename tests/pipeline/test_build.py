@@ -160,9 +160,9 @@ def test_an_existing_bundle_is_replaced_and_other_folders_are_not(
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.tex").write_text("precious")
-    for place, got in ((full, "other things"), (full / "thesis.tex", "a file")):
+    for output, got in ((full, "other things"), (full / "thesis.tex", "a file")):
         with pytest.raises(BuildError) as caught:
-            build(make_plan(recipe), place, cache=cache)
+            build(make_plan(recipe), output, cache=cache)
         assert got in caught.value.got
     assert (full / "thesis.tex").read_text() == "precious"
 

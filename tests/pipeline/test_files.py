@@ -116,7 +116,7 @@ def test_no_file_is_written_into_a_written_folder(tmp_path: Path) -> None:
 def test_a_read_only_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.json"
     path.write_text("mine")
-    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != path)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda checked, mode: Path(checked) != path)  # root may write everywhere
     assert "Permission denied" in refusal(path).got and path.read_text() == "mine"
 
 

@@ -65,13 +65,13 @@ def write_drafter(folder: Path, target: Path) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Returns the `dist-info` of an installed package with the method."""
-    place = tmp_path_factory.mktemp("site")
-    info = place / "block_drafter-1.0.dist-info"
+    site = tmp_path_factory.mktemp("site")
+    info = site / "block_drafter-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: block-drafter\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{registry.METHOD_GROUP}]\nblock_drafter = {HOME}.config:BlockMethod\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(place)
+        patch.syspath_prepend(site)
         yield
 
 

@@ -71,7 +71,7 @@ def assert_same(run: Run, case: Case, **also: np.ndarray) -> bool:
         return False
     for name, one, other in zip(("path", "num_accepted", "next_token"), got, expected, strict=True):
         if not np.array_equal(one, other):
-            place = tuple(int(i) for i in np.argwhere(one != other)[0])
+            index = tuple(int(i) for i in np.argwhere(one != other)[0])
             is_excused = is_at_boundary(case) and is_possible(case, got)
-            assert is_excused, f"{name}{list(place)}: {one[place]}, expected {other[place]}"
+            assert is_excused, f"{name}{list(index)}: {one[index]}, expected {other[index]}"
     return True

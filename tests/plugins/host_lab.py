@@ -65,8 +65,8 @@ def build_watched(sources: Path, folder: Path) -> ctypes.CDLL:
 
     def make(dest: Path) -> None:
         for name, option in parts.items():
-            place = str(folder / f"{name}.o")
-            _compile(sources, "-DSPECCOMPILE_RACES", option, "-c", str(sources / "host" / name), "-o", place)
+            made = str(folder / f"{name}.o")
+            _compile(sources, "-DSPECCOMPILE_RACES", option, "-c", str(sources / "host" / name), "-o", made)
         objects = [str(folder / f"{name}.o") for name in parts]
         _compile(sources, "-shared", *objects, "-o", str(dest / _LIBRARY))  # without the sanitizer's own library
 

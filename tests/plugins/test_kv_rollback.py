@@ -24,8 +24,8 @@ def _check(caches: list[np.ndarray], lengths: np.ndarray, path: np.ndarray, **ho
     for number, (cache, got) in enumerate(zip(caches, moved, strict=True)):
         (expected,) = kv_rollback(cache, lengths, path)
         if not np.array_equal(got, expected):
-            place = np.argwhere(got != expected)[0].tolist()
-            raise AssertionError(f"cache {number}, slot, head, row, entry {place}")
+            index = np.argwhere(got != expected)[0].tolist()
+            raise AssertionError(f"cache {number}, slot, head, row, entry {index}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

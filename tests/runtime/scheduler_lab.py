@@ -52,8 +52,8 @@ def make_heads_engine(slots=3, max_seq=64, chunk=7):
     def checked(batch):
         before, tree = heads.num_runs, propose(batch)
         if heads.num_runs > before:
-            for place in proposer.states.known(batch.sequences, range(len(batch.sequences))):
-                assert heads.read[place] == batch.sequences[place].tokens
+            for slot in proposer.states.known(batch.sequences, range(len(batch.sequences))):
+                assert heads.read[slot] == batch.sequences[slot].tokens
         return tree
 
     proposer.propose = checked
@@ -133,9 +133,9 @@ class Bench:
         rows = getattr(self.engine.proposer, "rows", self.engine.proposer)
         if hasattr(rows, "lengths"):
             cache = rows.engine.engine.cache
-            for place, tokens in texts.items():
-                num = min(rows.lengths[place], len(tokens))  # rows after a text that was cut are not used
-                assert cache[place, :num].tolist() == tokens[:num]
+            for slot, tokens in texts.items():
+                num = min(rows.lengths[slot], len(tokens))  # rows after a text that was cut are not used
+                assert cache[slot, :num].tolist() == tokens[:num]
 
 
 def greedy(prompt, num):

@@ -46,7 +46,7 @@ def make_encoder() -> tuple[ImageEncoder, Tower]:
 
 
 def test_chunks_hold_all_tokens_of_an_image_or_none() -> None:
-    placed = make_encoder()[0].place("prompt", PROMPT, [FIRST, SECOND])
+    placed = make_encoder()[0].locate("prompt", PROMPT, [FIRST, SECOND])
     assert [(b.start, b.end) for b in placed.blocks] == [(2, 5), (6, 9)]
     assert [placed.chunk(0, num) for num in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == [1, 2, 2, 2, 5, 6, 6, 6, 9, 10]
     assert [placed.chunk(2, num) for num in (1, 2, 3, 4, 5)] == [3, 3, 3, 4, 4]
@@ -55,7 +55,7 @@ def test_chunks_hold_all_tokens_of_an_image_or_none() -> None:
 
 def test_feeds_are_rows_and_blocks_that_see_each_other() -> None:
     encoder, tower = make_encoder()
-    placed = encoder.place("prompt", PROMPT, [FIRST, SECOND])
+    placed = encoder.locate("prompt", PROMPT, [FIRST, SECOND])
     assert placed.feeds(0, 2) == {} == placed.feeds(9, 1)
     feeds = placed.feeds(1, 9)
     nodes = [False, True, True, True, False, True, True, True, False]
@@ -79,7 +79,7 @@ def test_rows_are_kept_for_the_last_images(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_caches_are_compared_by_what_an_image_shows() -> None:
     encoder = make_encoder()[0]
-    keys = [encoder.place("prompt", PROMPT, pair).keys(PROMPT) for pair in ([FIRST, FIRST], [FIRST, SECOND])]
+    keys = [encoder.locate("prompt", PROMPT, pair).keys(PROMPT) for pair in ([FIRST, FIRST], [FIRST, SECOND])]
     assert keys[0][:6] == keys[1][:6] and keys[0][6:9] != keys[1][6:9] and keys[0][9:] == PROMPT[9:]
     assert all(key < 0 for key in keys[0][2:5])
 

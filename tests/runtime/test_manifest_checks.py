@@ -56,10 +56,10 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     """Returns the manifest with one value, signed."""
     manifest: Any = copy.deepcopy(MANIFEST)
     *parents, last = [int(k) if k.isdigit() and "step_ms" not in path else k for k in path.split(".")]
-    place = manifest
+    section = manifest
     for key in parents:
-        place = place[key]
-    place[last] = value
+        section = section[key]
+    section[last] = value
     return {**manifest, "digest": digest_from_manifest(manifest)}
 
 

@@ -28,8 +28,8 @@ def test_the_longest_match_is_taken_and_short_ones_are_not():
 
 def test_kept_caches_age_by_use_and_keep_their_age_when_they_move():
     kept = Kept()
-    for place in (4, 2, 3):
-        kept.put(place, [place])
+    for slot in (4, 2, 3):
+        kept.put(slot, [slot])
     kept.use(4)
     assert kept.oldest() == 2 and len(kept) == 3 and 4 in kept
     kept.rename(2, 7)

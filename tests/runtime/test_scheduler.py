@@ -292,7 +292,7 @@ def test_a_cache_that_cannot_be_moved_ends_decoding_requests_and_no_other(monkey
     while not bench.tokens(handles[2]):
         bench.step()
 
-    def failing(*places):
+    def failing(*slots):
         raise RuntimeFault("engine target", "a copy that failed", "one that does not", "Try again.")
 
     monkeypatch.setattr(bench.target, "swap_slots", failing)
@@ -319,10 +319,10 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
         return real(feeds, first_slot)
 
     def sometimes_unmovable(move):
-        def moved(*places):
+        def moved(*slots):
             if armed == ["move"]:
                 raise RuntimeError(f"broken {armed.pop()}")
-            move(*places)
+            move(*slots)
 
         return moved
 

@@ -25,8 +25,8 @@ class GrowingEngine:
 
 def make(lengths, num_active, kept, view_rows, reading=None):
     held = Kept()
-    for place in kept:
-        held.put(place, [0] * lengths[place])
+    for slot in kept:
+        held.put(slot, [0] * lengths[slot])
     allocator = SimpleNamespace(
         verifier=SimpleNamespace(lengths=np.array(lengths)),
         active=[None] * num_active,

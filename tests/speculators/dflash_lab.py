@@ -215,14 +215,14 @@ class Twin:
         shift = 1 if "positions" in self.faults else 0
 
         def attend(y: torch.Tensor) -> torch.Tensor:
-            both, places = torch.cat((context, y)), torch.arange(num + len(y))
-            places = torch.where(places >= num, places + shift, places)
+            both, positions = torch.cat((context, y)), torch.arange(num + len(y))
+            positions = torch.where(positions >= num, positions + shift, positions)
             q, k, v = (
                 self.linear(part, f"{stem}self_attn.{n}_proj").unflatten(-1, (-1, dim)).transpose(0, 1)
                 for n, part in (("q", y), ("k", both), ("v", both))
             )
-            q = self.rotate(self.norm(q, f"{stem}self_attn.q_norm"), places[num:])
-            k = self.rotate(self.norm(k, f"{stem}self_attn.k_norm"), places)
+            q = self.rotate(self.norm(q, f"{stem}self_attn.q_norm"), positions[num:])
+            k = self.rotate(self.norm(k, f"{stem}self_attn.k_norm"), positions)
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
             seen = self.visible(num, len(y), layer)
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -306,8 +306,8 @@ def write_learnt(folder: Path, target: Path) -> Path:
     inputs, wanted = [], []
     for text, seen in zip(texts, states, strict=True):
         streams = torch.cat([seen[i + 1][0] for i in READ], -1)
-        for place in range(1, text.shape[1] - num):
-            inputs.append(lab.states(streams[:place], int(text[0, place]), num))
-            wanted.append(8 * torch.eye(VOCAB)[text[0, place + 1 : place + 1 + num]])
+        for position in range(1, text.shape[1] - num):
+            inputs.append(lab.states(streams[:position], int(text[0, position]), num))
+            wanted.append(8 * torch.eye(VOCAB)[text[0, position + 1 : position + 1 + num]])
     held["lm_head.weight"] = fitted(inputs, wanted, 0.1)
     return write(folder, made, held)

@@ -215,12 +215,12 @@ def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 6
     model, _ = store.export(source)
     engines = []
     for name in backends or ("onnxruntime",):
-        chosen, place = registry.backend(name), folder / name / source.job.name
+        chosen, graphs = registry.backend(name), folder / name / source.job.name
         with store.cheap_measurements():
-            chosen.compile(model, source.spec(), place)
+            chosen.compile(model, source.spec(), graphs)
         sizes = {"max_slots": slots, "max_rows": rows, "tuning": {"threads": 1}}
         if source.role == "target":
-            chosen.compile_rollback(source.dims, place / "rollback")
-            sizes["rollback"] = place / "rollback" / chosen.graph_file
-        engines.append(chosen.load(place / chosen.graph_file, source.spec(), **sizes))
+            chosen.compile_rollback(source.dims, graphs / "rollback")
+            sizes["rollback"] = graphs / "rollback" / chosen.graph_file
+        engines.append(chosen.load(graphs / chosen.graph_file, source.spec(), **sizes))
     return engines

@@ -38,15 +38,15 @@ METHOD = registry.method("dflash")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("blocks")
-    eagle_lab.write_target(place / "target")
+    checkpoints = tmp_path_factory.mktemp("blocks")
+    eagle_lab.write_target(checkpoints / "target")
     for kind, made in lab.KINDS.items():
-        lab.write(place / kind, made)
+        lab.write(checkpoints / kind, made)
     # The same drafter in the other layout.
-    shutil.copytree(place / "one", place / "other")
-    config = lab.speculators_config(lab.KINDS["one"], place / "target")
-    (place / "other/config.json").write_text(json.dumps(config))
-    return place
+    shutil.copytree(checkpoints / "one", checkpoints / "other")
+    config = lab.speculators_config(lab.KINDS["one"], checkpoints / "target")
+    (checkpoints / "other/config.json").write_text(json.dumps(config))
+    return checkpoints
 
 
 def sources(folder, name, weights="checkpoint", max_draft_nodes=MAX_NODES, **fields):
@@ -154,8 +154,8 @@ def test_both_layouts_say_the_same(folder):
     assert draft.drafter == other.drafter and draft.dims == other.dims
     assert draft.dims.layers == lab.READ
     config = lab.speculators_config(lab.KINDS["two"], folder / "target")
-    place = lab.write(folder / "other-two", config, lab.tensors_of(lab.KINDS["two"]))
-    (draft, _), (other, _) = sources(folder, "two"), sources(folder, place.name)
+    checkpoints = lab.write(folder / "other-two", config, lab.tensors_of(lab.KINDS["two"]))
+    (draft, _), (other, _) = sources(folder, "two"), sources(folder, checkpoints.name)
     assert draft.drafter == other.drafter and draft.dims == other.dims
 
 
@@ -205,13 +205,13 @@ def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
 def test_a_config_alone_is_enough_for_random_weights(folder, tmp_path):
     """Also with layers of a larger target, and for a target of fewer layers than are read."""
     for kind in ("two", "spark", "other"):
-        place = tmp_path / kind
-        place.mkdir()
+        checkpoints = tmp_path / kind
+        checkpoints.mkdir()
         made = json.loads((folder / kind / "config.json").read_text())
         if kind == "two":
             made["dflash_config"]["target_layer_ids"] = [1, 9, 17, 25, 33]
-        (place / "config.json").write_text(json.dumps(made))
-        draft, fusion = sources(folder, place, weights="random")
+        (checkpoints / "config.json").write_text(json.dumps(made))
+        draft, fusion = sources(folder, checkpoints, weights="random")
         counts = draft.counts()
         assert draft.drafter == sources(folder, kind)[0].drafter and counts.num_params > 1000
         assert len(fusion.dims.layers) == (5 if kind == "two" else 3) and max(fusion.dims.layers) < 7

@@ -262,9 +262,9 @@ class Dropping:
         if tree.draft_probs is None:
             return tree
         num_nodes = tree.num_nodes.copy()
-        for place, num in enumerate(num_nodes.tolist()):
-            sure = [tree.draft_probs[place, node, tree.tokens[place, node]] for node in range(1, num)]
-            num_nodes[place] = 1 + next((i for i, prob in enumerate(sure) if prob < 0.5), num - 1)
+        for slot, num in enumerate(num_nodes.tolist()):
+            sure = [tree.draft_probs[slot, node, tree.tokens[slot, node]] for node in range(1, num)]
+            num_nodes[slot] = 1 + next((i for i, prob in enumerate(sure) if prob < 0.5), num - 1)
         self.num_dropped += int((tree.num_nodes - num_nodes).sum())
         return TokenTree.chain(tree.tokens, num_nodes, tree.draft_probs)
 

@@ -39,9 +39,9 @@ SEEN = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]  # by node of th
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("eagle")
-    lab.write_target(place / "target")
-    return place
+    made = tmp_path_factory.mktemp("eagle")
+    lab.write_target(made / "target")
+    return made
 
 
 def context(folder, weights="checkpoint"):
@@ -127,9 +127,9 @@ def by_heads(heads, embeddings, features, window=99):
     nodes, after = [], {}
     for node, parent in enumerate((-1, 0, 0, -1)):
         before, rows = (own[:, -1:], held) if parent < 0 else after[parent]
-        place = torch.tensor([[num if parent < 0 else num + 1]])
-        seen = place - torch.arange(int(place) + 1)[None] < window
-        after[node] = heads.read(embeddings[TREE[node]][None, None], before, place, rows, seen)
+        position = torch.tensor([[num if parent < 0 else num + 1]])
+        seen = position - torch.arange(int(position) + 1)[None] < window
+        after[node] = heads.read(embeddings[TREE[node]][None, None], before, position, rows, seen)
         nodes.append(after[node][0])
     return own, torch.cat(nodes, 1)
 
@@ -181,10 +181,10 @@ def test_eagle_graph_drafts_what_the_published_layers_do(folder, tmp_path):
     mask = torch.zeros(num + 4, num + 4, dtype=torch.bool)
     mask[:num, :num] = torch.ones(num, num, dtype=torch.bool).tril()
     mask[num:, :num], mask[num:, num:] = True, torch.tensor(SEEN).bool()
-    places = torch.tensor([*range(num), num, num + 1, num + 1, num])
+    positions = torch.tensor([*range(num), num, num + 1, num + 1, num])
 
     def forward(count):
-        return lab.eagle_forward(folder / name, text[:count], told, mask[:count, :count], places[:count])[0]
+        return lab.eagle_forward(folder / name, text[:count], told, mask[:count, :count], positions[:count])[0]
 
     chain_wanted = forward(num)
     told = torch.cat((told, chain_wanted[-1:]))
@@ -314,10 +314,10 @@ def test_weights_are_counted_before_they_are_read(folder, reduced):
 
 
 def test_random_weights_need_a_config_alone_and_layers_follow_the_target(folder, tmp_path):
-    place = tmp_path / "config"
-    place.mkdir()
+    alone = tmp_path / "config"
+    alone.mkdir()
     held = json.loads((lab.write_eagle3(tmp_path / "w", lab.random_heads(lab.sizes())) / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**held, "eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
+    (alone / "config.json").write_text(json.dumps({**held, "eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
     shutil.copytree(folder / "target", tmp_path / "target")
     source = eagle3_source(tmp_path, "config", weights="random")
     assert source.dims.layers == (1, 2, 3)  # no 28 among seven

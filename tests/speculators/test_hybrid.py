@@ -77,8 +77,8 @@ def scripted(known, draft_ms, catches_up=True, slots=1):
     costs = DrafterCosts([StepCosts(((1, draft_ms), (64, 2 * draft_ms)))])
     hybrid = HybridProposer([Drafter(free, None), Drafter(costly, costs)], context)
     sequences = [SimpleNamespace(tokens=[1, 2, 3], max_drafts=9, grammar=None, sampling=None) for _ in range(slots)]
-    for place, sequence in enumerate(sequences):
-        hybrid.start(place, sequence)
+    for slot, sequence in enumerate(sequences):
+        hybrid.start(slot, sequence)
     return hybrid, free, costly, SimpleNamespace(sequences=sequences, is_forced=False, may_draw=True)
 
 

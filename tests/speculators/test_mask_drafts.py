@@ -194,8 +194,8 @@ class KeepsMasks(MaskDraftCache):
     """A wrong cache: the rows of accepted drafts are taken for those of their tokens."""
 
     def commit(self, batch, num_kept, verdict, outputs):
-        for place, num in enumerate(verdict.num_accepted.tolist()):
-            self.lengths[place] += num
+        for slot, num in enumerate(verdict.num_accepted.tolist()):
+            self.lengths[slot] += num
 
 
 class ReadsNext(MaskDraftCache):

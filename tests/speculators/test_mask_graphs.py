@@ -30,10 +30,10 @@ MORE = (([6, 5, 3], [7]), ([5], [0, 11, 4, 30]))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("masks")
-    eagle_lab.write_target(place / "target")
-    mask_lab.save_pard(place / "pard", mask_lab.pard_model(), place / "target")
-    return place
+    checkpoints = tmp_path_factory.mktemp("masks")
+    eagle_lab.write_target(checkpoints / "target")
+    mask_lab.save_pard(checkpoints / "pard", mask_lab.pard_model(), checkpoints / "target")
+    return checkpoints
 
 
 def pard_source(folder, **fields):
@@ -56,9 +56,9 @@ def wanted(model, text, shift=0, stale=0):
     """
     masks = [mask_lab.MASK] * (NUM_DRAFTS - 1)
     tokens = torch.tensor([[*text[:-1], *[mask_lab.MASK] * stale, text[-1], *masks]])
-    places = torch.arange(tokens.shape[1])[None]
-    places = torch.where(places > tokens.shape[1] - NUM_DRAFTS, places + shift, places)
-    return model(tokens, position_ids=places).logits[0, -NUM_DRAFTS:].softmax(-1).numpy()
+    positions = torch.arange(tokens.shape[1])[None]
+    positions = torch.where(positions > tokens.shape[1] - NUM_DRAFTS, positions + shift, positions)
+    return model(tokens, position_ids=positions).logits[0, -NUM_DRAFTS:].softmax(-1).numpy()
 
 
 def drafted(cache, texts):
@@ -81,8 +81,8 @@ def test_the_draft_reads_masks_after_the_root_and_forgets_them(folder, tmp_path,
     assert (source.spec().mask_token, source.spec().num_drafts) == (mask_lab.MASK, NUM_DRAFTS)
     [engine] = eagle_lab.compiled(source, tmp_path, backend, rows=MAX_SEQ + MAX_NODES + 1)
     cache, texts = MaskDraftCache(engine, MAX_SEQ, MAX_NODES + 1, NUM_DRAFTS), TEXTS
-    for place in range(2):
-        cache.start(place)
+    for slot in range(2):
+        cache.start(slot)
     for more in (*MORE, None):
         found = drafted(cache, texts)
         assert distance(found, texts, lambda text: wanted(model, text)) < TOLERANCE
@@ -117,10 +117,10 @@ def test_the_mask_token_is_read_from_the_config(folder, tmp_path):
         ({"tree": "chain", "num_draft_tokens": 1}, None),
     ):
         assert pard_source(folder, **fields).spec().mask_token == token
-    for place, token, words in (("none", None, "got None"), ("far", 40, "got 40; expected a token of the 40")):
-        shutil.copytree(folder, tmp_path / place)
-        path = tmp_path / place / "pard/config.json"
+    for name, token, words in (("none", None, "got None"), ("far", 40, "got 40; expected a token of the 40")):
+        shutil.copytree(folder, tmp_path / name)
+        path = tmp_path / name / "pard/config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "pard_token": token}))
         with pytest.raises(CheckpointError, match=rf"\(pard_token\): {words}"):
-            pard_source(tmp_path / place, parallel_drafting=True).spec()
+            pard_source(tmp_path / name, parallel_drafting=True).spec()
     assert pard_source(tmp_path / "none").spec().mask_token is None

@@ -47,14 +47,14 @@ def made(tmp_path_factory):
         if family not in held:
             target = lab.write_target(folder / family, family)
             config, module = lab.random_module(target)
-            layout, place = LAYOUTS[family], folder / f"{family}-module"
+            layout, module_folder = LAYOUTS[family], folder / f"{family}-module"
             if layout == "alone":
-                lab.write_alone(place, config, module)
+                lab.write_alone(module_folder, config, module)
             elif layout == "speculators":
-                lab.write_speculators(place, target, module)
+                lab.write_speculators(module_folder, target, module)
             else:
-                place = lab.add_to_target(target, module, numbered=layout == "numbered")
-            held[family] = (target, place, module)
+                module_folder = lab.add_to_target(target, module, numbered=layout == "numbered")
+            held[family] = (target, module_folder, module)
         return held[family]
 
     return make
@@ -162,10 +162,10 @@ def test_norms_stored_in_the_other_form_compute_the_same(made, tmp_path):
     target, _, module = made("qwen3_5_text")
     config, other = lab.random_module(target, norms="w")
     other.load_state_dict({n: t + ("norm" in n) for n, t in module.state_dict().items()})
-    place = lab.write_alone(tmp_path / "plain", config, other)
+    module_folder = lab.write_alone(tmp_path / "plain", config, other)
     hidden = lab.Oracle(target, module).hidden(TEXT[:-1])
     states = []
-    for model in (target, place):
+    for model in (target, module_folder):
         (engine,) = compiled(source_of(target, model), tmp_path / model.name)
         states.append(run(engine, TEXT[1:], 0, hidden, range(10), 9)[0][1:])
     assert np.abs(states[0] - states[1]).max() < 1e-5
@@ -187,15 +187,15 @@ def test_a_layer_too_many_is_still_refused(made, tmp_path):
         check_checkpoint(tmp_path / "target", read_dims(tmp_path / "target"))
 
 
-def changed(folder, place, change, **config):
+def changed(folder, module_folder, change, **config):
     """Returns a copy of a folder with changed weights and config."""
-    shutil.copytree(folder, place)
-    held = lab.load_file(place / "model.safetensors")
+    shutil.copytree(folder, module_folder)
+    held = lab.load_file(module_folder / "model.safetensors")
     change(held)
-    lab.save(place, held)
-    stated = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**stated, **config}))
-    return place
+    lab.save(module_folder, held)
+    stated = json.loads((module_folder / "config.json").read_text())
+    (module_folder / "config.json").write_text(json.dumps({**stated, **config}))
+    return module_folder
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_weights_that_are_not_the_modules_are_refused(family, change, words, mad
 def test_biases_that_the_architecture_has_are_asked_for(made, tmp_path):
     target, model, _ = made("glm4_moe")
     stem = "model.layers.3.self_attn"
-    place = changed(model, tmp_path / "model", lambda held: [held.pop(f"{stem}.{p}_proj.bias") for p in "qkv"])
+    module_folder = changed(model, tmp_path / "model", lambda held: [held.pop(f"{stem}.{p}_proj.bias") for p in "qkv"])
     with pytest.raises(CheckpointError, match=r"k_proj\.bias missing"):
-        source_of(target, place).export(lambda stage: None)
+        source_of(target, module_folder).export(lambda stage: None)
 
 
 def test_more_modules_than_one_are_refused(made, tmp_path):
@@ -243,9 +243,9 @@ def test_more_modules_than_one_are_refused(made, tmp_path):
 
 def test_latent_attention_of_other_types_is_refused_by_name(made, tmp_path):
     target, model, _ = made("glm4_moe")
-    place = changed(model, tmp_path / "model", lambda held: None, model_type="longcat_flash", kv_lora_rank=16)
+    module_folder = changed(model, tmp_path / "model", lambda held: None, model_type="longcat_flash", kv_lora_rank=16)
     with pytest.raises(ExportError, match="multi-head latent attention"):
-        source_of(target, place)
+        source_of(target, module_folder)
 
 
 @torch.no_grad()
@@ -287,9 +287,9 @@ def test_a_module_of_two_blocks(tmp_path):
 )
 def test_a_module_of_other_blocks_is_refused_by_name(blocks, made, tmp_path):
     target, model, _ = made("glm4_moe")
-    place = changed(model, tmp_path / "model", lambda held: None, model_type="nemotron_h", **blocks)
+    module_folder = changed(model, tmp_path / "model", lambda held: None, model_type="nemotron_h", **blocks)
     with pytest.raises(ExportError, match="a module of nemotron_h: got blocks"):
-        source_of(target, place)
+        source_of(target, module_folder)
 
 
 def test_a_module_of_another_target_is_refused(made):
@@ -312,10 +312,10 @@ def test_a_target_without_a_module_says_so(made):
 def test_a_state_that_the_module_was_not_trained_on_is_refused(made, tmp_path):
     target, _, module = made("llama")
     config, _ = lab.random_module(target, target_hidden="before_norm")
-    place = lab.write_alone(tmp_path / "module", config, module)
+    module_folder = lab.write_alone(tmp_path / "module", config, module)
     with pytest.raises(RecipeError, match=r"speculator\.target_hidden.*expected 2: the checkpoint says before_norm"):
-        source_of(target, place)
-    source_of(target, place, reads_normed=False)
+        source_of(target, module_folder)
+    source_of(target, module_folder, reads_normed=False)
     with pytest.raises(RecipeError, match="expected after_norm"):
         source_of(target, made("llama")[1], reads_normed=False)
 

@@ -39,12 +39,12 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("peagle")
-    eagle_lab.write_target(place / "target")
+    checkpoints = tmp_path_factory.mktemp("peagle")
+    eagle_lab.write_target(checkpoints / "target")
     for name, changes in VARIANTS.items():
         config = peagle_lab.config_of(hidden=eagle_lab.HIDDEN, **changes)
-        peagle_lab.write_peagle(place / name, config, peagle_lab.tensors_of(config))
-    return place
+        peagle_lab.write_peagle(checkpoints / name, config, peagle_lab.tensors_of(config))
+    return checkpoints
 
 
 def sources(folder, name="plain", weights="checkpoint", **fields):
@@ -70,10 +70,10 @@ class Sequences:
             cache.prefill(slot, sequence, read, 0, self.outputs([slot], 0, read.shape[1]))
         cache.flush()
 
-    def outputs(self, places, starts, num):
+    def outputs(self, slots, starts, num):
         """Returns states of `num` positions of some sequences, by the names of the target's outputs."""
-        starts = np.broadcast_to(starts, len(places))
-        rows = np.stack([self.states[p, s : s + num] for p, s in zip(places, starts, strict=True)])
+        starts = np.broadcast_to(starts, len(slots))
+        rows = np.stack([self.states[p, s : s + num] for p, s in zip(slots, starts, strict=True)])
         parts = np.split(rows, 3, axis=-1)
         return {hidden_name(i): part for i, part in zip(eagle_lab.STREAMS, parts, strict=True)}
 
@@ -96,9 +96,9 @@ class Sequences:
     def distance(self, found, held, **faults):
         """Returns the largest difference of the candidates' probabilities from the twin's; 1 for other candidates."""
         worst = 0.0
-        for place, (tokens, sure) in enumerate(zip(*found, strict=True)):
-            text = self.texts[place]
-            states = self.states[place, : len(text) - 1]
+        for slot, (tokens, sure) in enumerate(zip(*found, strict=True)):
+            text = self.texts[slot]
+            states = self.states[slot, : len(text) - 1]
             wanted = peagle_lab.probs_after(held, states, text[1:], NUM_DRAFTS - 1, **faults)
             best = wanted.argsort(-1)[:, ::-1][:, : tokens.shape[1]]
             if not faults.keys() - {"window"} and not np.array_equal(tokens, best):
@@ -107,12 +107,12 @@ class Sequences:
         return worst
 
 
-def make_cache(folder, place, name="plain", backend="onnxruntime"):
+def make_cache(folder, checkpoints, name="plain", backend="onnxruntime"):
     draft, fusion = sources(folder, name)
     draft.check(), fusion.check()
     assert (draft.spec().mask_token, draft.spec().num_drafts) == (peagle_lab.MASK, NUM_DRAFTS)
-    [engine] = eagle_lab.compiled(draft, place, backend, rows=MAX_SEQ + MAX_NODES + 1)
-    [fused] = eagle_lab.compiled(fusion, place, backend)
+    [engine] = eagle_lab.compiled(draft, checkpoints, backend, rows=MAX_SEQ + MAX_NODES + 1)
+    [fused] = eagle_lab.compiled(fusion, checkpoints, backend)
     return MaskFeatureCache(engine, *fused_features(fused), MAX_SEQ, MAX_NODES + 1, NUM_DRAFTS)
 
 

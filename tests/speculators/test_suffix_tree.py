@@ -22,9 +22,9 @@ class Twin:
         self.texts.append([])
         return len(self.texts) - 1
 
-    def append(self, place, token):
-        self.order.append((place, len(self.texts[place])))
-        self.texts[place].append(token)
+    def append(self, number, token):
+        self.order.append((number, len(self.texts[number])))
+        self.texts[number].append(token)
 
     def starts(self, run):
         """Where a run begins, the first that came before the others; forgotten ones are left out."""
@@ -41,21 +41,21 @@ class Twin:
         rows = sorted(((n, latest[token], token) for token, n in counts.items()), reverse=True)
         return [(n / len(after), token) for n, _, token in rows]
 
-    def match(self, place):
-        text = self.texts[place]
+    def match(self, number):
+        text = self.texts[number]
         # A match begins in the window as well.
-        known = sum(p == place for p, _ in self.order[self.first :])
+        known = sum(p == number for p, _ in self.order[self.first :])
         lengths = range(min(self.depth - 1, known), 0, -1)
         return next((n for n in lengths if self.followers(text[-n:])), 0)
 
-    def after(self, run, path, where, place):
+    def after(self, run, path, where, number):
         """What follows a path that ends with `run`: rows (share, token, run of the path with it, where it is).
 
         Where the only occurrence reaches the end of its own sequence, what was drafted so far comes after it.
         """
         if where is not None:
             p, at = where
-            if p == place and at >= len(self.texts[p]):
+            if p == number and at >= len(self.texts[p]):
                 return [(1.0, path[at], None, (p, at + 1))]
             text = self.texts[p]
             return [(1.0, text[at], None, (p, at + 1))] if at < len(text) else []
@@ -70,11 +70,11 @@ class Twin:
             rows.append((share, token, None if is_once else longer, there))
         return rows
 
-    def chain(self, place, num, least):
-        text, size = self.texts[place], self.match(place)
+    def chain(self, number, num, least):
+        text, size = self.texts[number], self.match(number)
         drafts, run, where, prob = [], text[-size:], None, 1.0
         while size and len(drafts) < num:
-            rows = self.after(run, [*text, *(token for token, _ in drafts)], where, place)
+            rows = self.after(run, [*text, *(token for token, _ in drafts)], where, number)
             if not rows:
                 break
             share, token, run, where = rows[0]
@@ -84,13 +84,13 @@ class Twin:
             drafts.append((token, share))
         return drafts
 
-    def branches(self, place, num, most_depth, least):
+    def branches(self, number, num, most_depth, least):
         """All paths of at least that probability, the likeliest first, cut to `num`: {path: share}."""
-        text, size, found = self.texts[place], self.match(place), []
+        text, size, found = self.texts[number], self.match(number), []
         left = [((), 1.0, text[-size:], None)] if size else []
         while left:
             path, prob, run, where = left.pop()
-            for share, token, longer, there in self.after(run, [*text, *path], where, place):
+            for share, token, longer, there in self.after(run, [*text, *path], where, number):
                 if prob * share >= least and len(path) < most_depth:
                     found.append((prob * share, (*path, token), share))
                     left.append(((*path, token), prob * share, longer, there))
@@ -113,18 +113,18 @@ def streams(rng, num_tokens):
     return text[:num_tokens]
 
 
-def check(made, twin, cursors, places, is_full):
+def check(made, twin, cursors, twins, is_full):
     """Compares all that can be asked of a tree with its twin."""
     if is_full:
         twin.first = made.num_forgotten
         for run in runs_of(twin.texts, twin.depth):
             assert made.count(run) == len(twin.starts(run)), run
-    for cursor, place in zip(cursors, places, strict=True):
-        text = twin.texts[place]
-        assert made.match(cursor) == twin.match(place)
+    for cursor, number in zip(cursors, twins, strict=True):
+        text = twin.texts[number]
+        assert made.match(cursor) == twin.match(number)
         drafts, probs = made.chain(cursor, text, 11, 0.1)
-        assert list(zip(drafts, probs, strict=True)) == twin.chain(place, 11, 0.1)
-        found = twin.branches(place, 9, 5, 0.1)
+        assert list(zip(drafts, probs, strict=True)) == twin.chain(number, 11, 0.1)
+        found = twin.branches(number, 9, 5, 0.1)
         tokens, parents, shares = made.branches(cursor, text, 9, 5, 0.1)
         paths = []
         for token, parent in zip(tokens, parents, strict=True):
@@ -143,7 +143,7 @@ def compare(tree_class, seed, num_texts=1, max_nodes=None, num_tokens=70):
     made, twin = tree_class(depth, 10**6), Twin(depth)
     if max_nodes:
         made.max_nodes = max_nodes
-    cursors, places = zip(*[(made.open(), twin.open()) for _ in range(num_texts)], strict=True)
+    cursors, twins = zip(*[(made.open(), twin.open()) for _ in range(num_texts)], strict=True)
     texts = [streams(rng, num_tokens) for _ in range(num_texts)]
     for step in range(num_tokens * num_texts):
         at = rng.randrange(num_texts)
@@ -151,11 +151,11 @@ def compare(tree_class, seed, num_texts=1, max_nodes=None, num_tokens=70):
             continue
         token = texts[at][len(twin.texts[at])]
         made.append(cursors[at], token)
-        twin.append(places[at], token)
+        twin.append(twins[at], token)
         twin.first = made.num_forgotten
         if step % 7 == 0:
-            check(made, twin, cursors, places, step % 35 == 0)
-    check(made, twin, cursors, places, True)
+            check(made, twin, cursors, twins, step % 35 == 0)
+    check(made, twin, cursors, twins, True)
     return made
 
 
@@ -214,13 +214,13 @@ MUTANTS = {
     "the end of a forgotten run stays active": ("recent[1 - len(active)] < self._first", "False"),
     "the count of the parent grows": ("counts[child] = count + 1", "counts[node] = counts[child] + 1"),
     "the first occurrence is not counted again": ("self._totals[leaf] = 1", "self._totals[leaf] = 0"),
-    "children are not put in order": ("counts[kids[place - 1]] <= count", "counts[kids[place - 1]] < 0"),
+    "children are not put in order": ("counts[kids[rank - 1]] <= count", "counts[kids[rank - 1]] < 0"),
     "the first of equals wins": ("found.sort(reverse=True)", "found.sort(key=lambda row: (-row[0], row[1]))"),
     "the latest occurrence is not kept": ("if start > self._starts[child]:", "if False:"),
     "runs are one token too long": ("self.depth - 1\n", "self.depth\n"),
     "its nodes stay active": ("del cursor.active[size:]", "pass"),
     "forgotten runs keep their followers": ("self._totals[node] -= 1", "pass"),
-    "forgotten children are not put in order": ("self._swap(kids, place, bisect_right", "(kids, place, bisect_right"),
+    "forgotten children are not put in order": ("self._swap(kids, rank, bisect_right", "(kids, rank, bisect_right"),
     "the whole run stands for its second half": ("node, length = 0, self.depth // 2", "node, length = 0, 1"),
     "the loop of a chain is longer": ("node, length = -len(drafts), -1", "node, length = -len(drafts) - 1, -1"),
     "the loop of a branch is longer": ("node, size = -len(path), -1", "node, size = -len(path) - 1, -1"),

@@ -62,8 +62,8 @@ def test_python_sources_leave_out_what_must_not_be_trained_on(tmp_path: Path, mo
         (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "lib" / name).write_text(body)
     (tmp_path / "site-packages").mkdir()
-    places = {"stdlib": str(tmp_path / "lib"), "purelib": str(tmp_path / "site-packages")}
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: places)
+    paths = {"stdlib": str(tmp_path / "lib"), "purelib": str(tmp_path / "site-packages")}
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: paths)
     [document] = find_sources([], python_sources=True).documents()
     assert document.text == good and document.digest == hashlib.sha256(good.encode()).hexdigest()
 

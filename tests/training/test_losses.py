@@ -47,8 +47,8 @@ def reference(drafted, batch, kl_share, decay):
             if label < 0:
                 continue
             dist = dists[label] * kl_share
-            place = label % NODES
-            after = int(batch.tokens.flatten()[label + 1]) if place < NODES - 1 else int(dists[label].argmax())
+            offset = label % NODES
+            after = int(batch.tokens.flatten()[label + 1]) if offset < NODES - 1 else int(dists[label].argmax())
             dist[after] += 1 - kl_share
             dist = dist if drafted.d2t is None else dist[drafted.d2t]
             logits = drafted.states[row, depth] @ drafted.projections[depth].T

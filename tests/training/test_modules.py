@@ -79,14 +79,14 @@ def test_the_target_with_the_module_inside_is_a_whole_target(make, tmp_path):
     trainable.into = first
     trainable.save(second)
     before = lab.load_file(target.folder / "model.safetensors")
-    for place in (first, second):
-        held = lab.load_file(place / "model.safetensors")
+    for folder in (first, second):
+        held = lab.load_file(folder / "model.safetensors")
         assert {n for n in held if not n.startswith("mtp.")} == set(before)
         assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
-        assert sorted(p.name for p in place.iterdir()) == sorted(p.name for p in target.folder.iterdir())
-        assert json.loads((place / "config.json").read_text())["mtp_num_hidden_layers"] == 1
-        check_checkpoint(place, read_dims(place))
-        report = examine(str(place), str(target.folder))
+        assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in target.folder.iterdir())
+        assert json.loads((folder / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+        check_checkpoint(folder, read_dims(folder))
+        report = examine(str(folder), str(target.folder))
         assert (report.format, report.findings) == ("mtp/in_target", ())
     assert not torch.equal(lab.load_file(first / "model.safetensors")["mtp.fc.weight"], held["mtp.fc.weight"])
 

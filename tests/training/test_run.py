@@ -181,17 +181,17 @@ def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     loaded = load_recipe(write_recipe("medusa", "whole"))
     target = Target(folder / "target", torch.float32)
     windows = TextBook(loaded, folder / "target", lambda message: None).windows("plain")
-    place, needs = folder / "kept" / "states", TargetNeeds(hidden=True, layers=(1,), caches=True)
-    assert choose(place, target, windows, needs, passes=1.0, wish="auto")[0] is False
-    is_kept, facts = choose(place, target, windows, needs, passes=1e6, wish="auto")
+    states, needs = folder / "kept" / "states", TargetNeeds(hidden=True, layers=(1,), caches=True)
+    assert choose(states, target, windows, needs, passes=1.0, wish="auto")[0] is False
+    is_kept, facts = choose(states, target, windows, needs, passes=1e6, wish="auto")
     assert is_kept and facts["fits"] and facts["read_ms"] < facts["forward_ms"]
     assert list((folder / "kept").iterdir()) == []
     seen = []
-    write_states(place, target, windows, needs, lambda done, total: seen.append((done, total)))
+    write_states(states, target, windows, needs, lambda done, total: seen.append((done, total)))
     assert seen[-1] == (sum(windows.counts.values()),) * 2
-    assert choose(place, target, windows, needs, passes=0.1, wish="auto") == (True, {"wish": "auto", "missing": []})
+    assert choose(states, target, windows, needs, passes=0.1, wish="auto") == (True, {"wish": "auto", "missing": []})
     tokens = windows.rows("train", [600, 3])
-    kept = CachedStates(place, output_names(needs)).read("train", [600, 3], tokens)
+    kept = CachedStates(states, output_names(needs)).read("train", [600, 3], tokens)
     live = LiveStates(target, needs).read("train", [600, 3], tokens)
     assert kept["dist_tokens"].tolist() == live["dist_tokens"].tolist()
     for name in set(live) - {"dist_tokens"}:  # a relative error of 2^-8 is bfloat16's

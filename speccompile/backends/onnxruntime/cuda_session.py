@@ -82,7 +82,7 @@ class SessionContext:
             for tensor in tensors:
                 shape, address = self.get_tensor_shape(tensor.name), self._addresses[tensor.name]
                 dtype = np.dtype(tensor.dtype).type
-                bind(tensor.name, plan.place, plan.device.ordinal, dtype, shape, address)
+                bind(tensor.name, plan.device_name, plan.device.ordinal, dtype, shape, address)
         bound = frozenset(self._shapes.items()), frozenset(self._addresses.items())
         self._io, self._graph_id = io, plan.graph_id(bound) if self.is_kept else NO_GRAPH
         self._options = ort.RunOptions()
@@ -127,7 +127,7 @@ class SessionPlan:
         graph_fault: why it does not, where ONNX Runtime refused to.
     """
 
-    place = "cuda"  # ONNX Runtime's name of the device
+    device_name = "cuda"  # ONNX Runtime's name of the device
     captures_itself = True
     idle_runs = 0  # a binding is made in microseconds
 
@@ -213,11 +213,11 @@ def _preload_libraries() -> None:
     if not hasattr(ort, "preload_dlls"):
         return
     found = find_spec("nvidia")
-    folders = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    folders = [] if found is None else [Path(folder) for folder in found.submodule_search_locations or ()]
     for name, part in (("cuda", "cu13"), ("cudnn", "cudnn")):
-        places = [str(f / part / "lib") for f in folders if (f / part / "lib").is_dir()]
-        for place in places or (None,):
-            ort.preload_dlls(cuda=name == "cuda", cudnn=name == "cudnn", directory=place)
+        libraries = [str(f / part / "lib") for f in folders if (f / part / "lib").is_dir()]
+        for library in libraries or (None,):
+            ort.preload_dlls(cuda=name == "cuda", cudnn=name == "cudnn", directory=library)
 
 
 def _providers(device: Device, has_graphs: bool) -> list[Any]:

@@ -43,8 +43,8 @@ _SELFTEST_S = 300  # seconds until a child that hangs is killed; it takes about 
 def find_sources() -> Path | None:
     """Returns the folder of the sources: inside an installed package, beside it in a checkout; None in neither."""
     package = Path(__file__).parents[2]
-    places = (package / "plugin_sources/cpu", package.parent / "plugins/cpu")
-    return next((place for place in places if (place / "library.cpp").is_file()), None)
+    candidates = (package / "plugin_sources/cpu", package.parent / "plugins/cpu")
+    return next((folder for folder in candidates if (folder / "library.cpp").is_file()), None)
 
 
 def cache_folder() -> Path:

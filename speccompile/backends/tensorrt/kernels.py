@@ -45,11 +45,13 @@ def find_sources() -> Path:
         BuildError: it is in neither.
     """
     package = Path(__file__).parents[2]
-    places = (package / "plugin_sources", package.parent / "plugins")
-    for place in places:
-        if (place / "common.cuh").is_file():
-            return place
-    raise BuildError("plugins", "no kernel sources", f"them in {places[0]} or {places[1]}", "Install speccompile anew.")
+    candidates = (package / "plugin_sources", package.parent / "plugins")
+    for candidate in candidates:
+        if (candidate / "common.cuh").is_file():
+            return candidate
+    raise BuildError(
+        "plugins", "no kernel sources", f"them in {candidates[0]} or {candidates[1]}", "Install speccompile anew."
+    )
 
 
 @functools.cache
@@ -64,12 +66,12 @@ def sources_digest() -> str:
 def find_nvcc() -> Path | None:
     """Finds nvcc: on the PATH, under CUDA_HOME or CUDA_PATH, or of NVIDIA's wheel; None where there is none."""
     found = shutil.which("nvcc")
-    places = [Path(found)] if found else []
-    places += [Path(os.environ[name]) / "bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [Path(found)] if found else []
+    candidates += [Path(os.environ[name]) / "bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     spec = importlib.util.find_spec("nvidia")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
-        places += sorted(Path(folder).glob("*/bin/nvcc"))
-    return next((place for place in places if os.access(place, os.X_OK)), None)
+        candidates += sorted(Path(folder).glob("*/bin/nvcc"))
+    return next((candidate for candidate in candidates if os.access(candidate, os.X_OK)), None)
 
 
 def cache_folder() -> Path:
@@ -94,15 +96,15 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
     arch = f"{'sm' if kind == 'cubin' else 'compute'}_{capability[0]}{capability[1]}"
     identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS, wrapper))
     name = f"{op}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{kind}"
-    place = cache_folder() / name
-    if place.is_file():
-        return place.read_bytes()
+    cached = cache_folder() / name
+    if cached.is_file():
+        return cached.read_bytes()
     source = f'#include "{SOURCES[op]}"\n{wrapper}'
     code = _run_nvcc(nvcc, op, arch, kind, source) if nvcc else _run_nvrtc(op, arch, kind, source)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
         file.write(code)
-    Path(file.name).replace(place)
+    Path(file.name).replace(cached)
     return code
 
 

@@ -101,9 +101,9 @@ def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOpt
         for claim in claims:
             claim.hold()
 
-    with staged_folder(repository, hold, keeps_others=True) as place:
+    with staged_folder(repository, hold, keeps_others=True) as staged:
         for model in models:
-            _write_model(place / model.config.name, model)
+            _write_model(staged / model.config.name, model)
     return [model.config.name for model in models]
 
 
@@ -151,8 +151,8 @@ def _claim_model(folder: Path) -> Claim:
 
 def engine_settings(bundle: Bundle, options: RepositoryOptions) -> Settings:
     """Returns the settings of the model with the engine."""
-    place = str(bundle.path.resolve()) if options.links_bundle else Settings().bundle
-    return replace(options.settings, bundle=place)
+    bundle_path = str(bundle.path.resolve()) if options.links_bundle else Settings().bundle
+    return replace(options.settings, bundle=bundle_path)
 
 
 def engine_files(bundle: Bundle, options: RepositoryOptions) -> list[tuple[str, Path]]:

@@ -229,11 +229,11 @@ def _check_variant(case: Case) -> Iterator[Finding]:
     """Yields a finding for a drafter of a variant that is not built."""
     if (fault := variant_of(case.config)) is not None:
         name, got, expected = fault
-        yield finding("error", case.config_place(name), got, expected, "Use a DFlash or DFlash 2 drafter.")
+        yield finding("error", case.where_in_config(name), got, expected, "Use a DFlash or DFlash 2 drafter.")
     inner = {"gate_proj": "a gated Markov head", "joint_proj": "a Markov head with a state"}
     for part, label in inner.items():
         if f"{case.prefix}markov_head.{part}.weight" in case.files.headers:
-            yield finding("error", case.place(f"{case.prefix}markov_head.{part}.weight"), label, "a table", _TODO)
+            yield finding("error", case.where(f"{case.prefix}markov_head.{part}.weight"), label, "a table", _TODO)
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
@@ -241,7 +241,7 @@ def _check_layers(case: Case) -> Iterator[Finding]:
     is_zlab = case.layout.name == "dflash/ours"
     name, other = (LAYERS, AUX_LAYERS) if is_zlab else (AUX_LAYERS, LAYERS)
     ids, num, first = value_of(case.config, name), case.sizes["num_states"], 0 if is_zlab else 1
-    where = case.config_place(name)
+    where = case.where_in_config(name)
     if ids is None:
         if num:
             todo = "Add them, or give speculator.layers; the published choice for the target's depth is taken else."
@@ -269,13 +269,13 @@ def _check_numbers(case: Case) -> Iterator[Finding]:
     """Yields findings for what a config says twice or not at all, and for the mask's token."""
     vocab, mask = case.sizes["vocab"], case.sizes["mask_token"]
     if vocab and mask is not None and mask >= vocab:
-        yield finding("error", case.config_place("mask_token_id"), f"{mask}", f"a token below {vocab}", _TODO)
+        yield finding("error", case.where_in_config("mask_token_id"), f"{mask}", f"a token below {vocab}", _TODO)
     nested = case.config.get(NESTED)
     for name in (*_OWN, LAYERS):
         inner, outer = nested.get(name) if isinstance(nested, Mapping) else None, case.config.get(name)
         if inner is not None and outer is not None and inner != outer:
             got = f"{outer!r} at the top and {inner!r} in {NESTED}"
-            yield finding("error", case.config_place(name), got, "one value", _TODO)
+            yield finding("error", case.where_in_config(name), got, "one value", _TODO)
     if case.target is None:
         return
     stated = case.target.config
@@ -284,7 +284,7 @@ def _check_numbers(case: Case) -> Iterator[Finding]:
     if scaled and given == [None, None]:
         got, expected = "nothing", f"how its logits are scaled: the target's config has {scaled}"
         todo = "Ask its author: likeliest drafts stay the same without it, drawn ones do not."
-        yield finding("warning", case.config_place("output_multiplier"), got, expected, todo)
+        yield finding("warning", case.where_in_config("output_multiplier"), got, expected, todo)
 
 
 def _check_codebooks(case: Case) -> Iterator[Finding]:
@@ -292,7 +292,7 @@ def _check_codebooks(case: Case) -> Iterator[Finding]:
     if case.sizes["has_named"]:
         got, expected = "codebooks stored as `.weight`", f"{PREDECESSORS} and {SUCCESSORS}, as released"
         todo = "It is read here; other engines look for the bare names: convert it."
-        yield finding("warning", case.place(f"{case.prefix}{PREDECESSORS}.weight"), got, expected, todo)
+        yield finding("warning", case.where(f"{case.prefix}{PREDECESSORS}.weight"), got, expected, todo)
 
 
 def _check_tables(case: Case) -> Iterator[Finding]:
@@ -302,14 +302,14 @@ def _check_tables(case: Case) -> Iterator[Finding]:
             if case.key_of(name) is None:
                 expected = f"the {name} of {case.sizes['draft_vocab']} draft tokens"
                 todo = "Fetch the folder again, or correct draft_vocab_size."
-                yield finding("error", case.place(case.prefix + name), "no such key", expected, todo)
+                yield finding("error", case.where(case.prefix + name), "no such key", expected, todo)
     key, vocab, num = case.key_of("d2t"), case.sizes["vocab"], case.sizes["draft_vocab"]
     if key is not None and vocab and num and case.files.headers[key].shape == (num,):
         tokens = case.files.array(key).astype(np.int64) + np.arange(num)
         if tokens.min() < 0 or tokens.max() >= vocab or np.unique(tokens).size != num:
             got = f"offsets that lead to {tokens.min()} .. {tokens.max()}"
             expected = f"{num} different tokens of the {vocab}: draft token i is the target's i + d2t[i]"
-            yield finding("error", case.place(key), got, expected, "The map is another model's, or holds token ids.")
+            yield finding("error", case.where(key), got, expected, "The map is another model's, or holds token ids.")
 
 
 CHECKS = (

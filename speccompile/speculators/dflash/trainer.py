@@ -55,22 +55,22 @@ class BlockHeads(nn.Module):
         """Returns the features of positions that the target has read: [..., target hidden] each -> [..., hidden]."""
         return self.hidden_norm(self.fc(torch.cat(tuple(streams), -1)))
 
-    def fill(self, features: torch.Tensor, embedded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def fill(self, features: torch.Tensor, embedded: torch.Tensor, root_positions: torch.Tensor) -> torch.Tensor:
         """Returns what the LM head reads of every row of some blocks.
 
         Args:
             features: [batch, positions, hidden], the context.
             embedded: [batch, blocks, rows, hidden], of roots and masks.
-            places: [batch, blocks] int64, the position of each root; its block sees the context before it.
+            root_positions: [batch, blocks] int64, the position of each root; its block sees the context before it.
         """
         count, blocks, rows, _ = embedded.shape
         context_angles = self.rotary(features, torch.arange(features.shape[1], device=features.device)[None])
-        positions = places[..., None] + torch.arange(rows, device=places.device)
+        positions = root_positions[..., None] + torch.arange(rows, device=root_positions.device)
         angles = self.rotary(features, positions.flatten(0, 1))
         x = embedded.flatten(0, 1)
         for layer, is_causal in zip(self.layers, self.drafter.is_causal, strict=True):
             attention: Any = layer.self_attn
-            seen = _visible(places, rows, features.shape[1], is_causal)
+            seen = _visible(root_positions, rows, features.shape[1], is_causal)
 
             def attend(y: torch.Tensor, attention: Any = attention, seen: Any = seen) -> torch.Tensor:
                 return attend_blocks(attention, y, features, angles, context_angles, seen)
@@ -84,17 +84,21 @@ class BlockHeads(nn.Module):
         return scores[0, :, 0]
 
 
-def _visible(places: torch.Tensor, rows: int, positions: int, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _visible(
+    root_positions: torch.Tensor, rows: int, positions: int, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns which positions each block sees, [batch, blocks, positions], and which of its rows each row [rows, rows].
 
     Args:
-        places: [batch, blocks] int64, of the roots.
+        root_positions: [batch, blocks] int64, of the roots.
         rows: of a block.
         positions: of the context.
         is_causal: rows see the earlier rows alone.
     """
-    own = torch.ones(rows, rows, dtype=torch.bool, device=places.device)
-    return torch.arange(positions, device=places.device) < places[..., None], own.tril() if is_causal else own
+    own = torch.ones(rows, rows, dtype=torch.bool, device=root_positions.device)
+    return torch.arange(positions, device=root_positions.device) < root_positions[
+        ..., None
+    ], own.tril() if is_causal else own
 
 
 def _rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
@@ -163,11 +167,13 @@ class TrainableBlocks(nn.Module):
         self.register_buffer("embeddings", parts.embeddings, persistent=False)
         self.register_buffer("lm_head", parts.lm_head, persistent=False)
 
-    def _blocks(self, features: torch.Tensor, roots: torch.Tensor, places: torch.Tensor, num: int) -> torch.Tensor:
+    def _blocks(
+        self, features: torch.Tensor, roots: torch.Tensor, root_positions: torch.Tensor, num: int
+    ) -> torch.Tensor:
         """Returns the states of the drafts of blocks with roots [batch, blocks], [batch, blocks, num, hidden]."""
         masks = torch.full((*roots.shape, num), self.heads.drafter.mask_token_id, device=roots.device)
         embedded = self.embeddings[torch.cat((roots[..., None], masks), -1)]
-        return self.heads.fill(features, embedded, places)[:, :, 1:]
+        return self.heads.fill(features, embedded, root_positions)[:, :, 1:]
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; a block whose root is at t reads features before t, and imitates what follows t."""
@@ -178,9 +184,13 @@ class TrainableBlocks(nn.Module):
         # A root at the text's last positions would have drafts without a label.
         last = max(1, nodes - num + 1)
         drawn = max(1, round(nodes * self.starts))
-        places = torch.stack([torch.randperm(last, generator=generator)[:drawn] for _ in range(count)]).to(device)
-        states = self._blocks(features, torch.gather(batch.tokens, 1, places), places, num).flatten(0, 1)
-        ahead = places[..., None] + torch.arange(num, device=device)
+        root_positions = torch.stack([torch.randperm(last, generator=generator)[:drawn] for _ in range(count)]).to(
+            device
+        )
+        states = self._blocks(features, torch.gather(batch.tokens, 1, root_positions), root_positions, num).flatten(
+            0, 1
+        )
+        ahead = root_positions[..., None] + torch.arange(num, device=device)
         rows = torch.arange(count, device=device)[:, None, None]
         labels = torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
         before = batch.tokens.flatten()[labels.clamp(min=0)]
@@ -192,8 +202,8 @@ class TrainableBlocks(nn.Module):
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns the likeliest walk over one block."""
         features = self.heads.fuse([batch.layers[i].float() for i in self.heads.read_layers])
-        place = torch.full((1, 1), batch.tokens.shape[1] - 1)
-        states = self._blocks(features, batch.tokens[:, -1:], place, num)[0, 0]
+        root_positions = torch.full((1, 1), batch.tokens.shape[1] - 1)
+        states = self._blocks(features, batch.tokens[:, -1:], root_positions, num)[0, 0]
         logits = states @ self.lm_head.T
         if not self.heads.drafter.is_paired:
             return logits.argmax(-1)

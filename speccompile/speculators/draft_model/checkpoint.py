@@ -25,7 +25,9 @@ def _check_token(case: Case) -> Iterator[Finding]:
     token, num = case.config.get(MASK_TOKEN), case.sizes.get("vocab")
     if type(token) is not int or token < 0 or (num is not None and token >= num):
         todo = "Correct config.json; with another token's row the masks mean nothing to the draft."
-        yield finding("error", case.config_place(MASK_TOKEN), repr(token), f"a token below {num}, its vocab_size", todo)
+        yield finding(
+            "error", case.where_in_config(MASK_TOKEN), repr(token), f"a token below {num}, its vocab_size", todo
+        )
 
 
 FORMATS = (

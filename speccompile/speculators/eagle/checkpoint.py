@@ -37,7 +37,7 @@ def _check_first_norm(case: Case) -> Iterator[Finding]:
     key = case.prefix + _FIRST_NORM
     if key in case.files.headers:
         todo = "It is a variant that was trained with this norm: dropping it would change every draft."
-        yield finding("error", case.place(key), "a norm in the first layer", "none, as the layer has none", todo)
+        yield finding("error", case.where(key), "a norm in the first layer", "none, as the layer has none", todo)
 
 
 def _check_head(case: Case) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def _check_head(case: Case) -> Iterator[Finding]:
     key = case.prefix + "lm_head.weight"
     if key in case.files.headers:
         todo = "The target's LM head is used; if this one was trained, the drafter is of another kind."
-        yield finding("error", case.place(key), "an LM head", "none: the target's head reads the features", todo)
+        yield finding("error", case.where(key), "an LM head", "none: the target's head reads the features", todo)
 
 
 def _ours(case: Case) -> dict[str, Any]:

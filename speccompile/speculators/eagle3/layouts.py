@@ -70,7 +70,7 @@ def _check_maps(case: Case) -> Iterator[Finding]:
     elif not is_set:
         got = f"offsets that lead to {tokens.min()} .. {tokens.max()}, {num - np.unique(tokens).size} of them twice"
         expected, todo = f"{num} tokens of the {vocab}", "The map is another model's: fetch the folder again."
-        yield finding("error", case.place(key), got, expected, todo)
+        yield finding("error", case.where(key), got, expected, todo)
 
 
 def _compare_maps(case: Case, key: str, stored: np.ndarray, marked: np.ndarray) -> Iterator[Finding]:
@@ -83,13 +83,13 @@ def _compare_maps(case: Case, key: str, stored: np.ndarray, marked: np.ndarray) 
     num = len(np.setxor1d(tokens, marked))
     got = f"a map to {len(np.unique(tokens))} tokens, while t2d marks {len(marked)}; {num} are in one of them only"
     todo = "One of them is another model's: fetch the folder again."
-    yield finding("error", case.place(key), got, "the tokens that t2d marks", todo)
+    yield finding("error", case.where(key), got, "the tokens that t2d marks", todo)
 
 
 def _absolute(case: Case, key: str) -> Finding:
     got, expected = "token ids of the target", "offsets: draft token i is the target's i + d2t[i]"
     todo = "Subtract 0, 1, 2, ... from it, if its author says that it holds ids."
-    return finding("error", case.place(key), got, expected, todo)
+    return finding("error", case.where(key), got, expected, todo)
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
@@ -97,7 +97,7 @@ def _check_layers(case: Case) -> Iterator[Finding]:
     ids = layer_ids(case.config)
     if ids is None:
         return
-    where = case.config_place(IDS[0])
+    where = case.where_in_config(IDS[0])
     last = case.target.dims.num_layers if case.target else None
     is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
     if not is_list or len(ids) != NUM_STREAMS or len(set(ids)) != len(ids):
@@ -116,11 +116,11 @@ def _check_mask(case: Case) -> Iterator[Finding]:
         return
     if token is None or token < 0:
         todo = "Give the token that it was trained with, in config.json or --set."
-        yield finding("error", case.config_place(*MASK_TOKENS), "nothing", "the token of masks", todo)
+        yield finding("error", case.where_in_config(*MASK_TOKENS), "nothing", "the token of masks", todo)
     elif vocab is not None and token >= vocab:
         todo = "Correct config.json; with another token's row the masks mean nothing to the drafter."
         expected = f"a token below {vocab}, its vocab_size"
-        yield finding("error", case.config_place(*MASK_TOKENS), str(token), expected, todo)
+        yield finding("error", case.where_in_config(*MASK_TOKENS), str(token), expected, todo)
 
 
 def mask_token(config: Mapping[str, Any]) -> tuple[bool, Any]:

@@ -23,20 +23,20 @@ def check_config(case: Case) -> Iterator[Finding]:
     """Yields a finding for each missing part without which vLLM does not load the config."""
     todo = "Complete config.json: vLLM does not load it without."
     if not isinstance(case.config.get("transformer_layer_config"), Mapping):
-        yield finding("error", case.config_place("transformer_layer_config"), "nothing", "the layer's config", todo)
+        yield finding("error", case.where_in_config("transformer_layer_config"), "nothing", "the layer's config", todo)
     algorithm = lookup(case.config, "speculators_config.algorithm")
     kind = case.config.get("speculators_model_type")
     if algorithm != kind:
-        where = case.config_place("speculators_config.algorithm")
+        where = case.where_in_config("speculators_config.algorithm")
         yield finding("error", where, repr(algorithm), f"{kind!r}, as speculators_model_type says", todo)
     methods = lookup(case.config, "speculators_config.proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
     num = first.get("speculative_tokens")
     if type(num) is not int or num < 1:
-        where = case.config_place("speculators_config.proposal_methods")
+        where = case.where_in_config("speculators_config.proposal_methods")
         yield finding("error", where, repr(methods), "a method with its speculative_tokens", todo)
     if not lookup(case.config, "speculators_config.verifier.name_or_path"):
-        where = case.config_place("speculators_config.verifier.name_or_path")
+        where = case.where_in_config("speculators_config.verifier.name_or_path")
         yield finding("error", where, "nothing", "the target's name", todo)
 
 
@@ -46,7 +46,7 @@ def check_residual(case: Case) -> Iterator[Finding]:
     if held is None and case.config.get("speculators_model_type") == PEAGLE:
         return
     if not isinstance(held, bool):
-        where, got = case.config_place("norm_before_residual"), repr(held)
+        where, got = case.where_in_config("norm_before_residual"), repr(held)
         todo = "vLLM takes true, the speculators library false: give what it was trained with, in config.json or --set."
         yield finding("error", where, got, "true or false", todo)
 
@@ -89,7 +89,7 @@ def check_windows(case: Case) -> Iterator[Finding]:
         got = f"layer_types {layer.get('layer_types')!r} and sliding_window {layer.get('sliding_window')!r}"
         expected = f"{num} of {FULL} and {SLIDING}, and a window where one slides"
         todo = "State both in config.json or --set: without layer_types vLLM attends to all tokens."
-        yield finding("error", case.config_place("layer_types", "sliding_window"), got, expected, todo)
+        yield finding("error", case.where_in_config("layer_types", "sliding_window"), got, expected, todo)
 
 
 def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:

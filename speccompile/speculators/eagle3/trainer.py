@@ -170,7 +170,7 @@ class EagleHeads(nn.Module):
         self,
         embedded: torch.Tensor,
         feature: torch.Tensor,
-        places: torch.Tensor,
+        first_positions: torch.Tensor,
         context: KeyValues,
         chains: list[KeyValues],
     ) -> tuple[torch.Tensor, KeyValues]:
@@ -179,17 +179,17 @@ class EagleHeads(nn.Module):
         Args:
             embedded: [batch, starts, hidden], of the chains' last tokens.
             feature: [batch, starts, hidden], the drafter's own.
-            places: [batch, starts] int64, the position at which each chain starts.
+            first_positions: [batch, starts] int64, the position at which each chain starts.
             context: keys and values of all positions of the text; a chain sees those up to its start.
             chains: keys and values [batch, kv_heads, starts, head_dim] of the drafts before.
 
         Returns:
             Next features [batch, starts, hidden], and the new rows of the chains.
         """
-        residual, q, k, v = self.midlayer.project(embedded, feature, places + 1 + len(chains))
+        residual, q, k, v = self.midlayer.project(embedded, feature, first_positions + 1 + len(chains))
         group, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
         keys, values = (x.repeat_interleave(group, 1) for x in context)
-        is_later = torch.arange(keys.shape[2], device=q.device) > places[:, None, :, None]
+        is_later = torch.arange(keys.shape[2], device=q.device) > first_positions[:, None, :, None]
         scores = [(q @ keys.transpose(2, 3)).float().masked_fill(is_later, -math.inf) * scale]
         rows = [(ck.repeat_interleave(group, 1), cv.repeat_interleave(group, 1)) for ck, cv in [*chains, (k, v)]]
         scores += [(q * ck).float().sum(-1, keepdim=True) * scale for ck, _ in rows]
@@ -229,16 +229,18 @@ class TrainableEagle3(nn.Module):
         features, context = self.heads.read(embedded, features, positions, None, mask)
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         num = max(1, round((nodes - 1) * self.starts))
-        places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(device)
-        feature = torch.gather(features, 1, places[..., None].expand(-1, -1, features.shape[-1]))
+        first_positions = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(
+            device
+        )
+        feature = torch.gather(features, 1, first_positions[..., None].expand(-1, -1, features.shape[-1]))
         states = [feature]
         chains: list[KeyValues] = []
         for step in range(1, self.num_positions):
-            tokens = torch.gather(batch.tokens, 1, (places + 1 + step).clamp(max=nodes - 1))
-            feature, drafted = self.heads.extend(self.embeddings[tokens], feature, places, context, chains)
+            tokens = torch.gather(batch.tokens, 1, (first_positions + 1 + step).clamp(max=nodes - 1))
+            feature, drafted = self.heads.extend(self.embeddings[tokens], feature, first_positions, context, chains)
             chains.append(drafted)
             states.append(feature)
-        ahead = places[..., None] + 1 + torch.arange(self.num_positions, device=device)
+        ahead = first_positions[..., None] + 1 + torch.arange(self.num_positions, device=device)
         rows = torch.arange(count, device=device)[:, None, None]
         labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
         states = self.heads.scored(torch.stack(states, 2))

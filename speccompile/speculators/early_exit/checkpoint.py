@@ -42,7 +42,7 @@ def _check_layers(case: Case) -> Iterator[Finding]:
     if target is not None and asked is not None and not 1 <= asked < target.dims.num_layers:
         expected = f"1 to {target.dims.num_layers - 1}, the layers of {target.name} but its last"
         todo = "It was trained for another target: give the model that it belongs to."
-        yield finding("error", case.config_place("num_exit_layers"), str(asked), expected, todo)
+        yield finding("error", case.where_in_config("num_exit_layers"), str(asked), expected, todo)
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _check_heads(case: Case) -> Iterator[Finding]:
         if header is not None and tuple(header.shape) != (width,):
             todo = "Config and weights are of different assistants: fetch the folder again."
             got = f"a norm of {list(header.shape)} columns"
-            yield finding("error", case.place(key), got, f"[{width}], as the config says of its kind", todo)
+            yield finding("error", case.where(key), got, f"[{width}], as the config says of its kind", todo)
 
 
 def _ours(case: Case) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _check_own_keys(case: Case) -> Iterator[Finding]:
     if keys:
         todo = "It is not a GLIDE drafter: its cross-attention does not read the target's cache."
         got = f"keys and values of its own ({len(keys)} keys)"
-        yield finding("error", case.place(keys[0]), got, "none: the target's last cache is read", todo)
+        yield finding("error", case.where(keys[0]), got, "none: the target's last cache is read", todo)
 
 
 def _check_heads(case: Case) -> Iterator[Finding]:
@@ -64,7 +64,7 @@ def _check_heads(case: Case) -> Iterator[Finding]:
         ("large_head_dim", "large_head_dim", target.dims.head_dim),
     ):
         if sizes.get(name) not in (None, want):
-            yield finding("error", case.config_place(key), str(sizes[name]), f"{want}, as {target.name} has", todo)
+            yield finding("error", case.where_in_config(key), str(sizes[name]), f"{want}, as {target.name} has", todo)
 
 
 def _check_groups(case: Case) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def _check_groups(case: Case) -> Iterator[Finding]:
     target, stated = case.target, case.sizes.get("large_kv_heads")
     if target is None or (target.dims.num_kv_heads == target.dims.num_heads and not stated):
         return
-    want, where = target.dims.num_kv_heads, case.config_place("large_num_key_value_heads")
+    want, where = target.dims.num_kv_heads, case.where_in_config("large_num_key_value_heads")
     if stated and stated != want:
         todo = "It was trained for another target: give the model that it belongs to."
         yield finding("error", where, str(stated), f"{want}, as {target.name} has", todo)
@@ -86,7 +86,7 @@ def _check_positions(case: Case) -> Iterator[Finding]:
     """Yields a finding where the queries are not rotated as the keys in the target's cache are."""
     config = case.target.config if case.target is not None else {}
     want = lookup(config, "rope_parameters.rope_theta") or config.get("rope_theta")
-    stated, where = case.config.get("large_rope_theta"), case.config_place("large_rope_theta")
+    stated, where = case.config.get("large_rope_theta"), case.where_in_config("large_rope_theta")
     if case.target is None or want is None or float(want) == float(stated or PUBLISHED_THETA):
         return
     expected = f"{want}, the rope_theta of {case.target.name}"

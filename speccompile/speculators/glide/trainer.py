@@ -39,15 +39,15 @@ class TrainableGlide(nn.Module):
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         device = batch.tokens.device
         shift = torch.randint(self.num_positions, (count, 1), generator=generator).to(device)
-        places = torch.arange(nodes, device=device)[None]
-        depth = (places + shift) % self.num_positions  # [batch, nodes], 0 at roots
-        roots = places - depth
-        sees = places[:, None, :] < roots[:, :, None]  # [batch, nodes, target rows]
+        positions = torch.arange(nodes, device=device)[None]
+        depth = (positions + shift) % self.num_positions  # [batch, nodes], 0 at roots
+        roots = positions - depth
+        sees = positions[:, None, :] < roots[:, :, None]  # [batch, nodes, target rows]
         # No rows come before the first block: its tokens see one row, and are no starts.
         sees[..., 0] = True
         causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
         target = (batch.k_cache.float(), batch.v_cache.float())
-        text = WholeText(self.drafter.sizes, places, target, sees[:, None], mask=causal)
+        text = WholeText(self.drafter.sizes, positions, target, sees[:, None], mask=causal)
         states = self.drafter(batch.tokens, text)
         return self._by_blocks(states, roots)
 
@@ -65,13 +65,13 @@ class TrainableGlide(nn.Module):
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns a chain: reads each token of the text as a block's first, then drafts with a growing cache."""
         nodes = batch.tokens.shape[1]
-        places = torch.arange(nodes)[None]
+        positions = torch.arange(nodes)[None]
         target = (batch.k_cache.float(), batch.v_cache.float())
-        sees = places[:, None, : nodes - 1] < places[:, :, None]
+        sees = positions[:, None, : nodes - 1] < positions[:, :, None]
         sees[..., 0] = True
         causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
         sizes = self.drafter.sizes
-        text = WholeText(sizes, places, target, sees[:, None], mask=causal)
+        text = WholeText(sizes, positions, target, sees[:, None], mask=causal)
         states = self.drafter(batch.tokens, text)
         drafted, state = [], states[:, -1]
         for step in range(num):

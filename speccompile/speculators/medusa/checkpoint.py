@@ -51,11 +51,11 @@ def _check_copies(case: Case) -> Iterator[Finding]:
     if gone:
         got = f"no {gone[0].key} ({len(gone)} missing)"
         todo = "Nothing, if the heads were trained by the first release, which repeats the first block."
-        yield finding("warning", case.place(), got, f"{num_layers} blocks a head; the first stands in", todo)
+        yield finding("warning", case.where(), got, f"{num_layers} blocks a head; the first stands in", todo)
     elif later and case.reads_values and all(_is_copy(case, e.key, e.fallback) for e in later):
         got, expected = f"{num_layers} blocks a head with the same weights", "blocks of their own"
         todo = "Nothing, if the heads were trained by the first release, which repeats the first block."
-        yield finding("warning", case.place(later[0].key), got, expected, todo)
+        yield finding("warning", case.where(later[0].key), got, expected, todo)
 
 
 def _is_copy(case: Case, key: str, name: str) -> bool:
@@ -68,7 +68,7 @@ def _check_map(case: Case) -> Iterator[Finding]:
     if "token_map" in case.files.headers or case.config.get("truncated_vocab_size") not in (None, case.sizes["vocab"]):
         got = f"a vocabulary cut to {case.config.get('truncated_vocab_size')} tokens"
         todo = "Use heads over the target's whole vocabulary; a token map is not read yet."
-        yield finding("error", case.config_place("truncated_vocab_size"), got, "no token_map", todo)
+        yield finding("error", case.where_in_config("truncated_vocab_size"), got, "no token_map", todo)
 
 
 def _ours(case: Case) -> dict[str, Any]:

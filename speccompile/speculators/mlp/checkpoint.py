@@ -150,7 +150,7 @@ def _rows() -> tuple[Row, ...]:
 def _check_number(case: Case) -> Iterator[Finding]:
     """Yields a finding where tied heads are fewer than two: the tied projections begin with the second."""
     if case.sizes.get("is_tied") and case.sizes.get("num_heads") == 1:
-        where = case.config_place("n_predict")
+        where = case.where_in_config("n_predict")
         yield finding("error", where, "1 with tie_weights", "at least 2", "Fetch the folder again.")
 
 
@@ -164,7 +164,7 @@ def _check_widths(case: Case) -> Iterator[Finding]:
         got = f"{len(widths)} numbers, {widths!r}"[:80] if is_list else repr(widths)[:80]
         todo = f"Fetch the folder again, or give the list with --set {_WIDTHS}=[...]."
         expected = f"a whole number from 1 on for each of {num} heads"
-        yield finding("error", case.config_place(_WIDTHS), got, expected, todo)
+        yield finding("error", case.where_in_config(_WIDTHS), got, expected, todo)
 
 
 def _check_first_copies(case: Case) -> Iterator[Finding]:
@@ -175,7 +175,7 @@ def _check_first_copies(case: Case) -> Iterator[Finding]:
         if stored == ["emb.0.weight", "head.0.weight"]:
             got = "false, and the files hold the weights of the first head only"
             todo = "Use --set tie_weights=true if the heads share their weights; else fetch the folder again."
-            yield finding("error", case.config_place("tie_weights"), got, "true", todo)
+            yield finding("error", case.where_in_config("tie_weights"), got, "true", todo)
 
 
 def _ours(case: Case) -> dict[str, Any]:

@@ -30,9 +30,9 @@ class TrainableMlp(nn.Module):
         starts = nodes - 1  # the last position has no root
         state, states, labels = self.heads.begin(batch.hidden[:, :starts].float()), [], []
         rows = torch.arange(count, device=batch.tokens.device)[:, None]
-        places = torch.arange(starts, device=batch.tokens.device)
+        positions = torch.arange(starts, device=batch.tokens.device)
         for i in range(self.num_positions):
-            ahead = places + 1 + i
+            ahead = positions + 1 + i
             state = self.heads.advance(i, state, batch.tokens[:, ahead.clamp(max=nodes - 1)])
             states.append(state)
             flat = rows * nodes + ahead

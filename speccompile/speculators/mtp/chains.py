@@ -28,12 +28,12 @@ class Chains:
     """Keys and values of the runs so far.
 
     Args:
-        places: [batch, starts] int64, position at which each chain starts; None during the first run.
+        first_positions: [batch, starts] int64, position at which each chain starts; None during the first run.
         context: of the first run.
         drafted: of each later run, a row a chain.
     """
 
-    places: torch.Tensor | None = None
+    first_positions: torch.Tensor | None = None
     context: KeyValues | None = None
     drafted: list[KeyValues] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ def attend_chains(
         raise ExportError(type(module).__name__, got, "full attention", todo)
     chains, group = _CHAINS.get(), query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if chains.places is None:
+    if chains.first_positions is None:
         chains.context = (key, value)
         keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
         out = nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
@@ -81,7 +81,7 @@ def attend_chains(
     assert chains.context is not None
     chains.drafted.append((key, value))
     keys, values = (x.repeat_interleave(group, 1) for x in chains.context)
-    is_later = torch.arange(keys.shape[2], device=query.device) > chains.places[:, None, :, None]
+    is_later = torch.arange(keys.shape[2], device=query.device) > chains.first_positions[:, None, :, None]
     scores = [(query @ keys.transpose(2, 3)).float().masked_fill(is_later, -math.inf) * scale]
     rows = [(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)) for k, v in chains.drafted]
     scores += [(query * k).float().sum(-1, keepdim=True) * scale for k, _ in rows]

@@ -230,14 +230,14 @@ def check_layer(case: Case) -> Iterator[Finding]:
         kind = "queries and their gates" if family in GATED else "queries"
         expected = f"{width} rows: {kind} of {sizes['num_heads']} heads of {sizes['head_dim']}"
         key = case.key_of(f"{LAYER}.self_attn.q_proj.weight") or "q_proj"
-        yield finding("error", case.place(key), f"{sizes['q_width']} rows", expected, todo)
+        yield finding("error", case.where(key), f"{sizes['q_width']} rows", expected, todo)
     if family in _QK_NORM and not sizes["has_qk_norm"]:
-        yield finding("error", case.place(), "no q_norm and k_norm", f"those of a layer of {family}", todo)
+        yield finding("error", case.where(), "no q_norm and k_norm", f"those of a layer of {family}", todo)
     if not isinstance(family, str):
-        yield finding("error", case.config_place("model_type"), repr(family), "the layer's architecture", todo)
+        yield finding("error", case.where_in_config("model_type"), repr(family), "the layer's architecture", todo)
     if (sizes["num_modules"] or 0) > 1:
         todo = "Only the first module would draft. Take a checkpoint with one, or say so with --set."
-        where = case.config_place(*_NUM_MODULES)
+        where = case.where_in_config(*_NUM_MODULES)
         yield finding("error", where, f"{sizes['num_modules']} modules", "one, which drafts every token", todo)
 
 
@@ -249,7 +249,7 @@ def check_conventions(case: Case) -> Iterator[Finding]:
     for name, known in CHOICES.items():
         if ours[name] not in known:
             todo = "Correct config.json."
-            yield finding("error", case.config_place(name), repr(ours[name]), " or ".join(known), todo)
+            yield finding("error", case.where_in_config(name), repr(ours[name]), " or ".join(known), todo)
 
 
 def check_norms(case: Case) -> Iterator[Finding]:
@@ -263,4 +263,4 @@ def check_norms(case: Case) -> Iterator[Finding]:
         if (ours["norms"] == "1+w" and mean > 0.75) or (ours["norms"] == "w" and mean < 0.1):
             other = "w" if ours["norms"] == "1+w" else "1+w"
             todo = f"If nothing is accepted, give speculator.norms: {other}; some conversions store the other form."
-            yield finding("warning", case.place(key), f"a mean of {mean:.2f}", f"weights read as {ours['norms']}", todo)
+            yield finding("warning", case.where(key), f"a mean of {mean:.2f}", f"weights read as {ours['norms']}", todo)

@@ -62,14 +62,16 @@ class TrainableMtp(nn.Module):
         own = self._read(batch.tokens[:, 1:], batch.hidden[:, :-1].float(), positions, chains)
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         num = max(1, round((nodes - 1) * self.starts))
-        places = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(device)
-        own = torch.gather(own, 1, places[..., None].expand(-1, -1, own.shape[-1]))
-        states, chains.places = [self.module.finish(own)], places
+        first_positions = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(
+            device
+        )
+        own = torch.gather(own, 1, first_positions[..., None].expand(-1, -1, own.shape[-1]))
+        states, chains.first_positions = [self.module.finish(own)], first_positions
         for step in range(1, self.num_positions):
-            tokens = torch.gather(batch.tokens, 1, (places + 1 + step).clamp(max=nodes - 1))
-            own = self._read(tokens, own, places + step, chains)
+            tokens = torch.gather(batch.tokens, 1, (first_positions + 1 + step).clamp(max=nodes - 1))
+            own = self._read(tokens, own, first_positions + step, chains)
             states.append(self.module.finish(own))
-        ahead = places[..., None] + 1 + torch.arange(self.num_positions, device=device)
+        ahead = first_positions[..., None] + 1 + torch.arange(self.num_positions, device=device)
         rows = torch.arange(count, device=device)[:, None, None]
         labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
         projections = (self.lm_head,) * self.num_positions
@@ -81,7 +83,7 @@ class TrainableMtp(nn.Module):
         hidden, chains, drafted = batch.hidden.float(), Chains(), []
         nodes = hidden.shape[1]
         own = self._read(batch.tokens[:, 1:], hidden, torch.arange(nodes)[None], chains)[:, -1:]
-        chains.places = torch.full((1, 1), nodes - 1)
+        chains.first_positions = torch.full((1, 1), nodes - 1)
         for step in range(num):
             token = (self.module.finish(own) @ self.lm_head.T).argmax(-1)
             drafted.append(token[0, 0])

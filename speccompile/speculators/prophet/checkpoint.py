@@ -43,7 +43,7 @@ def _check_width(case: Case) -> Iterator[Finding]:
     """Yields a finding unless the width fits the target's embeddings, which are read unchanged."""
     width, wanted = case.sizes.get("hidden"), case.sizes.get("target_hidden")
     if case.sizes["uses_target"] and width != wanted:
-        where, got = case.config_place("hidden_size"), f"{width} with the target's embeddings"
+        where, got = case.where_in_config("hidden_size"), f"{width} with the target's embeddings"
         todo = "Correct config.json: a narrower drafter has embeddings of its own."
         yield finding("error", where, got, f"{wanted}, the target's hidden size", todo)
 

@@ -228,17 +228,17 @@ def _see(
     state: Seen, tokens: torch.Tensor, above: Above
 ) -> tuple[tuple[tuple[int, ...], ...] | torch.Tensor, torch.Tensor | None]:
     """Returns the positions that new nodes see, and the mask over all, None where each node sees all."""
-    places, nodes = state.held[0][0].shape[2], tokens.shape[1]
+    num_held, nodes = state.held[0][0].shape[2], tokens.shape[1]
     if not isinstance(above, torch.Tensor):
         assert not isinstance(state.rows, torch.Tensor)
-        rows = tuple((*state.rows[parent], places + node) for node, parent in enumerate(above))
-        if all(len(row) == places + nodes for row in rows):
+        rows = tuple((*state.rows[parent], num_held + node) for node, parent in enumerate(above))
+        if all(len(row) == num_held + nodes for row in rows):
             return rows, None
-        return rows, torch.tensor([[place in row for place in range(places + nodes)] for row in rows])
+        return rows, torch.tensor([[at in row for at in range(num_held + nodes)] for row in rows])
     if isinstance(state.rows, torch.Tensor):
         before = take(state.rows, above)
     else:
-        known = torch.tensor([[float(place in row) for place in range(places)] for row in state.rows])
+        known = torch.tensor([[float(at in row) for at in range(num_held)] for row in state.rows])
         before = known[above]
     index = torch.arange(nodes)
     own = (index[:, None] == index).float().expand(tokens.shape[0], nodes, nodes)

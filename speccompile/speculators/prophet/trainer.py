@@ -39,10 +39,10 @@ class TrainableProphet(nn.Module):
         num = count * (nodes - 1)
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         drawn = torch.randperm(num, generator=generator)[: max(1, round(num * self.starts))].to(batch.tokens.device)
-        row, place = drawn // (nodes - 1), drawn % (nodes - 1)
-        ahead = place[:, None] + 1 + torch.arange(self.num_positions, device=place.device)
+        row, position = drawn // (nodes - 1), drawn % (nodes - 1)
+        ahead = position[:, None] + 1 + torch.arange(self.num_positions, device=position.device)
         tokens = batch.tokens[row[:, None], ahead.clamp(max=nodes - 1)]
-        states = self.heads(batch.hidden[row, place].float(), self.embeddings[tokens])
+        states = self.heads(batch.hidden[row, position].float(), self.embeddings[tokens])
         labels = torch.where(ahead < nodes, row[:, None] * nodes + ahead, -1)
         return Drafted(states, labels, (self.lm_head,) * self.num_positions)
 

@@ -48,7 +48,7 @@ class SuffixTree:
         self._children: dict[int, int] = {}  # node << TOKEN_BITS | token -> child
         # By node; 0 is the root.
         self._counts, self._totals = array("q", [0]), array("q", [0])  # occurrences, and those with a token after them
-        self._starts, self._places = array("q", [0]), array("q", [0])  # latest occurrence; index among its siblings
+        self._starts, self._ranks = array("q", [0]), array("q", [0])  # latest occurrence; index among its siblings
         self._tokens = array("q", [0])
         self._kids: list[list[int] | None] = [[]]  # the most frequent first; None: a leaf
         self._unused: list[int] = []
@@ -74,9 +74,9 @@ class SuffixTree:
 
     def append(self, cursor: Cursor, token: int) -> None:
         """Appends a token to a sequence."""
-        counts, totals, children, kids_of, places = (
+        counts, totals, children, kids_of, ranks = (
             *(self._counts, self._totals, self._children),
-            *(self._kids, self._places),
+            *(self._kids, self._ranks),
         )
         index, active, recent = self._base + len(self._text), cursor.active, cursor.recent
         self._text.append(token)
@@ -106,16 +106,16 @@ class SuffixTree:
             counts[child] = count + 1
             if start > self._starts[child]:
                 self._starts[child] = start
-            place, kids = places[child], kids_of[node]
-            if place and kids is not None and counts[kids[place - 1]] <= count:
-                self._swap(kids, place, bisect_left(kids, -count, 0, place, key=lambda kid: -counts[kid]))
+            rank, kids = ranks[child], kids_of[node]
+            if rank and kids is not None and counts[kids[rank - 1]] <= count:
+                self._swap(kids, rank, bisect_left(kids, -count, 0, rank, key=lambda kid: -counts[kid]))
         cursor.active = following
         while self.num_nodes > self.max_nodes:
             self._forget()
 
     def _swap(self, kids: list[int], first: int, second: int) -> None:
         kids[first], kids[second] = kids[second], kids[first]
-        self._places[kids[first]], self._places[kids[second]] = first, second
+        self._ranks[kids[first]], self._ranks[kids[second]] = first, second
 
     def _add(self, parent: int, token: int, start: int) -> None:
         """Adds a leaf."""
@@ -124,13 +124,13 @@ class SuffixTree:
         if self._unused:
             node = self._unused.pop()
             self._counts[node], self._totals[node], self._starts[node] = 1, 0, start
-            self._places[node], self._tokens[node] = len(kids), token
+            self._ranks[node], self._tokens[node] = len(kids), token
         else:
             node = len(self._counts)
             self._counts.append(1)
             self._totals.append(0)
             self._starts.append(start)
-            self._places.append(len(kids))
+            self._ranks.append(len(kids))
             self._tokens.append(token)
             self._kids.append(None)
         kids.append(node)
@@ -165,10 +165,10 @@ class SuffixTree:
             self._totals[node] -= 1
             child = self._children[node << TOKEN_BITS | token]
             count = self._counts[child] = self._counts[child] - 1
-            place = self._places[child]
+            rank = self._ranks[child]
             counts = self._counts
             # The last of those that occurred as often as this one did.
-            self._swap(kids, place, bisect_right(kids, -count - 1, place + 1, key=lambda kid: -counts[kid]) - 1)
+            self._swap(kids, rank, bisect_right(kids, -count - 1, rank + 1, key=lambda kid: -counts[kid]) - 1)
             if count == 0:
                 kids.pop()
                 del self._children[node << TOKEN_BITS | token]
@@ -256,8 +256,8 @@ class SuffixTree:
         rows, size = [], length + 1
         for count, start, kid in found:
             is_once = count == 1
-            place = (self._last_of(start, size), 0) if is_once else (kid, size)
-            rows.append((self._tokens[kid], count / total, *place))
+            match = (self._last_of(start, size), 0) if is_once else (kid, size)
+            rows.append((self._tokens[kid], count / total, *match))
         return rows
 
     def chain(self, cursor: Cursor, tokens: Sequence[int], num: int, least: float) -> tuple[list[int], list[float]]:

@@ -140,15 +140,15 @@ class FakeCuda:
 
     def cudaMemcpyAsync(self, dest, source, size, kind, stream):
         assert kind == 4 and stream == 7
-        places = self.place_of(source, size), self.place_of(dest, size)
-        assert places[0] != "host", "a copy from pageable memory waits for the host"
+        kinds = self.place_of(source, size), self.place_of(dest, size)
+        assert kinds[0] != "host", "a copy from pageable memory waits for the host"
         assert dest + size <= source or source + size <= dest, "overlapping copy"
 
         def work():
-            assert (self.place_of(source, size), self.place_of(dest, size)) == places, "copies freed memory"
+            assert (self.place_of(source, size), self.place_of(dest, size)) == kinds, "copies freed memory"
             ctypes.memmove(dest, source, size)
-            if places != ("device", "device"):
-                self.copies.append(("in" if places[1] == "device" else "out", size))
+            if kinds != ("device", "device"):
+                self.copies.append(("in" if kinds[1] == "device" else "out", size))
 
         self.submit(work)
         return (Status.cudaSuccess,)

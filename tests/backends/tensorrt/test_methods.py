@@ -23,9 +23,9 @@ OPTIONS = Config(variant="tensorrt_rtx", plugins="none")
 def folder(tmp_path_factory):
     from tests.speculators.eagle_lab import write_target
 
-    place = tmp_path_factory.mktemp("plans")
-    write_target(place / "target")
-    return place
+    folder_of_plans = tmp_path_factory.mktemp("plans")
+    write_target(folder_of_plans / "target")
+    return folder_of_plans
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,6 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
             graphs[graph] = store.export(source)[0]
         rows = MAX_ROWS + source.spec().rows_written_ahead if source.max_rows else 0
         options = CompileOptions("float16", 2, rows, MAX_NODES + 1, OPTIONS)
-        place = tmp_path / source.job.name
-        backend.compile(graphs[graph], source.spec(), place, quantization="none", options=options)
-        assert (place / backend.graph_file).stat().st_size > 10_000
+        folder_of_plans = tmp_path / source.job.name
+        backend.compile(graphs[graph], source.spec(), folder_of_plans, quantization="none", options=options)
+        assert (folder_of_plans / backend.graph_file).stat().st_size > 10_000

@@ -21,8 +21,8 @@ _PLACES = ("/usr/include", "/usr/include/*-linux-gnu", "/usr/local/tensorrt/incl
 
 def _headers() -> str | None:
     given = [os.environ["TENSORRT_INCLUDE_DIR"]] if os.environ.get("TENSORRT_INCLUDE_DIR") else []
-    places = given + [place for pattern in _PLACES for place in sorted(glob.glob(pattern))]
-    return next((place for place in places if (Path(place) / "NvInfer.h").is_file()), None)
+    candidates = given + [candidate for pattern in _PLACES for candidate in sorted(glob.glob(pattern))]
+    return next((candidate for candidate in candidates if (Path(candidate) / "NvInfer.h").is_file()), None)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def _check_block(case: Case) -> Iterator[Finding]:
     """Yields a finding for blocks of one token, which a draft model gives in a step."""
     if case.sizes.get("block") == 1:
         todo = "Draft with more than one token a run."
-        yield finding("warning", case.config_place("block_size"), "1", "2 or more", todo)
+        yield finding("warning", case.where_in_config("block_size"), "1", "2 or more", todo)
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
