@@ -20,7 +20,7 @@ class RequestOutput:
 
     Args:
         handle: of the request.
-        slot: the sequence; `slot.index` is the index of the output.
+        sequence: its sequence, whose `index` is that of the output.
     """
 
     __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "sequence", "started_s")
