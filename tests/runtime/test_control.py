@@ -323,11 +323,9 @@ def test_the_first_drafts_after_steps_that_were_told_to_be_plain_do_not_count() 
             missed = True
         is_plain = controller.plan(sequences(1)) == PLAIN
         step_s = 1.0 if is_plain else 200.0 if missed else 1.2
-        missed = missed and is_plain
-        kept = 0 if is_plain else 1
-        controller.observe(
-            sequences(1), [Step(0, [7] * (1 + kept), kept, kept, False, "", None)], StepTimes(0, 0, step_s)
-        )
+        missed, kept = missed and is_plain, 0 if is_plain else 1
+        steps = [Step(0, [7] * (1 + kept), kept, kept, False, "", None)]
+        controller.observe(sequences(1), steps, StepTimes(0, 0, step_s))
     assert controller.decisions()["1"]["drafts"] is True
     assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
 
