@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from speccompile.certificate.chi_square import ALPHA, POWER, counts_of, fit
+from speccompile.certificate.chi_square import ALPHA, POWER, Fit, counts_of, fit
 from speccompile.certificate.decoding import Prompts, decode_with, gives_logits, next_logits, plain_proposer
 from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.results import Check, check_of, not_run
-from speccompile.core.protocols import Batch
+from speccompile.core.protocols import Batch, Proposer
 from speccompile.core.sampling import draw, warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import Floats, TokenTree
+from speccompile.errors import SpecCompileError
+from speccompile.runtime.requests import Speculation
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.none.proposer import NoneProposer
 
@@ -28,17 +30,30 @@ STRAY_MASS = 0.1  # of a planted draft distribution, on a token that the target 
 
 Text = tuple[int, ...]
 Rows = dict[Text, dict[int, float]]  # after each beginning of a text: the probabilities of the next token
+Runs = dict[str, tuple[Proposer, Speculation]]  # by name: whose drafts, and whether they are forced, see `make_slots`
+ProbsAfter = Callable[[Text, Floats], Floats]  # a beginning and the logits after it: the distribution of the next token
 
 
-def exact_rows(engine: SpecEngine, prompt: Sequence[int]) -> Rows:
-    """Returns the target's distributions after every beginning that may come, from steps of one node."""
+def free_probs(text: Text, logits: Floats) -> Floats:
+    """Returns the distribution of the next token of a text that may go on as it likes, [vocab] float32."""
+    probs: Floats = warp(logits[None], [TEMPERATURE], [TOP_K], [TOP_P])[0]
+    return probs
+
+
+def exact_rows(engine: SpecEngine, prompt: Sequence[int], probs_after: ProbsAfter = free_probs) -> Rows:
+    """Returns the target's distributions after every beginning that may come, from steps of one node.
+
+    Args:
+        engine: whose target has logits as an output.
+        prompt: token ids.
+        probs_after: see `ProbsAfter`.
+    """
     rows: Rows = {}
     level: list[Text] = [()]
     for _ in range(NUM_TOKENS):
         following = []
         for text in level:
-            logits = next_logits(engine, [*prompt, *text])[None]
-            probs = warp(logits, [TEMPERATURE], [TOP_K], [TOP_P])[0].astype(np.float64)
+            probs = probs_after(text, next_logits(engine, [*prompt, *text])).astype(np.float64)
             rows[text] = {int(token): float(probs[token] / probs.sum()) for token in np.flatnonzero(probs)}
             following += [(*text, token) for token in rows[text]]
         level = following
@@ -107,7 +122,7 @@ class DrawnDrafts(NoneProposer):
                     parents.append(parent)
                     dists.append(dist)
                     following.append(((*begun, token), len(tokens)))
-                    dist = _without(dist, token)
+                    dist = _without(dist, token) if rank + 1 < num else None
             level = following
         return tokens, parents, dists
 
@@ -133,11 +148,67 @@ def _without(dist: Floats, token: int) -> Floats:
     return normed
 
 
-def choose_prompt(engine: SpecEngine, prompts: Prompts) -> tuple[list[int], Rows]:
-    """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions."""
-    begun = [list(prompt[:PROMPT_TOKENS]) for prompt in prompts[:MOST_PROMPTS]]
-    found = [(prompt, exact_rows(engine, prompt)) for prompt in begun]
+def choose_prompt(
+    engine: SpecEngine, prompts: Prompts, length: int, probs_after: ProbsAfter = free_probs
+) -> tuple[list[int], Rows]:
+    """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions.
+
+    Args:
+        engine: see `exact_rows`.
+        prompts: token ids.
+        length: most tokens of the beginning.
+        probs_after: see `ProbsAfter`.
+    """
+    begun = [list(prompt[:length]) for prompt in prompts[:MOST_PROMPTS]]
+    found = [(prompt, exact_rows(engine, prompt, probs_after)) for prompt in begun]
     return min(found, key=lambda pair: max(joint_of(pair[1]).values()))
+
+
+def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
+    """Returns the proposers whose texts are tested, and how they are asked to draft.
+
+    Args:
+        engine: of the bundle.
+        rows: of the texts, see `DrawnDrafts`.
+        depth: most drafts on a path.
+    """
+    size, most = engine.verifier.engine.spec.vocab_size, engine.context.max_draft_nodes
+    runs: Runs = {"plain": (plain_proposer(), "auto"), "the method's drafts": (engine.proposer, "on")}
+    if size > TOP_K and most >= depth:
+        runs["planted chains"] = (DrawnDrafts(rows, size, is_tree=False), "auto")
+    if may_draft_trees(engine) and size > TOP_K and most >= sum((2, 4, 4)[:depth]):
+        runs["planted trees"] = (DrawnDrafts(rows, size, is_tree=True), "auto")
+    return runs
+
+
+def fit_runs(
+    engine: SpecEngine, prompt: Sequence[int], rows: Rows, runs: Runs, asked: Sequence[SamplingParams]
+) -> tuple[dict[str, Fit], list[dict[str, Any]]]:
+    """Returns by run the test of its texts, and what was seen of it, JSON-ready; a run that fails does not pass.
+
+    Args:
+        engine: of the bundle.
+        prompt: token ids.
+        rows: the exact distributions after it.
+        runs: see `make_runs`.
+        asked: of each text.
+    """
+    joint, fits, found = joint_of(rows), dict[str, Fit](), []
+    batch_size = min(engine.context.max_slots, len(asked))
+    for name, (proposer, speculation) in runs.items():
+        try:
+            decoded = decode_with(
+                engine, proposer, [prompt] * len(asked), asked, batch_size=batch_size, speculation=speculation
+            )
+        except SpecCompileError as fault:
+            fits[name] = Fit(num_samples=0, num_cells=0, statistic=0.0, p_value=0.0, noticed_effect=0.0)
+            found.append({"run": name, "fault_raised": str(fault)})
+            continue
+        fits[name] = fit(counts_of(decoded.texts, NUM_TOKENS), joint)
+        found.append({"run": name, **fits[name].json_from_fit(), **decoded.facts()})
+        if decoded.errors:
+            found[-1]["first_error"] = decoded.errors[0]
+    return fits, found
 
 
 def check_sampled(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_SAMPLES) -> Check:
@@ -150,34 +221,12 @@ def check_sampled(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_S
     """
     if not gives_logits(engine):
         return not_run(SAMPLED, "the target keeps its logits to itself (engine.logits: false)")
-    size = engine.verifier.engine.spec.vocab_size
-    prompt, rows = choose_prompt(engine, prompts)
-    joint = joint_of(rows)
-    runs: dict[str, tuple[Any, Any]] = {
-        "plain": (plain_proposer(), "auto"),
-        "the method's drafts": (engine.proposer, "on"),
-    }
-    if size > TOP_K and engine.context.max_draft_nodes >= NUM_TOKENS:
-        runs["planted chains"] = (DrawnDrafts(rows, size, is_tree=False), "auto")
-    if may_draft_trees(engine) and size > TOP_K and engine.context.max_draft_nodes >= 2 + 4 + 4:
-        runs["planted trees"] = (DrawnDrafts(rows, size, is_tree=True), "auto")
+    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS)
     asked = [
         SamplingParams(NUM_TOKENS + 1, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, seed=seed, ignore_eos=True)
         for seed in range(num_samples)
     ]
-    found, fits = [], []
-    for name, (proposer, speculation) in runs.items():
-        decoded = decode_with(
-            engine,
-            proposer,
-            [prompt] * num_samples,
-            asked,
-            batch_size=min(engine.context.max_slots, num_samples),
-            speculation=speculation,
-        )
-        fits.append(test := fit(counts_of(decoded.texts, NUM_TOKENS), joint))
-        found.append({"run": name, **test.json_from_fit(), **decoded.facts()})
-    wrong = [row["run"] for row, test in zip(found, fits, strict=True) if not test.is_right]
+    fits, found = fit_runs(engine, prompt, rows, make_runs(engine, rows, NUM_TOKENS), asked)
     facts = {
         "prompt": prompt,
         "num_tokens": NUM_TOKENS,
@@ -188,14 +237,27 @@ def check_sampled(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_S
         "power": POWER,
         "runs": found,
     }
-    return check_of(SAMPLED, not wrong, _summary(num_samples, fits, wrong, list(runs)), facts)
+    return check_of(SAMPLED, are_right(fits), text_from_fits(num_samples, fits), facts)
 
 
-def _summary(num_samples: int, fits: Sequence[Any], wrong: Sequence[str], names: Sequence[str]) -> str:
-    least = min(test.p_value for test in fits)
-    distance = max(test.noticed_distance for test in fits)
-    told = f"not the target's distribution: {', '.join(wrong)}" if wrong else "all as the target's distribution"
+def are_right(fits: Mapping[str, Fit]) -> bool:
+    """Returns whether all tests pass."""
+    return all(test.is_right for test in fits.values())
+
+
+def text_from_fits(num_samples: int, fits: Mapping[str, Fit], dist: str = "the target's distribution") -> str:
+    """Returns one sentence about tests of texts, and what they would have noticed.
+
+    Args:
+        num_samples: texts of each run.
+        fits: by run.
+        dist: what the texts were compared with.
+    """
+    wrong = [name for name, test in fits.items() if not test.is_right]
+    least = min(test.p_value for test in fits.values())
+    distance = max(test.noticed_distance for test in fits.values())
+    told = f"not {dist}: {', '.join(wrong)}" if wrong else f"all as {dist}"
     return (
-        f"first {NUM_TOKENS} tokens of {num_samples} texts each, {', '.join(names)}: {told}, least p {least:.2g}; "
+        f"first {NUM_TOKENS} tokens of {num_samples} texts each, {', '.join(fits)}: {told}, least p {least:.2g}; "
         f"a total variation of {distance:.3f} is noticed with probability {POWER:.0%}"
     )

@@ -19,6 +19,7 @@ from speccompile.certificate.caches import check_caches
 from speccompile.certificate.checkpoint import Reference, dtype_of, find_checkpoint, is_exact, open_reference
 from speccompile.certificate.distances import check_distance
 from speccompile.certificate.faults import check_faults
+from speccompile.certificate.grammar import check_grammar
 from speccompile.certificate.greedy import REFERENCE, check_greedy, check_reference, plain_texts
 from speccompile.certificate.page import html_from_certificate
 from speccompile.certificate.prompts import find_prompts
@@ -31,6 +32,7 @@ from speccompile.runtime.engine import load
 from speccompile.runtime.spec_engine import SpecEngine
 
 FAULT_TOKENS = 20  # of a text with planted drafts
+GRAMMAR_SHARE = 3  # one of so many sampled texts: verdicts on the host take longer
 Progress = Callable[[str], None]
 Step = Callable[["Subject"], Check]
 
@@ -42,7 +44,7 @@ class Options:
     Args:
         prompts: texts or token ids; None: short texts of our own.
         num_tokens: of each greedy text.
-        num_samples: texts of each sampled run.
+        num_samples: texts of each sampled run; a third of them with a grammar.
         checkpoint: folder of the target's checkpoint; None: where it was when the bundle was built.
         use_checkpoint: compare with the checkpoint where it is at hand, which takes the memory of its float32 weights.
     """
@@ -114,6 +116,10 @@ def _sampled(subject: Subject) -> Check:
     return check_sampled(subject.engine, subject.prompts, subject.options.num_samples)
 
 
+def _grammar(subject: Subject) -> Check:
+    return check_grammar(subject.engine, subject.prompts, subject.options.num_samples // GRAMMAR_SHARE)
+
+
 def _caches(subject: Subject) -> Check:
     dtype = dtype_of(subject.bundle.manifest)
     return check_caches(subject.engine, subject.prompts, subject.plain, dtype)
@@ -137,6 +143,7 @@ STEPS: dict[str, Step] = {
     "reference": _reference,
     "faults": _faults,
     "sampled": _sampled,
+    "grammar": _grammar,
     "caches": _caches,
     "distance": _distance,
     "acceptance": _acceptance,

@@ -257,7 +257,12 @@ class Grammars:
         is_own = hasattr(self._tokenizer, "to_str")
         num = max(self._vocab_size, self._tokenizer.get_vocab_size()) if is_own else None
         source = self._tokenizer.to_str() if is_own else TokenizerWrapper(self._tokenizer)
-        return LLTokenizer(source, n_vocab=num, eos_token=self._eos)
+        try:
+            return LLTokenizer(source, n_vocab=num, eos_token=self._eos)
+        except ValueError as fault:
+            todo = "Give the checkpoint a tokenizer.json with a byte-level or byte-fallback decoder, and build again."
+            got = str(fault).strip().partition("\n")[0][:200]
+            raise RuntimeFault(WHERE, f"a tokenizer without bytes: {got}", "one that llguidance reads", todo) from fault
 
     def _markers(self, texts: tuple[str, str]) -> tuple[int, int]:
         found = tuple(self._tokenizer.token_to_id(text) for text in texts)

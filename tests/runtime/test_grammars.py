@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of grammars: what may follow a path, the text's end, reasoning before it, and what is refused."""
 
+import json
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammars as module
 from speccompile.runtime.grammars import GrammarFault, Grammars
+from tests.pipeline import fakes
 from tests.runtime.grammar_lab import EOS, TOKENS, VOCAB, Pieces, make_grammars, tokens_of
 
 pytest.importorskip("llguidance")
@@ -144,6 +148,7 @@ def test_what_is_missing_is_named(monkeypatch):
     for tokenizer, eos, message in (
         (None, [0], "a bundle without a tokenizer"),
         (Pieces(), [], "a bundle without an end-of-sequence token"),
+        (Tokenizer.from_str(json.dumps(fakes.tokenizer(VOCAB))), [0], "a tokenizer without bytes: can't determine"),
     ):
         with pytest.raises(RuntimeFault, match=message):
             Grammars(tokenizer, VOCAB, eos).compile(CODE)
