@@ -21,12 +21,6 @@ NUM_SQUARES = 4
 KEY_SCALE, KEY_STEP = 2.0**24, 128  # a key has 24 bits; 128 times that, plus 1, is below the prime
 
 
-def _mod_prime(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns the remainder of numbers below 2**63."""
-    folded = (number & np.uint64(PRIME)) + (number >> np.uint64(31))
-    return np.minimum(folded, folded - np.uint64(PRIME))  # a number below the prime wraps to one above
-
-
 def race_times(draws: Floats, tokens: ArrayLike) -> NDArray[np.float64]:
     """Returns the exponential variates of tokens.
 
@@ -39,10 +33,15 @@ def race_times(draws: Floats, tokens: ArrayLike) -> NDArray[np.float64]:
     """
     keys = (draws * np.float32(KEY_SCALE)).astype(np.uint64) * np.uint64(KEY_STEP) + np.uint64(1)
     first, second = keys[..., :1], keys[..., 1:]
-    state = _mod_prime(first * (np.asarray(tokens).astype(np.uint64) + np.uint64(1)) + second)
+    state = first * (np.asarray(tokens).astype(np.uint64) + np.uint64(1)) + second  # in place: rows are long
+    state %= np.uint64(PRIME)
     for number in range(NUM_SQUARES):
-        state = _mod_prime(state * state + (second if number % 2 else first))
-    return -np.log1p(-(state + 0.5) / (PRIME + 1))
+        state *= state
+        state += second if number % 2 else first
+        state %= np.uint64(PRIME)
+    times: NDArray[np.float64] = (state + 0.5) / -(PRIME + 1)
+    np.log1p(times, out=times)
+    return -times
 
 
 def race(probs: Floats, draws: Floats) -> Ints:

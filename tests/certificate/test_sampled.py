@@ -6,13 +6,11 @@ from speccompile.certificate import chi_square
 from speccompile.certificate.sampled import check_sampled, exact_rows, joint_of
 from speccompile.core import acceptance
 from tests.certificate.certificate_lab import PROMPTS, TARGET, make_engine
-from tests.speculators.distribution_check import short_texts
 
 pytestmark = pytest.mark.distribution
 NUM = 500
 
 
-@short_texts()
 def test_sampled_text_has_the_targets_distribution():
     check = check_sampled(make_engine(nodes=12), PROMPTS, NUM)
     assert check.status == "passed", check.facts
@@ -25,7 +23,6 @@ def test_sampled_text_has_the_targets_distribution():
 
 
 @pytest.mark.parametrize("wrong", ["the target's own", "not cut at zero", "the draft's"])
-@short_texts()
 def test_a_wrong_residual_fails(monkeypatch, wrong):
     forms = {
         "the target's own": lambda target, draft: target,

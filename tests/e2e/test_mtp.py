@@ -23,7 +23,6 @@ from speccompile.runtime.stats import TimedEngine
 from tests.e2e.conftest import build_bundle
 from tests.e2e.test_tree_cache import caches_of
 from tests.greedy_check import differing
-from tests.speculators.distribution_check import short_texts
 
 pytest.importorskip("torch")
 
@@ -210,7 +209,6 @@ def test_rows_after_rollbacks_are_those_of_a_fresh_prompt(engines, oracle):
 
 @pytest.mark.distribution
 @pytest.mark.parametrize("heat", [0.5, 0.8, 1.2])
-@short_texts()
 def test_two_sampled_tokens_follow_the_targets_distribution(engines, checkpoints, heat):
     """Drawn drafts over the target's whole vocabulary; the seeds are fixed."""
     from tests.e2e.two_tokens import exact_dist, fit_p_value

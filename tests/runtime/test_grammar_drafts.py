@@ -30,7 +30,6 @@ from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.mock_lm import MockEngine, MockLM
 from tests.runtime import grammar_lab
 from tests.runtime.test_logits_processors import RIGHT, WRONG, kept_warps, naive_dist  # noqa: F401
-from tests.speculators.distribution_check import short_texts
 
 pytest.importorskip("llguidance")
 TOKENS = ["", "a", "b", "c", "ab", "bc"]  # 0 ends the text
@@ -145,8 +144,7 @@ def make_engine(kind: str, slots: int = 100) -> SpecEngine:
 def texts_of(kind: str, params: SamplingParams, num: int = NUM) -> tuple[list[list[int]], int]:
     """Returns texts with as many seeds, and how many drafts were kept in all of them."""
     asked = [replace(params, seed=seed, structured_outputs=CONSTRAINT) for seed in range(num)]
-    with short_texts():
-        results = make_engine(kind).generate([PROMPT] * num, asked)
+    results = make_engine(kind).generate([PROMPT] * num, asked)
     return [r.tokens for r in results], sum(r.stats["num_accepted"] for r in results)
 
 

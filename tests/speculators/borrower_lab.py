@@ -13,7 +13,7 @@ from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockEngine, MockLM
-from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value, short_texts
+from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 
 MAX_SEQ = 64
 TARGET = MockLM(seed=21, sharpness=1.2)
@@ -69,7 +69,6 @@ def check_seeds(make: Callable[[], Lab]) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-@short_texts()
 def check_dist(lab: Lab, num: int = 1500) -> None:
     """Two tokens after the first follow the target's distribution. p < 1e-4 occurs in one of ten thousand seeds."""
     prompt, heat, top_k = list(PROMPT), 0.9, 4

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.runtime.loop import decode
@@ -25,14 +22,6 @@ LEAST = 1e-4
 
 Warp = tuple[float, int, float]  # temperature, top_k, top_p
 WARPS: tuple[Warp, ...] = ((0.9, 4, 1.0), (0.5, 0, 0.9), (1.5, 3, 1.0), (1.0, 0, 0.6))
-
-
-@contextmanager
-def short_texts() -> Iterator[None]:
-    """Makes uniforms for a few positions at once, as texts of a few tokens need: a third of the time of such tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("speccompile.runtime.sequences.BLOCK", 8)
-        yield
 
 
 @functools.cache
@@ -51,7 +40,6 @@ def exact_dist(model: MockLM, heat: Warp, num_tokens: int = NUM_TOKENS) -> dict[
     return dist
 
 
-@short_texts()
 def decode_many(
     target: MockEngine, proposer: Any, heat: Warp, num: int, max_seq_len: int, max_new_tokens: int = NUM_TOKENS + 1
 ) -> list[TokenSequence]:

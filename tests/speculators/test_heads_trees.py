@@ -13,7 +13,7 @@ from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockLM
-from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value, short_texts
+from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockCandidateHeads, MockTarget, MockTreeHeads, OnDevice
 
 TARGET = MockLM(seed=21, sharpness=1.2)
@@ -93,7 +93,6 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
 @pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("method", "tree"), [("medusa", "auto"), ("mlp", "auto"), ("prophet", CHOICES)], ids=str)
-@short_texts()
 def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
     num, prompt, heat, top_k = 1500, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(method, tree, slots=60)

@@ -13,7 +13,7 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as Config
 from tests.mock_lm import VOCAB, MockLM
-from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value, short_texts
+from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockHeads, MockTarget, OnDevice
 
 TARGET = MockLM(seed=21, sharpness=1.2)
@@ -105,7 +105,6 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 @pytest.mark.distribution
 # Seeds are fixed; p < 1e-4 happens by chance once in ten thousand choices of them.
 @pytest.mark.parametrize(("config", "costs"), [({}, None), ({}, CHEAP), ({"drafts": "greedy"}, CHEAP)])
-@short_texts()
 def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
     num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
@@ -118,7 +117,6 @@ def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
 
 
 @pytest.mark.distribution
-@short_texts()
 def test_the_distribution_test_notices_the_distributions_of_another_draft():
     """With the heads' distributions shifted by one token the text no longer follows the target."""
     from scipy.stats import chisquare
