@@ -18,7 +18,6 @@ from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
 from tests.certificate.certificate_lab import PROMPTS, TARGET, make_engine
 from tests.mock_lm import VOCAB
 from tests.pipeline import fakes
-from tests.speculators.distribution_check import short_texts
 
 pytest.importorskip("llguidance")
 EOS, NUM = 0, 100
@@ -48,8 +47,7 @@ def engine_with(tokenizer, eos=(EOS,)):
 
 
 def check(num=NUM):
-    with short_texts():
-        return check_grammar(engine_with(make_tokenizer()), PROMPTS, num)
+    return check_grammar(engine_with(make_tokenizer()), PROMPTS, num)
 
 
 @pytest.mark.distribution
@@ -192,7 +190,6 @@ def test_what_cannot_be_checked_is_not_run(monkeypatch):
 def test_a_target_that_compacts_in_its_step_is_checked_without_drafts(monkeypatch):
     engine = engine_with(make_tokenizer())
     engine.verifier._compacts = False
-    with short_texts():
-        found = check_grammar(engine, PROMPTS, 30)
+    found = check_grammar(engine, PROMPTS, 30)
     assert found.status == "passed" and "no drafts with grammars" in found.summary
     assert [run["run"] for run in found.facts["runs"]] == ["plain"]
