@@ -132,14 +132,16 @@ class MockEngine:
         positions = lengths[:, None] + mask.sum(axis=-1) - 1
         assert positions.max() < self.max_seq_len, "a position that the model does not know"
         scored = feeds.get(SCORED_NODES)
-        if scored is None:
-            scored = np.tile(np.arange(nodes), (batch, 1))
         cache, each = self.cache[first_slot : first_slot + batch], np.arange(batch)[:, None]
         cache[each, lengths[:, None] + np.arange(nodes)] = tokens
-        seen = mask[each, scored]
-        is_unwritten = (np.arange(self.max_rows) < lengths[:, None]) & (cache < 0)
-        assert not is_unwritten.any(), "reads a cache row that was never written"
-        assert (np.where(seen.any(axis=1), tokens, 0) >= 0).all(), "reads a token that is none"
+        seen = mask if scored is None else mask[each, scored]
+        past = cache[:, : lengths.max()]
+        if (past < 0).any():
+            assert not ((np.arange(past.shape[1]) < lengths[:, None]) & (past < 0)).any(), (
+                "reads a cache row that was never written"
+            )
+        if (tokens < 0).any():
+            assert (np.where(seen.any(axis=1), tokens, 0) >= 0).all(), "reads a token that is none"
         logits = self.model.logits_of_nodes(cache, lengths, tokens, seen)
         if self.bad is not None:
             logits[(cache == self.bad).any(axis=1)] = np.nan
@@ -155,7 +157,7 @@ class MockEngine:
             dists = warp(logits, *rules) if heat.any() else np.zeros((*logits.shape[:2], 1), np.float32)
             return {CANDIDATES: candidates, CANDIDATE_PROBS: sure.copy(), NODE_PROBS: dists.copy()}
         parents = feeds.get(PARENTS, chain_parents(batch, nodes))
-        if scored.shape[1] < nodes:
+        if scored is not None and scored.shape[1] < nodes:
             tokens, parents = (np.take_along_axis(x, scored, axis=1) for x in (tokens, parents))
         tree = TokenTree(tokens, parents, np.full(batch, nodes), feeds.get(DRAFT_PROBS))
         draws = feeds.get(UNIFORMS, np.zeros((*tokens.shape, 2), dtype=np.float32))

@@ -33,6 +33,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "backends/test_tune.py",
         "bench/test_gpu_kernels.py",
         "bench/test_gpu_ort_cuda.py",
+        "bench/test_greedy_equality.py",
         "bench/test_pad_checkpoint.py",
         "bench/test_pairs.py",
         "e2e/*",

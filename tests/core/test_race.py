@@ -108,6 +108,16 @@ def test_impossible_tokens_never_win_and_of_equal_ones_the_first_does() -> None:
     assert race(np.full(4, np.nan, np.float32), draws[0]) == 0
 
 
+def test_rows_of_one_token_need_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = draws_of(30)
+    greedy = np.eye(7, dtype=np.float32)[np.arange(30) % 7]
+    beside = np.concatenate((greedy, np.full((1, 7), 1 / 7, np.float32)))  # then the times decide all rows
+    assert race(beside, draws_of(31))[:30].tolist() == (np.arange(30) % 7).tolist()
+    monkeypatch.setattr(module, "race_times", lambda *given: pytest.fail("times were made"))
+    assert race(greedy, draws).tolist() == (np.arange(30) % 7).tolist()
+    assert race(greedy[:0], draws[:0]).tolist() == []
+
+
 @pytest.mark.distribution
 def test_times_are_exponential_and_independent() -> None:
     from scipy import stats
