@@ -158,7 +158,7 @@ class TokenSequence(Protocol):
 
 
 class Batch(Protocol):
-    """The active slots: slot i of every engine belongs to `sequences[i]`."""
+    """The active sequences: slot i of every engine belongs to `sequences[i]`."""
 
     @property
     def sequences(self) -> Sequence[TokenSequence]:
@@ -167,7 +167,7 @@ class Batch(Protocol):
 
     @property
     def may_draw(self) -> bool:
-        """Whether drafts may be drawn: a slot samples, and texts may depend on what is drafted.
+        """Whether drafts may be drawn: a sequence samples, and texts may depend on what is drafted.
 
         Otherwise drafts must be deterministic; no draws may be asked for, and no distributions given.
         """
@@ -183,7 +183,7 @@ class Batch(Protocol):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every slot has temperature 0, so that drafts do not race either."""
+        """Whether every sequence has temperature 0, so that drafts do not race either."""
         ...
 
     def race_draws(self, depth: int) -> Floats:
@@ -194,7 +194,7 @@ class Batch(Protocol):
         ...
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
-        """Returns `temperature`, `top_k`, `top_p` [batch]; those that are neutral in every slot are left out."""
+        """Returns `temperature`, `top_k`, `top_p` [batch]; those that are neutral in every sequence are left out."""
         ...
 
     def draft_uniforms(self, depth: int) -> Floats:

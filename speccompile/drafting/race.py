@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deterministic drafts for slots that sample: candidates in the order in which they finish the target's race.
+"""Deterministic drafts for sequences that sample: candidates in the order in which they finish the target's race.
 
 The target emits the token with the least E / target_probs (`core.race`). A draft knows the same E, so the token with
 the least E / draft_probs is the likeliest to be the one, then the second least, and so on. Any order is legal, as
@@ -26,7 +26,7 @@ CLOSENESS = 1.5  # how sure the order is, by log times; estimates of each sequen
 def order_candidates(
     batch: Batch, depth: int, tokens: Ints, confidences: Floats, *, is_warped: bool = False
 ) -> tuple[Ints, Floats]:
-    """Returns the candidates of slots that sample in the order of their times; those of greedy slots are unchanged.
+    """Returns the candidates of sequences that sample in the order of their times; those of greedy ones are unchanged.
 
     Args:
         batch: the sequences.
@@ -62,7 +62,7 @@ def order_candidates(
 
 
 def raced_candidates(batch: Batch, depth: int, outputs: Outputs, d2t: Ints | None = None) -> tuple[Ints, Floats]:
-    """Returns candidates and confidences of a draft's outputs, those of slots that sample in the order of the race.
+    """Returns candidates and confidences of a draft's outputs, those of sequences that sample in the order of the race.
 
     Where the draft gives its distributions the race is among their likeliest tokens, otherwise among the candidates.
 

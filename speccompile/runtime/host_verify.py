@@ -32,7 +32,7 @@ def verify_on_host(
         sequences: all sequences of the batch.
         slot_indices: slot indices of the sequences that need logits processors.
         logits: [batch, nodes, vocab] float32.
-        uniforms: [batch, nodes, 2] float32; None: every slot is greedy.
+        uniforms: [batch, nodes, 2] float32; None: every sequence is greedy.
         draft_probs: [batch, nodes, vocab] float32, see `accept_slot`; None: drafts are deterministic.
 
     Where the grammar of a sequence fails, its next token is -1, and `TokenSequence.fault` says why.

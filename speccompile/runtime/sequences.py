@@ -281,7 +281,7 @@ class SequenceBatch:
         self.waiting = deque(waiting)
         self.max_slots = max_slots
         self.is_invariant = is_invariant
-        self.is_greedy = True  # every slot has temperature 0
+        self.is_greedy = True  # every sequence has temperature 0
         self.is_forced = False  # see `Batch.is_forced`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self.wants_logprobs = False

@@ -22,7 +22,7 @@ class SlotAllocator:
     Args:
         verifier: the target.
         proposer: the drafts.
-        slots: active sequences of the loop's steps; kept equal to those of `active`.
+        batch: active sequences of the loop's steps; kept equal to those of `active`.
         keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
     """
 

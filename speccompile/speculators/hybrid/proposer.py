@@ -78,7 +78,7 @@ class PartBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every slot has temperature 0."""
+        """Whether every sequence has temperature 0."""
         return self._batch.is_greedy
 
     def race_draws(self, depth: int) -> Floats:
