@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.certificate.decoding import Prompts, gives_logits, make_slots, root_logits
+from speccompile.certificate.decoding import Prompts, gives_logits, make_sequences, root_logits
 from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.planted_drafts import FullChains, FullTrees
 from speccompile.certificate.results import Check, check_of, not_run
@@ -47,7 +47,7 @@ def check_caches(
     kind = FullTrees if may_draft_trees(engine) else FullChains
     length = min(len(text) for text in plain[:num])
     params = SamplingParams(max_new_tokens=length, ignore_eos=True)
-    waiting = make_slots(engine, prompts[:num], [params] * num, "auto")
+    waiting = make_sequences(engine, prompts[:num], [params] * num, "auto")
     batch = SequenceBatch(list(waiting), num)
     verifier, proposer = engine.verifier, kind(known, nodes, vocab, nodes, seed)
     engine.reset(1)

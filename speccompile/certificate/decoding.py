@@ -63,7 +63,7 @@ def plain_proposer() -> Proposer:
     return NoneProposer()
 
 
-def make_slots(
+def make_sequences(
     engine: SpecEngine, prompts: Prompts, params: Sequence[SamplingParams], speculation: Speculation = "on"
 ) -> list[TokenSequence]:
     """Returns sequences to decode; with `on` they have drafts in every step, whatever a budget expects to gain."""
@@ -93,13 +93,13 @@ def decode_with(
         params: for all prompts, or one for each.
         batch_size: sequences decoded at once.
         is_invariant: drafts must not change sampled text, see `SequenceBatch`.
-        speculation: see `make_slots`.
+        speculation: see `make_sequences`.
 
     Raises:
         RuntimeFault: a step failed.
     """
     asked = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    waiting = make_slots(engine, prompts, asked, speculation)
+    waiting = make_sequences(engine, prompts, asked, speculation)
     engine.reset(max((sequence.num_prompt for sequence in waiting), default=1))
     for _ in decode(engine.verifier, proposer, SequenceBatch(list(waiting), batch_size, is_invariant), engine.engines):
         pass

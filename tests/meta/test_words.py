@@ -48,6 +48,7 @@ PYTHON_NAMES = {
     "place": "slot, position, node or path",
     "places": "slots, positions, nodes or paths",
     "make_slot": "make_sequence",
+    "make_slots": "make_sequences",
     "SlotStats": "SequenceStats",
 }
 _WORDS = {word: re.compile(rf"(?<![^\W\d_]){word}(e?s|ed|ing)?(?![^\W\d_])", re.IGNORECASE) for word in WORDS}
