@@ -159,6 +159,7 @@ class Format:
         ours: the layout's config as that of our layout.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
         complete: computes missing derived tensors from the config and tensors of our layout.
+        probe: import string of its `doctor.probe.Probe`; empty: it declares no conventions.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Format:
     ours: Callable[[Case], dict[str, Any]] | None = None
     config: Callable[[Mapping[str, Any], Target | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
+    probe: str = ""
 
     def prefix_in(self, keys: Iterable[str], config: Mapping[str, Any]) -> str:
         """Returns the prefix of the keys: of those that lead to a mark or a row, the longest."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speccompile.cli.main import main
+from speccompile.doctor.findings import Finding
+from speccompile.doctor.probe import Measured, ProbeReport
 from tests.checkpoints import checkpoint_lab as lab
 
 
@@ -91,6 +94,8 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (("--target", "./nowhere"), 3, "a checkpoint folder or a hub id"),
         (("--set", "half"), 2, "KEY=VALUE"),
+        (("--probe",), 2, "the model on which --probe drafts"),
+        (("--prompts", "prompts.jsonl"), 2, "--probe, which reads them"),
     ],
 )
 def test_what_is_wrong_beside_the_speculator(
@@ -98,3 +103,61 @@ def test_what_is_wrong_beside_the_speculator(
 ) -> None:
     assert run("doctor", folders[0], "--json", *words) == code
     assert text in json.loads(capsys.readouterr().out)["error"]["expected"]
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns the arguments with which the drafter is run, once it is: the report is made up."""
+    stated = Measured({}, 96, 1.4, (0.3, 0.25), 0.0, 0.0)
+    better = Measured({"layers": [1, 2]}, 96, 2.0, (0.6, 0.5), 0.6, 0.05)
+    todo = "Give speculator.layers: [1, 2] in the recipe."
+    finding = Finding("error", "probe", "config.json (ids)", "layers [2, 3]", "[1, 2], with which it is 2.00", todo)
+    report = ProbeReport(
+        "otherwise", "", {"layers": [1, 2]}, {"norm_output": [True]}, 3, 2, (stated, better), (finding,)
+    )
+    calls: list[Any] = []
+
+    def probe(*words: Any, **options: Any) -> ProbeReport:
+        calls.append((words, options))
+        return report
+
+    monkeypatch.setattr("speccompile.certificate.probe.probe_checkpoint", probe)
+    return calls
+
+
+def test_a_probe_is_printed_after_the_findings(
+    folders: tuple[Path, Path], probed: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculator, target = folders
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": [1, 2]}\n')
+    words = ("--target", target, "--probe", "--prompts", prompts, "--set", "norm_output=true")
+    assert run("doctor", speculator, *words) == 3
+    ((given, options),) = probed
+    assert given == (str(speculator), str(target)) and options.pop("progress") is not None
+    assert options == {"prompts": ["a", [1, 2]], "overrides": {"norm_output": True}}
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "nothing found",
+        "reading        length  beside stated  accepted / tried by position",
+        "as stated      1.40                   0.30 0.25",
+        "layers [1, 2]  2.00    +0.60 ± 0.05   0.60 0.50",
+        "3 texts of the target, 96 chains of 2 drafts",
+        "not worse on these texts: norm_output true",
+        "error  probe  config.json (ids): got layers [2, 3]; expected [1, 2], with which it is 2.00."
+        " Give speculator.layers: [1, 2] in the recipe.",
+        "probe: the weights mean layers [1, 2]",
+    ]
+
+
+def test_a_probe_is_part_of_the_json(
+    folders: tuple[Path, Path], probed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculator, target = folders
+    assert run("doctor", speculator, "--target", target, "--probe", "--json") == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == 3 and [f["check"] for f in report["findings"]] == ["probe"]
+    assert (report["probe"]["verdict"], report["probe"]["meant"]) == ("otherwise", {"layers": [1, 2]})
+    assert report["probe"]["readings"][1] == {
+        "changed": {"layers": [1, 2]}, "num_starts": 96, "mean_acceptance_length": 2.0,
+        "by_position": [0.6, 0.5], "gain": 0.6, "standard_error": 0.05,
+    }  # fmt: skip

@@ -320,6 +320,7 @@ CHECKS = (
     Check("dflash.codebooks", _check_codebooks),
     Check("dflash.tables", _check_tables),
 )
+_PROBE = "speccompile.speculators.dflash.probe:DflashProbe"
 # The keys of both are the same: only a config says that it is in the speculators format.
 FORMATS = (
     Format(
@@ -334,6 +335,7 @@ FORMATS = (
         ours=_ours_from_speculators,
         config=_config_of_speculators,
         derive=_derive,
+        probe=_PROBE,
     ),
     Format(
         "dflash/ours",
@@ -349,5 +351,6 @@ FORMATS = (
         ours=_ours,
         config=_config,
         derive=_derive,
+        probe=_PROBE,
     ),
 )

@@ -252,10 +252,21 @@ class BlockDraft(nn.Module):
 
     def lattice(self, roots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns candidates and scores of slots [batch, slots, hidden]."""
-        logits = self.lm_head(hidden) * self.drafter.multiplier
+        logits = self.logits(hidden)
+        drafted, _ = top_tokens(logits, self.num_candidates)
+        return self.scored(roots, hidden, logits, drafted)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [batch, slots, draft_vocab] of slots [batch, slots, hidden]."""
+        logits: torch.Tensor = self.lm_head(hidden) * self.drafter.multiplier
         if self.drafter.softcap:
             logits = torch.tanh(logits / self.drafter.softcap) * self.drafter.softcap
-        drafted, _ = top_tokens(logits, self.num_candidates)
+        return logits
+
+    def scored(
+        self, roots: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns tokens of the target and scores of slots' candidates `drafted` [batch, slots, candidates] int64."""
         scores = torch.gather(logits, 2, drafted)[:, :, None]
         tokens = drafted if self.target_tokens is None else self.target_tokens[drafted]
         if self.drafter.is_paired:

@@ -55,33 +55,39 @@ class BlockHeads(nn.Module):
         """Returns the features of positions that the target has read: [..., target hidden] each -> [..., hidden]."""
         return self.hidden_norm(self.fc(torch.cat(tuple(streams), -1)))
 
-    def fill(self, features: torch.Tensor, embedded: torch.Tensor, root_positions: torch.Tensor) -> torch.Tensor:
-        """Returns what the LM head reads of every row of some blocks.
-
-        Args:
-            features: [batch, positions, hidden], the context.
-            embedded: [batch, blocks, rows, hidden], of roots and masks.
-            root_positions: [batch, blocks] int64, the position of each root; its block sees the context before it.
-        """
-        count, blocks, rows, _ = embedded.shape
-        context_angles = self.rotary(features, torch.arange(features.shape[1], device=features.device)[None])
-        positions = root_positions[..., None] + torch.arange(rows, device=root_positions.device)
-        angles = self.rotary(features, positions.flatten(0, 1))
-        x = embedded.flatten(0, 1)
-        for layer, is_causal in zip(self.layers, self.drafter.is_causal, strict=True):
-            attention: Any = layer.self_attn
-            seen = _visible(root_positions, rows, features.shape[1], is_causal)
-
-            def attend(y: torch.Tensor, attention: Any = attention, seen: Any = seen) -> torch.Tensor:
-                return attend_blocks(attention, y, features, angles, context_angles, seen)
-
-            x = layer(x, attend)
-        return self.norm(x).unflatten(0, (count, blocks))
-
     def pair_scores(self, states: torch.Tensor, before: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """See `speccompile.training_contract.Selection`."""
         scores: torch.Tensor = self.candidate_selector(states[None], before[None, :, None], candidates[None])
         return scores[0, :, 0]
+
+
+def fill_blocks(
+    network: Any, features: torch.Tensor, embedded: torch.Tensor, root_positions: torch.Tensor, shift: int = 0
+) -> torch.Tensor:
+    """Returns what the LM head reads of every row of some blocks.
+
+    Args:
+        network: a `BlockHeads` or a `model.BlockDraft`.
+        features: [batch, positions, hidden], the context.
+        embedded: [batch, blocks, rows, hidden], of roots and masks.
+        root_positions: [batch, blocks] int64, the position of each root; its block sees the context before it.
+        shift: added to the rotary positions of blocks.
+    """
+    count, blocks, rows, _ = embedded.shape
+    context_angles = network.rotary(features, torch.arange(features.shape[1], device=features.device)[None])
+    positions = root_positions[..., None] + torch.arange(rows, device=root_positions.device) + shift
+    angles = network.rotary(features, positions.flatten(0, 1))
+    x = embedded.flatten(0, 1)
+    for layer, is_causal in zip(network.layers, network.drafter.is_causal, strict=True):
+        attention: Any = layer.self_attn
+        seen = _visible(root_positions, rows, features.shape[1], is_causal)
+
+        def attend(y: torch.Tensor, attention: Any = attention, seen: Any = seen) -> torch.Tensor:
+            return attend_blocks(attention, y, features, angles, context_angles, seen)
+
+        x = layer(x, attend)
+    filled: torch.Tensor = network.norm(x).unflatten(0, (count, blocks))
+    return filled
 
 
 def _visible(
@@ -173,7 +179,7 @@ class TrainableBlocks(nn.Module):
         """Returns the states of the drafts of blocks with roots [batch, blocks], [batch, blocks, num, hidden]."""
         masks = torch.full((*roots.shape, num), self.heads.drafter.mask_token_id, device=roots.device)
         embedded = self.embeddings[torch.cat((roots[..., None], masks), -1)]
-        return self.heads.fill(features, embedded, root_positions)[:, :, 1:]
+        return fill_blocks(self.heads, features, embedded, root_positions)[:, :, 1:]
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; a block whose root is at t reads features before t, and imitates what follows t."""

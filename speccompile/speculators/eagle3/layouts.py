@@ -220,7 +220,8 @@ _CHECKS = (
 )
 _NUMBERED = r"^layers\.0\.hidden_norm\.weight$"
 _IGNORED = (r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$")
-_PARTS: dict[str, Any] = {"ignored": _IGNORED, "derive": _derive, "complete": _complete}
+_PROBE = "speccompile.speculators.eagle3.probe:Eagle3Probe"
+_PARTS: dict[str, Any] = {"ignored": _IGNORED, "derive": _derive, "complete": _complete, "probe": _PROBE}
 FORMATS = (
     Format(
         "eagle3/ours",

@@ -143,6 +143,7 @@ _V1_SIZES = _sizes(
     Size("num_layers", ("medusa_num_layers",), count=r"^\d+\.(\d+)\.weight$", count_first=1, default=1),
 )
 _V1_ROWS = _rows(_NAMES, "{head}.{num_layers}.weight")
+_PROBE = "speccompile.speculators.medusa.probe:MedusaProbe"
 _CHECKS = (*COMMON, Check("medusa.copies", _check_copies))
 
 
@@ -161,6 +162,7 @@ def _v1(name: str, label: str, prefixes: tuple[str, ...], *, has_others: bool) -
         derive=_derive,
         ours=_ours,
         config=_config,
+        probe=_PROBE,
     )
 
 
@@ -197,6 +199,7 @@ FORMATS = (
         ours=_ours,
         config=_vllm_config,
         complete=_drop_target_head,
+        probe=_PROBE,
     ),
 )
 

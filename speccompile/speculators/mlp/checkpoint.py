@@ -230,6 +230,7 @@ FORMATS = (
         derive=_derive,
         ours=_ours,
         config=_config,
+        probe="speccompile.speculators.mlp.probe:MlpProbe",
     ),
 )
 

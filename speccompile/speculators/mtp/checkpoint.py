@@ -156,7 +156,8 @@ _NUMBERED_NAMES = {
     NORM: "shared_head.norm.weight",
     LM_HEAD: "shared_head.head.weight",
 }
-_PARTS: dict[str, Any] = {"checks": _CHECKS, "derive": derive, "complete": fuse_experts}
+_PROBE = "speccompile.speculators.mtp.probe:MtpProbe"
+_PARTS: dict[str, Any] = {"checks": _CHECKS, "derive": derive, "complete": fuse_experts, "probe": _PROBE}
 FORMATS = (
     Format(
         "mtp/ours",
@@ -206,6 +207,7 @@ FORMATS = (
         ours=_ours_from(""),
         derive=derive_blocks,
         complete=stack_experts,
+        probe=_PROBE,
     ),
     Format(
         "mtp/numbered",

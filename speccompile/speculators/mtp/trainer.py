@@ -21,8 +21,8 @@ from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.tensor_files import TensorFiles, files_from_tensors, open_files
 from speccompile.doctor.convert import write_safetensors
 from speccompile.doctor.doctor import read_speculator
+from speccompile.export.chains import IMPLEMENTATION, Chains, register, running
 from speccompile.export.heads_file import CONFIG, WEIGHTS, write_heads
-from speccompile.speculators.mtp.chains import IMPLEMENTATION, Chains, register, running
 from speccompile.speculators.mtp.checkpoint import FORMATS, PREFIX, SCOPE, config_of_layer
 from speccompile.speculators.mtp.config import MtpTraining
 from speccompile.speculators.mtp.model import MtpModule, fitted_weights, is_norm, stored_offset

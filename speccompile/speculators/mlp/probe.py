@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP speculator under other conventions than its file states; see `speccompile.doctor.probe`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from speccompile.doctor.layouts import Case
+from speccompile.doctor.probe import Convention, Reading
+from speccompile.export.probes import hidden_convention, hidden_of, read_case
+from speccompile.speculators.mlp.checkpoint import MODEL_TYPE, HeadsSizes
+from speccompile.speculators.mlp.model import heads_from_weights
+from speccompile.training_contract import TargetParts, TrainingBatch
+
+_SCALE = "scale_input"
+
+
+class MlpProbe:
+    """See `speccompile.doctor.probe.Probe`.
+
+    Args:
+        case: free of faults in its keys and shapes.
+        parts: of the target.
+    """
+
+    def __init__(self, case: Case, parts: TargetParts) -> None:
+        config, self.weights = read_case(case)
+        self.num_layers = int(parts.config["num_hidden_layers"])
+        num, stated = config["n_predict"], config[_SCALE]
+        sizes = (config["vocab_size"], config["emb_dim"], config["inner_dim"])
+        self.sizes = HeadsSizes(MODEL_TYPE, *sizes, num, num, config["tie_weights"], stated)
+        self.max_drafts = num
+        todo = f"Correct {_SCALE} in config.json: {{value}}."
+        scale = Convention(_SCALE, case.config_place(_SCALE), stated, (not stated,), todo)
+        self.conventions = (scale, hidden_convention(case))
+
+    def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
+        """See `speccompile.doctor.probe.Probe`."""
+        heads = heads_from_weights(replace(self.sizes, scales_input=reading[_SCALE]), self.weights)
+        state = heads.begin(hidden_of(text, reading["target_hidden"], self.num_layers)[:, roots - 1])
+        drafts, last = [], text.tokens.shape[1] - 1
+        for i in range(num):
+            state, logits = heads.step(i, state, text.tokens[:, (roots + i).clamp(max=last)])
+            drafts.append(logits.argmax(-1))
+        return torch.cat(drafts).T
