@@ -101,14 +101,14 @@ ERRORS: dict[
 ] = {
     # name: example, change of its config, of its weights, texts and new tokens that are enough, what the weights mean
     "layers": ("pycode-eagle3", lambda c: c.update({IDS: [3, 5, 8]}), keep, (5, 64), {"layers": [1, 3, 6]}),
-    "norm": ("pycode-eagle3", lambda c: c.update(norm_output=True), keep, (5, 64), {"norm_output": False}),
+    "norm": ("pycode-eagle3", lambda c: c.update(norm_output=True), keep, (3, 64), {"norm_output": False}),
     "order": ("pycode-eagle3", None, swap_inputs, (2, 64), {"concat": "hidden_first"}),
     "map": ("pycode-eagle3", None, store_ids, (2, 64), {"d2t": "ids"}),
     "slot": (
         "pycode-dflash2",
         lambda c: c[NESTED].update(sample_from_anchor=True),
         keep,
-        (2, 64),
+        (2, 40),
         {"sample_from_anchor": False},
     ),
     "head": ("pycode-medusa", lambda c: c.update(medusa_num_heads=5), insert_head, (5, 64), {"first_head": 1}),
