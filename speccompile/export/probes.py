@@ -83,7 +83,7 @@ def base_convention(case: Case, config: Mapping[str, Any], target: Mapping[str, 
     stated = rope_base(config)
     others = tuple(v for v in dict.fromkeys((rope_base(target), 10000.0)) if v != stated)
     todo = "Correct rope_theta in config.json: {value}."
-    return (Convention("rope_theta", case.config_place("rope_theta"), stated, others, todo),) if others else ()
+    return (Convention("rope_theta", case.where_in_config("rope_theta"), stated, others, todo),) if others else ()
 
 
 def rope_base(config: Mapping[str, Any]) -> float:

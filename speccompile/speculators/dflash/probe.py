@@ -56,12 +56,12 @@ class DflashProbe:
         shown = next((name for name in (LAYERS, AUX_LAYERS) if name in case.config), LAYERS)
         todo = "Give speculator.layers: {value} in the recipe; layers count from 0 there."
         found = [
-            Convention("layers", case.config_place(shown), layers, other_layers(layers, num_layers, published), todo)
+            Convention("layers", case.where_in_config(shown), layers, other_layers(layers, num_layers, published), todo)
         ]
 
         def add(name: str, stated: Any, others: tuple[Any, ...], todo: str = "") -> None:
             todo = todo or f"Correct {name} in config.json: {{value}}."
-            found.append(Convention(name, case.config_place(name), stated, others, todo))
+            found.append(Convention(name, case.where_in_config(name), stated, others, todo))
 
         add("sample_from_anchor", drafter.starts_at_root, (not drafter.starts_at_root,))
         if len(set(drafter.is_causal)) == 1:

@@ -62,25 +62,25 @@ class Eagle3Probe:
         todo = "Give speculator.layers: {value} in the recipe; layers count from 0 there."
         found = [
             Convention(
-                "layers", case.config_place(IDS[0]), list(stated), other_layers(stated, num_layers, published), todo
+                "layers", case.where_in_config(IDS[0]), list(stated), other_layers(stated, num_layers, published), todo
             )
         ]
         for name in ("norm_before_residual", "norm_output"):
             held = bool(self.config.get(name))
             todo = f"Correct {name} in config.json: {{value}}."
-            found.append(Convention(name, case.config_place(name), held, (not held,), todo))
+            found.append(Convention(name, case.where_in_config(name), held, (not held,), todo))
         for name, is_stored in (
             ("norm_before_fc", bool(self.config.get("norm_before_fc"))),
             ("fc_norm", "fc_norm.0.weight" in self.weights),
         ):
             if is_stored:
                 todo = f"Remove the norm's weights, and correct {name} in config.json: {{value}}."
-                found.append(Convention(name, case.config_place(name), True, (False,), todo))
+                found.append(Convention(name, case.where_in_config(name), True, (False,), todo))
         where, todo = str(case.folder), "Swap the halves of its first layer's q_proj, k_proj and v_proj: it is {value}."
         found.append(Convention("concat", where, "embedding_first", ("hidden_first",), todo))
         if "d2t" in self.weights:
             todo = "Subtract 0, 1, 2, ... from d2t: it holds {value}."
-            found.append(Convention("d2t", case.place(case.prefix + "d2t"), "offsets", ("ids",), todo))
+            found.append(Convention("d2t", case.where(case.prefix + "d2t"), "offsets", ("ids",), todo))
         return (*found, rotary_convention(case), *base_convention(case, self.config, parts.config))
 
     def _weights(self, reading: Reading) -> Weights:

@@ -33,7 +33,7 @@ class MlpProbe:
         self.sizes = HeadsSizes(MODEL_TYPE, *sizes, num, num, config["tie_weights"], stated)
         self.max_drafts = num
         todo = f"Correct {_SCALE} in config.json: {{value}}."
-        scale = Convention(_SCALE, case.config_place(_SCALE), stated, (not stated,), todo)
+        scale = Convention(_SCALE, case.where_in_config(_SCALE), stated, (not stated,), todo)
         self.conventions = (scale, hidden_convention(case))
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ class MtpProbe:
             if name == "target_hidden":
                 todo = "Give target_hidden: {value} in config.json."
             found.append(
-                Convention(name, case.config_place(name), stated, tuple(v for v in values if v != stated), todo)
+                Convention(name, case.where_in_config(name), stated, tuple(v for v in values if v != stated), todo)
             )
         self.conventions = tuple(found)
 
