@@ -35,7 +35,7 @@ SOURCES = (
     *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/race", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
 )
-NOT_OF_GRAPHS = ("config", "proposer", "trainer")  # modules of a method's folder; options are in the key themselves
+NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")  # modules of a method's folder; options are in the key themselves
 
 
 @dataclass(frozen=True)

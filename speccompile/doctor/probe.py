@@ -13,12 +13,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from speccompile.doctor.findings import Finding
-from speccompile.training_contract import TrainingBatch
+
+if TYPE_CHECKING:
+    from speccompile.training_contract import TrainingBatch
 
 CHECK = "probe"  # of the findings
 GROUP_STARTS = 16  # neighbouring starts draft nearly the same tokens: they count as one draw
