@@ -35,7 +35,8 @@ SOURCES = (
     *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/race", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
 )
-NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")  # modules of a method's folder; options are in the key themselves
+# Modules of a method's folder; options are in the key themselves.
+NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")
 
 
 @dataclass(frozen=True)
