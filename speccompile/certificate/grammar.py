@@ -20,6 +20,7 @@ from speccompile.certificate.results import Check, check_of, not_run
 from speccompile.certificate.sampled import (
     NUM_SAMPLES,
     NUM_TOKENS,
+    PLAIN,
     TEMPERATURE,
     Text,
     are_right,
@@ -140,7 +141,7 @@ def check_grammar(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_S
     runs = make_runs(engine, rows, NUM_TOKENS - 1)
     may_draft = engine.verifier.may_draft(GRAMMAR, asked[0])
     if not may_draft:  # the target compacts its caches in the step, by verdicts without the grammar
-        runs = {"plain": runs["plain"]}
+        runs = {PLAIN: runs[PLAIN]}
     fits, found = fit_runs(engine, prompt, rows, runs, asked)
     facts = {
         "prompt": prompt,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from speccompile.runtime.requests import Speculation
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.none.proposer import NoneProposer
 
-SAMPLED = "sampled"
+SAMPLED, PLAIN = "sampled", "plain"
 NUM_TOKENS, PROMPT_TOKENS = 3, 4
 MOST_PROMPTS = 3  # among which the one with the broadest distribution is chosen
 TEMPERATURE, TOP_K, TOP_P = 1.0, 5, 0.98
@@ -173,7 +174,7 @@ def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
         depth: most drafts on a path.
     """
     size, most = engine.verifier.engine.spec.vocab_size, engine.context.max_draft_nodes
-    runs: Runs = {"plain": (plain_proposer(), "auto"), "the method's drafts": (engine.proposer, "on")}
+    runs: Runs = {PLAIN: (plain_proposer(), "auto"), "the method's drafts": (engine.proposer, "on")}
     if size > TOP_K and most >= depth:
         runs["planted chains"] = (DrawnDrafts(rows, size, is_tree=False), "auto")
     if may_draft_trees(engine) and size > TOP_K and most >= sum((2, 4, 4)[:depth]):
@@ -195,11 +196,11 @@ def fit_runs(
     """
     joint, fits, found = joint_of(rows), dict[str, Fit](), []
     batch_size = min(engine.context.max_slots, len(asked))
+    shortest = [replace(params, max_new_tokens=NUM_TOKENS) for params in asked]  # later tokens are for drafts alone
     for name, (proposer, speculation) in runs.items():
+        params, prompts = shortest if name == PLAIN else asked, [prompt] * len(asked)
         try:
-            decoded = decode_with(
-                engine, proposer, [prompt] * len(asked), asked, batch_size=batch_size, speculation=speculation
-            )
+            decoded = decode_with(engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation)
         except SpecCompileError as fault:
             fits[name] = Fit(num_samples=0, num_cells=0, statistic=0.0, p_value=0.0, noticed_effect=0.0)
             found.append({"run": name, "fault_raised": str(fault)})

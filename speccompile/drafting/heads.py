@@ -56,6 +56,7 @@ class HeadsProposer:
         shape: fixed shape of the tree; None: as many of the candidates as are worth their time.
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
         may_sample: draw drafts from the heads' distributions in sequences that sample; for chains only.
+        num_candidates: of each head, where it gives candidates by rank: how many are used; None: all.
 
     Raises:
         RecipeError: the engine was built for another tree.
@@ -65,13 +66,21 @@ class HeadsProposer:
     caches = ()
 
     def __init__(
-        self, engine: Engine, budget: Budget, shape: TreeShape | None, log_odds: float, *, may_sample: bool = False
+        self,
+        engine: Engine,
+        budget: Budget,
+        shape: TreeShape | None,
+        log_odds: float,
+        *,
+        may_sample: bool = False,
+        num_candidates: int | None = None,
     ) -> None:
         spec = engine.spec
         self.is_chain, self.may_sample = spec.gives_probs, may_sample and spec.gives_probs
         if not self.is_chain:
             _check_tree(spec, shape)
         self.engine, self.budget, self.shape, self._log_odds = engine, budget, shape, log_odds
+        self._num_candidates = num_candidates
         self._drawn = budget.recorded()
         width = spec.input(HIDDEN).dims[2]
         assert isinstance(width, int)
@@ -120,7 +129,7 @@ class HeadsProposer:
         if is_drawn:
             return drawn_chains_with_forced(batch, self._drawn_chain(roots, limits, outputs))
         if CANDIDATES in outputs:
-            outputs = _raced(batch, outputs)
+            outputs = self._first(_raced(batch, outputs))
         spent_ms = self.budget.spend(len(sequences), len(sequences))
         if self.shape is not None:
             drafts = tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
@@ -132,6 +141,11 @@ class HeadsProposer:
         """Returns further inputs of the engine for these slots; none by default."""
         del sequences
         return {}
+
+    def _first(self, outputs: Outputs) -> Outputs:
+        """Returns outputs with the candidates that are used."""
+        used = {name: np.asarray(outputs[name])[..., : self._num_candidates] for name in (CANDIDATES, CANDIDATE_PROBS)}
+        return {**outputs, **used}
 
     def _worth_drafting(self, able: Sequence[int], sequences: Sequence[TokenSequence], is_drawn: bool) -> Sequence[int]:
         """Returns the slots that draft: each decides alone where drafts are drawn, otherwise all or none draft."""

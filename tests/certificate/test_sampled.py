@@ -5,6 +5,7 @@ import pytest
 from speccompile.certificate import chi_square
 from speccompile.certificate.sampled import check_sampled, exact_rows, joint_of
 from speccompile.core import acceptance
+from speccompile.errors import RuntimeFault
 from tests.certificate.certificate_lab import PROMPTS, TARGET, make_engine
 
 pytestmark = pytest.mark.distribution
@@ -33,6 +34,15 @@ def test_a_wrong_residual_fails(monkeypatch, wrong):
     check = check_sampled(make_engine(nodes=12), PROMPTS, NUM)
     assert check.status == "failed"
     assert "planted chains" in check.summary and "planted trees" in check.summary
+
+
+def test_a_run_that_fails_is_a_failed_check(monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeFault("engine target", "a broken step", "one that runs", "")
+
+    monkeypatch.setattr("speccompile.certificate.sampled.decode_with", fail)
+    check = check_sampled(make_engine(), PROMPTS, 4)
+    assert check.status == "failed" and all("a broken step" in run["fault_raised"] for run in check.facts["runs"])
 
 
 def test_the_exact_joint_is_that_of_the_model():

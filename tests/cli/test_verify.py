@@ -46,11 +46,13 @@ def test_a_certificate_lies_in_the_bundle_and_is_shown(bundle, run):
     checks = {check["name"]: check for check in found["checks"]}
     assert checks["greedy"]["status"] == checks["faults"]["status"] == "passed"
     assert checks["reference"]["status"] == "not run" and "leave the checkpoint out" in checks["reference"]["summary"]
+    assert checks["grammar"]["status"] == "not run" and "without a tokenizer" in checks["grammar"]["summary"]
     page = (folder / CERTIFICATE_PAGE).read_text()
+    assert "<td>grammar</td>" in page
     assert "Certificate: passed" in page and "full trees" in page and "<script" not in page
     read_bundle(folder)  # its files are none of the manifest's, and allowed
     code, out, _ = run("inspect", "b")
-    assert code == 0 and "certificate passed" in out and "not run: " in out
+    assert code == 0 and "certificate passed" in out and "not run: " in out and "grammar" in out
     code, out, _ = run("inspect", "b", "--json")
     assert json.loads(out)["certificate"]["is_stale"] is False and json.loads(out)["foreign_files"] == []
 

@@ -163,3 +163,17 @@ def test_expensive_drafts_are_not_made():
         verifier, proposer, heads = make(method, CHOICES, DEAR)
         run(verifier, proposer, [[1, 2, 3]], [SamplingParams(max_new_tokens=30)], 1)
         assert heads.num_runs == 0
+
+
+def test_a_chain_is_asked_of_heads_that_were_built_for_trees():
+    """As `load(bundle, method={"method": "medusa", "tree": "chain"})` does: the graph gives several candidates."""
+    verifier, _, heads = make("medusa", "auto", CHEAP)
+    method, (prompt, *_) = registry.method("medusa"), some_prompts(1, low=6)
+    config = method.Config("heads", tree="chain")
+    proposer = method.make_proposer(config, {"heads": heads}, MethodContext(8, MAX_SEQ, MAX_DRAFTS, CHEAP))
+    propose, trees = proposer.propose, []
+    proposer.propose = lambda batch: trees.append(propose(batch)) or trees[-1]
+    for heat in (0.0, 1.0):
+        [sequence] = run(verifier, proposer, [prompt], [SamplingParams(max_new_tokens=40, temperature=heat)], 1)
+        assert accepted([sequence]) > 5
+    assert all(tree.is_chain for tree in trees) and max(tree.nodes for tree in trees) == NUM_HEADS + 1

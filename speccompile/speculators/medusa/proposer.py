@@ -20,7 +20,8 @@ class MedusaProposer(HeadsProposer):
     """See `speccompile.core.protocols.Proposer`.
 
     The candidates of a head do not depend on those before, so every product of candidates is a path: the likeliest
-    ones are found without drafting again. With one candidate per head they are a chain.
+    ones are found without drafting again. With one candidate per head they are a chain, as they are where a chain is
+    asked of heads that were built for trees.
 
     Args:
         config: of the method.
@@ -41,5 +42,7 @@ class MedusaProposer(HeadsProposer):
         num_heads, num_candidates = engine.spec.output(CANDIDATES).dims[1:]
         assert isinstance(num_heads, int) and isinstance(num_candidates, int)
         depth = num_heads if config.tree != "auto" else min(num_heads, config.tree_depth)
+        num_candidates = 1 if config.tree == "chain" else num_candidates
         budget = Budget(max_draft_nodes, depth, num_candidates, target, heads or StepCosts(), num_runs=1)
-        super().__init__(engine, budget, config.shape, math.log(config.confidence_odds))
+        odds = math.log(config.confidence_odds)
+        super().__init__(engine, budget, config.shape, odds, num_candidates=num_candidates)
