@@ -18,7 +18,7 @@ from torch import fx, nn
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention, candidates, recurrent, sampling
-from speccompile.export.decompose import decompose_if_needed
+from speccompile.export.decompose import decompose_if_needed, promote_without_running, without_grad
 from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
@@ -54,7 +54,7 @@ def trace_module(
     Raises:
         ExportError: torch cannot trace the module, or the trace has other dims than `spec`.
     """
-    with _quiet(), torch.no_grad(), decompose_if_needed():
+    with _quiet(), without_grad(), decompose_if_needed(), promote_without_running():
         try:
             program = torch.onnx.export(
                 module,

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that need no decomposition are rewritten and compute the same; all others are decomposed by torch."""
+"""Programs that need no decomposition are rewritten and compute the same; all others are decomposed by torch.
+
+So with type promotion, which runs nothing that it leaves alone, and with blocks that switch gradients off again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from torch._export.passes import replace_set_grad_with_hop_pass
+from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.fx.passes import type_promotion
 
 from speccompile.export import decompose
 
@@ -153,6 +160,87 @@ def test_torchs_own_method_is_there_again() -> None:
     with decompose.decompose_if_needed():
         assert torch.export.ExportedProgram.run_decompositions is not before
     assert torch.export.ExportedProgram.run_decompositions is before
+
+
+def mixed_dtypes(x: torch.Tensor) -> torch.Tensor:
+    index, low = torch.arange(4), (x < 0.3)
+    return (x * index + low) / index.sum() + x.double() ** 2 + torch.where(low, x, 1)
+
+
+def promoted(function: Module) -> tuple[list[str], Any, torch.Tensor]:
+    """Returns the nodes after the exporter's type promotion, the program and its input."""
+    program, x = program_of(function)
+    _fx_passes.insert_type_promotion_nodes(program.graph_module)
+    nodes = [
+        f"{n.name} {n.target} {n.args} {n.kwargs} {getattr(n.meta.get('val'), 'dtype', None)}"
+        for n in nodes_of(program)
+    ]
+    return nodes, program, x
+
+
+def nodes_of(program: Any) -> list[Any]:
+    return list(program.graph.nodes)
+
+
+@pytest.mark.parametrize("function", [mixed_dtypes, logic, divide_in_place, halves], ids=lambda f: f.__name__)
+def test_type_promotion_that_runs_only_what_it_changes_has_the_same_result(function: Module) -> None:
+    expected, *_ = promoted(function)
+    ran = []
+    execute = torch.fx.Interpreter.run_node
+    with decompose.promote_without_running(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.fx.Interpreter, "run_node", lambda self, node: ran.append(node) or execute(self, node))
+        nodes, program, x = promoted(function)
+    assert nodes == expected
+    assert torch.equal(run(program, x), function(x.clone()))
+    called = [node for node in nodes_of(program) if node.op == "call_function"]
+    assert len([node for node in ran if node in called]) < len(called)
+    conversions = [node for node in called if node.target is torch.ops.prims.convert_element_type.default]
+    assert bool(conversions) == (function in (mixed_dtypes, divide_in_place))
+
+
+def off_within(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = x.exp()
+    return x * off_in_a_function(scale)
+
+
+@torch.no_grad()
+def off_in_a_function(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_blocks_without_gradients_leave_no_trace_where_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = []
+    split = replace_set_grad_with_hop_pass.sequential_split
+    name = "sequential_split"
+    monkeypatch.setattr(replace_set_grad_with_hop_pass, name, lambda *args: splits.append(args) or split(*args))
+    with decompose.without_grad():
+        program, x = program_of(off_within)
+        assert not torch.is_grad_enabled()
+        with torch.enable_grad():  # a block inside still switches them off
+            with torch.no_grad():
+                assert not torch.is_grad_enabled()
+            assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    assert not splits and targets(program) == [ATEN.exp.default, ATEN.add.Tensor, ATEN.mul.Tensor]
+    assert torch.equal(run(program, x), off_within(x.clone()))
+    with torch.no_grad():
+        program_of(off_within)
+    assert splits
+
+
+def test_gradients_and_torchs_own_methods_are_there_again_after_an_error() -> None:
+    kinds = (
+        (torch.no_grad, "__enter__"),
+        (torch.no_grad, "__exit__"),
+        (type_promotion._TypePromotionInterpreter, "run_node"),
+    )
+    before = [getattr(kind, name) for kind, name in kinds]
+    with suppress(ValueError), decompose.without_grad(), decompose.promote_without_running():
+        assert all(getattr(kind, name) is not was for (kind, name), was in zip(kinds, before, strict=True))
+        raise ValueError
+    assert [getattr(kind, name) for kind, name in kinds] == before
+    assert torch.is_grad_enabled()
 
 
 # What a rewrite without one of the conditions would compute: each of them is needed.
