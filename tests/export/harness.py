@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ class Decoder:
                 register_kernels(options)
             text = proto.SerializeToString()
             self.session = ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
+        self._begin()
+
+    def fresh(self) -> Decoder:
+        """Returns one of the same graph before its first step, without loading it again."""
+        other = copy(self)
+        other._begin()
+        return other
+
+    def _begin(self) -> None:
         spec = decoder_spec("decoder", self.dims, max_pending=self.max_pending)
         sizes = {"batch": self.batch, "max_seq": self.max_seq}
         shapes = {n: [sizes.get(str(d), d) for d in spec.input(n).dims] for n in spec.caches}

@@ -153,11 +153,8 @@ def bits_fault(graph: Any, dims: Any) -> str | None:
     A text of chains of any size has the bits of single steps, a step after accepted drafts those after a fresh
     prefill, with the kernels of attention and states, of which a bundle's graph is made.
     """
-    rng, fused = np.random.default_rng(1), with_fused_attention(graph)
-
-    def made() -> Decoder:
-        return Decoder(fused, dims, batch=2, max_seq=MAX_SEQ_LEN, has_kernels=True)
-
+    rng = np.random.default_rng(1)
+    made = Decoder(with_fused_attention(graph), dims, batch=2, max_seq=MAX_SEQ_LEN, has_kernels=True).fresh
     texts, drafts, after = (rng.integers(3, VOCAB, (2, count)) for count in (9, 5, 3))
 
     def run(decoder: Decoder, rows: np.ndarray, sure: Sequence[int], kept: Sequence[int]) -> np.ndarray:
