@@ -59,8 +59,12 @@ def naive_dist(row: np.ndarray, prompt: list[int], text: list[int], params: Samp
 
 @pytest.fixture
 def kept_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computes each warp once: thousands of slots have the few rows of a tiny vocabulary, and half the time is here."""
+    """Computes each warp and each distribution without a grammar once, for requests that differ in their seeds alone.
+
+    Thousands of sequences have the few texts and rows of a tiny vocabulary, and most of the time is here.
+    """
     kept: dict[tuple[bytes, ...], np.ndarray] = {}
+    dists: dict[tuple[bytes, ...], np.ndarray] = {}
 
     def warp(*arrays: np.ndarray) -> np.ndarray:
         key = tuple(np.asarray(array).tobytes() for array in arrays)
@@ -68,10 +72,19 @@ def kept_warps(monkeypatch: pytest.MonkeyPatch) -> None:
             kept[key] = WARP(*arrays)
         return kept[key].copy()
 
+    def probs(processor: LogitsProcessor, logits: np.ndarray, path: list[int]) -> np.ndarray:
+        if processor._grammar is not None:
+            return PROBS(processor, logits, path)
+        key = (processor._seen.tobytes(), processor._counts.tobytes(), logits.tobytes(), bytes(path))
+        if key not in dists:
+            dists[key] = PROBS(processor, logits, path)
+        return dists[key].copy()
+
     monkeypatch.setattr(processors, "warp", warp)
+    monkeypatch.setattr(LogitsProcessor, "probs", probs)
 
 
-WARP = processors.warp
+WARP, PROBS = processors.warp, LogitsProcessor.probs
 
 
 def exact_joint(params: SamplingParams) -> np.ndarray:
