@@ -84,13 +84,31 @@ def test_values_that_the_texts_cannot_tell_apart_are_said_to_be_alike():
     assert (report.verdict, report.alike) == ("as stated", {"shift": [1, -1]})
 
 
-def test_of_equal_values_the_first_is_named():
-    """Nothing tells 1 from -1, and both are better than 0."""
+def counts_of(**values: Any) -> Any:
+    """Returns a measure with the counts of each value of `shift`, by "s0", "s1" and "s_1"; the same in all texts."""
+    names = {0: "s0", 1: "s1", -1: "s_1"}
+    return lambda readings: [[np.asarray(values[names[r["shift"]]])] * TEXTS for r in readings]
 
-    def measure(readings: Sequence[Any]) -> list[list[np.ndarray]]:
-        return [[np.full(STARTS, 1 if r["shift"] == 0 else 3)] * TEXTS for r in readings]
 
-    assert probe([SHIFT], measure).meant == {"shift": 1}
+def test_of_values_that_are_alike_the_first_is_named():
+    """Both are surely better than 0, and -1 is better than 1 by a chance of one group in four."""
+    zero, one = np.full(STARTS, 1), np.full(STARTS, 3)
+    lucky = np.repeat([4, 3, 3, 3], STARTS // 4)
+    assert lucky.mean() - one.mean() > 0.05
+    assert probe([SHIFT], counts_of(s0=zero, s1=one, s_1=lucky)).meant == {"shift": 1}
+    surely = np.full(STARTS, 4)
+    assert probe([SHIFT], counts_of(s0=zero, s1=one, s_1=surely)).meant == {"shift": -1}
+
+
+def test_a_gain_that_is_small_or_by_chance_names_nothing():
+    zero = np.full(STARTS, 2)
+    small = np.where(np.arange(STARTS) % 32 == 0, 3, 2)  # the same in every second group: 0.03 tokens, never less
+    chance = np.repeat([4, 1, 2, 2], STARTS // 4)  # 0.25 tokens, of which one group has all
+    worse = np.zeros(STARTS, dtype=np.int64)
+    report = probe([SHIFT], counts_of(s0=zero, s1=small, s_1=worse))
+    assert (report.verdict, report.alike) == ("as stated", {"shift": [1]})
+    report = probe([SHIFT], counts_of(s0=zero, s1=worse, s_1=chance))
+    assert (report.verdict, report.alike) == ("as stated", {"shift": [-1]})
 
 
 @pytest.mark.parametrize(
