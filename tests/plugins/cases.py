@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from speccompile.core.acceptance import accept
 from speccompile.core.sampling import warp
+from speccompile.core.tree import TokenTree
 from speccompile.ops.spec_verify import spec_verify
 from tests.ops.op_lab import Case, is_at_boundary, same
 from tests.plugins.host_lab import NUMPY_DTYPES
@@ -26,7 +28,7 @@ def as_dtype(case: Case, dtype: str) -> Case:
 
 
 def wide_case(
-    rng: np.random.Generator, vocab: int, batch: int, form: Sequence[int], *, spread: float, dtype: str, **warp: float
+    rng: np.random.Generator, vocab: int, batch: int, form: Sequence[int], *, spread: float, dtype: str, **fields: float
 ) -> Case:
     """Deterministic drafts over a large vocabulary; about half of the slots have their whole first path accepted."""
     nodes = len(form)
@@ -36,19 +38,21 @@ def wide_case(
         "parents": np.broadcast_to(np.array(form), (batch, nodes)).copy(),
         "draft_probs": np.zeros((batch, nodes, 1), np.float32),
         "uniforms": rng.random((batch, nodes, 2)).astype(np.float32),
-        "temperature": np.full(batch, warp.get("temperature", 1.0), np.float32),
-        "top_k": np.full(batch, int(warp.get("top_k", 0))),
-        "top_p": np.full(batch, warp.get("top_p", 1.0), np.float32),
+        "temperature": np.full(batch, fields.get("temperature", 1.0), np.float32),
+        "top_k": np.full(batch, int(fields.get("top_k", 0))),
+        "top_p": np.full(batch, fields.get("top_p", 1.0), np.float32),
     }
     case = in_dtype(case, dtype)
     lucky = rng.random(batch) < 0.5
+    dists = warp(case["logits"], case["temperature"], case["top_k"], case["top_p"])
+    tree = TokenTree(case["tokens"], case["parents"], np.full(batch, nodes), case["draft_probs"])
     for _ in range(nodes):  # one more node of each path gets the token that is drawn at its parent
-        path, num_accepted, next_token = spec_verify(**case)
+        verdict = accept(tree, dists, case["uniforms"])
         for slot in np.flatnonzero(lucky):
-            end = path[slot, num_accepted[slot]]
+            end = verdict.path[slot, verdict.num_accepted[slot]]
             children = [n for n in range(nodes) if form[n] == end]
             if children:
-                case["tokens"][slot, children[0]] = next_token[slot]
+                tree.tokens[slot, children[0]] = verdict.next_token[slot]
     return case
 
 
