@@ -71,13 +71,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freezes what the collection made: full garbage collections, which builds ask for, need not walk it again."""
-    gc.collect()
-    gc.freeze()
+    """See `_freeze`."""
+    _freeze()
     gc.set_threshold(50_000, 20, 20)  # a trace makes millions of objects that live until its end
 
 
+def _freeze() -> None:
+    """Freezes what the collection and imports made: full garbage collections, which builds ask for, need not walk it.
+
+    A build collects after every graph, which takes 0.3 s where torch and transformers are walked.
+    """
+    gc.collect()
+    gc.freeze()
+    _frozen.append(len(sys.modules))
+
+
+_frozen: list[int] = []  # how many modules there were then
+_NEW_MODULES = 200  # of which a freeze is worth its own collection
+
+
 def pytest_runtest_setup() -> None:
+    """Freezes the modules that tests have imported since."""
+    if len(sys.modules) > _frozen[-1] + _NEW_MODULES:
+        _freeze()
+    _keep_tables()
+
+
+def _keep_tables() -> None:
     """Keeps the table of ONNX translations, which torch's exporter makes anew for every graph: a tenth of its time."""
     first = sys.modules.get("onnxscript._framework_apis.torch_2_5")
     if first is None or hasattr(first.get_torchlib_ops, "cache_info"):
