@@ -130,7 +130,8 @@ def _try_rules_of_the_same_operator_alone() -> None:
         wanted = self._target_pattern.output_nodes[0].op_identifier()
         if wanted is None or wanted == node.op_identifier():
             return try_rewrite(self, model, graph, node, **options)
-        self._matcher._match = self._matcher._current_node = None  # else a whole graph lives as long as the rule
+        # Else a whole graph lives as long as the rule.
+        self._matcher._graph = self._matcher._match = self._matcher._current_node = None
         return None
 
     _rewrite_rule.RewriteRule.try_rewrite = try_if_it_can_match  # type: ignore[method-assign]
