@@ -21,6 +21,7 @@ RECIPE = (
     "engine: {backend: onnxruntime, max_batch_size: 8, max_seq_len: 64, max_draft_nodes: 4, threads: 1}\n"
 )
 NUM, TOP_K = 800, 6
+NUM_WRONG = 200  # p is 9e-21 then
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,9 @@ def test_two_sampled_tokens_follow_the_targets_distribution(bundle, heat, is_wro
         propose = engine.proposer.propose
         engine.proposer.propose = lambda batch: shifted(propose(batch))
     prompt = engine.encode("def read(path):\n    ")
-    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=TOP_K, seed=seed) for seed in range(NUM)]
-    results = engine.generate([prompt] * NUM, params, batch_size=8)
+    num = NUM_WRONG if is_wrong else NUM
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=TOP_K, seed=seed) for seed in range(num)]
+    results = engine.generate([prompt] * num, params, batch_size=8)
     p_value = fit_p_value(results, exact_dist(MODELS / "pycode-hybrid", prompt, heat, TOP_K))
     num_accepted = sum(result.stats["num_accepted"] for result in results)
     assert (p_value < 1e-4) is is_wrong, p_value

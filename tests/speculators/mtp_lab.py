@@ -30,9 +30,15 @@ LINEAR = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True, "num_hidden_layers": 2},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 2},
-    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe": {  # a dense layer, one of experts
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_hidden_layers": 2,
+    },
     "deepseek_v3": {
         **EXPERTS,
         "n_routed_experts": 8,

@@ -181,9 +181,9 @@ def test_a_layer_too_many_is_still_refused(made, tmp_path):
     """A layer after the last one that projects no hidden state is no module."""
     shutil.copytree(made("glm4_moe")[0], tmp_path / "target")
     held = lab.load_file(tmp_path / "target/model.safetensors")
-    del held["model.layers.3.eh_proj.weight"]
+    del held["model.layers.2.eh_proj.weight"]
     lab.save(tmp_path / "target", held)
-    with pytest.raises(CheckpointError, match="weights of layer 3"):
+    with pytest.raises(CheckpointError, match="weights of layer 2"):
         check_checkpoint(tmp_path / "target", read_dims(tmp_path / "target"))
 
 
@@ -201,9 +201,9 @@ def changed(folder, module_folder, change, **config):
 @pytest.mark.parametrize(
     ("family", "change", "words"),
     [
-        ("glm4_moe", lambda h: h.pop("model.layers.3.enorm.weight"), r"3.enorm.weight\): got no such key"),
-        ("glm4_moe", lambda h: h.update({"model.layers.3.extra.weight": torch.ones(2)}), "extra.weight.*does not have"),
-        ("glm4_moe", lambda h: h.pop("model.layers.3.mlp.experts.2.up_proj.weight"), "got no such key"),
+        ("glm4_moe", lambda h: h.pop("model.layers.2.enorm.weight"), r"2.enorm.weight\): got no such key"),
+        ("glm4_moe", lambda h: h.update({"model.layers.2.extra.weight": torch.ones(2)}), "extra.weight.*does not have"),
+        ("glm4_moe", lambda h: h.pop("model.layers.2.mlp.experts.2.up_proj.weight"), "got no such key"),
         ("deepseek_v3", lambda h: h.pop("model.layers.3.self_attn.kv_b_proj.weight"), "kv_b_proj.*got no such key"),
         ("deepseek_v3", lambda h: h.pop("model.layers.3.self_attn.q_a_layernorm.weight"), "q_a_layernorm.*got no such"),
         ("qwen3_5_text", lambda h: h.update({"mtp.fc.weight": torch.ones(32, 32)}), r"mtp.fc.weight\): got \[32, 32\]"),
@@ -229,7 +229,7 @@ def test_weights_that_are_not_the_modules_are_refused(family, change, words, mad
 
 def test_biases_that_the_architecture_has_are_asked_for(made, tmp_path):
     target, model, _ = made("glm4_moe")
-    stem = "model.layers.3.self_attn"
+    stem = "model.layers.2.self_attn"
     module_folder = changed(model, tmp_path / "model", lambda held: [held.pop(f"{stem}.{p}_proj.bias") for p in "qkv"])
     with pytest.raises(CheckpointError, match=r"k_proj\.bias missing"):
         source_of(target, module_folder).export(lambda stage: None)
