@@ -217,17 +217,17 @@ def talk(engine, keeps, at_once):
     scheduler, stats, numbers = Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5), [], itertools.count()
     chats = [[(7 * i + k * k) % 24 for k in range(17 + i)] for i in range(3)]
     for turn in range(3):
-        slots = []
+        sequences = []
         for i, said in enumerate(chats):
             asked = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
             handle = RequestHandle(Request(said, asked), next(numbers), 0.0, None, lambda step_output: None)
             open_outputs(handle, engine, "auto")
-            slots.append(handle.open[0].slot)
+            sequences.append(handle.open[0].sequence)
             scheduler.add(handle)
             last = i == len(chats) - 1
             while scheduler.has_work and (last or not at_once):
                 stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
-        chats = [[*sequence.tokens, turn, 3 + turn] for sequence in slots]
+        chats = [[*sequence.tokens, turn, 3 + turn] for sequence in sequences]
     return chats, stats
 
 
