@@ -36,6 +36,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "bench/test_greedy_equality.py",
         "bench/test_pad_checkpoint.py",
         "bench/test_pairs.py",
+        "certificate/test_probe.py",
         "e2e/*",
         "examples/test_eagle_recipe.py",
         "examples/test_hybrid.py",
