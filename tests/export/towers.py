@@ -33,8 +33,7 @@ def tower_config(model_type: str, **changes: Any) -> Any:
     defaults = CONFIG_MAPPING[fields["text_config"]["model_type"]]().to_dict()
     text = {**defaults, **{name: size for name, size in _TEXT.items() if name in defaults}}
     if defaults.get("layer_types"):
-        num_layers = changes.get("num_hidden_layers", _TEXT["num_hidden_layers"])
-        text["layer_types"] = [*dict.fromkeys(defaults["layer_types"]), "full_attention"][:num_layers]
+        text["layer_types"] = [*dict.fromkeys(defaults["layer_types"]), "full_attention"][:2]
     if "vl" in model_type.split("_"):
         text["rope_parameters"] = _AXES
     for name, part in fields.items():
