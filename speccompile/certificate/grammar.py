@@ -150,7 +150,7 @@ def check_grammar(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_S
         "temperature": TEMPERATURE,
         "top_k": TOP_K,
         "top_p": TOP_P,
-        "frequency_penalty": FREQUENCY_PENALTY,
+        "penalty": FREQUENCY_PENALTY,
         "may_draft": may_draft,
         "alpha": ALPHA,
         "power": POWER,
