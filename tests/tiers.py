@@ -92,6 +92,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "live": (
         "pipeline/test_interrupted.py",
         "serving/load/*",
+        "doctor/vllm/*",
         "serving/page/test_browser.py",
         "serving/ray/*",
         "serving/triton/live/*",
