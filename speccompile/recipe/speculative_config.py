@@ -61,18 +61,19 @@ def section_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: `method`, `model`, `num_speculative_tokens` and others as vLLM has them; fields of the method's own
-            `Config` are taken too. Without a method, it is the one of the checkpoint `model`.
+            `Config` are taken too. Without a method, or with a name that several of ours share, it is the one of the
+            checkpoint `model`.
 
     Raises:
         RecipeError: an unknown method or key, or a value that the method cannot take.
-        CheckpointError: without a method, `model` is no checkpoint whose method is known.
+        CheckpointError: a method is looked for, and `model` is no checkpoint whose method is known.
     """
     given = {key: value for key, value in config.items() if value is not None}
     name = given.pop(METHOD, None)
     if name is None and MODEL not in given:
         todo = f"Name a method or a model; methods: {', '.join(_known_names())}."
         raise RecipeError(WHERE, "neither a method nor a model", "one of them", todo)
-    method = find_method_of(str(given[MODEL])) if name is None else _method(name)
+    method = find_method_of(str(given[MODEL])) if name is None else _method(name, given.get(MODEL))
     known = {field.name: field for field in fields(method.Config)}
     section: dict[str, Any] = {METHOD: method.name}
     for key, value in given.items():
@@ -103,20 +104,27 @@ def _todo_for_key(method: Method, known: Mapping[str, Any]) -> str:
     return f"Leave it out; it takes {', '.join(keys) or 'no keys'}."
 
 
-def _method(name: Any) -> Method:
+def _method(name: Any, model: Any) -> Method:
     names = _names()
-    found = names.get(name) if isinstance(name, str) else None
-    if found is None:
+    found = names.get(name, ()) if isinstance(name, str) else ()
+    if not found:
         near = difflib.get_close_matches(str(name), names, n=1)
         todo = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
         raise RecipeError(f"{WHERE} ({METHOD})", shown(name), f"one of {', '.join(_known_names())}", todo)
-    return found
+    if len(found) == 1 or model is None:
+        return found[0]
+    of_model = find_method_of(str(model)).name
+    return next((method for method in found if method.name == of_model), found[0])
 
 
-def _names() -> dict[str, Method]:
-    """Returns the methods by our names and by vLLM's."""
+def _names() -> dict[str, list[Method]]:
+    """Returns the methods by our names and by vLLM's, which several may share: whose own name it is comes first."""
     methods = list(registry.all_methods())
-    return {name: method for method in methods for name in (*method.vllm_names, method.name)}
+    names = {method.name: [method] for method in methods}
+    for method in methods:
+        for name in method.vllm_names:
+            names.setdefault(name, []).append(method)
+    return names
 
 
 def _known_names() -> list[str]:

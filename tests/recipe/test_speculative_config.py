@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"method": "medusa", "model": "m"}, {"method": "medusa", "model": "m"}),
         ({"method": "mtp", "num_speculative_tokens": 2}, {"method": "mtp", "num_draft_tokens": 2}),
         ({"method": "qwen3_next_mtp"}, {"method": "mtp"}),
+        ({"method": "gemma4_mtp", "model": "m"}, {"method": "gemma4_assistant", "model": "m"}),
+        (
+            {"method": "draft_model", "model": "m", "num_speculative_tokens": 8, "parallel_drafting": True},
+            {"method": "draft_model", "model": "m", "num_draft_tokens": 8, "parallel_drafting": True},
+        ),
         ({"method": "dspark", "model": "m"}, {"method": "dflash", "model": "m"}),
     ],
     ids=lambda value: str(value.get("method")),
@@ -101,9 +107,19 @@ def test_what_is_no_object_is_refused(text: str) -> None:
     assert read_speculative_config('{"method": "ngram"}') == {"method": "ngram"}
 
 
-def test_every_name_of_vllm_belongs_to_one_method() -> None:
-    names = [name for method in registry.all_methods() for name in (method.name, *method.vllm_names)]
-    assert len(names) == len(set(names))
+def test_every_name_of_vllm_belongs_to_one_method_but_that_of_all_modules() -> None:
+    names = Counter(name for method in registry.all_methods() for name in (method.name, *method.vllm_names))
+    assert [name for name, count in names.items() if count > 1] == ["mtp"]
+
+
+@pytest.mark.export
+def test_a_name_that_methods_share_means_that_of_the_model(tmp_path: Path) -> None:
+    from tests.checkpoints.gemma4_files import gemma4_assistant
+
+    assistant, other = str(gemma4_assistant(tmp_path / "assistant")), str(fakes.make_checkpoint(tmp_path / "small"))
+    for model, method in ((assistant, "gemma4_assistant"), (other, "mtp")):
+        assert section_from_config({"method": "mtp", "model": model}) == {"method": method, "model": model}
+    assert section_from_config({"method": "mtp"}) == {"method": "mtp"}
 
 
 def test_a_model_alone_drafts_by_its_layout(tmp_path: Path) -> None:
