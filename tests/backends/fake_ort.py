@@ -81,7 +81,7 @@ class FakeOrt:
         self._open = cuda_session.open_session
         monkeypatch.setattr(cuda_engine, "open_device", lambda ordinal: self.device)
         monkeypatch.setattr(cuda_session, "open_session", self.open_session)
-        monkeypatch.setattr(cuda_session.SessionPlan, "place", "cpu")
+        monkeypatch.setattr(cuda_session.SessionPlan, "device_name", "cpu")
 
     def open_session(self, path, settings, providers):
         (name, options), last = providers
