@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import onnx_ir as ir
@@ -28,7 +27,7 @@ class Rule:
 
     def __init__(self, formula: Callable[..., Any], holds: Callable[..., bool], root: str) -> None:
         self.holds, self.root = holds, root
-        self._orders = _orders_of(formula)
+        self._orders = pattern.RewriteRule(formula, formula).commute()
 
     def match(self, model: ir.Model, node: ir.Node) -> dict[str, ir.Value] | None:
         """Returns the values of the variables where `node` computes the formula; None where it does not."""
@@ -41,9 +40,3 @@ class Rule:
                 if self.holds(**found):
                     return found
         return None
-
-
-@lru_cache(maxsize=32)  # a function of a module is one key for all graphs; to make its orders takes up to 5 ms
-def _orders_of(formula: Callable[..., Any]) -> list[pattern.RewriteRule]:
-    """Returns the formula in every order of commutative operands; matching changes nothing in it."""
-    return list(pattern.RewriteRule(formula, formula).commute())
