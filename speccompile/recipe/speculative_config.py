@@ -61,8 +61,7 @@ def section_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: `method`, `model`, `num_speculative_tokens` and others as vLLM has them; fields of the method's own
-            `Config` are taken too. Without a method, or with a name that several of ours share, it is the one of the
-            checkpoint `model`.
+            `Config` are taken too. Without a method, or with a name of several, it is the one of the checkpoint `model`.
 
     Raises:
         RecipeError: an unknown method or key, or a value that the method cannot take.
@@ -106,25 +105,22 @@ def _todo_for_key(method: Method, known: Mapping[str, Any]) -> str:
 
 def _method(name: Any, model: Any) -> Method:
     names = _names()
-    found = names.get(name, ()) if isinstance(name, str) else ()
-    if not found:
+    found = names.get(name) if isinstance(name, str) else None
+    if found is None:
         near = difflib.get_close_matches(str(name), names, n=1)
         todo = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
         raise RecipeError(f"{WHERE} ({METHOD})", shown(name), f"one of {', '.join(_known_names())}", todo)
-    if len(found) == 1 or model is None:
-        return found[0]
-    of_model = find_method_of(str(model)).name
-    return next((method for method in found if method.name == of_model), found[0])
+    # To vLLM a kind of drafters is the name of each without its family: the model says which it is.
+    kin = {method.name: method for known, method in names.items() if known.endswith(f"_{name}")}
+    if model is None or not kin.keys() - {found.name}:
+        return found
+    return kin.get(find_method_of(str(model)).name, found)
 
 
-def _names() -> dict[str, list[Method]]:
-    """Returns the methods by our names and by vLLM's, which several may share: whose own name it is comes first."""
+def _names() -> dict[str, Method]:
+    """Returns the methods by our names and by vLLM's."""
     methods = list(registry.all_methods())
-    names = {method.name: [method] for method in methods}
-    for method in methods:
-        for name in method.vllm_names:
-            names.setdefault(name, []).append(method)
-    return names
+    return {name: method for method in methods for name in (*method.vllm_names, method.name)}
 
 
 def _known_names() -> list[str]:

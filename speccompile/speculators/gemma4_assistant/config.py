@@ -36,7 +36,7 @@ class Gemma4AssistantMethod(Method):
     name = "gemma4_assistant"
     Config = Gemma4AssistantConfig
     formats = "speccompile.speculators.gemma4_assistant.checkpoint:FORMATS"
-    vllm_names = ("gemma4_mtp", "mtp")
+    vllm_names = ("gemma4_mtp",)
 
     def target_outputs(self, config: Gemma4AssistantConfig) -> TargetOutputs:
         """Returns what the LM head reads: the state after the final norm, which the assistant was trained on."""
