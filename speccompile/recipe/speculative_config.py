@@ -61,7 +61,7 @@ def section_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: `method`, `model`, `num_speculative_tokens` and others as vLLM has them; fields of the method's own
-            `Config` are taken too. Without a method, or with a name of several, it is the one of the checkpoint `model`.
+            `Config` are taken too. Without a method, or with a name of several, it is that of the checkpoint `model`.
 
     Raises:
         RecipeError: an unknown method or key, or a value that the method cannot take.
