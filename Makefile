@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
 	$(BIN)/python examples/demo.py
 
-check: setup  ## Lint, and beside it the tests without a marker: those that need numpy alone (about two minutes on two cores)
+check: setup  ## Lint, and beside it the tests without a marker: those that need numpy alone (about 75 seconds on two cores)
 	@$(MAKE) --no-print-directory --jobs=2 lint unmarked
 
 unmarked: setup

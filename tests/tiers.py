@@ -90,7 +90,10 @@ PATHS: dict[str, tuple[str, ...]] = {
     ),
     "mutant": ("plugins/test_mutants.py", "plugins/test_races.py"),
     "live": (
+        "cli/test_endings.py",
         "pipeline/test_interrupted.py",
+        "serving/openai/test_connections.py",
+        "serving/openai/test_process.py",
         "serving/load/*",
         "doctor/vllm/*",
         "serving/page/test_browser.py",
