@@ -14,10 +14,11 @@ from speccompile.certificate.sampled import exact_rows, joint_of
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.runtime import grammars
 from speccompile.runtime.grammars import GrammarMatcher, Grammars
-from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
+from speccompile.runtime.logits_processors import LogitsProcessor
 from tests.certificate.certificate_lab import PROMPTS, TARGET, make_engine
 from tests.mock_lm import VOCAB
 from tests.pipeline import fakes
+from tests.runtime.grammar_lab import FREE_BONUS_TOKEN, MASK_AFTER_TOP_P, STALE_MATCHER
 
 pytest.importorskip("llguidance")
 EOS, NUM = 0, 100
@@ -62,20 +63,6 @@ def test_text_has_the_targets_distribution_within_the_grammar():
     assert "the target's distribution within the grammar" in found.summary and found.facts["may_draft"]
 
 
-def _mask_after_top_p(self, logits, path, right=LogitsProcessor.probs):
-    free = LogitsProcessor(self.params, self._num_prompt, len(logits))
-    free._seen, free._counts = self._seen, self._counts
-    mask = self._grammar.allowed(path)
-    if mask is None:
-        return np.zeros_like(logits)
-    probs = right(free, logits, path) * mask
-    return probs / probs.sum() if probs.sum() else np.float32(mask / mask.sum())
-
-
-def _not_advanced(self, path, right=GrammarMatcher.allowed):
-    return right(self, [])
-
-
 def _one_token_late(self, tokens, right=GrammarMatcher.read):
     right(self, tokens[:-1])
 
@@ -86,16 +73,6 @@ def _not_rolled_back(self, path, matcher, right=GrammarMatcher._mask_by):
             return (lambda num: None) if name == "rollback" else getattr(matcher, name)
 
     return right(self, path, Kept())
-
-
-def _free_after_the_last_draft(self, node, right=TreeProbs.__getitem__):
-    if node in self._parents or node == 0:
-        return right(self, node)
-    grammar, self._logits_processor._grammar = self._logits_processor._grammar, None
-    try:
-        return right(self, node)
-    finally:
-        self._logits_processor._grammar = grammar
 
 
 def _without_penalty_on_drafts(self, logits, path, right=LogitsProcessor.logits):
@@ -111,11 +88,11 @@ def _without_penalty_on_drafts(self, logits, path, right=LogitsProcessor.logits)
 
 DRAFTED = ("planted chains", "planted trees")
 DEFECTS = {
-    "mask after top-p": (LogitsProcessor, "probs", _mask_after_top_p, ("plain", *DRAFTED)),
-    "matcher not advanced along drafts": (GrammarMatcher, "allowed", _not_advanced, DRAFTED),
+    "mask after top-p": (*MASK_AFTER_TOP_P, ("plain", *DRAFTED)),
+    "matcher not advanced along drafts": (*STALE_MATCHER, DRAFTED),
     "matcher a token late": (GrammarMatcher, "read", _one_token_late, ("plain", *DRAFTED)),
     "matcher not rolled back": (GrammarMatcher, "_mask_by", _not_rolled_back, DRAFTED),
-    "no mask on the bonus token": (TreeProbs, "__getitem__", _free_after_the_last_draft, DRAFTED),
+    "no mask on the bonus token": (*FREE_BONUS_TOKEN, DRAFTED),
     "no penalty on drafts": (LogitsProcessor, "logits", _without_penalty_on_drafts, ("planted trees",)),
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary for JSON, a language model in numpy over it, and 30 schemas with a checker of their own."""
+"""A vocabulary for JSON, a language model over it in numpy, 30 schemas with a checker of their own, planted defects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.runtime.grammars import Grammars
+from speccompile.runtime.grammars import GrammarMatcher, Grammars
+from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
 from tests.mock_lm import MockLM
 
 EOS = 0
@@ -180,3 +181,33 @@ def watch_scored(verifier: Any, monkeypatch: Any) -> None:
         return score(tree, batch)
 
     monkeypatch.setattr(verifier, "score", watched)
+
+
+def _mask_after_top_p(self, logits, path, right=LogitsProcessor.probs):
+    free = LogitsProcessor(self.params, self._num_prompt, len(logits))
+    free._seen, free._counts = self._seen, self._counts
+    mask = self._grammar.allowed(path)
+    if mask is None:
+        return np.zeros_like(logits)
+    probs = right(free, logits, path) * mask
+    return probs / probs.sum() if probs.sum() else np.float32(mask / mask.sum())
+
+
+def _not_advanced(self, path, right=GrammarMatcher.allowed):
+    return right(self, [])
+
+
+def _free_after_the_last_draft(self, node, right=TreeProbs.__getitem__):
+    if node in self._parents or node == 0:
+        return right(self, node)
+    grammar, self._logits_processor._grammar = self._logits_processor._grammar, None
+    try:
+        return right(self, node)
+    finally:
+        self._logits_processor._grammar = grammar
+
+
+# Planted defects: the class, its attribute, and what is put there.
+MASK_AFTER_TOP_P = (LogitsProcessor, "probs", _mask_after_top_p)
+STALE_MATCHER = (GrammarMatcher, "allowed", _not_advanced)
+FREE_BONUS_TOKEN = (TreeProbs, "__getitem__", _free_after_the_last_draft)

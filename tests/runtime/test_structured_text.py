@@ -13,7 +13,6 @@ from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.grammars import GrammarMatcher, Grammars
-from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
@@ -24,7 +23,16 @@ from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, tables
 from tests.mock_lm import MockEngine
 from tests.runtime import grammar_lab
-from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, make_target, watch_scored
+from tests.runtime.grammar_lab import (
+    FREE_BONUS_TOKEN,
+    MASK_AFTER_TOP_P,
+    SCHEMAS,
+    STALE_MATCHER,
+    Pieces,
+    is_valid,
+    make_target,
+    watch_scored,
+)
 from tests.runtime.test_logits_processors import RIGHT, WRONG, emit, kept_warps, naive_dist  # noqa: F401
 
 pytest.importorskip("llguidance")
@@ -108,34 +116,10 @@ def test_texts_follow_the_restricted_distribution(form, sampled, params):
     assert far < bound and p_value(emitted, joint) > RIGHT
 
 
-def _mask_after_top_p(self, logits, path, right=LogitsProcessor.probs):
-    processor = LogitsProcessor(self.params, self._num_prompt, len(logits))
-    processor._seen, processor._counts = self._seen, self._counts
-    mask = self._grammar.allowed(path)
-    if mask is None:
-        return np.zeros_like(logits)
-    probs = right(processor, logits, path) * mask
-    return probs / probs.sum() if probs.sum() else np.float32(mask / mask.sum())
-
-
-def _stale(self, path, right=GrammarMatcher.allowed):
-    return right(self, [])
-
-
-def _free_after_the_last_draft(self, node, right=TreeProbs.__getitem__):
-    if node in self._parents or node == 0:
-        return right(self, node)
-    grammar, self._logits_processor._grammar = self._logits_processor._grammar, None
-    try:
-        return right(self, node)
-    finally:
-        self._logits_processor._grammar = grammar
-
-
 MUTANTS = {
-    "mask after top-p": (LogitsProcessor, "probs", _mask_after_top_p),
-    "stale matcher": (GrammarMatcher, "allowed", _stale),
-    "no mask on the bonus token": (TreeProbs, "__getitem__", _free_after_the_last_draft),
+    "mask after top-p": MASK_AFTER_TOP_P,
+    "stale matcher": STALE_MATCHER,
+    "no mask on the bonus token": FREE_BONUS_TOKEN,
 }
 
 
