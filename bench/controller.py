@@ -8,7 +8,8 @@ the machine favours one of them. A round is the same work for all: from when all
 have ended (at least as many as the batch has slots), each slot taking the next prompt as soon as it is free, prompts
 included. Speeds are medians over the rounds. `ratio` is the median over the rounds of controller / best of the others
 (the one whose own speed is best), `error` its standard error by the bootstrap. After 16 rounds only these two go on,
-for a smaller error in the same time. The controller is one object for all batch sizes, as in a server, and has
+for a smaller error in the same time; where they go on for at least as many rounds, the ratio is that of these rounds
+alone: the ones that chose the best favour it. The controller is one object for all batch sizes, as in a server, and has
 `--warm-up` seconds at each batch size before the first round.
 """
 
@@ -138,6 +139,8 @@ def measure(ways: dict[str, Way], batch: int, args: argparse.Namespace, rng: ran
     # Where two went on, the other one has the most rounds.
     best = max(ways.keys() - {"controller"}, key=lambda name: (len(ways[name].speeds), speeds[name]))
     ratios = [ours / theirs for ours, theirs in zip(ways["controller"].speeds, ways[best].speeds, strict=True)]
+    if len(ratios) >= 2 * LEAST_ROUNDS:
+        ratios = ratios[LEAST_ROUNDS:]
     resampled = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000)]
     decisions = ways["controller"].planner.decisions()
     held = next(row for size, row in decisions.items() if int(size.split(",")[0]) >= batch)
