@@ -9,7 +9,8 @@ the tokens before it is its greedy text: what `generate` would write, at a small
 gives the logits of that forward. Any other token is shown with its gap to the largest logit: one within float32
 rounding of logits (about 1e-5) is a tie, anything larger is a fault. A text that ends early has to end with a token
 that ends texts, and one that goes on must not contain one. Exit code 1 when there is a fault. The certificate
-(`speccompile verify`) compares the bundle's own method with `generate`.
+(`speccompile verify`) compares the bundle's own method with `generate`. An adapter (`target.lora`) that was merged into
+the bundle's weights is merged into transformers' too.
 """
 
 import argparse
@@ -23,17 +24,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import speccompile
 from bench.methods import retune
+from speccompile.certificate.checkpoint import Reference, open_reference
+from speccompile.checkpoints.checkpoint import resolve_checkpoint
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.bundle import read_bundle
+from speccompile.runtime.bundle import Bundle, read_bundle
 
 METHODS = "none,draft_model,ngram"
 MAX_TIE_GAP = 1e-4
+
+
+def open_target(bundle: Bundle) -> Reference:
+    """Returns the checkpoint of a bundle's target in transformers, float32, with the adapter of its recipe merged."""
+    target = bundle.recipe.target
+    if target.model is None:
+        sys.exit(f"{bundle.path}: no checkpoint of its target")
+    reference, why = open_reference(resolve_checkpoint(target.model), target.lora)
+    if reference is None:
+        sys.exit(why)
+    return reference
 
 
 def gaps_of(model: Any, prompt: Sequence[int], text: Sequence[int]) -> dict[int, float]:
@@ -70,8 +83,7 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> int:
     """Prints the comparison; returns the exit code."""
     texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()][: args.limit]
-    model = AutoModelForCausalLM.from_pretrained(read_bundle(args.bundle).recipe.target.model, dtype=torch.float32)
-    model.eval()
+    model = open_target(read_bundle(args.bundle)).target.model
     ends = model.generation_config.eos_token_id
     stops = set(ends if isinstance(ends, list) else [ends]) - {None}
     params = SamplingParams(max_new_tokens=args.max_new_tokens)

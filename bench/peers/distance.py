@@ -5,7 +5,8 @@
     python bench/peers/distance.py BUNDLE [BUNDLE...] --prompts PROMPTS [--forms int8,int4] [--limit 24]
 
 Bundles need `engine.logits: true`. The texts are the prompts themselves, each read at once; float32 is transformers'.
-OpenVINO runs in the environment of `make peers`.
+OpenVINO runs in the environment of `make peers`; it converts the checkpoint as it is, so bundles with an adapter
+(`target.lora`), which is merged into transformers' weights, are compared alone.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import speccompile
+from bench.greedy_equality import open_target
 from speccompile.backends.onnxruntime.fidelity import Distance, distance
 from speccompile.cli.bench_peers import convert_checkpoint, peer_environment, read_peers
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
+from speccompile.runtime.bundle import Bundle
 
 HERE = Path(__file__).resolve().parent
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # of the activations; weights as stored
 Rows = list[NDArray[Any]]
 
 
-def logits_of_transformers(checkpoint: Path, texts: Sequence[Sequence[int]]) -> Rows:
-    """Returns the float32 logits [tokens, vocab] of each text."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        return [model(torch.tensor([list(text)])).logits[0].numpy() for text in texts]
+def logits_of_transformers(bundle: Bundle, texts: Sequence[Sequence[int]]) -> Rows:
+    """Returns the logits [tokens, vocab] of each text, by the target's checkpoint in float32."""
+    reference = open_target(bundle)
+    return [reference.logits(text) for text in texts]
 
 
 def logits_of_bundle(engine: speccompile.SpecEngine, texts: Sequence[Sequence[int]]) -> Rows:
@@ -79,21 +80,33 @@ def main() -> None:
     engines = {bundle: speccompile.load(bundle, method="none", verify=False) for bundle in args.bundles}
     first = next(iter(engines.values()))
     assert first.bundle is not None and first.bundle.recipe.target.model is not None
-    checkpoint = Path(first.bundle.recipe.target.model)
+    target = first.bundle.recipe.target
+    if any(engine.bundle is None or engine.bundle.recipe.target.lora != target.lora for engine in engines.values()):
+        parser.error("bundles of different adapters (target.lora)")
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
     texts = [first.encode(json.loads(line)["prompt"]) for line in lines]
-    wanted = logits_of_transformers(checkpoint, texts)
+    wanted = logits_of_transformers(first.bundle, texts)
     found = {bundle: of_texts(wanted, logits_of_bundle(engine, texts)) for bundle, engine in engines.items()}
+    if target.lora is None:
+        found |= distances_of_openvino(args, Path(str(target.model)), texts, wanted)
+    print(f"{sum(map(len, texts))} positions of {len(texts)} texts\n\n| form | KL | top-1 |\n|---|---|---|")
+    for name, row in found.items():
+        print(f"| {name} | {row.kl:.2e} | {row.top1:.2%} |")
+
+
+def distances_of_openvino(
+    args: argparse.Namespace, checkpoint: Path, texts: Sequence[Sequence[int]], wanted: Rows
+) -> dict[str, Distance]:
+    """Returns the distance of each of OpenVINO's forms, with its own and with float32 activations."""
     [openvino], left_out = read_peers("openvino", args.peers_dir)
     if left_out:
         sys.exit(str(left_out))
+    found = {}
     for form in args.forms.split(","):
         model = convert_checkpoint(openvino, form, checkpoint, args.peers_dir / "models")
         for name, hints in ((f"OpenVINO {form}", {}), (f"OpenVINO {form}, float32 activations", FLOAT32)):
             found[name] = of_texts(wanted, logits_of_openvino(openvino.python, model, texts, hints))
-    print(f"{sum(map(len, texts))} positions of {len(texts)} texts\n\n| form | KL | top-1 |\n|---|---|---|")
-    for name, row in found.items():
-        print(f"| {name} | {row.kl:.2e} | {row.top1:.2%} |")
+    return found
 
 
 if __name__ == "__main__":

@@ -80,8 +80,14 @@ def test_the_text_is_that_of_the_merged_model(recipe: Path, tmp_path: Path, caps
         app(["inspect", str(bundle.path)])
     shown = capsys.readouterr().out
     assert "merged into 2 modules" in shown and record["sha256"]["adapter_model.safetensors"][:12] in shown
-    # The certificate compares with the merged model, too.
+    # The certificate and the scripts of bench/ compare with the merged model, too.
+    from bench.greedy_equality import gaps_of, open_target
+    from bench.peers.distance import logits_of_transformers
     from speccompile.certificate.checkpoint import open_reference
+
+    model, [logits] = open_target(bundle).target.model, logits_of_transformers(bundle, [[*PROMPTS[0], *texts[0]]])
+    assert gaps_of(model, PROMPTS[0], texts[0]) == {}
+    assert logits[len(PROMPTS[0]) - 1 : -1].argmax(axis=-1).tolist() == texts[0]
 
     reference, why = open_reference(tmp_path / "base", bundle.recipe.target.lora)
     assert reference is not None, why
