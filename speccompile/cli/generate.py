@@ -23,6 +23,7 @@ from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.runtime.images import Image
     from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.sequences import Step
     from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
@@ -40,6 +41,10 @@ def generate_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One prompt.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one JSON object a line.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="An image of --prompt (PNG, JPEG or WebP); once for each mark in it, in their order."),
+    ] = None,
     *,
     sampling: dict[str, Any],
     model: Any,
@@ -62,7 +67,10 @@ def generate_command(
         raise typer.BadParameter("give either --prompt or --prompts")
     check_sampling(sampling)
     check_results(json_out)
-    requests = [Request(prompt, {})] if prompt is not None else read_requests(prompts or Path())
+    if image and prompt is None:
+        raise typer.BadParameter("give --image with --prompt; lines of a file have `images`")
+    requests = [Request(prompt, {}, images=tuple(image or ()))] if prompt is not None else []
+    requests = requests or read_requests(prompts or Path())
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     if batch_size is not None and batch_size > engine.context.max_slots:
         expected = f"at most {engine.context.max_slots}, the bundle's engine.max_batch_size"
@@ -102,13 +110,14 @@ def _generate(
 ) -> list[Generation]:
     """Decode; one text is shown as it comes, of several each when it is whole, in their order."""
     prompts = [request.prompt for request in requests]
+    images = [engine.read_images(request.images) for request in requests]
     console = Console(highlight=False, soft_wrap=True)
     shows_text = json_out is None or (len(requests) == 1 and str(json_out) != "-")
     if shows_text and (len(requests) == 1 or (console.is_terminal and batch_size == 1)):
-        return _generate_live(engine, prompts, sampling, speculative, console)
+        return _generate_live(engine, prompts, images, sampling, speculative, console)
     results: dict[int, Generation] = {}
     num_shown, num_prompts = 0, len(prompts)
-    run = engine.run(prompts, sampling, speculative=speculative, batch_size=batch_size)
+    run = engine.run(prompts, sampling, images=images, speculative=speculative, batch_size=batch_size)
     with open_display() as display:
         tell = display.stage if num_prompts > 1 else lambda message: None
         tell(f"generate: prompts 0/{num_prompts}")
@@ -132,15 +141,16 @@ def _print_whole(console: Console, index: int, prompt: str | list[int], result: 
 def _generate_live(
     engine: SpecEngine,
     prompts: Sequence[str | list[int]],
+    images: Sequence[Sequence[Image]],
     sampling: Sequence[SamplingParams],
     speculative: bool,
     console: Console,
 ) -> list[Generation]:
     results = []
-    for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+    for index, (prompt, params, found) in enumerate(zip(prompts, sampling, images, strict=True)):
         if len(prompts) > 1:
             console.print(Text(f"--- {index}", style="dim"))
-        stream = engine.stream(prompt, params, speculative=speculative)
+        stream = engine.stream(prompt, params, images=found, speculative=speculative)
         if console.is_terminal:
             _paint(console, prompt, stream, engine.text_sink(params))
         else:

@@ -22,11 +22,13 @@ class Request:
         prompt: a text, or token ids.
         overrides: sampling fields that win over the options of the command.
         category: kind of text, by which `bench` groups; None: not stated.
+        images: files, in the order of the prompt.
     """
 
     prompt: str | list[int]
     overrides: dict[str, Any]
     category: str | None = None
+    images: tuple[Path, ...] = ()
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -91,13 +93,14 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as fault:
         raise RuntimeFault(str(path), str(fault), "a file of JSON lines", "Check --prompts.") from fault
-    requests = [_read_line(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    folder, rows = path.parent, [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    requests = [_read_line(f"{path}:{number}", line, folder) for number, line in rows]
     if not requests:
         raise RuntimeFault(str(path), "no prompt", "one JSON object a line", 'Write lines like {"prompt": "..."}.')
     return requests[:limit]
 
 
-def _read_line(where: str, line: str) -> Request:
+def _read_line(where: str, line: str, folder: Path) -> Request:
     todo = 'Write a line like {"prompt": "...", "temperature": 0.8}.'
     try:
         data = json.loads(line)
@@ -117,7 +120,11 @@ def _read_line(where: str, line: str) -> Request:
     category = data.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise RuntimeFault(f"{where} (category)", repr(category)[:60], "the name of a kind of text", todo)
-    return Request(prompt, overrides, category)
+    images = data.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(name, str) and (folder / name).is_file() for name in images):
+        expected = f"a list of image files, by paths from {folder}"
+        raise RuntimeFault(f"{where} (images)", repr(images)[:60], expected, todo)
+    return Request(prompt, overrides, category, tuple(folder / name for name in images))
 
 
 def check_results(path: Path | None) -> None:

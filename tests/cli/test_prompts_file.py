@@ -32,6 +32,11 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
         ('{"prompt": "a", "top_k": 1.5}', r"\(top_k\): got 1\.5; expected a whole number"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', r"\(logit_bias\): got \{'a': 1\}; expected an object of biases by"),
         ('{"prompt": "a", "logit_bias": {"1": "b"}}', r"\(logit_bias\): got \{'1': 'b'\}; expected a number"),
+        (
+            '{"prompt": "a", "images": ["b.png"]}',
+            r"\(images\): got \['b\.png'\]; expected a list of image files, by paths",
+        ),
+        ('{"prompt": "a", "images": "p.jsonl"}', r"\(images\): got 'p\.jsonl'; expected a list of image files"),
         ('{"prompt": "a", "stop": [""]}', r"\(stop\): got \[''\]; expected a string or a list of strings"),
     ],
 )
@@ -45,6 +50,12 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
     assert read_requests(tmp_path / "p.jsonl") == [Request("a", {})]
+
+
+def test_images_lie_beside_the_file(tmp_path):
+    (tmp_path / "b.png").write_bytes(b"")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "images": ["b.png"]}\n{"prompt": "a", "images": []}\n')
+    assert [request.images for request in read_requests(tmp_path / "p.jsonl")] == [(tmp_path / "b.png",), ()]
 
 
 def test_no_file_and_no_prompt_are_named(tmp_path):

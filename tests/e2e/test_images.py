@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ Pillow = pytest.importorskip("PIL.Image")
 
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
+from speccompile.cli.main import main  # noqa: E402
 from speccompile.errors import RuntimeFault  # noqa: E402
 from speccompile.runtime import sequences  # noqa: E402
 from speccompile.runtime.control import FixedLength  # noqa: E402
@@ -134,6 +136,31 @@ def test_files_and_token_ids_are_read_alike(engine: Any, expected: list[list[int
     for prompt, image in ((TEXTS[0], path), (TEXTS[0], path.read_bytes()), (ids, FIRST)):
         assert engine.generate(prompt, PARAMS, images=[image])[0].tokens == expected[0]
     assert [t for step in engine.stream(ids, PARAMS, images=[FIRST]) for t in step.tokens] == expected[0]
+
+
+def test_the_command_line_reads_images(
+    bundle: Path, expected: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, image in (("first.png", FIRST), ("second.png", SECOND)):
+        Pillow.fromarray(image).save(tmp_path / name)
+    found = tmp_path / "found.json"
+    common = ["generate", str(bundle), "--max-new-tokens", str(NUM_TOKENS), "--json", str(found)]
+    two = [word for name in ("second.png", "first.png") for word in ("--image", str(tmp_path / name))]
+    assert main([*common, "--prompt", TEXTS[1], *two]) == 0
+    assert [row["tokens"] for row in json.loads(found.read_text())] == [expected[1]]
+    names = {id(FIRST): "first.png", id(SECOND): "second.png"}
+    rows = [{"prompt": text, "images": [names[id(image)] for image in images]} for text, images in CASES]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*common, "--prompts", str(file)]) == 0
+    assert [row["tokens"] for row in json.loads(found.read_text())] == expected
+    capsys.readouterr()
+    for options, message in (
+        (["--prompt", "w7", "--image", str(tmp_path / "first.png")], "0 marks <start_of_image> in the text"),
+        (["--prompts", str(file), "--image", str(tmp_path / "first.png")], "lines of a file have `images`"),
+    ):
+        assert main([*common, *options]) != 0
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def _drain(scheduler: Scheduler, engine: Any, *requests: Request) -> list[tuple[list[int], dict[str, Any]]]:
