@@ -112,6 +112,8 @@ def run_step(
         read_grammars(batch)
     forced = forced_chains(batch) if batch.processed else None
     is_plain = is_plain or forced is not None
+    if is_plain and has_draft:
+        proposer.flush()  # the target is about to run, and its last outputs were not read
     tree = forced or (batch.roots() if is_plain else proposer.propose(batch))
     if batch.processed:
         tree = within_grammars(batch, tree)

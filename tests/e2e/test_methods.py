@@ -165,6 +165,40 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, meth
 
 
 @pytest.mark.parametrize(("method", "form"), forms())
+def test_drafts_after_steps_without_drafts_are_those_of_a_fresh_prompt(lab, method, form):
+    """Plain steps, chains that a grammar could force among them, take nothing from a draft that reads features."""
+    engine = lab(method, form, "onnxruntime")
+    found = {}
+    # Which of several drafters is taken depends on what was accepted before: there the one with graphs is watched.
+    watched = next((d.proposer for d in getattr(engine.proposer, "drafters", ()) if d.costs), engine.proposer)
+    propose = watched.propose
+
+    def proposing(batch):
+        tree = propose(batch)
+        for row, sequence in enumerate(batch.sequences):
+            if tree.num_nodes[row] > 1:
+                found.setdefault(tuple(sequence.tokens), int(tree.tokens[row, 1]))
+        return tree
+
+    watched.propose = proposing
+    asked = [SamplingParams(max_new_tokens=24, ignore_eos=True)] * 3
+    verifier, steps = engine.verifier, itertools.count()
+    engine.reset()
+    waiting = [engine.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=False))]
+    batch = SequenceBatch(waiting, 3)
+    admit(verifier, engine.proposer, batch)
+    while batch.sequences:
+        limit = (None, 0, None, 0, 0)[next(steps) % 5]
+        retire(verifier, engine.proposer, batch, run_step(verifier, engine.proposer, batch, limit=limit).steps)
+    later = {text: draft for text, draft in found.items() if len(text) < MAX_SEQ - 4}
+    found.clear()
+    engine.generate([*map(list, later)], SamplingParams(max_new_tokens=2, ignore_eos=True), batch_size=SLOTS)
+    both = [text for text in later if text in found]
+    assert len(both) >= 8
+    assert [text for text in both if found[text] != later[text]] == []
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
 def test_every_step_fits_a_profile_of_the_plans_that_tensorrt_would_run(lab, monkeypatch, method, form):
     engine = lab(method, form, "onnxruntime")
     watches = [ProfileWatch(timed.engine, SLOTS, MAX_NODES + 1) for timed in engine.engines]
