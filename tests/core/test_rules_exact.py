@@ -1,206 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance rules by enumeration: every draft and every outcome of every draw, in float64, without sampling.
-
-Where the rule compares a draw with a bound, both outcomes are followed with their probabilities; where it draws a
-token, all tokens are. The joint distribution of the emitted tokens must be the target's to 1e-12.
-"""
+"""The acceptance rules by enumeration, see `rules_lab`: the emitted tokens have the target's distribution to 1e-12."""
 
 from __future__ import annotations
-
-import inspect
-import itertools
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from speccompile.core import acceptance
-from speccompile.core.acceptance import accept_slot
-from speccompile.core.sampling import NODE_BY_NODE
+from tests.core.rules_lab import (
+    CHAIN,
+    PAIRS,
+    SIBLINGS,
+    TREE,
+    WIDE,
+    Form,
+    OfTheParent,
+    OneHot,
+    Ones,
+    Rule,
+    enumerated,  # noqa: F401
+    mutate,
+)
 
-VOCAB, NUM_PAIRS = 3, 2
-CHAIN, TREE, WIDE = (-1, 0, 1, 2), (-1, 0, 0, 1, 1), (-1, 0, 0, 2)
-Prefix = tuple[int, ...]
-Dists = Callable[[Prefix], np.ndarray]
-
-
-def random_dists(seed: int, heat: float) -> Dists:
-    """Returns distributions that depend on all tokens before."""
-
-    def dist_after(prefix: Prefix) -> np.ndarray:
-        return np.random.default_rng([seed, *prefix, 99]).dirichlet(np.full(VOCAB, heat))
-
-    return dist_after
-
-
-class Script:
-    """The outcomes of one run of a rule: those given, then the first of each; and its probability."""
-
-    def __init__(self, given: list[int]) -> None:
-        self.given, self.taken, self.counts, self.prob = given, list[int](), list[int](), 1.0
-
-    def choose(self, probs: list[float]) -> int:
-        step = len(self.taken)
-        number = self.given[step] if step < len(self.given) else 0
-        self.taken.append(number)
-        self.counts.append(len(probs))
-        self.prob *= probs[number]
-        return number
-
-    def next(self) -> list[int] | None:
-        """Returns the outcomes of the next run; None after the last."""
-        taken = list(self.taken)
-        while taken and taken[-1] + 1 == self.counts[len(taken) - 1]:
-            taken.pop()
-        return None if not taken else [*taken[:-1], taken[-1] + 1]
+pytestmark = pytest.mark.usefixtures("enumerated")
+DRAWN, MATCHED = {"by_match": False}, {"by_match": True}
+RACED = {**MATCHED, "races": True, "drafts_share": "next"}
 
 
-class Draw:
-    """A uniform number that is not known: a comparison with a bound has both outcomes."""
-
-    def __init__(self, script: Script, scale: float = 1.0) -> None:
-        self.script, self.scale = script, scale
-
-    def __mul__(self, scale: float) -> Draw:
-        return Draw(self.script, self.scale * float(scale))
-
-    def __lt__(self, bound: float) -> bool:
-        share = min(1.0, float(bound) / self.scale) if self.scale > 0 else float(bound > 0)
-        return self.script.choose([share, 1 - share]) == 0
+class Stopping(Rule):
+    stops = True
 
 
-def runs(rule: Callable[[Script], Prefix]) -> Iterator[tuple[Prefix, float]]:
-    given: list[int] | None = []
-    while given is not None:
-        script = Script(given)
-        emitted = rule(script)
-        yield emitted, script.prob
-        given = script.next()
+def worst(form: Form, rule: type[Rule] = Rule, **options: object) -> float:
+    return max(rule(*pair, form, **options).distance()[0] for pair in PAIRS)  # type: ignore[arg-type]
 
 
-def drafts(
-    form: tuple[int, ...], draft: Dists, stops: bool
-) -> Iterator[tuple[list[int], list[np.ndarray], float, int]]:
-    """Yields every draft: tokens, the distribution of each, its probability and its number of nodes.
-
-    Args:
-        form: parents.
-        draft: its distributions.
-        stops: the chain ends after token 0.
-    """
-    for tokens in itertools.product(range(VOCAB), repeat=len(form) - 1):
-        named, prob, dists = [VOCAB, *tokens], 1.0, [np.zeros(VOCAB)]
-        for node in range(1, len(form)):
-            dist = draft(path_to(form, named, form[node])).copy()
-            for sibling in range(1, node):
-                if form[sibling] == form[node]:
-                    dist[named[sibling]] = 0
-            dist /= dist.sum()
-            dists.append(dist)
-            prob *= dist[named[node]]
-        nodes = 1 + next((i for i, token in enumerate(tokens, 1) if stops and token == 0), len(tokens))
-        if prob > 0 and not any(tokens[nodes - 1 :]):  # drafts that differ after their end are one
-            chance = float(np.prod([dists[node][named[node]] for node in range(1, nodes)]))
-            yield named[:nodes], dists[:nodes], chance, nodes
+@pytest.mark.parametrize(("form", "rule"), [(CHAIN, Rule), (CHAIN, Stopping), (TREE, Rule), (WIDE, Rule)])
+def test_drawn_drafts_leave_the_targets_distribution(form: Form, rule: type[Rule]) -> None:
+    assert worst(form, rule, **DRAWN) < 1e-12
 
 
-def path_to(form: tuple[int, ...], tokens: list[int], node: int) -> Prefix:
-    path: list[int] = []
-    while node > 0:
-        path.append(tokens[node])
-        node = form[node]
-    return tuple(path[::-1])
+@pytest.mark.parametrize("form", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("share", ["", "next"])
+@pytest.mark.parametrize("races", [True, False])
+def test_drafts_that_are_matched_leave_it_whatever_they_know(form: Form, share: str, races: bool) -> None:
+    """Own numbers, or those that give the target's token: in a race, or by the inverse distribution function."""
+    assert worst(form, by_match=True, races=races, drafts_share=share) < 1e-12
 
 
-def joint(dists_after: Dists, num: int, prefix: Prefix = ()) -> dict[Prefix, float]:
-    """Returns the distribution of the next tokens up to `num` in all."""
-    if len(prefix) >= num:
-        return {prefix[:num]: 1.0}
-    dist, out = dists_after(prefix), dict[Prefix, float]()
-    for token in range(VOCAB):
-        for rest, prob in joint(dists_after, num, (*prefix, token)).items():
-            out[rest] = out.get(rest, 0.0) + dist[token] * prob
-    return out
+@pytest.mark.parametrize("form", [CHAIN[:3], SIBLINGS], ids=str)
+def test_a_lookups_drafts_may_be_told_as_one_hot(form: Form) -> None:
+    assert worst(form, OneHot, **DRAWN) < 1e-12
 
 
-def variation(
-    form: tuple[int, ...], target: Dists, draft: Dists, monkeypatch: pytest.MonkeyPatch, *, stops: bool = False
-) -> tuple[float, float]:
-    """Returns the total variation between emitted tokens and the target's, and the mean number of kept drafts."""
-    num, mean = max(map(len, (path_to(form, [0] * len(form), n) for n in range(len(form))))) + 1, 0.0
-    got: dict[Prefix, float] = {}
-    for tokens, dists, chance, nodes in drafts(form, draft, stops):
-        parents, named = np.array(form[:nodes]), np.array(tokens)
-        probs = np.stack([target(path_to(form, tokens, node)) for node in range(nodes)])
-
-        def rule(script: Script, named=named, parents=parents, probs=probs, dists=dists) -> Prefix:  # type: ignore[no-untyped-def]
-            def draw(dist: np.ndarray, uniform: object) -> int:
-                return script.choose((dist / dist.sum()).tolist())
-
-            monkeypatch.setattr(acceptance, "draw", draw)
-            uniforms = np.array([[Draw(script)] * 2 for _ in named], dtype=object)
-            uniforms[0, 0] = 0.0 if form == CHAIN[: len(form)] else NODE_BY_NODE
-            path, token = accept_slot(named, parents, probs, uniforms, np.stack(dists))
-            return (*named[path[1:]].tolist(), token)
-
-        for emitted, prob in runs(rule):
-            mean += chance * prob * (len(emitted) - 1)
-            if prob > 0:
-                for text, share in joint(target, num, emitted).items():
-                    got[text] = got.get(text, 0.0) + chance * prob * share
-    wanted = joint(target, num)
-    assert abs(sum(got.values()) - 1) < 1e-12
-    return 0.5 * sum(abs(got.get(text, 0.0) - prob) for text, prob in wanted.items()), mean
-
-
-def worst(form: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, *, stops: bool = False) -> float:
-    pairs = [(random_dists(seed, 0.7), random_dists(seed + 100, 0.7)) for seed in range(NUM_PAIRS)]
-    return max(variation(form, target, draft, monkeypatch, stops=stops)[0] for target, draft in pairs)
-
-
-@pytest.mark.parametrize(("form", "stops"), [(CHAIN, False), (CHAIN, True), (TREE, False), (WIDE, False)], ids=str)
-def test_the_emitted_tokens_have_the_targets_distribution(
-    form: tuple[int, ...], stops: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert worst(form, monkeypatch, stops=stops) < 1e-12
-
-
-def test_a_block_keeps_what_the_theory_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_keeps_what_the_theory_says() -> None:
     """Sun et al.'s example: 11/9 drafts of two are kept; a rule that decides draft by draft keeps 10/9."""
     target, draft = (lambda _: np.array([1 / 3, 2 / 3, 0])), (lambda _: np.array([2 / 3, 1 / 3, 0]))
-    assert variation((-1, 0, 1), target, draft, monkeypatch) == pytest.approx((0, 11 / 9), abs=1e-12)
+    form = CHAIN[:3]
+    assert Rule(target, draft, form, **DRAWN).distance() == pytest.approx((0, 11 / 9), abs=1e-12)
     for dist_after in (target, lambda _: np.array([0.0, 1.0, 0.0])):  # the draft is the target, and greedy
-        assert variation((-1, 0, 1), dist_after, dist_after, monkeypatch) == pytest.approx((0, 2), abs=1e-12)
+        assert Rule(dist_after, dist_after, form, **DRAWN).distance() == pytest.approx((0, 2), abs=1e-12)
+
+
+def test_a_race_keeps_what_the_theory_says() -> None:
+    """Daliri et al. 2024: both races have the same winner with this probability; of two siblings one is it oftener."""
+    for target_after, draft_after in PAIRS:
+        target, draft = target_after(()), draft_after(())
+        ratio = np.maximum(target[None] / target[:, None], draft[None] / draft[:, None])
+        match = (1 / ratio.sum(axis=1)).sum()
+        assert Rule(target_after, draft_after, CHAIN[:2], **RACED).distance()[1] == pytest.approx(match, abs=1e-12)
+        assert Rule(target_after, draft_after, SIBLINGS, **RACED).distance()[1] > match
+        assert Rule(target_after, target_after, CHAIN, **RACED).distance()[1] == pytest.approx(3, abs=1e-12)
 
 
 CAPPED = "out=(mass > 0).astype(np.float64), where=mass < drafted)"
 UNCAPPED = "out=np.zeros(batch), where=drafted > 0)"
 SCALED = "scaled = weights[:, :, None]"
-MUTANTS = {
+ENDS = "np.where(index == ends[:, None], weights, passes)"
+BLOCKS = {
     "stops at the first prefix that fails": {
         "kept: Ints = np.where(is_passed, index, 0).max(axis=1)": (
             "kept = np.cumprod(is_passed[:, 1:], axis=1).sum(axis=1).astype(np.int64)"
         )
     },
     "residual without the weight": {"rests = scaled[each, kept]": "rests = target_probs[each, kept]"},
-    "no look-ahead": {"np.where(index == ends[:, None], weights, passes)": "weights"},
+    "no look-ahead": {ENDS: "weights"},
     "weights are not capped": {CAPPED: UNCAPPED},
     "weights are capped at the end alone": {CAPPED: UNCAPPED, SCALED: f"weights = np.minimum(weights, 1); {SCALED}"},
-    "the whole chain passes as a prefix does": {"np.where(index == ends[:, None], weights, passes)": "passes"},
+    "the whole chain passes as a prefix does": {ENDS: "passes"},
     "the next token is the target's own": {"(kept < ends)[:, None], rests": "(kept < 0)[:, None], rests"},
+    "a prefix of full weight does not pass": {"out=np.ones_like(sums)": "out=np.zeros_like(sums)"},
+}
+NEXT = "rest[0], uniforms[last, 1]"
+SLOTS: dict[str, tuple[Form, dict[str, object], dict[str, str]]] = {
+    "a block's next token is drawn with the number that refused a draft": (
+        CHAIN[:3],
+        DRAWN,
+        {NEXT: "rest[0], uniforms[min(last + 1, len(tokens) - 1), 0]"},
+    ),
+    "a tree's next token is drawn with the number that refused a draft": (
+        SIBLINGS,
+        DRAWN,
+        {"draw(dist, uniforms[path[-1], 1])": "draw(dist, uniforms[node, 0])"},
+    ),
+    "a sibling does not see what was refused before it": (
+        SIBLINGS,
+        DRAWN,
+        {"residual(dist, draft_probs[node])": "residual(target_probs[path[-1]], draft_probs[node])"},
+    ),
+    "nothing is taken out after a refusal": (SIBLINGS, DRAWN, {"residual(dist, draft_probs[node])": "dist"}),
+    "a draft's own probability does not count": (SIBLINGS, DRAWN, {"draft_probs[node, token] < dist": "1.0 < dist"}),
+    "a race runs with its parent's times": (
+        CHAIN[:3],
+        RACED,
+        {"race(target_probs[node], uniforms[node])": "race(target_probs[node], uniforms[parents[node]])"},
+    ),
+    "a match on another path is kept": (
+        (-1, 0, 0, 1),
+        RACED,
+        {"parents[node] != path[-1]": "parents[node] > path[-1]"},
+    ),
+    "a draft that lost is taken out, and another race decides": (
+        CHAIN[:2],
+        RACED,
+        {
+            "is_kept = token == drawn": (
+                "is_kept = token == drawn\n"
+                "            if not is_kept:\n"
+                "                row = np.where(np.arange(len(dist)) == token, 0, target_probs[path[-1]])\n"
+                "                drawn = int(race(row, uniforms[node]))"
+            )
+        },
+    ),
 }
 
 
 @pytest.mark.mutant
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", BLOCKS)
 def test_a_wrong_block_rule_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them are the two forms of hierarchical decoding (arXiv 2601.05724) without the running cap."""
-    source = inspect.getsource(acceptance.keep_block)
-    for right, wrong in MUTANTS[mutant].items():
-        assert source.count(right) == 1
-        source = source.replace(right, wrong)
-    made: dict[str, object] = dict(vars(acceptance))
-    exec("from __future__ import annotations\n" + source, made)
-    monkeypatch.setattr(acceptance, "keep_block", made["keep_block"])
-    pairs = [(random_dists(seed, 0.7), random_dists(seed + 100, 0.7)) for seed in range(NUM_PAIRS)]
-    assert max(variation(CHAIN[:3], *pair, monkeypatch)[0] for pair in pairs) > 1e-3
+    mutate("keep_block", BLOCKS[mutant], monkeypatch)
+    assert worst(CHAIN[:3], **DRAWN) > 1e-3
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("mutant", SLOTS)
+def test_a_wrong_walk_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, options, changes = SLOTS[mutant]
+    assert worst(form, **options) < 1e-12
+    mutate("accept_slot", changes, monkeypatch)
+    assert worst(form, **options) > 1e-3
+
+
+WRONG: dict[str, tuple[Form, type[Rule], dict[str, object]]] = {
+    "a block is drawn with the numbers that decide over it": (CHAIN[:3], Rule, {**DRAWN, "drafts_share": "accept"}),
+    "a block is drawn with the numbers of the next tokens": (CHAIN[:3], Rule, {**DRAWN, "drafts_share": "next"}),
+    "a tree is drawn with the numbers that decide over it": (SIBLINGS, Rule, {**DRAWN, "drafts_share": "accept"}),
+    "a tree is drawn with the numbers of the next tokens": (SIBLINGS, Rule, {**DRAWN, "drafts_share": "next"}),
+    "drafts of a race are verified as drawn, and recovered by it": (CHAIN[:3], Rule, {**RACED, **DRAWN}),
+    "a lookup's drafts have probability one in a block": (CHAIN[:3], Ones, DRAWN),
+    "a lookup's drafts have probability one in a tree": (SIBLINGS, Ones, DRAWN),
+    "siblings are told as drawn with replacement": (SIBLINGS, OfTheParent, DRAWN),
+}
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_drafts_are_noticed(wrong: str) -> None:
+    form, rule, options = WRONG[wrong]
+    assert worst(form, rule, **options) > 1e-3
+
+
+class Cut(Rule):
+    drops_impossible = True
+
+
+@pytest.mark.mutant
+def test_drawn_drafts_may_not_be_cut_before_one_that_is_impossible() -> None:
+    """As a grammar's mask might: the cut tells what was drawn. The draft must stay, as one that is refused."""
+
+    def target(prefix: tuple[int, ...]) -> np.ndarray:
+        return np.array([0.7, 0.3, 0])
+
+    def draft(prefix: tuple[int, ...]) -> np.ndarray:
+        return np.array([0.4, 0.3, 0.3])
+
+    for form in (CHAIN[:2], SIBLINGS):
+        assert Rule(target, draft, form, **DRAWN).distance()[0] < 1e-12
+    wrong = Cut(target, draft, CHAIN[:2], **DRAWN)
+    assert wrong.distance()[0] == pytest.approx(0.7 - 0.61, abs=1e-12)
