@@ -53,9 +53,13 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: forms_of(length) for name, length in LENGTHS.items()},
     "ngram": {"chain": {}},
     "suffix": {"chain": CHAIN, "tree": AUTO},
+    "several": {"chain": {}},
 }
 # A chain of all its heads is as long as it can be.
 ROWS["medusa"] = {"chain": CHAIN, "tree": AUTO, "wide": forms_of(4)["wide"]}
+# Its module lies in the files of a target of its own: named alone, with `--target` where that is padded.
+INSIDE = {"hybrid-mtp": ROOT / "examples/models/pycode-hybrid"}
+ROWS["hybrid-mtp"] = {"chain": {}}
 RECIPES = {"draft": "pycode"}  # the others are pycode-<name>
 HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "ratio to plain", "text")
 
@@ -126,8 +130,8 @@ def row_from_report(name: str, form: str, report: dict[str, Any]) -> tuple[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--target", type=Path, default=ROOT / "examples/models/pycode-16m")
-    parser.add_argument("--rows", help="name or name:form, comma-separated; all by default")
+    parser.add_argument("--target", type=Path, help="of all rows; pycode-16m by default, and the hybrid for its module")
+    parser.add_argument("--rows", help="name or name:form, comma-separated; all of pycode-16m by default")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every build")
     parser.add_argument("--work", type=Path, default=ROOT / "bundles/methods")
     parser.add_argument("--limit", type=int, default=8)
@@ -139,7 +143,7 @@ def main() -> None:
     parser.add_argument("--forget-costs", action="store_true", help="draft always, for acceptance alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    wanted = set(args.rows.split(",")) if args.rows else {*ROWS}
+    wanted = set(args.rows.split(",")) if args.rows else {*ROWS} - {*INSIDE}
     known = {*ROWS, *(f"{name}:{form}" for name, forms in ROWS.items() for form in forms)}
     if unknown := sorted(wanted - known):
         parser.error(f"--rows: got {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
@@ -150,7 +154,8 @@ def main() -> None:
         for form, settings in forms.items():
             if not wanted & {name, f"{name}:{form}"}:
                 continue
-            bundle = build(name, form, settings, args.target.resolve(), args.work, args.set)
+            target = args.target or INSIDE.get(name, ROOT / "examples/models/pycode-16m")
+            bundle = build(name, form, settings, target.resolve(), args.work, args.set)
             if args.build_only:
                 continue
             if args.retune or args.forget_costs:
