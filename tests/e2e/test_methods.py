@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from dataclasses import replace
@@ -20,12 +21,13 @@ from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.sequences import SequenceBatch
+from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, method_of, sources
-from tests.runtime.grammar_lab import FLAG, LEVEL, Pieces, is_valid, make_object, watch_scored
+from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, watch_scored
 
 BACKENDS = ("onnxruntime", "reference")
 BATCHES = (1, 3, 8)
@@ -290,13 +292,31 @@ def test_a_chat_that_goes_on_in_its_own_cache_says_the_same(lab, method, form):
 FORTY = [b"</s>", *(piece.encode() for piece in ('{"', '":', '","', '"}', '"', "{", "}", "[", "]", ",", ":"))]
 FORTY += [b"true", b"false", b"null", *(bytes([c]) for c in b"0123456789abcdeghijklmop")]
 FORTY += [b"ab"]
-WORD = {"type": "string", "pattern": "^[a-d]{1,3}$"}
-SCHEMAS = [
-    make_object(a=FLAG, b=LEVEL),
-    make_object(a={"enum": ["ab", "c", 7, None]}, d=make_object(e=FLAG)),
-    make_object(a={"type": "array", "items": {"anyOf": [LEVEL, WORD]}, "maxItems": 2}),
-    {"anyOf": [make_object(b=WORD), {"type": "null"}]},
-]
+LETTERS = "abcdeghijklmop"
+WRITTEN = {  # patterns of the thirty schemas, in these letters
+    "^[a-z]{1,6}$": "^[a-p]{1,3}$",
+    "^[A-Z]{2}-[0-9]{3}$": "^[a-d]{2}e[0-9]{3}$",
+    "^20[0-9]{2}-[01][0-9]$": "^20[0-9]{2}e[01][0-9]$",
+}
+
+
+def in_forty(schema):
+    """Returns a schema with names, words and patterns that the forty tokens can write, in at most 48 of them."""
+    if isinstance(schema, list):
+        return [in_forty(part) for part in schema]
+    if isinstance(schema, str):
+        return "".join(LETTERS[ord(letter) % len(LETTERS)] for letter in schema)[:3]
+    if not isinstance(schema, dict):
+        return schema
+    names = dict(zip(schema.get("properties", ()), LETTERS, strict=False))
+    read = {
+        "properties": lambda parts: {names[name]: in_forty(part) for name, part in parts.items()},
+        "required": lambda parts: [names[name] for name in parts],
+        "$defs": lambda parts: {name: in_forty(part) for name, part in parts.items()},
+        "pattern": WRITTEN.__getitem__,
+        **dict.fromkeys(("anyOf", "items", "enum", "const"), in_forty),
+    }
+    return {key: read.get(key, lambda value: value)(value) for key, value in schema.items()}
 
 
 class Forty(Pieces):
@@ -310,21 +330,37 @@ class Forty(Pieces):
 
 @pytest.mark.parametrize(("method", "form"), forms())
 def test_texts_are_of_their_schemas_and_no_draft_is_scored_that_a_grammar_refuses(lab, monkeypatch, method, form):
+    """Thirty schemas at temperature 0 and 1, asked for by 32 clients at once."""
     pytest.importorskip("llguidance")
     engine = lab(method, form, "onnxruntime")
     engine.grammars = Grammars(Forty(), len(FORTY), [0])
     watch_scored(engine.verifier, monkeypatch)
-    for heat in (0.0, 1.0):
-        asked = [
-            SamplingParams(40, heat, seed=i, stop_token_ids=(0,), structured_outputs=StructuredOutputs(json=schema))
-            for i, schema in enumerate(SCHEMAS)
-        ]
-        results = engine.generate(prompts()[1:5], asked, batch_size=3)
-        for result, schema in zip(results, SCHEMAS, strict=True):
-            text = Forty().decode(result.tokens)
-            assert (result.finish_reason, result.error) == ("stop", None), text
-            assert is_valid(json.loads(text), schema), text
-        assert sum(r.stats["num_accepted"] for r in results) > 0
-        if not heat:
-            plain = engine.generate(prompts()[1:5], asked, speculative=False, batch_size=3)
-            assert [r.tokens for r in results] == [r.tokens for r in plain]
+    schemas = [in_forty(schema) for schema in SCHEMAS]
+    asked = [
+        SamplingParams(50, heat, seed=i, stop_token_ids=(0,), structured_outputs=StructuredOutputs(json=schema))
+        for heat in (0.0, 1.0)
+        for i, schema in enumerate(schemas)
+    ]
+
+    async def everybody(service):
+        clients = asyncio.Semaphore(32)
+
+        async def one(i, params):
+            async with clients:
+                return (await service.generate(Request([4, 1 + i % 20], params, speculation="on")))[0]
+
+        return await asyncio.gather(*(one(i, params) for i, params in enumerate(asked)))
+
+    service = Service(engine)
+    service.start()
+    try:
+        answers = asyncio.run(everybody(service))
+    finally:
+        service.close()
+    for answer, schema in zip(answers, schemas * 2, strict=True):
+        text = Forty().decode(answer.tokens)
+        assert (answer.finish_reason, answer.error) == ("stop", None), (schema, text)
+        assert is_valid(json.loads(text), schema), (schema, text)
+    assert sum(answer.stats["num_accepted"] for answer in answers) > 0
+    alone = engine.generate([[4, 1 + i % 20] for i in range(30)], asked[:30], speculative=False, batch_size=SLOTS)
+    assert [answer.tokens for answer in answers[:30]] == [result.tokens for result in alone]
