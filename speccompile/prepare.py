@@ -30,6 +30,7 @@ from speccompile.runtime.bundle import MANIFEST, digest_from_file, digest_from_j
 from speccompile.runtime.hub import find_bundle, is_hub_id
 
 RECIPES = (".yaml", ".yml")
+_MAX_NAMED = 4  # folders in an error
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +65,24 @@ def is_model(source: str) -> bool:
 def is_recipe(source: str) -> bool:
     """Returns whether a name is a recipe's file."""
     return Path(source).suffix in RECIPES and not Path(source).is_dir()
+
+
+def check_source(source: str) -> None:
+    """Compares what is neither a model nor a recipe with the folder of a bundle.
+
+    Raises:
+        BundleError: it is none; folders of models and bundles in it are named.
+    """
+    path = Path(source).expanduser()
+    if (path / MANIFEST).is_file():
+        return
+    expected = "a bundle's folder, a checkpoint's folder, a recipe (.yaml), or an id of the hub (OWNER/NAME)"
+    if not path.is_dir():
+        todo = "Check the path; a bundle is built with: speccompile build MODEL -o DIR."
+        raise BundleError(source, "a file" if path.exists() else "no such file or folder", expected, todo)
+    inside = sorted(str(path / p.parent.name) for name in (MANIFEST, "config.json") for p in path.glob(f"*/{name}"))
+    todo = f"Did you mean {' or '.join(inside[:_MAX_NAMED])}?" if inside else "Check the path."
+    raise BundleError(source, f"a folder with neither config.json nor {MANIFEST}", expected, todo)
 
 
 def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
@@ -102,6 +121,7 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
     if is_hub_id(source) and (folder := find_bundle(source)) is not None:
         return Prepared(folder, source)
     if not is_model(source) and not is_recipe(source):
+        check_source(source)
         return Prepared(Path(source), Path(source).resolve().name)
     plan = plan_from_source(source, options or ModelOptions())
     root = default_cache_folder() / BUNDLES

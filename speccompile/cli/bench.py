@@ -126,7 +126,7 @@ def bench_command(
 def _read_requests(prompts: Path | None, categories: str | None, limit: int | None) -> list[Request]:
     """Returns the prompts of a file, or ours of some categories; `limit` counts within each category of ours."""
     if (prompts is None) == (categories is None):
-        raise typer.BadParameter("one of --prompts and --categories", param_hint="--prompts")
+        raise typer.BadParameter("give either --prompts or --categories")
     if prompts is not None:
         return read_requests(prompts, limit)
     from speccompile.cli.bench_categories import read_categories

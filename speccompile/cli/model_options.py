@@ -120,7 +120,7 @@ def load_source(
         typer.BadParameter: options of a build are given with a bundle.
         SpecCompileError: it cannot be built or loaded.
     """
-    from speccompile.prepare import is_model, is_recipe
+    from speccompile.prepare import check_source, is_model, is_recipe
     from speccompile.runtime.engine import load
     from speccompile.runtime.hub import find_bundle, is_hub_id
 
@@ -135,6 +135,7 @@ def load_source(
         found = prepare_source(source, model)
         with live_stages():
             return load(found.path, backend=backend, threads=threads, method=method, verify=False), found.name
+    check_source(source)
     if model.settings:
         raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
     chosen = _section_of_bundle(source, model) if model.speculative else method

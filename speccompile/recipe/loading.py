@@ -77,6 +77,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         got = "a checkpoint's folder" if is_checkpoint else "a folder"
         todo = todo_for_checkpoint(path) if is_checkpoint else "Give the recipe's file."
         raise RecipeError(str(path), got, "a recipe, a YAML file", todo)
+    if path.name == "config.json":
+        todo = todo_for_checkpoint(path.parent)
+        raise RecipeError(str(path), "a checkpoint's config", "a recipe, a YAML file", todo)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -208,7 +211,9 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         section = ".".join(path[:-1]) or "a recipe"
         return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + ending)
     if fault["type"] == "missing":
-        return RecipeError(raw.where(path), "no value", f"the key {'.'.join(path)}", "Add it to the recipe." + ending)
+        key = ".".join(path)
+        todo = f"Add it to the recipe, or give --set {key}=VALUE.{ending}"
+        return RecipeError(raw.where(path), "no value", f"the key {key}", todo)
     expected = " or ".join(dict.fromkeys(_expectation(f) for f in group))
     return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + ending)
 

@@ -123,7 +123,7 @@ def test_limits_count_within_a_category() -> None:
     found = bench._read_requests(None, "code,json", 2)
     assert [request.category for request in found] == ["code", "code", "json", "json"]
     for given in ((None, None), (Path("x"), "all")):
-        with pytest.raises(typer.BadParameter, match="one of --prompts and --categories"):
+        with pytest.raises(typer.BadParameter, match="give either --prompts or --categories"):
             bench._read_requests(*given, None)
 
 

@@ -102,4 +102,10 @@ def test_a_bundle_takes_its_own_methods_and_no_options_of_a_build(
 def test_a_missing_bundle_is_no_model_of_the_hub(run: Run, model: Path) -> None:
     Path("bundles").mkdir()
     code, _, err = run("generate", "bundles/missing", "-p", "w3")
-    assert code == 7 and "no such folder" in err
+    assert code == 7 and "no such file or folder" in err and "a checkpoint's folder" in err
+
+
+def test_a_folder_of_models_is_none_but_names_them(run: Run, model: Path) -> None:
+    code, _, err = run("generate", str(model.parent), "-p", "w3")
+    told = " ".join(err.split())
+    assert code == 7 and "neither config.json nor manifest.json" in told and f"Did you mean {model}" in told

@@ -30,6 +30,12 @@ def test_a_checkpoint_given_as_a_recipe_is_named(checkpoint: Path) -> None:
     assert "speccompile build " in caught.value.todo
 
 
+def test_the_config_of_a_checkpoint_is_no_recipe(checkpoint: Path) -> None:
+    with pytest.raises(RecipeError, match=r"got a checkpoint's config; expected a recipe") as caught:
+        load_recipe(checkpoint / "config.json")
+    assert "speccompile build " in caught.value.todo
+
+
 def test_a_checkpoint_given_as_a_bundle_is_named(checkpoint: Path) -> None:
     with pytest.raises(BundleError, match=r"got a checkpoint .*; expected the folder of a bundle") as caught:
         read_bundle(checkpoint)

@@ -16,7 +16,7 @@ import yaml
 
 from speccompile.errors import BundleError
 from speccompile.runtime.bundle import Bundle, digest_from_manifest, digests_from_folder, read_bundle, write_json
-from speccompile.runtime.hub import card_from_manifest, fetch_bundle, is_hub_id
+from speccompile.runtime.hub import card_from_manifest, fetch_bundle, find_bundle, is_hub_id
 
 NAME = "org/tiny-bundle"
 COMMIT = "c0ffee"
@@ -64,6 +64,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
     module.hf_hub_download = lambda name, file, revision=None: (  # type: ignore[attr-defined]
         snapshot_download(name, revision=revision, allow_patterns=[file]) + f"/{file}"
+    )
+    module.try_to_load_from_cache = lambda name, file: next(  # type: ignore[attr-defined]
+        (str(path) for path in local.glob(f"{name}/snapshots/*/{file}")), None
     )
     module.HfApi, module.CommitOperationAdd = Api, Add  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
@@ -132,6 +135,25 @@ def test_files_that_were_changed_on_the_hub_are_refused(hub: Path, bundle: Bundl
 def test_a_missing_name_says_what_the_hub_said(hub: Path) -> None:
     with pytest.raises(BundleError, match=r"the hub said: 404: org/none; expected a bundle on the hub"):
         fetch_bundle("org/none")
+
+
+def test_a_downloaded_checkpoint_is_none_without_asking(hub: Path, bundle: Bundle, tmp_path: Path) -> None:
+    bundle.push_to_hub(NAME)
+    found = find_bundle(NAME)
+    assert found is not None and find_bundle("org/checkpoint") is None
+    snapshot = tmp_path / "hub-cache/org/checkpoint/snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (hub / "org").rename(tmp_path / "no-network")
+    sys.modules["huggingface_hub"].hf_hub_download = _must_not_be_asked  # type: ignore[attr-defined]
+    assert find_bundle("org/checkpoint") is None
+    (found / "config.json").write_text("{}")  # a bundle may hold one, too
+    with pytest.raises(AssertionError, match="asked"):
+        find_bundle(NAME)
+
+
+def _must_not_be_asked(name: str, file: str, revision: str | None = None) -> str:
+    raise AssertionError(f"asked for {file} of {name}")
 
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

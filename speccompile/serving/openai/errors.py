@@ -27,6 +27,7 @@ _PARAMS: Mapping[str, str] = {
     "Request.num_outputs": "n",
 }
 _COUNT = re.compile(r"\d+ tokens")
+_NAMED = re.compile(r"\((\w+)\)$")
 _ALTERNATIVE = re.compile(r"str|list\[.*\]")
 
 
@@ -73,7 +74,8 @@ def error_from_fault(fault: RuntimeFault) -> ApiError:
         is_full = fault.where == "queue"
         code = "server_busy" if is_full else "shutting_down"
         return ApiError(429 if is_full else 503, str(fault), OVERLOADED, None, code, headers)
-    param = _PARAMS.get(fault.where) or fault.where.rpartition(".")[2].partition(" ")[0]
+    named = _NAMED.search(fault.where)  # as "prompt (logit_bias)"
+    param = named[1] if named else _PARAMS.get(fault.where) or fault.where.rpartition(".")[2].partition(" ")[0]
     is_too_long = param == "prompt" and _COUNT.fullmatch(fault.got) is not None
     code = "context_length_exceeded" if is_too_long else "invalid_value"
     message = f"`{param}`: got {fault.got}; expected {fault.expected}. {fault.todo}"

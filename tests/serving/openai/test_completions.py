@@ -149,6 +149,7 @@ def test_a_stream_of_several_choices(app):
         ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream_options": {"extra": True}}, "stream_options.extra", "unknown_field"),
         ({"frequency": 1}, "frequency", "unknown_field"),
