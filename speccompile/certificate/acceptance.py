@@ -18,6 +18,7 @@ from typing import Any
 from speccompile.certificate.checkpoint import Reference, is_exact
 from speccompile.certificate.decoding import Prompts, decode_with
 from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.checkpoints.lora import open_lora
 from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import SpecCompileError
@@ -182,6 +183,8 @@ def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] 
         return None, f"the speculator {model} is not at hand"
     import torch
 
+    from speccompile.export.lora import merge_lora
+
     trainer: Any = registry.trainer(name)
     heads = _heads_of(folder, name)
     if heads is None and not getattr(trainer, "reads_sizes", False):
@@ -190,6 +193,8 @@ def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] 
         config = method.TrainingConfig(**_with_tuples(heads or {}))
         parts = reference.target.parts(torch.zeros(reference.target.dims.vocab_size, dtype=torch.int64))
         trainable = trainer.make(config, parts, folder).eval()
+        if section.get("lora"):
+            merge_lora(trainable.model, open_lora(section["lora"]))
         return (trainable, trainer.needs(config, reference.target.config)), ""
     except (SpecCompileError, TypeError, ValueError, KeyError) as fault:
         return None, f"the network of {folder} cannot be made in torch: {fault}"

@@ -194,6 +194,7 @@ def _job(
         "target": recipe.target.model,
         "lora": recipe.target.lora,
         "draft": draft,
+        "draft_lora": None if draft is None else recipe.speculator.get("lora"),
         "assistant_tokens": assistant_tokens,
         "eos_token_ids": list(bundle.eos_token_ids),
     }
@@ -210,9 +211,9 @@ def _jobs_of_peers(
     from speccompile.cli.bench_peers import peer_jobs, read_precisions
 
     target = bundle.recipe.target
-    if target.lora is not None:
+    if (lora := target.lora or base.get("draft_lora")) is not None:
         todo = "Merge it with PEFT and build the merged checkpoint, or leave --peers out."
-        raise RuntimeFault("--peers", f"a bundle with the adapter {target.lora}", "a checkpoint as it is", todo)
+        raise RuntimeFault("--peers", f"a bundle with the adapter {lora}", "a checkpoint as it is", todo)
     if target.weights != "checkpoint" or target.model is None or not Path(target.model).is_dir():
         got = f"no trained checkpoint at {target.model}"
         todo = "Put the checkpoint where it was at the build, or leave --peers out."

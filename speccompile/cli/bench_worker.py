@@ -79,17 +79,18 @@ def _transformers(job: dict[str, Any]) -> Decode:
     logging.disable_progress_bar()
     torch.set_num_threads(job["threads"])
 
-    def read(model: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    def read(model: str, lora: str | None) -> Any:
+        found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        if lora is not None:
+            merge_lora(found, open_lora(lora))
+        return found
 
-    target = read(job["target"])
-    if job["lora"] is not None:
-        merge_lora(target, open_lora(job["lora"]))
+    target = read(job["target"], job["lora"])
     options: dict[str, Any] = {}
     if "transformers-assisted" in job["modes"]:
         options = {"prompt_lookup_num_tokens": job["assistant_tokens"]}
         if job["draft"] is not None:
-            options = {"assistant_model": read(job["draft"])}
+            options = {"assistant_model": read(job["draft"], job["draft_lora"])}
             config = options["assistant_model"].generation_config
             config.num_assistant_tokens, config.num_assistant_tokens_schedule = job["assistant_tokens"], "constant"
 

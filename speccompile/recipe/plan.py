@@ -164,8 +164,13 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     drafts = tuple(_decided(job, recipe, on_device) for job in method.graph_jobs(config))
     _check_forms(on_device, recipe, drafts)
     _check_calibration(on_device, recipe)
+    target = _target_job(recipe, method.target_outputs(config), engine_plan.logits)
+    for key, job in (("target.lora", target), *(("speculator.lora", draft) for draft in drafts)):
+        if job.lora is not None and recipe.target.weights == "random":
+            todo = f"Leave {key} out, or build from the checkpoint."
+            raise RecipeError(key, "an adapter with target.weights: random", "target.weights: checkpoint", todo)
     return BuildPlan(
-        target=_target_job(recipe, method.target_outputs(config), engine_plan.logits),
+        target=target,
         weights=recipe.target.weights,
         dtype=backend.dtypes[0] if recipe.target.dtype == "auto" else recipe.target.dtype,
         method=method.name,
@@ -237,9 +242,6 @@ def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> G
         got = f"{target.num_layers} with target.weights: {target.weights}"
         todo = "A checkpoint is built whole: build with --weights random, or leave num_layers out."
         raise RecipeError("target.num_layers", got, "target.weights: random", todo)
-    if target.lora is not None and target.weights == "random":
-        todo = "Leave target.lora out, or build from the checkpoint."
-        raise RecipeError("target.lora", "an adapter with target.weights: random", "target.weights: checkpoint", todo)
     options = DecoderOptions(
         outputs.hidden, outputs.hidden_layers, keeps_logits, target.num_layers, images=target.vision
     )

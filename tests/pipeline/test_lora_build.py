@@ -94,6 +94,33 @@ def test_the_text_is_that_of_the_merged_model(recipe: Path, tmp_path: Path, caps
     assert reference.greedy_beside(PROMPTS[0], texts[0]) == texts[0]
 
 
+def test_a_draft_with_the_targets_adapter_drafts_as_the_target_writes(recipe: Path, tmp_path: Path) -> None:
+    section = {"method": "draft_model", "model": str(tmp_path / "base"), "num_draft_tokens": 3}
+    accepted = {}
+    for lora in (str(tmp_path / "adapter"), None):
+        plan = fakes.make_plan(recipe, f"speculator={json.dumps({**section, 'lora': lora})}")
+        with store.cheap_stages():
+            bundle = build(plan, tmp_path / f"out{lora is None}", cache=StageCache(tmp_path / "cache"))
+        engine = speccompile.load(bundle.path)
+        engine.controller = None
+        made = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24, ignore_eos=True))
+        assert differing(twin(tmp_path / "base"), PROMPTS, [one.tokens for one in made]) == []
+        accepted[lora] = [sum(one.stats[key] for one in made) for key in ("num_draft_tokens", "num_accepted")]
+        assert bundle.graphs["draft"].get("lora", {}).get("model") == lora
+        if lora is not None:  # the certificate's loop drafts with the merged weights, too
+            from speccompile.certificate.acceptance import open_drafter
+            from speccompile.certificate.checkpoint import open_reference
+
+            reference, why = open_reference(tmp_path / "base", lora)
+            assert reference is not None, why
+            found, why = open_drafter(bundle, reference)
+            assert found is not None, why
+            state, merged = found[0].model.state_dict(), twin(tmp_path / "base").state_dict()  # type: ignore[attr-defined]
+            assert all(torch.allclose(state[name], merged[name], atol=1e-6) for name in merged)
+    (drafted, kept), (_, fewer) = accepted.values()
+    assert drafted == kept > fewer
+
+
 def test_the_key_has_the_adapters_contents(recipe: Path, tmp_path: Path) -> None:
     first, without = key(fakes.make_plan(recipe)), key(fakes.make_plan(recipe, "target.lora=null"))
     shutil.copytree(tmp_path / "adapter", tmp_path / "moved")
@@ -113,6 +140,9 @@ def test_a_refused_adapter_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
 def test_what_contradicts_an_adapter(recipe: Path) -> None:
     with pytest.raises(RecipeError, match=r"target\.lora: got an adapter with target\.weights: random"):
         fakes.make_plan(recipe, "target.weights=random")
+    section = f"{{method: draft_model, model: base, lora: {recipe.parent / 'adapter'}}}"
+    with pytest.raises(RecipeError, match=r"speculator\.lora: got an adapter with target\.weights: random"):
+        fakes.make_plan(recipe, f"speculator={section}", "target.lora=null", "target.weights=random")
     with pytest.raises(RecipeError, match=r"target\.lora\): got 'no-such'.*a hub id"):
         fakes.make_plan(recipe, "target.lora=no-such")
 

@@ -35,6 +35,7 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
             and `num_draft_tokens: auto` nothing else ends a chain. `auto`: the measured costs decide.
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
+        lora: LoRA adapter in PEFT's layout, folder or hub id, merged into the draft's weights.
         quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
         draft_vocab_size, draft_vocab_text: see `graph_kinds.draft_vocab.DraftVocabFields`.
         tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
@@ -50,6 +51,7 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     allow_tokenizer_mismatch: bool = False
     config: str | None = None
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
+    lora: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +132,10 @@ class DraftModelMethod(Method):
             vocab=config.draft_vocab,
         )
         options = DecoderOptions(candidates=candidates)
-        return (GraphJob(DRAFT, config.model, config.quantization, options=options, config=config.config),)
+        job = GraphJob(
+            DRAFT, config.model, config.quantization, options=options, config=config.config, lora=config.lora
+        )
+        return (job,)
 
     def allows_tokenizer_mismatch(self, config: DraftModelConfig) -> bool:
         """Returns what the recipe says."""
