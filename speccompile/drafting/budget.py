@@ -25,6 +25,7 @@ TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 
 FIRST_PLAIN, PLAIN_STEPS = 8, 32  # of a row of plain steps, the first correct the costs, and then one of so many
 FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
+KEPT_RECOVERY = 0.005  # pull towards it in a step that grew no further than one depth: they are tried again
 
 
 class Budget:
@@ -125,7 +126,10 @@ class Budget:
         scores = self.costs.scores(num_slots)
         more_ms = 0.0 if self.runs_once else self.costs.draft_ms(num_slots, num_slots * self.width)
         more_ms += max(scores[min(num + 1, self.max_nodes)] - scores[num], 0.0)
-        return _is_worth(self._kept * reach, more_ms, expected, cost_ms)
+        is_worth = _is_worth(self._kept * reach, more_ms, expected, cost_ms)
+        if depth == 1 and not is_worth:
+            self._kept += KEPT_RECOVERY * (FIRST_KEPT - self._kept)
+        return is_worth
 
     def draws_on(self, num_drafts: int, expected: float, gain: float) -> bool:
         """Returns whether a sequence that decides alone draws one more token. A drawn token is always scored.

@@ -14,6 +14,7 @@ MACHINE_WEIGHT = 1 / 20  # of one step in the machine's factor, which all costs 
 SHAPE_WEIGHT = 1 / 100  # of one step in the factor of its own shape
 MAX_SURPRISE = 0.4  # bound on the error of a log time that is used: other processes make some steps long
 KEPT_STEPS = 8  # steps that a table of costs is used for
+FORGOTTEN_STEPS = 250  # steps after which a shape that was not used is taken to cost what its neighbours say
 
 
 @dataclass(slots=True)
@@ -22,7 +23,8 @@ class _Batch:
 
     Args:
         factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
-        num_seen: steps by nodes per sequence.
+        num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
+        last: number of the last step by nodes per sequence, of those in `factors`.
         rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
         draft: log(drafting time / recorded time); None: not measured.
         table: see `OnlineCosts.scores`.
@@ -31,6 +33,7 @@ class _Batch:
 
     factors: dict[int, float] = field(default_factory=dict)
     num_seen: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
     rest_ms: list[float | None] = field(default_factory=lambda: [None, None])
     draft: float | None = None
     table: tuple[float, ...] = ()
@@ -49,13 +52,20 @@ class _Batch:
         share = (nodes - low) / (high - low)
         return (1 - share) * self.factors[low] + share * self.factors[high]
 
+    def forget(self, before: int) -> None:
+        """Forgets the factors of shapes that were last measured before a step, so that they are tried again."""
+        for nodes in [nodes for nodes, step in self.last.items() if step < before]:
+            del self.last[nodes], self.factors[nodes]
+            self.num_seen[nodes] = 1
+
 
 class OnlineCosts:
     """Costs by the number of sequences and nodes.
 
     The recorded costs are of one sequence: a step of b sequences with n nodes each is assumed to cost as much as one
     of b * n nodes, until such steps were measured. A step's time is the recorded one times the machine's factor, which
-    all shapes share and which moves quickly, times the factor of its shape, which moves slowly.
+    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. What some slow steps of a
+    shape have taught is forgotten where they are why it is no longer used.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.
@@ -74,6 +84,7 @@ class OnlineCosts:
         """Returns the milliseconds of a step without its drafting, for 0 to `max_drafts` draft tokens per sequence."""
         batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
         if batch.num_left <= 0:
+            batch.forget(self._num_seen - FORGOTTEN_STEPS)
             machine = self._machine or 0.0
             rests = [rest if rest is not None else batch.rest_ms[1 - i] or 0.0 for i, rest in enumerate(batch.rest_ms)]
             batch.table = tuple(
@@ -123,14 +134,16 @@ class OnlineCosts:
         self._num_seen += 1
         if self._machine is None:
             self._machine = seen
-        if num_nodes not in batch.factors:
-            batch.factors[num_nodes], batch.num_seen[num_nodes] = seen - self._machine, 1
-            batch.num_left = 0
+        num = batch.num_seen[num_nodes] = batch.num_seen.get(num_nodes, 0) + 1
+        if num == 1:
             return
-        batch.num_seen[num_nodes] += 1
-        surprise = _bounded(seen - self._machine - batch.factors[num_nodes])
+        if num_nodes not in batch.factors:
+            batch.num_left = 0
+        known = batch.factor(num_nodes)
+        surprise = _bounded(seen - self._machine - known)
         self._machine += max(MACHINE_WEIGHT, 1 / self._num_seen) * surprise
-        batch.factors[num_nodes] += max(SHAPE_WEIGHT, 1 / batch.num_seen[num_nodes]) * surprise
+        batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / num) * surprise
+        batch.last[num_nodes] = self._num_seen
 
 
 def _bounded(surprise: float) -> float:
