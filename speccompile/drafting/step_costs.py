@@ -64,8 +64,8 @@ class OnlineCosts:
 
     The recorded costs are of one sequence: a step of b sequences with n nodes each is assumed to cost as much as one
     of b * n nodes, until such steps were measured. A step's time is the recorded one times the machine's factor, which
-    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. What some slow steps of a
-    shape have taught is forgotten where they are why it is no longer used.
+    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. A
+    shape that is no longer used is forgotten: some slow steps may be why.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.
@@ -118,6 +118,10 @@ class OnlineCosts:
         """
         batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
         batch.num_left -= 1
+        had_drafts, self._had_drafts = self._had_drafts, recorded_draft_ms > 0
+        num = batch.num_seen[num_nodes] = batch.num_seen.get(num_nodes, 0) + 1
+        if num == 1:
+            return
         self._learn_score(batch, num_nodes, math.log(times.score_s * 1e3 / self.target.ms(num_slots * num_nodes)))
         has_drafts = num_nodes > 1
         rest_ms, known = max(times.step_s - times.propose_s - times.score_s, 0.0) * 1e3, batch.rest_ms[has_drafts]
@@ -125,24 +129,20 @@ class OnlineCosts:
             rest_ms if known is None else known + MACHINE_WEIGHT * (min(rest_ms, 2 * known + 0.01) - known)
         )
         # A draft that did not run in the step before first reads the tokens it missed: not a cost of a draft token.
-        if recorded_draft_ms > 0 and self._had_drafts:
+        if recorded_draft_ms > 0 and had_drafts:
             seen = math.log(times.propose_s * 1e3 / recorded_draft_ms)
             batch.draft = seen if batch.draft is None else batch.draft + MACHINE_WEIGHT * _bounded(seen - batch.draft)
-        self._had_drafts = recorded_draft_ms > 0
 
     def _learn_score(self, batch: _Batch, num_nodes: int, seen: float) -> None:
         self._num_seen += 1
         if self._machine is None:
             self._machine = seen
-        num = batch.num_seen[num_nodes] = batch.num_seen.get(num_nodes, 0) + 1
-        if num == 1:
-            return
         if num_nodes not in batch.factors:
             batch.num_left = 0
         known = batch.factor(num_nodes)
         surprise = _bounded(seen - self._machine - known)
         self._machine += max(MACHINE_WEIGHT, 1 / self._num_seen) * surprise
-        batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / num) * surprise
+        batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / batch.num_seen[num_nodes]) * surprise
         batch.last[num_nodes] = self._num_seen
 
 

@@ -155,9 +155,49 @@ def test_a_step_that_was_held_up_changes_little():
     assert budget.costs.scores(1)[0] < 10.5
 
 
+def test_the_first_step_of_a_shape_is_no_measurement():
+    """Memory is laid out for it, and code runs for the first time: seen at four times a step."""
+    budget = Budget(4, 4, 1, *CHEAP)
+    for nodes in (3, 1, 4, 2):
+        step(budget, 1, nodes, 4 * CHEAP[0].ms(nodes), draft_nodes=nodes - 1, propose_ms=90.0, rest_ms=50.0)
+    scores = budget.costs.scores(1)
+    assert scores[:4] == tuple(map(CHEAP[0].ms, range(1, 5)))
+    assert budget.costs.draft_ms(1, 1) == CHEAP[1].ms(1)
+    for nodes in (3, 1, 4, 2) * 9:
+        step(budget, 1, nodes, CHEAP[0].ms(nodes), draft_nodes=nodes - 1, propose_ms=0.1 * (nodes - 1), rest_ms=0.1)
+    assert budget.costs.scores(1)[:4] == pytest.approx([CHEAP[0].ms(n) + 0.1 for n in range(1, 5)])
+
+
+def test_slow_steps_that_ended_the_use_of_a_shape_are_forgotten():
+    budget = Budget(4, 4, 1, *CHEAP)
+    for _ in range(3):
+        step(budget, 1, 1, 10.0)
+    for _ in range(6):
+        step(budget, 1, 4, 80.0)
+    for at in range(200):
+        step(budget, 1, 1, 10.0)
+        step(budget, 1, 2, CHEAP[0].ms(2))
+        if at == 100:
+            assert budget.costs.scores(1)[3] > 1.2 * CHEAP[0].ms(4)
+    assert budget.costs.scores(1)[3] == pytest.approx(CHEAP[0].ms(4), rel=0.1)
+
+
+def test_a_low_share_of_expansions_is_tried_again():
+    """Second tokens brought nothing for a while: steps of one token cannot show that they would now."""
+    budget = Budget(4, 4, 1, CHEAP[0], StepCosts(((1, 2.0),)))
+    grown = [chain([0.5])]
+    for _ in range(60):
+        budget.goes_on(grown, 1, 0.5, 0.2)
+        budget.goes_on(grown, 2, 0.0, 0.2)
+    assert not budget.goes_on(grown, 1, 0.5, 0.2)
+    tried = [budget.goes_on(grown, 1, 0.5, 0.2) for _ in range(500)]
+    assert any(tried) and tried.index(True) > 10
+
+
 def test_draft_runs_of_steps_that_went_unobserved_do_not_count():
     """Where drafts may be drawn nothing is observed: the next observed step has its own runs alone."""
     budget = Budget(4, 4, 1, *CHEAP)
+    step(budget, 1, 2, 500.0, draft_nodes=1, propose_ms=90.0)  # the first of a shape
     for _ in range(100):
         budget.begins(1.0, 1)
         budget.spend(1, 1)
