@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Gemma 3 with images, end to end: transformers' text offline, in the scheduler, and over HTTP."""
+"""A tiny Gemma 3 with images, end to end: transformers' text offline, in the scheduler, over HTTP and for Triton."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ from speccompile.runtime.requests import Request  # noqa: E402
 from speccompile.runtime.scheduler import Scheduler  # noqa: E402
 from speccompile.runtime.service import Service  # noqa: E402
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app  # noqa: E402
+from speccompile.serving.triton.contract import text_outputs  # noqa: E402
+from speccompile.serving.triton.repository import RepositoryOptions, write_repository  # noqa: E402
+from speccompile.serving.triton.request_parsing import Rules, call_from_arrays  # noqa: E402
 from tests.serving.asgi_lab import ask  # noqa: E402
 
 NUM_TOKENS = 16
@@ -284,3 +287,24 @@ def test_chats_with_images_are_answered_over_http(engine: Any, vlm: tuple[Path, 
         assert error["param"] == "messages" and "at most 16" in error["message"]
     finally:
         service.close()
+
+
+def test_tritons_model_reads_images(engine: Any, bundle: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    write_repository(bundle, tmp_path / "models", RepositoryOptions(links_bundle=True))
+    assert 'name: "image"' in (tmp_path / "models/speccompile/config.pbtxt").read_text()
+    rules = Rules(PARAMS, engine.eos_token_ids, engine.tokenizer)
+    outputs = frozenset(tensor.name for tensor in text_outputs(True))
+    requests = list[Request]()
+    for text, images in CASES[:3]:
+        arrays = {"text_input": np.array([text.encode()], dtype=np.object_)}
+        if images:  # what follows the comma of a data URL is the file in base64
+            coded = [_data_url(image).partition(",")[2].encode() for image in images]
+            arrays["image"] = np.array(coded, dtype=np.object_)
+        requests += call_from_arrays(arrays, outputs, outputs, rules).rows
+    service = Service(engine)
+    service.start()
+    try:
+        answers = [asyncio.run(service.generate(request))[0].tokens for request in requests]
+    finally:
+        service.close()
+    assert answers == expected[:3]

@@ -51,6 +51,7 @@ def required(tensor: Tensor) -> Tensor:
 
 TEXT_INPUT = Tensor("text_input", "string")
 INPUT_IDS = Tensor("input_ids", "int32", (-1,))
+IMAGES = Tensor("image", "string", (-1,))
 INPUT_LENGTHS = Tensor("input_lengths", "int32")
 
 _BY_KIND: Mapping[Kind, tuple[str, tuple[int, ...]]] = {
@@ -181,11 +182,16 @@ POSTPROCESSING_INPUTS = (
 POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "string", (-1,)),)
 
 
-def text_inputs(has_tokenizer: bool) -> tuple[Tensor, ...]:
-    """Returns the inputs of the one decoupled model; without a tokenizer, prompts are ids and texts are missing."""
+def text_inputs(has_tokenizer: bool, has_vision: bool = False) -> tuple[Tensor, ...]:
+    """Returns the inputs of the one decoupled model.
+
+    Args:
+        has_tokenizer: without one, prompts are ids and texts are missing.
+        has_vision: prompts may have images.
+    """
     decoding = tuple(t for t in _DECODING if has_tokenizer or t.dtype != "string")
     prompts = (TEXT_INPUT, INPUT_IDS) if has_tokenizer else (required(INPUT_IDS),)
-    return (*prompts, *decoding, *_OWN, *_WISHES)
+    return (*prompts, *((IMAGES,) if has_vision else ()), *decoding, *_OWN, *_WISHES)
 
 
 def text_outputs(has_tokenizer: bool) -> tuple[Tensor, ...]:

@@ -186,7 +186,7 @@ def _models(bundle: Bundle, options: RepositoryOptions) -> list[Model]:
     has_tokenizer = bundle.tokenizer_path is not None
     config = ModelConfig(
         options.name,
-        text_inputs(has_tokenizer),
+        text_inputs(has_tokenizer, has_vision=bundle.images is not None),
         text_outputs(has_tokenizer),
         max_batch_size=options.max_batch_size,
         is_decoupled=True,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +20,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
 from speccompile.serving.triton.contract import (
     FLAGS,
+    IMAGES,
     INDEXES,
     INPUT_IDS,
     INPUT_LENGTHS,
@@ -29,6 +32,9 @@ from speccompile.serving.triton.contract import (
 )
 from speccompile.serving.triton.trtllm_compat import Arrays, check_old_inputs, old_sampling, words_from_lists
 
+_MAGIC = (b"\x89PNG", b"\xff\xd8", b"RIFF")  # how PNG, JPEG and WebP files begin: no base64 and no URL
+_DATA_URL = re.compile(rb"^data:image/[a-z]+;base64,")
+_NUM_SHOWN = 40  # characters of a wrong image, in messages
 _Row = Mapping[str, NDArray[Any]]
 
 
@@ -177,6 +183,7 @@ def _row(row: _Row, rules: Rules) -> tuple[Request, bool, bool]:
         num_outputs=int(_one(row, "num_return_sequences")) if "num_return_sequences" in row else 1,
         speculation=_speculation(row, rules.speculation),  # type: ignore[arg-type]
         timeout_s=limit,
+        images=[_image(value) for value in row[IMAGES.name].reshape(-1)] if IMAGES.name in row else (),
     )
     echoes = not ("exclude_input_in_output" in row and bool(_one(row, "exclude_input_in_output")))
     return request, "stream" in row and bool(_one(row, "stream")), echoes
@@ -204,6 +211,19 @@ def _prompt(row: _Row) -> str | list[int]:
             raise RuntimeFault(INPUT_LENGTHS.name, str(length), f"at most {len(tokens)}, the ids sent", "Correct it.")
         tokens = tokens[:length]
     return tokens
+
+
+def _image(value: Any) -> bytes:
+    """Returns an image's file, of which a request has the bytes, or these in base64, alone or in a data URL."""
+    data = value if isinstance(value, bytes) else str(value).encode()
+    if data.startswith(_MAGIC):
+        return data
+    try:
+        return base64.b64decode(_DATA_URL.sub(b"", data, count=1), validate=True)
+    except (binascii.Error, ValueError) as fault:
+        shown = data[:_NUM_SHOWN].decode("utf-8", "backslashreplace")
+        got, expected = f"{shown!r}, which is neither", "a PNG, JPEG or WebP file as bytes, or in base64"
+        raise RuntimeFault(IMAGES.name, got, expected, "Send the image itself: nothing is fetched.") from fault
 
 
 def _prompt_text(prompt: str | Sequence[int], tokenizer: Decoder | None) -> str:

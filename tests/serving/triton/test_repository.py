@@ -61,6 +61,11 @@ def test_a_linked_bundle_is_not_copied_and_options_become_parameters(pair, tmp_p
     assert list((tmp_path / "models/mine/1").iterdir()) == []
 
 
+def test_only_a_bundle_with_a_vision_tower_has_the_input_of_images(pair, tmp_path):
+    write_repository(pair, tmp_path / "models", RepositoryOptions(links_bundle=True))
+    assert "image" not in tensors_from_text(config_of(tmp_path / "models", "speccompile"), "input")
+
+
 def test_five_models_whose_ensemble_is_wired_to_what_exists(pair, tmp_path):
     names = write_repository(pair, tmp_path / "models", RepositoryOptions("trtllm", max_batch_size=2))
     assert names == ["preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"]

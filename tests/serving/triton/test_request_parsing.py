@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import base64
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,24 @@ def test_every_decoding_input_reaches_the_sampler():
     assert (request.num_outputs, request.timeout_s, request.speculation) == (3, 2.5, "on")
     declared = {SYNONYMS.get(t.name, t.name) for t in text_inputs(True)}
     assert {SYNONYMS.get(name, name) for name in given} <= declared
+
+
+def test_images_are_files_or_base64_of_them():
+    files = (b"\x89PNG..", b"\xff\xd8\xff..", b"RIFF....WEBP")
+    names = ("png", "jpeg", "webp")
+    coded = [base64.b64encode(file) for file in files]
+    urls = [b"data:image/" + name.encode() + b";base64," + code for name, code in zip(names, coded, strict=True)]
+    for sent in (files, coded, urls, (files[0], coded[1], urls[2].decode())):
+        [request] = call(text_input=texts("a"), image=np.array(sent, dtype=np.object_)).rows
+        assert tuple(request.images) == files
+    rows = np.array([[files[0]], [coded[1]]], dtype=np.object_)
+    requests = call(has_batch=True, text_input=texts("a", "b").reshape(2, 1), image=rows).rows
+    assert [tuple(request.images) for request in requests] == [files[:1], files[1:2]]
+    assert call(text_input=texts("a")).rows[0].images == ()
+    with pytest.raises(
+        RuntimeFault, match=r"image: got 'https://a\.b/cat\.png', which is neither; .* nothing is fetched"
+    ):
+        call(text_input=texts("a"), image=texts("https://a.b/cat.png"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +236,7 @@ def test_unknown_parameters_are_refused_unless_they_are_let_through():
 
 def test_no_name_is_declared_twice_and_the_text_models_agree():
     for tensors in (
-        *(text_inputs(has) for has in (True, False)),
+        *(text_inputs(has, has) for has in (True, False)),
         *(text_outputs(has) for has in (True, False)),
         old_text_inputs(),
         old_text_outputs(),
