@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speccompile.cli.output import live_stages, quiet_libraries
+from speccompile.errors import BundleError
 
 if TYPE_CHECKING:
     from speccompile.prepare import Prepared
@@ -135,12 +136,15 @@ def load_source(
         found = prepare_source(source, model)
         with live_stages():
             return load(found.path, backend=backend, threads=threads, method=method, verify=False), found.name
-    check_source(source)
     if model.settings:
         raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
-    chosen = _section_of_bundle(source, model) if model.speculative else method
-    with live_stages():
-        engine = load(source, backend=backend, threads=threads, method=chosen)
+    try:
+        chosen = _section_of_bundle(source, model) if model.speculative else method
+        with live_stages():
+            engine = load(source, backend=backend, threads=threads, method=chosen)
+    except BundleError:
+        check_source(source)  # says more of what is no bundle at all
+        raise
     return engine, name or ("" if engine.bundle is None else engine.bundle.path.resolve().name)
 
 

@@ -211,9 +211,9 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         section = ".".join(path[:-1]) or "a recipe"
         return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + ending)
     if fault["type"] == "missing":
-        key = ".".join(path)
-        todo = f"Add it to the recipe, or give --set {key}=VALUE.{ending}"
-        return RecipeError(raw.where(path), "no value", f"the key {key}", todo)
+        dotted = ".".join(path)
+        todo = f"Add it to the recipe, or give --set {dotted}=VALUE.{ending}"
+        return RecipeError(raw.where(path), "no value", f"the key {dotted}", todo)
     expected = " or ".join(dict.fromkeys(_expectation(f) for f in group))
     return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + ending)
 
