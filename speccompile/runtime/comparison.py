@@ -22,7 +22,6 @@ LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
 READING_MEMORY = 0.998  # per decoded token, weight of the past in the prompt tokens read for drafts
-FIRST_TEXT = 128  # tokens that a text is taken to have until as many are decoded: its prompt is read before all of them
 
 
 class Comparison:
@@ -201,7 +200,6 @@ class Reading:
     def __init__(self) -> None:
         self._num_decoded = self._num_read = 0.0  # tokens; decaying sums
         self._num_timed = self._timed_s = 0.0  # tokens that the draft read, and seconds
-        self._num_ever = 0  # decoded tokens
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         """Counts a chunk of a prompt: see `Planner.read`."""
@@ -212,21 +210,16 @@ class Reading:
 
     def decoded(self, num_tokens: int) -> None:
         """Counts decoded tokens."""
-        self._num_ever += num_tokens
         fade = READING_MEMORY if num_tokens == 1 else READING_MEMORY**num_tokens
         self._num_decoded = fade * self._num_decoded + num_tokens
         self._num_read *= fade
 
-    def s_per_token(self, num_slots: int) -> float:
-        """Returns the seconds in which the draft reads prompts, per decoded token.
-
-        Args:
-            num_slots: sequences that are decoded.
-        """
+    @property
+    def s_per_token(self) -> float:
+        """Seconds in which the draft reads prompts, per decoded token."""
         if not self._num_timed or not self._num_decoded:
             return 0.0
-        begun = min(self._num_ever / (FIRST_TEXT * num_slots), 1.0)
-        return begun * self._num_read / self._num_decoded * self._timed_s / self._num_timed
+        return self._num_read / self._num_decoded * self._timed_s / self._num_timed
 
 
 def _typical(times: Sequence[float]) -> float:
