@@ -14,7 +14,7 @@ MACHINE_WEIGHT = 1 / 20  # of one step in the machine's factor, which all costs 
 SHAPE_WEIGHT = 1 / 100  # of one step in the factor of its own shape
 MAX_SURPRISE = 0.4  # bound on the error of a log time that is used: other processes make some steps long
 KEPT_STEPS = 8  # steps that a table of costs is used for
-FORGOTTEN_STEPS = 250  # steps after which a shape that was not used is taken to cost what its neighbours say
+FORGOTTEN_STEPS = 250  # steps with as many sequences after which a shape that none of them used is forgotten
 
 
 @dataclass(slots=True)
@@ -24,7 +24,8 @@ class _Batch:
     Args:
         factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
         num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
-        last: number of the last step by nodes per sequence, of those in `factors`.
+        last: value of `num_learnt` after the last step by nodes per sequence, of those in `factors`.
+        num_learnt: steps that corrected a factor.
         rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
         draft: log(drafting time / recorded time); None: not measured.
         table: see `OnlineCosts.scores`.
@@ -34,6 +35,7 @@ class _Batch:
     factors: dict[int, float] = field(default_factory=dict)
     num_seen: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
+    num_learnt: int = 0
     rest_ms: list[float | None] = field(default_factory=lambda: [None, None])
     draft: float | None = None
     table: tuple[float, ...] = ()
@@ -52,9 +54,9 @@ class _Batch:
         share = (nodes - low) / (high - low)
         return (1 - share) * self.factors[low] + share * self.factors[high]
 
-    def forget(self, before: int) -> None:
-        """Forgets the factors of shapes that were last measured before a step, so that they are tried again."""
-        for nodes in [nodes for nodes, step in self.last.items() if step < before]:
+    def forget(self) -> None:
+        """Forgets the factors of shapes that were not used for `FORGOTTEN_STEPS`: they cost what neighbours say."""
+        for nodes in [nodes for nodes, step in self.last.items() if self.num_learnt - step > FORGOTTEN_STEPS]:
             del self.last[nodes], self.factors[nodes]
             self.num_seen[nodes] = 1
 
@@ -64,8 +66,8 @@ class OnlineCosts:
 
     The recorded costs are of one sequence: a step of b sequences with n nodes each is assumed to cost as much as one
     of b * n nodes, until such steps were measured. A step's time is the recorded one times the machine's factor, which
-    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. A
-    shape that is no longer used is forgotten: some slow steps may be why.
+    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. A shape
+    that is no longer used is forgotten, so that it is tried again: some slow steps may be why.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.
@@ -84,7 +86,7 @@ class OnlineCosts:
         """Returns the milliseconds of a step without its drafting, for 0 to `max_drafts` draft tokens per sequence."""
         batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
         if batch.num_left <= 0:
-            batch.forget(self._num_seen - FORGOTTEN_STEPS)
+            batch.forget()
             machine = self._machine or 0.0
             rests = [rest if rest is not None else batch.rest_ms[1 - i] or 0.0 for i, rest in enumerate(batch.rest_ms)]
             batch.table = tuple(
@@ -143,7 +145,8 @@ class OnlineCosts:
         surprise = _bounded(seen - self._machine - known)
         self._machine += max(MACHINE_WEIGHT, 1 / self._num_seen) * surprise
         batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / batch.num_seen[num_nodes]) * surprise
-        batch.last[num_nodes] = self._num_seen
+        batch.num_learnt += 1
+        batch.last[num_nodes] = batch.num_learnt
 
 
 def _bounded(surprise: float) -> float:

@@ -182,6 +182,21 @@ def test_slow_steps_that_ended_the_use_of_a_shape_are_forgotten():
     assert budget.costs.scores(1)[3] == pytest.approx(CHEAP[0].ms(4), rel=0.1)
 
 
+def test_steps_of_another_batch_size_forget_nothing():
+    budget = Budget(4, 4, 1, *CHEAP)
+    for _ in range(20):
+        step(budget, 1, 1, 10.0)
+        step(budget, 8, 1, 4 * CHEAP[0].ms(8))
+    before = budget.costs.scores(8)[0]
+    assert before > 2 * CHEAP[0].ms(8)
+    for _ in range(600):
+        step(budget, 1, 1, 10.0)
+        step(budget, 1, 2, CHEAP[0].ms(2))
+    for nodes in range(2, 11):  # first steps of a shape: they teach nothing, but no table is kept for longer
+        step(budget, 8, nodes, 1.0)
+    assert budget.costs.scores(8)[0] > 2 * CHEAP[0].ms(8)
+
+
 def test_a_low_share_of_expansions_is_tried_again():
     """Second tokens brought nothing for a while: steps of one token cannot show that they would now."""
     budget = Budget(4, 4, 1, CHEAP[0], StepCosts(((1, 2.0),)))
