@@ -168,7 +168,7 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, meth
 
 @pytest.mark.parametrize(("method", "form"), forms())
 def test_drafts_after_steps_without_drafts_are_those_of_a_fresh_prompt(lab, method, form):
-    """Plain steps, chains that a grammar could force among them, take nothing from a draft that reads features."""
+    """Plain steps between steps with drafts take nothing from a draft that reads features of the target."""
     engine = lab(method, form, "onnxruntime")
     found = {}
     # Which of several drafters is taken depends on what was accepted before: there the one with graphs is watched.
