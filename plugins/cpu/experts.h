@@ -106,7 +106,7 @@ class ExpertLinear : private Panels<Form, kHasGate> {
         const float* bias = checked_input(context, kBias).template data<float>();
         if (num_ids == 0) return;
         thread_local Scratch memory;
-        const Routes routes(ids.data<std::int64_t>(), num_ids, num_experts_, Form::kMaxRows, memory);
+        const Routes routes(ids.data<std::int64_t>(), num_ids, num_experts_, most_rows<Form>(), memory);
         const float* values = x.data<float>();
         const std::int64_t per_row = num_ids / num_rows;
         const Activations prepared = Base::prepare(
@@ -127,6 +127,7 @@ class ExpertLinear : private Panels<Form, kHasGate> {
             Weights own;
             own.values = static_cast<const char*>(weights.values) + rows.expert * num_panels_ * Base::panel_bytes();
             if (Form::kIsInteger) own.scales = weights.scales + rows.expert * num_panels_ * (stride_ / kGroup) * kColumns;
+            const AmxScope scope{};
             for (std::int64_t panel = first; panel < last; panel++) {
                 Base::run_panel(x, rows.begin, rows.end, own, bias + rows.expert * num_out_, panel, place);
             }

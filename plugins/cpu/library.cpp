@@ -49,8 +49,11 @@ bool is_supported(const char* version) {
 
 #define SPECCOMPILE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Returns the name of the instruction set that the library was compiled for.
-SPECCOMPILE_EXPORT const char* speccompile_kernel_isa() { return speccompile::cpu::kIsaName; }
+// Returns the name of the instruction set that the library was compiled for, with "+amx" where this process uses AMX.
+SPECCOMPILE_EXPORT const char* speccompile_kernel_isa() {
+    static const std::string name = std::string(speccompile::cpu::kIsaName) + (speccompile::cpu::kHasAmx ? "+amx" : "");
+    return name.c_str();
+}
 
 SPECCOMPILE_EXPORT speccompile::cpu::abi::Status* RegisterCustomOps(
     speccompile::cpu::abi::SessionOptions* options, const speccompile::cpu::abi::ApiBase* base) {

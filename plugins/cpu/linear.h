@@ -70,12 +70,14 @@ class PackedLinear : private Panels<Form, kHasGate> {
         if constexpr (Form::kIsInteger) weights.scales = checked_input(context, kScales).template data<std::uint16_t>();
         const float* bias = checked_input(context, kBias).template data<float>();
         thread_local Scratch memory;
-        RowBlock* blocks = memory.get<RowBlock>(static_cast<std::size_t>(num_blocks(num_rows, Form::kMaxRows)));
-        const RowBlock* end = cut_rows(0, num_rows, Form::kMaxRows, blocks);
+        const int most = most_rows<Form>();
+        RowBlock* blocks = memory.get<RowBlock>(static_cast<std::size_t>(num_blocks(num_rows, most)));
+        const RowBlock* end = cut_rows(0, num_rows, most, blocks);
         const Activations prepared = prepare(context, values, blocks, end);
         const std::int64_t num_tasks = Base::num_tasks(num_rows);
         const auto place = [y, width = Base::width()](std::int64_t row) { return y + row * width; };
         context.parallel(static_cast<std::size_t>(num_tasks), [&](std::size_t index) {
+            const AmxScope scope{};
             const auto task = static_cast<std::int64_t>(index);
             const std::int64_t last = num_panels_ * (task + 1) / num_tasks;
             for (std::int64_t panel = num_panels_ * task / num_tasks; panel < last; panel++) {
@@ -105,7 +107,7 @@ class PackedLinear : private Panels<Form, kHasGate> {
 
     // The left side in the numbers of the form: the values themselves where they are in rows of the right length.
     Activations prepare(const Context& context, const float* values, const RowBlock* blocks, const RowBlock* end) const {
-        if (Form::kIsInteger || stride_ != num_in_) {
+        if (Form::kIsInteger || takes_amx<Form>() || stride_ != num_in_) {
             return Base::prepare(context, blocks, end, [&](std::int64_t row) { return values + row * num_in_; });
         }
         Activations made;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 
+#include "amx.h"
 #include "kernel.h"
 #include "rows.h"
 #include "tiles.h"
@@ -15,6 +16,8 @@ namespace speccompile::cpu {
 constexpr int kHalf = kColumns / 2;               // columns of gate and of up in a panel
 constexpr std::int64_t kChunkRows = 96;           // rows whose sums are kept at once, 12 KB; at most
 constexpr int kLonger = 2;                        // stretches at once of more than three blocks of rows
+constexpr int kAmxStretch = 256;                  // pairs of k, 32 KB
+constexpr std::ptrdiff_t kAmxFar = 12288;         // bytes ahead of the weights that AMX reads, into the second-level cache
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
@@ -27,6 +30,18 @@ struct RowBlock {
 };
 
 constexpr std::int64_t num_blocks(std::int64_t count, std::int64_t most) { return (count + most - 1) / most; }
+
+// Whether AMX multiplies the blocks of a form: all of them, as its sums have other bits than those of kTiles.
+template <class Form>
+bool takes_amx() {
+    return Form::kTakesAmx && kHasAmx;
+}
+
+// The most rows of a block.
+template <class Form>
+int most_rows() {
+    return takes_amx<Form>() ? kAmxRows : Form::kMaxRows;
+}
 
 // Cuts rows into blocks of at most `most`, nearly equal; returns what follows the last block.
 inline RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, int most, RowBlock* blocks) {
@@ -45,15 +60,18 @@ void multiply_panel(const Activations& x, const RowBlock* blocks, int num_blocks
     // The next block of rows finds a stretch of the weights in the first-level cache.
     // Many blocks amortise a longer one, whose sums are written back less often.
     // So does the next pass over the columns, where registers do not hold them all.
-    const bool is_one_pass = num_blocks == 1 && Form::kWidth == kColumns;
-    const int step = is_one_pass ? units : num_blocks <= 3 ? Form::kStretch : kLonger * Form::kStretch;
+    const bool is_amx = takes_amx<Form>();
+    const bool is_one_pass = num_blocks == 1 && (is_amx || Form::kWidth == kColumns);
+    const int some = is_amx ? kAmxStretch : Form::kStretch;
+    const int step = is_one_pass ? units : num_blocks <= 3 || is_amx ? some : kLonger * some;
+    const bool is_far = Form::kIsFar || is_amx;
     for (int unit = 0; unit < units; unit += step) {
         for (int block = 0; block < num_blocks; block++) {
             const std::int64_t row = blocks[block].begin;
-            const std::ptrdiff_t distance = Form::kIsFar ? kFar : kPrefetch;
+            const std::ptrdiff_t distance = is_amx ? kAmxFar : Form::kIsFar ? kFar : kPrefetch;
             Stretch stretch{x.from(row), panel, unit, std::min(units, unit + step), {distance, distance},
                             sums + (row - blocks->begin) * kColumns};
-            if (num_blocks > 1 && Form::kIsFar) {
+            if (num_blocks > 1 && is_far) {
                 if (block > 0) stretch.ahead[0] = stretch.ahead[1] = 0;
             } else if (num_blocks > 1) {
                 // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
@@ -61,7 +79,11 @@ void multiply_panel(const Activations& x, const RowBlock* blocks, int num_blocks
                 stretch.ahead[0] = block == 0 ? next : 0;
                 stretch.ahead[1] = block == 1 ? next : 0;
             }
-            kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
+            if (is_amx) {
+                add_by_amx(stretch, blocks[block].count);
+            } else {
+                kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
+            }
         }
     }
 }
@@ -117,32 +139,26 @@ class Panels {
         Activations made;
         made.stride = stride_;
         const std::int64_t num_rows = end[-1].begin + end[-1].count;
+        thread_local Scratch memory;
         if constexpr (Form::kIsInteger) {
-            thread_local Scratch memory;
             const std::int64_t groups = stride_ / kGroup;
-            std::int32_t* records = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * groups * kRecord));
+            made.words = groups * kRecord;
+            std::int32_t* records = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * made.words));
             made.records = records;
-            // A task has some groups of some blocks: tasks by rows would write to the same cache lines.
-            const std::int64_t groups_a_task = std::max<std::int64_t>(1, kParallelValues / (Form::kMaxRows * kGroup));
-            const std::int64_t parts = num_rows * num_in_ <= kParallelValues ? 1 : (groups + groups_a_task - 1) / groups_a_task;
-            const auto quantize = [&](std::size_t task) {
-                const RowBlock& block = begin[static_cast<std::int64_t>(task) / parts];
-                const std::int64_t part = static_cast<std::int64_t>(task) % parts;
-                std::int32_t* record = records + block.begin * groups * kRecord;
-                for (int r = 0; r < block.count; r++) {
-                    quantize_row(source(block.begin + r), num_in_, groups * part / parts, groups * (part + 1) / parts, Form::kZero,
-                                 record + r, block.count);
-                }
-            };
-            const auto num_tasks = static_cast<std::size_t>((end - begin) * parts);
-            if (num_rows * num_in_ <= kParallelValues) {
-                for (std::size_t task = 0; task < num_tasks; task++) quantize(task);
-            } else {
-                context.parallel(num_tasks, quantize);
-            }
+            for_units(context, begin, end, groups, [&](const RowBlock& block, int r, std::int64_t first, std::int64_t last) {
+                quantize_row(source(block.begin + r), num_in_, first, last, Form::kZero, records + block.begin * made.words + r, block.count);
+            });
+        } else if (takes_amx<Form>()) {
+            const std::int64_t steps = num_blocks(stride_, kAmxStep);
+            made.words = steps * kStepWords;
+            std::int32_t* parts = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * made.words));
+            made.parts = parts;
+            for_units(context, begin, end, steps, [&](const RowBlock& block, int r, std::int64_t first, std::int64_t last) {
+                std::int32_t* own = parts + block.begin * made.words + r * kPartWords;
+                split_row(source(block.begin + r), num_in_, first, last, own, block.count * kPartWords);
+            });
         } else {
-            thread_local Scratch padded;
-            float* to = padded.get<float>(static_cast<std::size_t>(num_rows * stride_));
+            float* to = memory.get<float>(static_cast<std::size_t>(num_rows * stride_));
             for_rows(context, num_rows, [&](std::int64_t row) {
                 std::memcpy(to + row * stride_, source(row), static_cast<std::size_t>(num_in_) * sizeof(float));
                 std::fill(to + row * stride_ + num_in_, to + (row + 1) * stride_, 0.f);
@@ -156,15 +172,15 @@ class Panels {
     template <class Place>
     void run_panel(const Activations& x, const RowBlock* begin, const RowBlock* end, const Weights& weights, const float* bias,
                    std::int64_t panel, const Place& place) const {
-        constexpr std::ptrdiff_t kChunk = kChunkRows / Form::kMaxRows;
+        const std::ptrdiff_t chunk = kChunkRows / most_rows<Form>();
         alignas(64) float sums[kChunkRows * kColumns];
         alignas(64) float added[kColumns] = {};
         copy_columns(panel, bias, added);
         Weights own;
         own.values = static_cast<const char*>(weights.values) + panel * panel_bytes();
         if (Form::kIsInteger) own.scales = weights.scales + panel * (stride_ / kGroup) * kColumns;
-        for (const RowBlock* first = begin; first < end; first += kChunk) {
-            const std::ptrdiff_t count = std::min(kChunk, end - first);
+        for (const RowBlock* first = begin; first < end; first += chunk) {
+            const std::ptrdiff_t count = std::min(chunk, end - first);
             const RowBlock& last = first[count - 1];
             const std::int64_t num_rows = last.begin + last.count - first->begin;
             std::memset(sums, 0, static_cast<std::size_t>(num_rows) * kColumns * sizeof(float));
@@ -182,6 +198,26 @@ class Panels {
     std::int64_t num_in_, num_out_, stride_ = 0, num_panels_ = 0;
 
   private:
+    // body(block, row of the block, first, last) for all rows and units of 32 numbers, in parallel where it pays: a task has
+    // some units of all rows of a block, as tasks by rows would write to the same cache lines.
+    template <class Body>
+    void for_units(const Context& context, const RowBlock* begin, const RowBlock* end, std::int64_t units, const Body& body) const {
+        const bool is_small = (end[-1].begin + end[-1].count) * num_in_ <= kParallelValues;
+        const std::int64_t units_a_task = std::max<std::int64_t>(1, kParallelValues / (most_rows<Form>() * kGroup));
+        const std::int64_t parts = is_small ? 1 : num_blocks(units, units_a_task);
+        const auto run = [&](std::size_t task) {
+            const RowBlock& block = begin[static_cast<std::int64_t>(task) / parts];
+            const std::int64_t part = static_cast<std::int64_t>(task) % parts;
+            for (int r = 0; r < block.count; r++) body(block, r, units * part / parts, units * (part + 1) / parts);
+        };
+        const auto num_tasks = static_cast<std::size_t>((end - begin) * parts);
+        if (is_small) {
+            for (std::size_t task = 0; task < num_tasks; task++) run(task);
+        } else {
+            context.parallel(num_tasks, run);
+        }
+    }
+
     // The bias of a panel's columns; zeros at padding.
     void copy_columns(std::int64_t panel, const float* bias, float* to) const {
         if constexpr (kHasGate) {

@@ -34,12 +34,17 @@ constexpr int kQuads = kGroup / 4, kOffset = kQuads, kScale = kQuads + 1, kRecor
 struct Activations {
     const float* values = nullptr;          // [rows, stride]; float forms
     const std::int32_t* records = nullptr;  // integer forms
+    const std::int32_t* parts = nullptr;    // bfloat16 weights by AMX (amx.h)
     std::int64_t stride = 0;                // of a row, in numbers
+    std::int64_t words = 0;                 // of a row, of `records` or `parts`
 
     // The same from a row on, which is the first of a block.
     Activations from(std::int64_t row) const {
-        const std::int64_t words = row * (stride / kGroup) * kRecord;
-        return {values == nullptr ? nullptr : values + row * stride, records == nullptr ? nullptr : records + words, stride};
+        Activations later = *this;
+        if (values != nullptr) later.values += row * stride;
+        if (records != nullptr) later.records += row * words;
+        if (parts != nullptr) later.parts += row * words;
+        return later;
     }
 };
 
@@ -88,7 +93,7 @@ struct FormF32 {
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
     static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 64;
     static constexpr int kWidth = kFloatVectors * kLanes;  // columns of one pass over the weights
-    static constexpr bool kIsInteger = false, kIsFar = true;
+    static constexpr bool kIsInteger = false, kIsFar = true, kTakesAmx = false;
 
     template <int Rows>
     static void tile(const Stretch& s) {
@@ -128,7 +133,7 @@ struct FormBf16 {
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
     static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 64;
     static constexpr int kWidth = kPairVectors * kLanes;
-    static constexpr bool kIsInteger = false, kIsFar = false;
+    static constexpr bool kIsInteger = false, kIsFar = false, kTakesAmx = true;
 
     template <int Rows>
     static void tile(const Stretch& s) {
@@ -169,7 +174,7 @@ template <bool IsInt4>
 struct FormInteger {
     static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = IsInt4 ? 16 : 8;  // 8 KB
     static constexpr int kWidth = kColumns;
-    static constexpr bool kIsInteger = true, kIsFar = false;
+    static constexpr bool kIsInteger = true, kIsFar = false, kTakesAmx = false;
     static constexpr int kZero = IsInt4 ? 8 : 128;
     static constexpr int kSteps = IsInt4 ? 4 : 8;                     // of 128 bytes a group
     static constexpr std::ptrdiff_t kGroupBytes = kSteps * kColumns * 4;

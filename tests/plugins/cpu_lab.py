@@ -44,12 +44,12 @@ def library() -> Path:
 
 
 # Options of each instruction set and what they must compile to; "native" is this CPU's, as the product compiles it.
-# Only the name of "avx512-vnni" is looked at ("native" has its kernels where a CPU has them); nobody times the others,
-# and "native" is compiled with the product's options.
+# Nobody times the others, and "native" is compiled with the product's options. On a CPU with AVX-512 it has those
+# kernels, and the name alone of "avx512-vnni" is looked at, unless "native" multiplies by AMX in their place.
 VARIANTS = {
     "native": None,
     "avx2": ("-march=x86-64-v3", "-O1"),
-    "avx512-vnni": ("-march=x86-64-v4", "-mavx512vnni", "-O0"),
+    "avx512-vnni": ("-march=x86-64-v4", "-mavx512vnni", "-DSPECCOMPILE_NO_AMX", "-O1"),
     "portable": ("-march=x86-64", "-O1"),
 }
 _NEEDS = {variant.name: variant.features for variant in kernel_build.VARIANTS}
@@ -81,6 +81,11 @@ def library_for(variant: str) -> Path:
         if not path.is_file():
             assert kernel_build.compile_library(sources, path, compiler, flags) is None
     return path
+
+
+def has_amx() -> bool:
+    """Whether the library for this CPU multiplies by AMX."""
+    return isa_of(library()).endswith("+amx")
 
 
 def isa_of(path: Path) -> str:

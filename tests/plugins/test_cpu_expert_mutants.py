@@ -46,10 +46,10 @@ MUTANTS: Mutants = {
         Swap(PANELS, "first_row + begin", "begin", within="{first_row + begin,"),
     ),
     "records of all blocks in the place of the first": (
-        Swap(PANELS, "block.begin", "std::int64_t{0}", within="records + block.begin * groups"),
+        Swap(PANELS, "block.begin", "std::int64_t{0}", within="records + block.begin * made.words"),
     ),
     "the last groups are not quantised": (
-        Swap(PANELS, "groups * (part + 1) / parts", "(groups - 1) * (part + 1) / parts"),
+        Swap(PANELS, "units * (part + 1) / parts", "(units - 1) * (part + 1) / parts"),
     ),
     "the last panels are left out": (
         Swap(EXPERTS, "panels_a_task - 1", "0", within="(num_panels_ + panels_a_task - 1)"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from speccompile.backends.onnxruntime.kernel_build import cpu_features
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from tests.plugins.cpu_lab import (
     VARIANTS,
@@ -28,7 +29,7 @@ SIZES = [(1, 2), (33, 70), (128, 96), (257, 34)]  # one, beyond one group and on
 NUM_ROWS = (*range(1, 17), 17, 48, 100)
 
 
-@pytest.fixture(params=[name for name in VARIANTS if name != "avx512-vnni"])
+@pytest.fixture(params=[name for name in VARIANTS if name != "avx512-vnni" or "amx_bf16" in cpu_features()])
 def kernels(request: pytest.FixtureRequest) -> Path:
     """The library for one instruction set."""
     return library_for(request.param)
