@@ -128,9 +128,7 @@ class ExpertLinear : private Panels<Form, kHasGate> {
             own.values = static_cast<const char*>(weights.values) + rows.expert * num_panels_ * Base::panel_bytes();
             if (Form::kIsInteger) own.scales = weights.scales + rows.expert * num_panels_ * (stride_ / kGroup) * kColumns;
             const AmxScope scope{};
-            for (std::int64_t panel = first; panel < last; panel++) {
-                Base::run_panel(x, rows.begin, rows.end, own, bias + rows.expert * num_out_, panel, place);
-            }
+            Base::run_panels(x, rows.begin, rows.end, own, bias + rows.expert * num_out_, first, last, place);
         });
     }
 

@@ -80,9 +80,7 @@ class PackedLinear : private Panels<Form, kHasGate> {
             const AmxScope scope{};
             const auto task = static_cast<std::int64_t>(index);
             const std::int64_t last = num_panels_ * (task + 1) / num_tasks;
-            for (std::int64_t panel = num_panels_ * task / num_tasks; panel < last; panel++) {
-                Base::run_panel(prepared, blocks, end, weights, bias, panel, place);
-            }
+            Base::run_panels(prepared, blocks, end, weights, bias, num_panels_ * task / num_tasks, last, place);
         });
     }
 

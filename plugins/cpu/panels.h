@@ -18,6 +18,7 @@ constexpr std::int64_t kChunkRows = 96;           // rows whose sums are kept at
 constexpr int kLonger = 2;                        // stretches at once of more than three blocks of rows
 constexpr int kAmxStretch = 256;                  // pairs of k, 32 KB
 constexpr std::ptrdiff_t kAmxFar = 12288;         // bytes ahead of the weights that AMX reads, into the second-level cache
+constexpr std::int64_t kTogether = 4;              // panels that share a stretch of activations by AMX
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
@@ -53,10 +54,11 @@ inline RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, int mos
     return blocks;
 }
 
-// Adds the products of the blocks' rows with one panel to `sums` [rows, 32].
+// Adds the products of the blocks' rows with some panels to `sums` [panels, rows, 32].
 template <class Form>
-void multiply_panel(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights& panel, float* sums) {
+void multiply_panels(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights* panels, int num_panels, float* sums) {
     const int units = static_cast<int>(x.stride / Form::kUnit);
+    const std::int64_t first_row = blocks->begin, num_rows = blocks[num_blocks - 1].begin + blocks[num_blocks - 1].count - first_row;
     // The next block of rows finds a stretch of the weights in the first-level cache.
     // Many blocks amortise a longer one, whose sums are written back less often.
     // So does the next pass over the columns, where registers do not hold them all.
@@ -65,25 +67,28 @@ void multiply_panel(const Activations& x, const RowBlock* blocks, int num_blocks
     const int some = is_amx ? kAmxStretch : Form::kStretch;
     const int step = is_one_pass ? units : num_blocks <= 3 || is_amx ? some : kLonger * some;
     const bool is_far = Form::kIsFar || is_amx;
+    const std::ptrdiff_t distance = is_amx ? kAmxFar : Form::kIsFar ? kFar : kPrefetch;
+    const auto multiply = [&](int unit, int panel, int block) {
+        const std::int64_t row = blocks[block].begin;
+        Stretch stretch{x.from(row), panels[panel], unit, std::min(units, unit + step), {distance, distance},
+                        sums + (panel * num_rows + row - first_row) * kColumns};
+        if (num_blocks > 1 && is_far) {
+            if (block > 0) stretch.ahead[0] = stretch.ahead[1] = 0;
+        } else if (num_blocks > 1) {
+            // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
+            const std::ptrdiff_t next = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
+            stretch.ahead[0] = block == 0 ? next : 0;
+            stretch.ahead[1] = block == 1 ? next : 0;
+        }
+        if (is_amx) {
+            add_by_amx(stretch, blocks[block].count);
+        } else {
+            kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
+        }
+    };
     for (int unit = 0; unit < units; unit += step) {
-        for (int block = 0; block < num_blocks; block++) {
-            const std::int64_t row = blocks[block].begin;
-            const std::ptrdiff_t distance = is_amx ? kAmxFar : Form::kIsFar ? kFar : kPrefetch;
-            Stretch stretch{x.from(row), panel, unit, std::min(units, unit + step), {distance, distance},
-                            sums + (row - blocks->begin) * kColumns};
-            if (num_blocks > 1 && is_far) {
-                if (block > 0) stretch.ahead[0] = stretch.ahead[1] = 0;
-            } else if (num_blocks > 1) {
-                // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
-                const std::ptrdiff_t next = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
-                stretch.ahead[0] = block == 0 ? next : 0;
-                stretch.ahead[1] = block == 1 ? next : 0;
-            }
-            if (is_amx) {
-                add_by_amx(stretch, blocks[block].count);
-            } else {
-                kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
-            }
+        for (int panel = 0; panel < num_panels; panel++) {
+            for (int block = 0; block < num_blocks; block++) multiply(unit, panel, block);
         }
     }
 }
@@ -118,7 +123,8 @@ class Panels {
     // more of them.
     std::int64_t num_tasks(std::int64_t num_rows) const {
         const std::int64_t bytes = num_panels_ * panel_bytes(), most = bytes * std::min<std::int64_t>(num_rows, 8) / kTaskBytes;
-        const std::int64_t count = std::max(num_blocks(bytes, kTaskBytes), std::min<std::int64_t>(most, 10));
+        std::int64_t count = std::max(num_blocks(bytes, kTaskBytes), std::min<std::int64_t>(most, 10));
+        if (is_shared(num_blocks(num_rows, most_rows<Form>()))) count = std::min(count, num_blocks(num_panels_, kTogether));
         return std::min(num_panels_, count == 1 ? 1 : (count + 1) / 2 * 2);
     }
 
@@ -168,28 +174,29 @@ class Panels {
         return made;
     }
 
-    // The rows of the blocks times one panel; `place` says where the results [width] of a row begin.
+    // The rows of the blocks times panels first ... last - 1; `place` says where the results [width] of a row begin.
     template <class Place>
-    void run_panel(const Activations& x, const RowBlock* begin, const RowBlock* end, const Weights& weights, const float* bias,
-                   std::int64_t panel, const Place& place) const {
+    void run_panels(const Activations& x, const RowBlock* begin, const RowBlock* end, const Weights& weights, const float* bias,
+                    std::int64_t first_panel, std::int64_t last_panel, const Place& place) const {
+        constexpr std::int64_t kMost = Form::kTakesAmx ? kTogether : 1;
+        const std::int64_t together = is_shared(end - begin) ? kTogether : 1;
         const std::ptrdiff_t chunk = kChunkRows / most_rows<Form>();
-        alignas(64) float sums[kChunkRows * kColumns];
-        alignas(64) float added[kColumns] = {};
-        copy_columns(panel, bias, added);
-        Weights own;
-        own.values = static_cast<const char*>(weights.values) + panel * panel_bytes();
-        if (Form::kIsInteger) own.scales = weights.scales + panel * (stride_ / kGroup) * kColumns;
-        for (const RowBlock* first = begin; first < end; first += chunk) {
-            const std::ptrdiff_t count = std::min(chunk, end - first);
-            const RowBlock& last = first[count - 1];
-            const std::int64_t num_rows = last.begin + last.count - first->begin;
-            std::memset(sums, 0, static_cast<std::size_t>(num_rows) * kColumns * sizeof(float));
-            multiply_panel<Form>(x, first, static_cast<int>(count), own, sums);
-            for (std::int64_t r = 0; r < num_rows; r++) {
-                if constexpr (kHasGate) {
-                    emit_gated(panel, sums + r * kColumns, added, place(first->begin + r));
-                } else {
-                    emit(panel, sums + r * kColumns, added, place(first->begin + r));
+        alignas(64) float sums[kMost * kChunkRows * kColumns];
+        for (std::int64_t panel = first_panel; panel < last_panel; panel += together) {
+            const std::int64_t num_panels = std::min(together, last_panel - panel);
+            Weights own[kMost];
+            for (std::int64_t p = 0; p < num_panels; p++) {
+                own[p].values = static_cast<const char*>(weights.values) + (panel + p) * panel_bytes();
+                if (Form::kIsInteger) own[p].scales = weights.scales + (panel + p) * (stride_ / kGroup) * kColumns;
+            }
+            for (const RowBlock* first = begin; first < end; first += chunk) {
+                const std::ptrdiff_t count = std::min(chunk, end - first);
+                const RowBlock& last = first[count - 1];
+                const std::int64_t num_rows = last.begin + last.count - first->begin;
+                std::memset(sums, 0, static_cast<std::size_t>(num_panels * num_rows) * kColumns * sizeof(float));
+                multiply_panels<Form>(x, first, static_cast<int>(count), own, static_cast<int>(num_panels), sums);
+                for (std::int64_t p = 0; p < num_panels; p++) {
+                    emit_panel(panel + p, num_rows, sums + p * num_rows * kColumns, bias, [&](std::int64_t r) { return place(first->begin + r); });
                 }
             }
         }
@@ -215,6 +222,23 @@ class Panels {
             for (std::size_t task = 0; task < num_tasks; task++) run(task);
         } else {
             context.parallel(num_tasks, run);
+        }
+    }
+
+    // Whether several panels share a stretch of the activations: AMX multiplies faster than more than one block of them comes
+    // from the caches.
+    static bool is_shared(std::ptrdiff_t num_blocks) { return takes_amx<Form>() && num_blocks > 1; }
+
+    template <class Place>
+    void emit_panel(std::int64_t panel, std::int64_t num_rows, const float* sums, const float* bias, const Place& place) const {
+        alignas(64) float added[kColumns] = {};
+        copy_columns(panel, bias, added);
+        for (std::int64_t r = 0; r < num_rows; r++) {
+            if constexpr (kHasGate) {
+                emit_gated(panel, sums + r * kColumns, added, place(r));
+            } else {
+                emit(panel, sums + r * kColumns, added, place(r));
+            }
         }
     }
 
