@@ -8,6 +8,7 @@ import torch
 from tests.checkpoints import checkpoint_lab as lab
 from tests.doctor.traps import Trap, config, put, tensors
 
+RANKS = "lilicorr.rank_embedding"
 DFLASH_TRAPS: dict[str, Trap] = {
     "layers counted from one": Trap(
         lab.dflash_one,
@@ -86,6 +87,77 @@ DFLASH_TRAPS: dict[str, Trap] = {
         "got a gated Markov head",
         put("markov_head.gate_proj.weight", torch.ones(4, 20, dtype=torch.bfloat16)),
         also=("keys.extra",),
+    ),
+    "LiLiCorr without the scale of its scores": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_logit_scale\): got nothing; expected a number, 1e-06 or more \(logit_scale\). Ask its author",
+        config(dflash_config__lilicorr_logit_scale=None),
+    ),
+    "LiLiCorr without its least length": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_vector_eps\): got 0; expected a number, 1e-12 or more",
+        config(dflash_config__lilicorr_vector_eps=0),
+    ),
+    "LiLiCorr with heads that do not divide it": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_num_heads\): got 5; expected a divisor of the width 12",
+        config(dflash_config__lilicorr_num_heads=5),
+        also=("keys.shape",),
+    ),
+    "LiLiCorr with an MLP of another width": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_mlp_ratio\): got 4.0; expected 1.5, as stored",
+        config(dflash_config__lilicorr_mlp_ratio=4.0),
+    ),
+    "LiLiCorr's keys in a DFlash drafter": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_enabled\): got a DFlash drafter; expected LiLiCorr, as its keys say",
+        config(dflash_config__lilicorr_enabled=False),
+    ),
+    "LiLiCorr without its keys": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"got LiLiCorr; expected a DFlash drafter, as its keys say",
+        tensors(lambda held: [held.pop(k) for k in list(held) if k.startswith("lilicorr.")]),
+    ),
+    "LiLiCorr with a table of its own": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(embed_tokens.weight\): got a table of its own; expected none: candidates are the target's LM head's",
+        put("embed_tokens.weight", torch.ones(lab.VOCAB, lab.HIDDEN, dtype=torch.bfloat16)),
+    ),
+    "LiLiCorr of a number of candidates that others refuse": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_candidate_topk\): got 6; expected a power of two up to 16",
+        lambda folder: (
+            lab.set_config(folder, dflash_config__lilicorr_candidate_topk=6),
+            lab.edit(folder, lambda held: held.update({RANKS: held[RANKS][:, :, :, :6].clone().contiguous()})),
+        ),
+        severity="warning",
+    ),
+    "LiLiCorr of another block": Trap(
+        lab.lilicorr,
+        "keys.shape",
+        r"lilicorr.slot_embedding\): got \[1, 1, 6, 1, 12\]; expected \[1, 1, 3, 1, 12\]",
+        put("lilicorr.slot_embedding", lambda t: torch.cat((t, t), 2)),
+    ),
+    "LiLiCorr with slots from the root's": Trap(
+        lab.lilicorr,
+        "dflash.variant",
+        "got True: a root's row that drafts beside LiLiCorr; expected slots after the root's",
+        config(dflash_config__sample_from_anchor=True),
+    ),
+    "LiLiCorr with scaled logits": Trap(
+        lab.lilicorr,
+        "dflash.variant",
+        "got 0.5: scaled logits beside LiLiCorr; expected the LM head's own logits",
+        config(dflash_config__output_multiplier=0.5),
     ),
     "a reduced vocabulary without its map": Trap(
         lab.dflash_speculators,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tests.speculators import lilicorr_lab
 from tests.speculators.eagle_lab import HIDDEN, STREAMS, VOCAB, fitted, texts_of
 
 LAYER: dict[str, Any] = {
@@ -58,6 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one": config({**ONE, "num_hidden_layers": 1}),
     "two": config(TWO, NESTED_TWO),
     "spark": config(SPARK),
+    "corrected": config(lilicorr_lab.TOP, lilicorr_lab.NESTED),
 }
 
 
@@ -99,7 +101,7 @@ def tensors_of(made: dict[str, Any], seed: int = 0) -> Tensors:
         held["candidate_selector.hidden_projection.weight"] = draw(rank, width)
     if rank := made.get("markov_rank", 0):
         held |= {f"markov_head.markov_w{i}.weight": draw(VOCAB, rank, scale=0.8) for i in (1, 2)}
-    return held
+    return {**held, **{f"lilicorr.{key}": draw(*shape) for key, shape in lilicorr_lab.shapes(made).items()}}
 
 
 def write(folder: Path, made: dict[str, Any], held: Tensors | None = None, **changes: Any) -> Path:
@@ -264,6 +266,8 @@ class Twin:
             logits = logits * own.get("output_multiplier", 1.0)
             if cap := own.get("final_logit_softcapping"):
                 logits = torch.tanh(logits / cap) * cap
+        if own.get("lilicorr_enabled"):
+            return lilicorr_lab.corrected(self, streams, hidden, logits, num)
         unary, candidates = logits.topk(num)
         scores = unary[:, None]
         before = torch.cat((torch.full((1, num), root), candidates[:-1]))
@@ -310,4 +314,48 @@ def write_learnt(folder: Path, target: Path) -> Path:
             inputs.append(lab.states(streams[:position], int(text[0, position]), num))
             wanted.append(8 * torch.eye(VOCAB)[text[0, position + 1 : position + 1 + num]])
     held["lm_head.weight"] = fitted(inputs, wanted, 0.1)
+    return write(folder, made, held)
+
+
+class _Recorder(Twin):
+    """A twin that keeps what the last layer's MLP gives before its output projection, and the rows it is added to."""
+
+    inner: torch.Tensor
+    below: torch.Tensor
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if name.endswith("mlp.down_proj"):
+            object.__setattr__(self, "inner", x)
+        return super().linear(x, name)
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if name.endswith("post_attention_layernorm"):
+            object.__setattr__(self, "below", x)
+        return super().norm(x, name)
+
+
+@torch.no_grad()
+def write_learnt_corrected(folder: Path, target: Path) -> Path:
+    """Writes a LiLiCorr drafter on the target's tables: a fitted MLP, and a corrector that mostly keeps the ranks."""
+    made = {**config(lilicorr_lab.TOP, lilicorr_lab.NESTED), "num_hidden_layers": 1, "intermediate_size": 320}
+    del made["dflash_config"]["conv_kernel_size"], made["dflash_config"]["conv_group_size"]
+    held, model, num = tensors_of(made, seed=2), load_file(target / "model.safetensors"), BLOCK - 1
+    held["norm.weight"] = torch.ones(HIDDEN)
+    lab = _Recorder(made, held, model["model.embed_tokens.weight"], model["lm_head.weight"])
+    texts, states = texts_of(target)
+    inputs, wanted = [], []
+    for text, seen in zip(texts, states, strict=True):
+        streams = torch.cat([seen[i + 1][0] for i in READ], -1)
+        for position in range(1, text.shape[1] - num):
+            lab.states(streams[:position], int(text[0, position]), num)
+            inputs.append(lab.inner[1:])
+            wanted.append(8 * seen[-1][0, position : position + num] - lab.below[1:])
+    held["layers.0.mlp.down_proj.weight"] = fitted(inputs, wanted, 0.1)
+    width, tops = lilicorr_lab.NESTED["lilicorr_hidden_size"], lilicorr_lab.NESTED["lilicorr_candidate_topk"]
+    held["lilicorr.rank_embedding"] += torch.linspace(4, -4, tops)[:, None]
+    held["lilicorr.factor_input_proj.weight"] *= 0.3
+    held["lilicorr.factor_input_proj.weight"][:, :width] += torch.eye(width)
+    held["lilicorr.in_head.weight"][0] += 0.5
+    for name in ("out_head", "anchor_out_head"):
+        held[f"lilicorr.{name}.bias"][0] += 3
     return write(folder, made, held)

@@ -129,6 +129,7 @@ def test_no_row_of_a_draft_stays_in_the_cache(folder, engine):
         ("spark", "slots"),
         ("spark", "predecessor"),
         ("one", "slots"),
+        *(("corrected", fault) for fault in ("partition", "anchor", "distances", "unary")),
     ],
 )
 def test_a_fault_in_one_of_them_is_noticed(folder, engine, kind, fault):
@@ -178,7 +179,7 @@ def test_the_block_is_as_long_as_what_is_drafted(folder, fields, wanted):
 def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
     cases = (
         ({"projector_type": "domino"}, "domino: a head whose state runs over the block; expected dflash"),
-        ({"lilicorr_enabled": True}, "a LiLiCorr corrector"),
+        ({"lilicorr_enabled": True}, r"lilicorr_candidate_topk\): got None; expected a whole number, 1 or more"),
         ({"markov_head_type": "gated", "markov_rank": 4}, "a Markov head with a state or a gate"),
         ({"attention_sink_bias": True}, "attention sinks"),
         ({"attention_k_eq_v": True}, "layers of Gemma 4, whose V is their K"),

@@ -25,7 +25,7 @@ from speccompile.export.feature_source import FusionGraph, count_weights, dims_f
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.blocks import PAIR_SCORES, block_draft_spec
 from speccompile.graph_kinds.features import FeatureDims
-from speccompile.speculators.dflash.drafter import NESTED, Drafter, drafter_from_config
+from speccompile.speculators.dflash.drafter import CORRECTOR_KEYS, NESTED, Corrector, Drafter, drafter_from_config
 from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD, published_layers
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class DraftSource(_BlockSource):
         options = self._options
         if options.starts_at_root is not None:
             self.drafter = replace(self.drafter, starts_at_root=options.starts_at_root)
+        self._check_corrector()
         most = self.drafter.max_drafts
         if options.is_exact and options.num_drafts > most:
             got = f"{options.num_drafts} draft tokens on a path"
@@ -164,6 +165,21 @@ class DraftSource(_BlockSource):
             todo = "It has no embeddings of its own, and the target's have another width."
             raise CheckpointError(str(self.folder), got, expected, todo)
 
+    def _check_corrector(self) -> None:
+        """Refuses what a drafter with layers over its candidates was not trained for."""
+        corrector, todo = self.drafter.corrector, "Leave it auto in the recipe."
+        if corrector is None:
+            return
+        num, vocab = corrector.num_candidates, self.dims.vocab_size
+        if self.drafter.starts_at_root:
+            raise RecipeError("speculator.sample_from_anchor", "true", "false: LiLiCorr scores slots after it", todo)
+        if self._options.num_candidates > num:
+            expected = f"at most {num}, which LiLiCorr's layers read"
+            raise RecipeError("speculator.slot_candidates", f"{self._options.num_candidates}", expected, todo)
+        if num > vocab:
+            where, todo = f"{self.folder}/config.json ({CORRECTOR_KEYS['num_candidates'][0]})", "Correct config.json."
+            raise CheckpointError(where, f"{num}", f"at most {vocab}, the vocabulary", todo)
+
     @property
     def _options(self) -> BlockOptions:
         options: BlockOptions = self.job.options
@@ -178,6 +194,8 @@ class DraftSource(_BlockSource):
         tables = (drafter.selector_rank + drafter.markov_rank) * (dims.vocab_size + dims.draft_vocab_size)
         plain = counts.num_plain + tables + convs * hidden
         linear = counts.num_linear + drafter.selector_rank * hidden
+        if drafter.corrector:
+            linear += corrector_weights(drafter.corrector, hidden)
         return replace(counts, num_params=linear + plain, num_linear=linear, num_plain=plain)
 
     def spec(self) -> GraphSpec:
@@ -223,6 +241,14 @@ class DraftSource(_BlockSource):
         # A block may begin at the last row that a sequence can use.
         graph = export_cached_draft(draft, spec, progress, cleanup_table(self.max_rows + spec.rows_written_ahead))
         return graph, replace(self.dims, num_params=sum(p.numel() for p in draft.parameters()))
+
+
+def corrector_weights(corrector: Corrector, width: int) -> int:
+    """Returns the number of weights of layers over candidates, without norms, biases and small tables."""
+    own = corrector.hidden_size or width
+    around = 2 * width * own + (width * own if own != width else 0)  # of states, features' anchor and tokens
+    layers = corrector.num_layers * own * (4 * own + 2 * int(own * corrector.mlp_ratio))
+    return around + layers + own * (own + 3 * own + 3 * corrector.factor_dim)
 
 
 class FusionSource(FusionGraph, _BlockSource):

@@ -26,7 +26,7 @@ PUBLISHED = "speccompile.speculators.dflash.layouts:published_layers"
 
 @dataclass(frozen=True)
 class DflashConfig(FeatureFields):
-    """A block drafter: DFlash, DFlash 2, DSpark. Its other fields are `FeatureFields`.
+    """A block drafter: DFlash, DFlash 2, DSpark, LiLiCorr. Its other fields are `FeatureFields`.
 
     Args:
         model: checkpoint folder or hub id of the drafter.
@@ -34,7 +34,7 @@ class DflashConfig(FeatureFields):
             `fc`; `auto`: as its config.json says.
         tree_depth: as in `TreeFields`; no deeper than the drafter's block.
         slot_candidates: tokens of a slot that may be drafted, drawn or likeliest; `auto`: as many as its config.json
-            says, else 16.
+            says, else 16. LiLiCorr has no more than it says.
         sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
 
     Raises:

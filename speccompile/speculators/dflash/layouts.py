@@ -17,21 +17,35 @@ from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError
-from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config, value_of, variant_of
+from speccompile.speculators.dflash.corrector_rows import (
+    check_corrector,
+    corrector_rows,
+    corrector_sizes,
+    derive_corrector,
+)
+from speccompile.speculators.dflash.drafter import (
+    CORRECTED,
+    CORRECTOR_KEYS,
+    NESTED,
+    drafter_from_config,
+    is_corrected,
+    value_of,
+    variant_of,
+)
 
 METHOD, SCOPE = "dflash", "transformer_layer_config"
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 PREDECESSORS, SUCCESSORS = (f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
 LAYERS, AUX_LAYERS = "target_layer_ids", "aux_hidden_state_layer_ids"
 _TYPES = ("dflash", "dflash2", "dspark", "jetspec")  # of the speculators format
-_NAMES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DSparkDraftModel")
+_NAMES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DSparkDraftModel", CORRECTED)
 _TODO = "Correct config.json, or override it with --set."
 # Of our config, what is in `dflash_config`.
 _OWN = (
     *("block_size", "mask_token_id", "sample_from_anchor", "input_embedding_scale", "output_multiplier"),
     *("final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("markov_rank", "markov_head_type", "projector_type", "lilicorr_enabled", "attention_sink_bias"),
-    "attention_k_eq_v",
+    *("attention_k_eq_v", *(key for key, _ in CORRECTOR_KEYS.values())),
 )
 _OF_LAYERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "model_type")
 
@@ -58,6 +72,7 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
         flag("has_confidence", present=r"^confidence_head\.proj\."),
         flag("has_named_codebooks", present=r"_codebook\.weight$"),
         flag("has_map", present=r"^d2t$"),
+        *corrector_sizes(),
     )
 
 
@@ -76,6 +91,7 @@ def _derive(sizes: Sizes) -> None:
     named = sizes["has_named_codebooks"]
     sizes["has_bare"], sizes["has_named"] = int(bool(sizes["rank"]) and not named), int(bool(named))
     sizes["confidence_inputs"] = None  # it may read the row of the Markov table as well
+    derive_corrector(sizes)
 
 
 def _rows() -> tuple[Row, ...]:
@@ -108,6 +124,7 @@ def _rows() -> tuple[Row, ...]:
         Row(LM_HEAD, ("draft_vocab", "hidden"), is_optional=True),
         Row("d2t", ("draft_vocab",), dtypes=("I64", "I32"), need="has_map"),
         Row("t2d", ("vocab",), dtypes=("BOOL",), need="has_map", is_optional=True),
+        *corrector_rows(),
     )
 
 
@@ -155,11 +172,14 @@ def _ours_from_speculators(case: Case) -> dict[str, Any]:
 def _made(layer: Mapping[str, Any], sizes: Sizes, own: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: layer[name] for name in _OF_LAYERS if layer.get(name) is not None}
     is_second = bool(own["selector_rank"] or sizes["rank"])
+    name = "DFlash2DraftModel" if is_second else "DFlashDraftModel"
+    if is_corrected({"architectures": layer.get("architectures"), **own}):
+        name = CORRECTED
     return {
         "model_type": "qwen3",
         **decoder_config(layer),
         **kept,
-        "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
+        "architectures": [name],
         "num_hidden_layers": sizes["num_layers"],
         "vocab_size": sizes["vocab"],
         "draft_vocab_size": sizes["draft_vocab"],
@@ -182,6 +202,9 @@ def _config_of_speculators(config: Mapping[str, Any], target: Target | None) -> 
     if target is None:
         todo = "Give the target with --target."
         raise CheckpointError("config.json", "no target's name", "the target that the format names", todo)
+    if is_corrected(config):
+        got, expected = "LiLiCorr", "a drafter of a kind that the format has"
+        raise CheckpointError("config.json (lilicorr_enabled)", got, expected, "Keep it in our own layout.")
     own = dict(config[NESTED])
     for name, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0), ("final_logit_softcapping", 0)):
         if (value := own.pop(name, neutral)) not in (neutral, None):
@@ -318,6 +341,7 @@ CHECKS = (
     Check("dflash.layers", _check_layers),
     Check("dflash.numbers", _check_numbers),
     Check("dflash.codebooks", _check_codebooks),
+    Check("dflash.corrector", check_corrector),
     Check("dflash.tables", _check_tables),
 )
 _PROBE = "speccompile.speculators.dflash.probe:DflashProbe"
@@ -339,13 +363,13 @@ FORMATS = (
     ),
     Format(
         "dflash/ours",
-        "block drafter (DFlash, DFlash 2, DSpark)",
+        "block drafter (DFlash, DFlash 2, DSpark, LiLiCorr)",
         METHOD,
         _sizes(),
         _rows(),
         CHECKS,
         marks=(r"^hidden_norm\.weight$",),
-        without=(r"^midlayer\.", r"^prefix_gru\.", r"^logit_head\.", r"^lilicorr\."),
+        without=(r"^midlayer\.", r"^prefix_gru\.", r"^logit_head\."),
         config_marks=tuple(("architectures", [name]) for name in _NAMES),
         prefixes=("", "model."),
         ours=_ours,

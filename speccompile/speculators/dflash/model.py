@@ -2,7 +2,8 @@
 """The drafter as its two graphs compute it: features of the target's states, and a block's candidates and scores.
 
 After the published descriptions: DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a
-selector over candidates), DSpark (a Markov head). Names of parameters are those of z-lab's checkpoints.
+selector over candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`). Names of parameters are those of z-lab's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from speccompile.export.attention import cached_attention, gather_nodes
 from speccompile.export.candidates import top_tokens
 from speccompile.export.feature_draft import fill_weights, layer_config
 from speccompile.graph_kinds.features import FeatureDims
+from speccompile.speculators.dflash.corrector import LatticeCorrector
 from speccompile.speculators.dflash.drafter import Drafter
 
 
@@ -199,6 +201,8 @@ class BlockDraft(nn.Module):
         layer = layer_config(config)
         self.drafter, self.num_drafts, self.num_candidates = drafter, spec.num_drafts, spec.num_candidates
         self.num_masks, self.target_tokens = drafter.num_masks(spec.num_drafts), target_tokens
+        # Layers over candidates read as many as they were trained with, whatever is given.
+        self.num_ranked = drafter.corrector.num_candidates if drafter.corrector else spec.num_candidates
         # Rows of a block that is not causal have one position in the op, that of the last: all see the root's window.
         wide = [w + (0 if c else self.num_masks) for w, c in zip(drafter.windows, drafter.is_causal, strict=True)]
         # A window that holds a whole sequence is none.
@@ -213,6 +217,9 @@ class BlockDraft(nn.Module):
             self.candidate_selector = CandidateSelector(*sizes, drafter.selector_rank)
         if drafter.markov_rank:
             self.markov_head = MarkovHead(dims, drafter.markov_rank)
+        if drafter.corrector:
+            eps = layer.rms_norm_eps
+            self.lilicorr = LatticeCorrector(dims.hidden_size, drafter.corrector, drafter.block_size, eps)
 
     def forward(
         self,
@@ -248,12 +255,16 @@ class BlockDraft(nn.Module):
 
             x = layer(x, attend)
         hidden = self.norm(x[:, 1 + self.num_masks - self.num_drafts :])
-        return (*self.lattice(roots, hidden), *updated)
+        return (*self.lattice(roots, hidden, gather_nodes(context, last)[:, 0]), *updated)
 
-    def lattice(self, roots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns candidates and scores of slots [batch, slots, hidden]."""
+    def lattice(
+        self, roots: torch.Tensor, hidden: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns candidates and scores of slots [batch, slots, hidden]; anchors: see `LatticeCorrector`."""
         logits = self.logits(hidden)
-        drafted, _ = top_tokens(logits, self.num_candidates)
+        drafted, probs = top_tokens(logits, self.num_ranked)
+        if self.drafter.corrector:
+            return self.corrected(hidden, anchors, logits, drafted, probs[:, :, :1])
         return self.scored(roots, hidden, logits, drafted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -274,6 +285,28 @@ class BlockDraft(nn.Module):
             before = torch.cat((roots[:, :, None].expand(-1, -1, self.num_candidates), tokens[:, :-1]), 1)
             scores = scores + head(hidden, before, drafted)
         return tokens, scores
+
+    def corrected(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        best: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the likeliest candidates and their scores by LiLiCorr's layers, which read `num_ranked` of each slot.
+
+        Args:
+            hidden: [batch, slots, hidden].
+            anchors: see `LatticeCorrector`.
+            logits: [batch, slots, vocab].
+            tokens: [batch, slots, num_ranked] int64, the likeliest first.
+            best: [batch, slots, 1], the probability of the likeliest; those of others may be too small for a number.
+        """
+        chosen, num = torch.gather(logits, 2, tokens), self.num_candidates
+        log_probs = chosen - chosen[:, :, :1] + best.log()
+        scores = self.lilicorr(self.embed_tokens(tokens), log_probs, hidden, anchors)
+        return tokens[:, :, :num], scores[:, :, :num, :num]
 
 
 class Fusion(nn.Module):
