@@ -317,45 +317,51 @@ def write_learnt(folder: Path, target: Path) -> Path:
     return write(folder, made, held)
 
 
+@dataclass(frozen=True, eq=False)
 class _Recorder(Twin):
-    """A twin that keeps what the last layer's MLP gives before its output projection, and the rows it is added to."""
+    """A twin that keeps the last inputs of its linear layers and norms by name."""
 
-    inner: torch.Tensor
-    below: torch.Tensor
+    inputs: Tensors = field(default_factory=dict)
 
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if name.endswith("mlp.down_proj"):
-            object.__setattr__(self, "inner", x)
+        self.inputs[name] = x
         return super().linear(x, name)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if name.endswith("post_attention_layernorm"):
-            object.__setattr__(self, "below", x)
+        self.inputs[name] = x
         return super().norm(x, name)
 
 
 @torch.no_grad()
 def write_learnt_corrected(folder: Path, target: Path) -> Path:
-    """Writes a LiLiCorr drafter on the target's tables: a fitted MLP, and a corrector that mostly keeps the ranks."""
-    made = {**config(lilicorr_lab.TOP, lilicorr_lab.NESTED), "num_hidden_layers": 1, "intermediate_size": 320}
-    del made["dflash_config"]["conv_kernel_size"], made["dflash_config"]["conv_group_size"]
+    """Writes a LiLiCorr drafter on the target's tables, random but for what makes its states and vectors into edges."""
+    made = {**config(lilicorr_lab.TOP, lilicorr_lab.NESTED), "num_hidden_layers": 1, "intermediate_size": 900}
+    made["dflash_config"] |= {"conv_kernel_size": 0, "lilicorr_hidden_size": 96}
     held, model, num = tensors_of(made, seed=2), load_file(target / "model.safetensors"), BLOCK - 1
     held["norm.weight"] = torch.ones(HIDDEN)
+    for name in ("out_head", "anchor_out_head"):  # mostly one direction, which the vectors of right candidates get
+        held[f"lilicorr.{name}.weight"] *= 0.3
+        held[f"lilicorr.{name}.bias"] += 6 * torch.eye(len(held[f"lilicorr.{name}.bias"]))[0] - 1
+    held["lilicorr.rank_embedding"] *= 8
+    held["lilicorr.in_head.weight"] *= 0.5
+    held["lilicorr.in_head.bias"] -= 1
     lab = _Recorder(made, held, model["model.embed_tokens.weight"], model["lm_head.weight"])
     texts, states = texts_of(target)
+    spots = [
+        (text[0], seen, i) for text, seen in zip(texts, states, strict=True) for i in range(1, text.shape[1] - num)
+    ]
     inputs, wanted = [], []
-    for text, seen in zip(texts, states, strict=True):
-        streams = torch.cat([seen[i + 1][0] for i in READ], -1)
-        for position in range(1, text.shape[1] - num):
-            lab.states(streams[:position], int(text[0, position]), num)
-            inputs.append(lab.inner[1:])
-            wanted.append(8 * seen[-1][0, position : position + num] - lab.below[1:])
+    for text, seen, i in spots:
+        streams = torch.cat([seen[layer + 1][0, :i] for layer in READ], -1)
+        lab.states(streams, int(text[i]), num)
+        inputs.append(lab.inputs["layers.0.mlp.down_proj"][1:])
+        wanted.append(8 * seen[-1][0, i : i + num] - lab.inputs["layers.0.post_attention_layernorm"][1:])
     held["layers.0.mlp.down_proj.weight"] = fitted(inputs, wanted, 0.1)
-    width, tops = lilicorr_lab.NESTED["lilicorr_hidden_size"], lilicorr_lab.NESTED["lilicorr_candidate_topk"]
-    held["lilicorr.rank_embedding"] += torch.linspace(4, -4, tops)[:, None]
-    held["lilicorr.factor_input_proj.weight"] *= 0.3
-    held["lilicorr.factor_input_proj.weight"][:, :width] += torch.eye(width)
-    held["lilicorr.in_head.weight"][0] += 0.5
-    for name in ("out_head", "anchor_out_head"):
-        held[f"lilicorr.{name}.bias"][0] += 3
+    inputs, wanted = [], []
+    for text, seen, i in spots[::3]:
+        streams = torch.cat([seen[layer + 1][0, :i] for layer in READ], -1)
+        tokens, _ = lab.block(streams, int(text[i]), num, 8)
+        inputs.append(lab.inputs["lilicorr.in_head"])
+        wanted.append(6.0 * (tokens == text[i + 1 : i + 1 + num, None]).view(-1, 1) - 2)
+    held["lilicorr.in_head.weight"][:1], held["lilicorr.in_head.bias"][0] = fitted(inputs, wanted, 0.1), 0.0
     return write(folder, made, held)

@@ -67,7 +67,7 @@ def corrected(
     chosen, candidates = logs.topk(tops)
     if "partition" in twin.faults:  # normalised over the candidates alone
         chosen = chosen.log_softmax(-1)
-    last = twin.features(streams)[-2 if "anchor" in twin.faults else -1]
+    last = twin.features(streams)[max(len(streams) - 2, 0) if "anchor" in twin.faults else -1]
 
     def part(x: torch.Tensor, name: str) -> torch.Tensor:
         return twin.linear(x, f"lilicorr.{name}") + twin.held[f"lilicorr.{name}.bias"]
