@@ -138,6 +138,13 @@ def write_learnt_lilicorr(folder: Path, target: Path) -> None:
     dflash_lab.write_learnt_corrected(folder, target)
 
 
+def write_learnt_domino(folder: Path, target: Path) -> None:
+    """Writes a Domino drafter."""
+    from tests.speculators import dflash_lab
+
+    dflash_lab.write_learnt_path(folder, target)
+
+
 def write_pard(folder: Path, target: Path) -> None:
     """Writes a draft model that reads masks."""
     from tests.speculators import mask_lab
@@ -173,6 +180,7 @@ ROWS: dict[str, Row] = {
     "lilicorr": Row(
         write_learnt_lilicorr, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "dflash"
     ),
+    "domino": Row(write_learnt_domino, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "dflash"),
     "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "suffix": Row(None, {"depth": 4}, {"tree": "auto", "depth": 4}),
@@ -222,4 +230,6 @@ def sources(method: str, form: str, target: Path, model: Path, keep_logits: bool
     yield first
     for wanted in chosen.graph_jobs(config):
         context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, first.dims, job)
-        yield registry.find_class(wanted.source)(wanted, context)
+        source = registry.find_class(wanted.source)(wanted, context)
+        if source.is_needed:
+            yield source

@@ -92,6 +92,21 @@ def lilicorr_as_wide(folder: Path) -> Path:
     return save(folder, config, draw({**shapes(), **head}))
 
 
+def domino(folder: Path, prefix: str = "") -> Path:
+    """With the keys of the first releases where there is a prefix."""
+    numbers = {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
+    config = {**QWEN, "architectures": ["DFlashDraftModel"], "dflash_config": own(**numbers, shift_label=True)}
+    head = {
+        "prefix_gru.weight_ih_l0": (30, HIDDEN), "prefix_gru.weight_hh_l0": (30, 10),
+        "embed_proj.0.weight": (6, HIDDEN + 10), "embed_proj.2.weight": (VOCAB, 6),
+    }  # fmt: skip
+    return save(folder, config, draw({**shapes(), **{prefix + key: shape for key, shape in head.items()}}))
+
+
+def domino_first(folder: Path) -> Path:
+    return domino(folder, "logit_head.")
+
+
 def dflash_speculators(folder: Path) -> Path:
     """With a vocabulary of its own."""
     config = {

@@ -75,11 +75,54 @@ DFLASH_TRAPS: dict[str, Trap] = {
         "candidate_selector.successor_codebook",
         tensors(lambda held: held.pop("candidate_selector.successor_codebook")),
     ),
-    "a head with a state": Trap(
+    "a head of another kind": Trap(
         lab.dflash_one,
         "dflash.variant",
-        "got domino: a head whose state",
+        "got other: a head of another kind; expected dflash, lilicorr or domino",
+        config(dflash_config__projector_type="other"),
+    ),
+    "Domino without its keys": Trap(
+        lab.dflash_one,
+        "dflash.path",
+        r"\(projector_type\): got domino; expected a DFlash drafter, as its keys say",
         config(dflash_config__projector_type="domino"),
+    ),
+    "Domino's keys in a DFlash drafter": Trap(
+        lab.domino,
+        "dflash.path",
+        r"\(projector_type\): got a DFlash drafter; expected domino, as its keys say",
+        config(dflash_config__projector_type=None),
+    ),
+    "Domino that does not say which token a row drafts": Trap(
+        lab.domino,
+        "dflash.path",
+        r"\(shift_label\): got nothing; expected true or false",
+        config(dflash_config__shift_label=None),
+        severity="warning",
+    ),
+    "Domino that says it twice": Trap(
+        lab.domino,
+        "dflash.path",
+        r"got True and False; expected the same: both say whether the root's row drafts",
+        config(dflash_config__sample_from_anchor=False),
+    ),
+    "Domino without the number of plain slots": Trap(
+        lab.domino,
+        "dflash.path",
+        r"\(pure_draft_prefix_len\): got nothing; expected how many first slots are not corrected, 0 to 3",
+        config(dflash_config__pure_draft_prefix_len=None),
+    ),
+    "Domino with a table of its own": Trap(
+        lab.domino,
+        "dflash.path",
+        r"\(lm_head.weight\): got a table of its own; expected none: paths are embedded as the target's tokens",
+        put("lm_head.weight", torch.ones(lab.VOCAB, lab.HIDDEN, dtype=torch.bfloat16)),
+    ),
+    "Domino whose inner layer reads states alone": Trap(
+        lab.domino,
+        "keys.shape",
+        r"embed_proj.0.weight\): got \[6, 10\]; expected \[6, 26\] = path_width x path_inputs",
+        put("embed_proj.0.weight", lambda t: t[:, :10].clone()),
     ),
     "a gated Markov head": Trap(
         lab.dspark,

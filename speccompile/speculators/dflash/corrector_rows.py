@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Row, Size, Sizes, finding, flag
 from speccompile.speculators.dflash.drafter import CORRECTOR_KEYS, NESTED, is_corrected, value_of
+from speccompile.speculators.dflash.path_rows import own_tables
 
 _TODO = "Correct config.json, or override it with --set."
 _STEM = "lilicorr"
@@ -109,10 +110,7 @@ def check_corrector(case: Case) -> Iterator[Finding]:
     if num > _MOST_ELSEWHERE or num & (num - 1):
         expected = f"a power of two up to {_MOST_ELSEWHERE}, as other engines require"
         yield finding("warning", case.where_in_config(CORRECTOR_KEYS["num_candidates"][0]), f"{num}", expected, _OTHERS)
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        if (stored := case.key_of(name)) is not None:
-            got, expected = "a table of its own", "none: candidates are the target's LM head's, with its embeddings"
-            yield finding("error", case.where(stored), got, expected, "Use a drafter that shares the target's tables.")
+    yield from own_tables(case, "candidates are the target's LM head's, with its embeddings")
 
 
 def _check_widths(case: Case) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from speccompile.errors import CheckpointError
 
 NESTED = "dflash_config"
 SLIDING = "sliding_attention"
-CORRECTED = "LiLiCorrDraftModel"  # in `architectures`
+CORRECTED, DOMINO = "LiLiCorrDraftModel", "DominoDraftModel"  # in `architectures`
 _TODO = "Complete or correct config.json."
 
 
@@ -66,6 +66,21 @@ _REALS = ("mlp_ratio", "vector_eps", "logit_scale")
 
 
 @dataclass(frozen=True)
+class PathHead:
+    """A recurrent state over the drafts of a path (Domino), which corrects the scores of the slot that follows.
+
+    Args:
+        state_size: of the state.
+        width: of the layer between states and scores.
+        num_plain: first slots whose scores are not corrected.
+    """
+
+    state_size: int
+    width: int
+    num_plain: int
+
+
+@dataclass(frozen=True)
 class Drafter:
     """A drafter.
 
@@ -85,6 +100,7 @@ class Drafter:
         markov_rank: of the tables of a Markov head; 0: there is none.
         num_candidates: of a slot, as its config says; 0: it does not.
         corrector: layers over the candidates; None: there are none.
+        path: state over the drafts of a path; None: there is none.
     """
 
     block_size: int
@@ -101,6 +117,7 @@ class Drafter:
     markov_rank: int = 0
     num_candidates: int = 0
     corrector: Corrector | None = None
+    path: PathHead | None = None
 
     @property
     def is_paired(self) -> bool:
@@ -149,6 +166,10 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
         if (width := corrector.hidden_size or int(config["hidden_size"])) % corrector.num_heads:
             key, expected = CORRECTOR_KEYS["num_heads"][0], f"a divisor of the width {width}"
             raise CheckpointError(f"{where}/config.json ({key})", f"{corrector.num_heads}", expected, _TODO)
+    path = None
+    if has_path(config):
+        sizes = (number("gru_hidden_dim", least=1), number("emb_dim", least=1))
+        path = PathHead(*sizes, number("pure_draft_prefix_len", 0))
     return Drafter(
         block_size=number("block_size", least=2),
         mask_token_id=number("mask_token_id"),
@@ -164,7 +185,13 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
         markov_rank=number("markov_rank", 0),
         num_candidates=corrector.num_candidates if corrector else number("selector_top_k", 0),
         corrector=corrector,
+        path=path,
     )
+
+
+def has_path(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter has a state over the drafts of a path."""
+    return value_of(config, "projector_type") == "domino" or config.get("architectures") == [DOMINO]
 
 
 def is_corrected(config: Mapping[str, Any]) -> bool:
@@ -195,14 +222,15 @@ _VARIANTS = (
 )
 
 
-# Beside layers over candidates, which read the target's own logits and the slots after the root's.
+# Beside the heads of LiLiCorr and Domino, which read the target's own logits.
 _BESIDE = (
-    ("selector_rank", (None, 0), "a candidate selector beside LiLiCorr", "one of them"),
-    ("markov_rank", (None, 0), "a Markov head beside LiLiCorr", "one of them"),
-    ("sample_from_anchor", (None, False), "a root's row that drafts beside LiLiCorr", "slots after the root's"),
-    ("output_multiplier", (None, 1.0), "scaled logits beside LiLiCorr", "the LM head's own logits"),
-    ("final_logit_softcapping", (None, 0), "capped logits beside LiLiCorr", "the LM head's own logits"),
+    ("selector_rank", (None, 0), "a candidate selector", "one of them"),
+    ("markov_rank", (None, 0), "a Markov head", "one of them"),
+    ("output_multiplier", (None, 1.0), "scaled logits", "the LM head's own logits"),
+    ("final_logit_softcapping", (None, 0), "capped logits", "the LM head's own logits"),
 )
+_SLOTS = ("sample_from_anchor", (None, False), "a root's row that drafts", "slots after the root's")
+_KINDS = (None, "dflash", "lilicorr", "domino")  # of `projector_type`
 
 
 def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
@@ -219,14 +247,19 @@ def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
 
 def variant_of(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Returns (key, what it says, what is built) of a variant that is not built; None where there is none."""
-    if (kind := value_of(config, "projector_type")) not in (None, "dflash", "lilicorr"):
-        return "projector_type", f"{kind}: a head whose state runs over the block", "dflash: slots scored by pairs"
-    corrected = is_corrected(config)
-    for name, known, label, expected in (*_VARIANTS, *(_BESIDE if corrected else ())):
+    if (kind := value_of(config, "projector_type")) not in _KINDS:
+        return "projector_type", f"{kind}: a head of another kind", "dflash, lilicorr or domino"
+    is_lilicorr, is_domino = is_corrected(config), has_path(config)
+    if is_lilicorr and is_domino:
+        return "projector_type", "Domino beside LiLiCorr", "one of them"
+    head = "LiLiCorr" if is_lilicorr else "Domino"
+    beside = (*(_BESIDE if is_lilicorr or is_domino else ()), *((_SLOTS,) if is_lilicorr else ()))
+    for name, known, label, expected in (*_VARIANTS, *beside):
         if (value := value_of(config, name)) not in known:
-            return name, f"{value!r}: {label}", expected
+            is_beside = (name, known, label, expected) in beside
+            return name, f"{value!r}: {label}{f' beside {head}' if is_beside else ''}", expected
     if value_of(config, "markov_rank") and value_of(config, "selector_rank"):
         return "markov_rank", "a Markov head beside a candidate selector", "one of them"
-    if corrected and config.get("draft_vocab_size") not in (None, 0, config.get("vocab_size")):
-        return "draft_vocab_size", f"{config['draft_vocab_size']} tokens beside LiLiCorr", "the target's vocabulary"
+    if beside and config.get("draft_vocab_size") not in (None, 0, config.get("vocab_size")):
+        return "draft_vocab_size", f"{config['draft_vocab_size']} tokens beside {head}", "the target's vocabulary"
     return None

@@ -2,8 +2,8 @@
 """The drafter as its two graphs compute it: features of the target's states, and a block's candidates and scores.
 
 After the published descriptions: DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a
-selector over candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`). Names of parameters are those of z-lab's
-checkpoints.
+selector over candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`), Domino (`path_head.py`). Names of
+parameters are those of z-lab's checkpoints.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from speccompile.export.feature_draft import fill_weights, layer_config
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.dflash.corrector import LatticeCorrector
 from speccompile.speculators.dflash.drafter import Drafter
+from speccompile.speculators.dflash.path_head import PathTerms, block_weights
 
 
 class DynamicConv(nn.Module):
@@ -220,6 +221,8 @@ class BlockDraft(nn.Module):
         if drafter.corrector:
             eps = layer.rms_norm_eps
             self.lilicorr = LatticeCorrector(dims.hidden_size, drafter.corrector, drafter.block_size, eps)
+        if drafter.path:
+            self.path_terms = PathTerms(dims.hidden_size, dims.vocab_size, drafter.path)
 
     def forward(
         self,
@@ -230,7 +233,7 @@ class BlockDraft(nn.Module):
         last_nodes: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns candidates, scores and the updated caches."""
+        """Returns candidates, scores, the terms of a drafter with a state over its path, and the updated caches."""
         context = gather_nodes(features, feature_nodes)
         num_context, num_rows = context.shape[1], context.shape[1] + 1 + self.num_masks
         masks = torch.full_like(roots, self.drafter.mask_token_id).expand(-1, self.num_masks)
@@ -255,7 +258,9 @@ class BlockDraft(nn.Module):
 
             x = layer(x, attend)
         hidden = self.norm(x[:, 1 + self.num_masks - self.num_drafts :])
-        return (*self.lattice(roots, hidden, gather_nodes(context, last)[:, 0]), *updated)
+        tokens, scores = self.lattice(roots, hidden, gather_nodes(context, last)[:, 0])
+        terms = self.terms(roots, hidden, tokens) if self.drafter.path else ()
+        return (tokens, scores, *terms, *updated)
 
     def lattice(
         self, roots: torch.Tensor, hidden: torch.Tensor, anchors: torch.Tensor
@@ -266,6 +271,13 @@ class BlockDraft(nn.Module):
         if self.drafter.corrector:
             return self.corrected(hidden, anchors, logits, drafted, probs[:, :, :1])
         return self.scored(roots, hidden, logits, drafted)
+
+    def terms(
+        self, roots: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what the step reads of slots' states and candidates; see `graph_kinds.blocks`."""
+        terms, rows = self.path_terms(hidden, tokens)
+        return self.embed_tokens(torch.cat((roots, tokens[:, :-1].flatten(1)), 1)), terms, rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns [batch, slots, draft_vocab] of slots [batch, slots, hidden]."""
@@ -346,6 +358,8 @@ def make_draft(
         shared: the target's embeddings and LM head, for a drafter without.
     """
     tokens = _target_tokens(dims, weights)
+    if weights is not None and drafter.path:
+        weights = {**weights, **block_weights(weights, dims.hidden_size, "path_terms")}
     with torch.device("meta"):
         draft = BlockDraft(config, drafter, dims, spec, tokens)
     fill_weights(draft, weights, shared)

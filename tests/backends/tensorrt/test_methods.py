@@ -46,7 +46,7 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
     _, *drafts = sources(method, form, folder / "target", model)
     assert drafts
     for source in drafts:
-        graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
+        graph = (source.job.model, source.job.source, str(getattr(source, "outputs", source.job.options)))
         if graph not in graphs:
             graphs[graph] = store.export(source)[0]
         rows = MAX_ROWS + source.spec().rows_written_ahead if source.max_rows else 0
