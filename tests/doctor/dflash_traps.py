@@ -137,6 +137,12 @@ DFLASH_TRAPS: dict[str, Trap] = {
         r"\(lilicorr_logit_scale\): got nothing; expected a number, 1e-06 or more \(logit_scale\). Ask its author",
         config(dflash_config__lilicorr_logit_scale=None),
     ),
+    "LiLiCorr with an endless MLP": Trap(
+        lab.lilicorr,
+        "dflash.corrector",
+        r"\(lilicorr_mlp_ratio\): got inf; expected a number, 0.001 or more",
+        config(dflash_config__lilicorr_mlp_ratio=float("inf")),
+    ),
     "LiLiCorr without its least length": Trap(
         lab.lilicorr,
         "dflash.corrector",

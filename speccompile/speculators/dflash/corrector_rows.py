@@ -7,7 +7,9 @@ Half of its config is in no tensor, or in none alone: a wrong scale of the score
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from speccompile.checkpoints.checkpoint import MAX_SIZE
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Row, Size, Sizes, finding, flag
 from speccompile.speculators.dflash.drafter import CORRECTOR_KEYS, NESTED, is_corrected, value_of
@@ -100,8 +102,7 @@ def check_corrector(case: Case) -> Iterator[Finding]:
         return
     for field, (key, least) in CORRECTOR_KEYS.items():
         value = value_of(case.config, key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or value < least:
+        if not _is_number(value, least):
             todo = "Ask its author: it is needed, and others refuse to guess it." if value is None else _TODO
             got = "nothing" if value is None else repr(value)
             yield finding("error", case.where_in_config(key), got, f"a number, {least} or more ({field})", todo)
@@ -113,6 +114,10 @@ def check_corrector(case: Case) -> Iterator[Finding]:
     yield from own_tables(case, "candidates are the target's LM head's, with its embeddings")
 
 
+def _is_number(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= MAX_SIZE
+
+
 def _check_widths(case: Case) -> Iterator[Finding]:
     """Yields findings for heads or an MLP that do not go with the width."""
     sizes, ratio = case.sizes, value_of(case.config, CORRECTOR_KEYS["mlp_ratio"][0])
@@ -120,7 +125,6 @@ def _check_widths(case: Case) -> Iterator[Finding]:
     if width and heads and width % heads:
         where = case.where_in_config(CORRECTOR_KEYS["num_heads"][0])
         yield finding("error", where, f"{heads}", f"a divisor of the width {width}", _TODO)
-    is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-    if width and inner and is_number and int(width * ratio) != inner:
+    if width and inner and _is_number(ratio, 0) and int(width * ratio) != inner:
         where, expected = case.where_in_config(CORRECTOR_KEYS["mlp_ratio"][0]), f"{inner / width:g}, as stored"
         yield finding("error", where, repr(ratio), expected, _TODO)
