@@ -361,7 +361,7 @@ def write_learnt_corrected(folder: Path, target: Path) -> Path:
     """Writes a LiLiCorr drafter on the target's tables, random but for its states and what makes vectors into edges."""
     made = {**config(lilicorr_lab.TOP, lilicorr_lab.NESTED), "num_hidden_layers": 1, "intermediate_size": 900}
     made["dflash_config"] |= {"conv_kernel_size": 0, "lilicorr_hidden_size": 96}
-    held = tensors_of(made, seed=2)
+    held = tensors_of(made, seed=4)  # without ties among the candidates of the texts that tests draft
     for name in ("out_head", "anchor_out_head"):  # mostly one direction, which the vectors of right candidates get
         held[f"lilicorr.{name}.weight"] *= 0.3
         held[f"lilicorr.{name}.bias"] += 6 * torch.eye(len(held[f"lilicorr.{name}.bias"]))[0] - 1
