@@ -49,7 +49,7 @@ def _graphs(engine: SpecEngine) -> list[str]:
     recipe = engine.bundle.recipe
     method = registry.method(recipe.method)
     config = method.Config(drafters=recipe.speculator["drafters"])
-    return [job.name for job in method.graph_jobs(config)]
+    return [job.name for job in method.graph_jobs(config) if job.name in engine.bundle.graphs]
 
 
 def measure(ways: dict[str, SpecEngine], rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.bundling.graphs import Graph, compile_graph, compile_options, find_graph, tune_graph
+from speccompile.bundling.graphs import Graph, compile_graph, compile_options, find_graph, needed_jobs, tune_graph
 from speccompile.bundling.guard import claim_folder
 from speccompile.bundling.manifest import write_bundle_files
 from speccompile.bundling.records import BUNDLE
@@ -96,7 +96,7 @@ def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list
     target = find_graph(plan, plan.target, None, backend)
     check_tokenizer(target.source.folder, target.dims, plan.weights)
     graphs = [target]
-    for job in plan.jobs[1:]:
+    for job in needed_jobs(plan, target.dims):
         log.step(job.name)
         graphs.append(graph := find_graph(plan, job, target.dims, backend))
         if graph.source.has_tokenizer:

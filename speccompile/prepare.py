@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speccompile.backends.base import Backend
-from speccompile.bundling.graphs import find_graph
+from speccompile.bundling.graphs import find_graph, needed_jobs
 from speccompile.bundling.stage_cache import BUNDLES, StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress
 from speccompile.bundling.staging import disk_faults
@@ -148,7 +148,7 @@ def key_of(plan: BuildPlan) -> str:
     """
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     target = find_graph(plan, plan.target, None, backend)
-    graphs = [target, *(find_graph(plan, job, target.dims, backend) for job in plan.jobs[1:])]
+    graphs = [target, *(find_graph(plan, job, target.dims, backend) for job in needed_jobs(plan, target.dims))]
     folder = target.source.folder
     files = {name: digest_from_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return digest_from_json(

@@ -131,6 +131,20 @@ def write_learnt_dflash(folder: Path, target: Path) -> None:
     dflash_lab.write_learnt(folder, target)
 
 
+def write_learnt_lilicorr(folder: Path, target: Path) -> None:
+    """Writes a LiLiCorr drafter."""
+    from tests.speculators import dflash_lab
+
+    dflash_lab.write_learnt_corrected(folder, target)
+
+
+def write_learnt_domino(folder: Path, target: Path) -> None:
+    """Writes a Domino drafter."""
+    from tests.speculators import dflash_lab
+
+    dflash_lab.write_learnt_path(folder, target)
+
+
 def write_pard(folder: Path, target: Path) -> None:
     """Writes a draft model that reads masks."""
     from tests.speculators import mask_lab
@@ -163,6 +177,10 @@ ROWS: dict[str, Row] = {
     "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "peagle": Row(write_peagle, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "eagle3"),
     "dflash": Row(write_learnt_dflash, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}),
+    "lilicorr": Row(
+        write_learnt_lilicorr, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "dflash"
+    ),
+    "domino": Row(write_learnt_domino, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "dflash"),
     "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "suffix": Row(None, {"depth": 4}, {"tree": "auto", "depth": 4}),
@@ -212,4 +230,6 @@ def sources(method: str, form: str, target: Path, model: Path, keep_logits: bool
     yield first
     for wanted in chosen.graph_jobs(config):
         context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, first.dims, job)
-        yield registry.find_class(wanted.source)(wanted, context)
+        source = registry.find_class(wanted.source)(wanted, context)
+        if source.is_needed:
+            yield source

@@ -199,7 +199,8 @@ _CHAIN = {"tree": "chain"}
 _DOMINO = {"projector_type": "domino", "emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1,
            "shift_label": True}  # fmt: skip
 _LILICORR = {"lilicorr_enabled": True, "lilicorr_candidate_topk": 16, "lilicorr_hidden_size": 0,
-             "lilicorr_num_layers": 2, "lilicorr_num_heads": 8, "lilicorr_factor_dim": 256}  # fmt: skip
+             "lilicorr_num_layers": 2, "lilicorr_num_heads": 8, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 256,
+             "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 8.0}  # fmt: skip
 
 Q, QH, QM, G4, OSS = "Qwen3", "Qwen3.5, 3.6, 3.8", "Qwen3-MoE", "Gemma 4", "gpt-oss"
 PAIRS = (

@@ -97,6 +97,15 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     return source
 
 
+def needed_jobs(plan: BuildPlan, target: ModelDims) -> list[GraphJob]:
+    """Returns the jobs of a plan besides the target's whose graphs its checkpoints need.
+
+    Raises:
+        CheckpointError, RecipeError: see `open_source`.
+    """
+    return [job for job in plan.jobs[1:] if not job.is_optional or open_source(plan, job, target).is_needed]
+
+
 ROWS_STEP = 8  # in half precision the slots of every cache then begin at multiples of 256 bytes, as TensorRT requires
 
 

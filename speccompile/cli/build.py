@@ -135,6 +135,8 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
     graphs, target = {}, None
     for job in plan.jobs:
         source = open_source(plan, job, target, weights="random")
+        if job.is_optional and not source.is_needed:
+            continue
         counts, slots = source.counts(), plan.engine.max_batch_size
         if counts is None:
             config = read_text_config(source.folder)

@@ -65,10 +65,9 @@ class DecoderOptions(TargetOutputs):
     """Options of a decoder; the defaults are those of a draft that drafts chains.
 
     Args:
-        keep_logits: of the target: logits come out as well.
+        keep_logits, images: of the target: logits come out as well; rows of images are inputs beside tokens.
         num_layers: build with fewer layers; None: all.
         candidates: of a draft: what it gives after every node.
-        images: of the target: rows of images are inputs beside tokens.
     """
 
     keep_logits: bool = False
@@ -89,11 +88,11 @@ class GraphJob:
 
     Args:
         name: the graph's name in the bundle; `make_proposer` finds its engine under it.
-        model: checkpoint folder or hub id; or `AS_TARGET`.
-        quantization: `none`, `int8` or `int4`; or `AS_TARGET`.
+        model, quantization: checkpoint folder or hub id; `none`, `int8` or `int4`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
         options: a frozen dataclass of the kind that the source reads; all of it is in the graph's cache key.
         config, lora: folder whose config.json replaces the model's where no weights are read; adapter to merge.
+        is_optional: it is built only where its source `is_needed`, which depends on the checkpoint.
     """
 
     name: str
@@ -103,6 +102,7 @@ class GraphJob:
     options: Any = DecoderOptions()
     config: str | None = None
     lora: str | None = None
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,7 @@ class CompileOptions:
         max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
         consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
-        calibration: texts as token ids, over which a backend that `calibrates` weighs errors of weights; empty: it
-            draws texts from the model itself; None: weights are rounded.
+        calibration: texts over which a backend that `calibrates` weighs errors; empty: its own; None: no texts.
     """
 
     dtype: str = "float32"

@@ -31,14 +31,6 @@ class KnownFormat:
 
 
 KNOWN = (
-    KnownFormat(
-        "domino",
-        "Domino: a block drafter whose head has a state",
-        (r"(^|\.)prefix_gru\.",),
-        (),
-        (("projector_type", ("domino",)), ("dflash_config.projector_type", ("domino",))),
-    ),
-    KnownFormat("lilicorr", "LiLiCorr: a block drafter with layers over its candidates", (r"^lilicorr\.",)),
     KnownFormat("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
     KnownFormat(
         "hydra",

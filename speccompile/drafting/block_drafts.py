@@ -18,6 +18,7 @@ from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion
 from speccompile.drafting.features import PendingFeatures
 from speccompile.drafting.lattice import Lattice
+from speccompile.drafting.path_lattice import PathLattice
 from speccompile.graph_kinds.blocks import PAIR_SCORES
 
 
@@ -25,8 +26,8 @@ class BlockCache:
     """See `speccompile.drafting.proposer.DraftRows`.
 
     One run reads the features of the positions that were accepted since the last one, and gives the lattice of the
-    next block. Trees grow over the lattice without another run, and drafts leave nothing in the cache: its rows are
-    those of accepted positions, whatever was drafted.
+    next block. Trees grow over the lattice without another run, but for the small step of a draft whose slots depend on
+    the path, and drafts leave nothing in the cache: its rows are those of accepted positions, whatever was drafted.
 
     Args:
         engine: the draft (`graph_kinds.blocks.block_draft_spec`).
@@ -34,12 +35,20 @@ class BlockCache:
         names: of the target's outputs that `make` reads.
         max_seq_len: rows that a sequence may use.
         max_nodes: most positions that a step with every slot may read.
+        step: of a draft whose slots depend on the path before them (`graph_kinds.blocks.path_step_spec`); None: of any
+            other.
     """
 
     catches_up = False
 
     def __init__(
-        self, engine: Engine, make: Callable[[Outputs], Any], names: Sequence[str], max_seq_len: int, max_nodes: int
+        self,
+        engine: Engine,
+        make: Callable[[Outputs], Any],
+        names: Sequence[str],
+        max_seq_len: int,
+        max_nodes: int,
+        step: Engine | None = None,
     ) -> None:
         self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
         width = engine.spec.input(FEATURES).dims[2]
@@ -47,6 +56,7 @@ class BlockCache:
         self.pending = PendingFeatures(width, make, names)
         self.lengths = [0] * engine.max_slots
         self.caches = (CacheRows(engine, self.lengths),)
+        self._step = step
         self._lattice: Lattice | None = None
 
     def start(self, slot: int) -> None:
@@ -107,14 +117,16 @@ class BlockCache:
         for slot, num in enumerate(counts):
             self.lengths[slot] += num
         vocab_size = self.engine.spec.vocab_size
-        self._lattice = Lattice(np.asarray(made[CANDIDATES]), np.asarray(made[PAIR_SCORES]), vocab_size)
+        if self._step is None:
+            self._lattice = Lattice(np.asarray(made[CANDIDATES]), np.asarray(made[PAIR_SCORES]), vocab_size)
+        else:
+            self._lattice = PathLattice(self._step, made, vocab_size)
         return self._lattice.after_roots(warp)
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Returns what comes after the scored nodes of an expansion, from the lattice."""
         assert self._lattice is not None
-        tokens = np.take_along_axis(level.tokens, level.scored_nodes, axis=1)
-        return self._lattice.after(level.depth, tokens, level.warp)
+        return self._lattice.expand(level)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the features of the accepted paths."""

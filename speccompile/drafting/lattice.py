@@ -18,6 +18,7 @@ from speccompile.core.protocols import Outputs
 from speccompile.core.sampling import warp
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints
+from speccompile.drafting.expansion import Expansion
 
 
 class Lattice:
@@ -48,11 +49,20 @@ class Lattice:
             `candidates` and `candidate_probs` [batch, scored, candidates], the likeliest first, and where drafts are
             drawn `node_probs` [batch, scored, vocab].
         """
-        before: Ints = (self.candidates[:, depth - 1, None] == tokens[:, :, None]).argmax(-1)
+        before = self.columns(depth, tokens)
         if self.scores.shape[2] == 1:
             before = np.zeros_like(before)
         rows = np.take_along_axis(self.scores[:, depth], before[:, :, None], axis=1)
         return self._outputs(depth, rows, heat)
+
+    def columns(self, depth: int, tokens: Ints) -> Ints:
+        """Returns which candidates of slot depth - 1 tokens [batch, scored] are, 0 for others; of the same shape."""
+        found: Ints = (self.candidates[:, depth - 1, None] == tokens[:, :, None]).argmax(-1)
+        return found
+
+    def expand(self, level: Expansion) -> Outputs:
+        """Returns what comes after the scored nodes of an expansion; see `after`."""
+        return self.after(level.depth, np.take_along_axis(level.tokens, level.scored_nodes, axis=1), level.warp)
 
     def _outputs(self, slot: int, rows: Floats, heat: Mapping[str, NDArray[Any]]) -> Outputs:
         """Returns the outputs of scores [batch, scored, candidates] of a slot."""

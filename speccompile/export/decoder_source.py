@@ -51,6 +51,7 @@ class DecoderSource:
 
     has_tokenizer = True
     shares_weights = False
+    is_needed = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context

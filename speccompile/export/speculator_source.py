@@ -35,6 +35,7 @@ class SpeculatorSource:
     max_rows = 0
     has_tokenizer = False
     shares_weights = False
+    is_needed = True
     dims: Any
     formats: Sequence[Format] = ()  # the method's layouts on disk
     needs_tables = False  # of the target: its embeddings or its LM head are copied into the graph

@@ -48,6 +48,7 @@ class VisionSource:
     max_rows = 0
     has_tokenizer = False
     shares_weights = False
+    is_needed = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         assert context.target is not None

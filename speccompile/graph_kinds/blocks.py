@@ -8,9 +8,14 @@ never counted among them, so the next run overwrites them.
 Slot i of a block is the draft token at depth i + 1. Entry [i, a, b] of the scores is the logit of candidate b of slot
 i after candidate a of slot i - 1, up to a number that is the same for all b; before slot 0 there is the root alone,
 and its rows are all alike. A draft whose slots do not depend on one another has one row a slot.
+
+Where a slot depends on the whole path before it, the scores have one row a slot, too, and the block gives further terms
+of which a second graph, the step, makes the path's state and its scores, one token after the other.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import (
@@ -28,6 +33,29 @@ from speccompile.core.specs import (
 from speccompile.graph_kinds.features import STATES
 
 PAIR_SCORES = "pair_scores"  # [batch, drafts, candidates or 1, candidates] float32, see above
+# Of drafts whose slots depend on the path. A block gives, and a step reads of one depth:
+EMBEDDED = (
+    "embedded"  # [batch, 1 + (drafts - 1) candidates, hidden] float32: of the root, then of all slots but the last
+)
+SLOT_TERMS = "slot_terms"  # [batch, drafts, width] float32
+CANDIDATE_ROWS = "candidate_rows"  # [batch, drafts, candidates, width] float32; zero in slots without a correction
+PATH_STATES = "path_states"  # [batch, nodes, state] float32: after the tokens before each node
+NEXT_STATES = "path_states.next"  # [batch, nodes, state] float32: after the node itself
+BASE_SCORES = "base_scores"  # [batch, candidates] float32
+PATH_SCORES = "path_scores"  # [batch, nodes, candidates] float32
+
+
+@dataclass(frozen=True)
+class PathSizes:
+    """Sizes of what a draft keeps of a path.
+
+    Args:
+        state: of the state.
+        width: of the terms whose product with a candidate's row corrects its score.
+    """
+
+    state: int
+    width: int
 
 
 def block_draft_spec(
@@ -39,6 +67,7 @@ def block_draft_spec(
     num_candidates: int,
     is_paired: bool,
     num_masks: int,
+    path: PathSizes | None = None,
 ) -> GraphSpec:
     """Returns the spec.
 
@@ -50,6 +79,7 @@ def block_draft_spec(
         num_candidates: of each slot.
         is_paired: scores depend on the candidate of the slot before.
         num_masks: rows of a block after the root's.
+        path: sizes, where a slot depends on the whole path before it.
     """
     caches = tuple(
         TensorSpec(cache, ("batch", dims.num_kv_heads, "max_seq", dims.head_dim), "float32")
@@ -57,6 +87,13 @@ def block_draft_spec(
         for cache in cache_names(i)
     )
     before = num_candidates if is_paired else 1
+    terms: tuple[TensorSpec, ...] = ()
+    if path is not None:
+        terms = (
+            TensorSpec(EMBEDDED, ("batch", 1 + (num_drafts - 1) * num_candidates, dims.hidden_size), "float32"),
+            TensorSpec(SLOT_TERMS, ("batch", num_drafts, path.width), "float32"),
+            TensorSpec(CANDIDATE_ROWS, ("batch", num_drafts, num_candidates, path.width), "float32"),
+        )
     return GraphSpec(
         name,
         (
@@ -70,6 +107,7 @@ def block_draft_spec(
         (
             TensorSpec(CANDIDATES, ("batch", num_drafts, num_candidates), "int64"),
             TensorSpec(PAIR_SCORES, ("batch", num_drafts, before, num_candidates), "float32"),
+            *terms,
             *(TensorSpec(updated_cache_name(c.name), c.dims, c.dtype) for c in caches),
         ),
         tuple(c.name for c in caches),
@@ -80,4 +118,33 @@ def block_draft_spec(
         scores="one",
         num_candidates=num_candidates,
         num_drafts=num_drafts,
+    )
+
+
+def path_step_spec(name: str, dims: ModelDims, path: PathSizes, num_candidates: int) -> GraphSpec:
+    """Returns the spec of the step, which has no caches: its caller keeps the states.
+
+    Args:
+        name: the graph's name.
+        dims: of the draft.
+        path: sizes.
+        num_candidates: of each slot.
+    """
+    nodes = ("batch", "nodes")
+    return GraphSpec(
+        name,
+        (
+            TensorSpec(EMBEDDED, (*nodes, dims.hidden_size), "float32", "states"),
+            TensorSpec(PATH_STATES, (*nodes, path.state), "float32", "states"),
+            TensorSpec(SLOT_TERMS, ("batch", path.width), "float32", "states"),
+            TensorSpec(CANDIDATE_ROWS, ("batch", num_candidates, path.width), "float32", "states"),
+            TensorSpec(BASE_SCORES, ("batch", num_candidates), "float32", "states"),
+        ),
+        (
+            TensorSpec(NEXT_STATES, (*nodes, path.state), "float32"),
+            TensorSpec(PATH_SCORES, (*nodes, num_candidates), "float32"),
+        ),
+        (),
+        dims.vocab_size,
+        num_candidates=num_candidates,
     )

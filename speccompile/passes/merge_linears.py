@@ -3,7 +3,7 @@
 
 One matrix product has one quantisation of its input and one synchronisation of threads. Where a graph runs the same
 layers several times, as heads that draft a chain do, all runs read one merged weight; a run that needs only some of
-its parts computes all of them.
+its parts computes all of them. A linear whose product is an output of the graph stays as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def merge_linears(model: ir.Model) -> int:
     by_source: dict[ir.Value, dict[ir.Value, ir.Node]] = defaultdict(dict)
     for node in model.graph:
         source, weight = (*node.inputs, None, None)[:2]
-        if node.op_type == "MatMul" and node.domain == "" and source is not None and _is_weight(weight):
+        is_linear = node.op_type == "MatMul" and node.domain == "" and _is_weight(weight)
+        if is_linear and source is not None and not _gives_output(node):
             assert weight is not None
             by_source[source][weight] = node
     merged = _merged_weights(by_source)
@@ -51,6 +52,12 @@ def _is_weight(value: ir.Value | None) -> bool:
     if weight is None or value is None or len(weight.shape) != 2:
         return False
     return all(use.node.op_type == "MatMul" and use.idx == 1 for use in value.uses())
+
+
+def _gives_output(node: ir.Node) -> bool:
+    """Returns whether a MatMul, with its bias if it has one, gives an output of the graph."""
+    found = _bias_of(node)
+    return node.outputs[0].is_graph_output() or (found is not None and found[0].outputs[0].is_graph_output())
 
 
 def _merged_weights(by_source: dict[ir.Value, dict[ir.Value, ir.Node]]) -> dict[frozenset[ir.Value], _Weights]:

@@ -64,6 +64,7 @@ def load(
     name, config = _method_config(recipe.speculator, method)
     chosen = registry.method(name)
     jobs = chosen.graph_jobs(config)
+    jobs = tuple(job for job in jobs if not job.is_optional or job.name in bundle.graphs)
     missing = [job.name for job in jobs if job.name not in bundle.graphs]
     if missing:
         todo = f"Build a bundle whose recipe has speculator.method: {name}."

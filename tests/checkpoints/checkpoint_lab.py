@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoints.dflash_files import dflash_one, dflash_speculators, dflash_two, dspark
+from tests.checkpoints.dflash_files import (
+    dflash_one,
+    dflash_speculators,
+    dflash_two,
+    domino,
+    domino_first,
+    dspark,
+    lilicorr,
+    lilicorr_as_wide,
+)
 from tests.checkpoints.gemma4_files import gemma4_assistant
 from tests.checkpoints.lab_files import (  # noqa: F401
     DRAFT_VOCAB,
@@ -324,6 +333,10 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "dflash": (dflash_one, "dflash/ours"),
     "dflash-two": (dflash_two, "dflash/ours"),
     "dflash-spark": (dspark, "dflash/ours"),
+    "dflash-lilicorr": (lilicorr, "dflash/ours"),
+    "dflash-lilicorr-wide": (lilicorr_as_wide, "dflash/ours"),
+    "dflash-domino": (domino, "dflash/ours"),
+    "dflash-domino-first": (domino_first, "dflash/ours"),
     "dflash-speculators": (dflash_speculators, "dflash/speculators"),
     "mtp": (mtp_ours, "mtp/ours"),
     "mtp-speculators": (mtp_speculators, "mtp/speculators"),

@@ -65,6 +65,48 @@ def dspark(folder: Path) -> Path:
     return save(folder, config, draw({**shapes(), **tables, **head}))
 
 
+def lilicorr(folder: Path) -> Path:
+    """Narrower than the drafter, beside convolutions."""
+    from tests.speculators.lilicorr_lab import shapes as corrector_shapes
+
+    numbers = {
+        "lilicorr_enabled": True, "lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 12, "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 3, "lilicorr_mlp_ratio": 1.5, "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-4,
+        "lilicorr_logit_scale": 8.0, "conv_kernel_size": 2, "conv_group_size": 8,
+    }  # fmt: skip
+    config = {**QWEN, "architectures": ["LiLiCorrDraftModel"], "dflash_config": own(**numbers)}
+    head = {f"lilicorr.{key}": shape for key, shape in corrector_shapes(config).items()}
+    return save(folder, config, draw({**shapes(), **convolutions(), **head}))
+
+
+def lilicorr_as_wide(folder: Path) -> Path:
+    """As wide as the drafter: without a projection of tokens, and known by its architecture alone."""
+    from tests.speculators.lilicorr_lab import shapes as corrector_shapes
+
+    numbers = {
+        "lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 0, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2,
+        "lilicorr_mlp_ratio": 2, "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 8,
+    }  # fmt: skip
+    config = {**QWEN, "architectures": ["LiLiCorrDraftModel"], "dflash_config": own(**numbers)}
+    head = {f"lilicorr.{key}": shape for key, shape in corrector_shapes(config).items()}
+    return save(folder, config, draw({**shapes(), **head}))
+
+
+def domino(folder: Path, prefix: str = "") -> Path:
+    """With the keys of the first releases where there is a prefix."""
+    numbers = {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 10, "pure_draft_prefix_len": 1}
+    config = {**QWEN, "architectures": ["DFlashDraftModel"], "dflash_config": own(**numbers, shift_label=True)}
+    head = {
+        "prefix_gru.weight_ih_l0": (30, HIDDEN), "prefix_gru.weight_hh_l0": (30, 10),
+        "embed_proj.0.weight": (6, HIDDEN + 10), "embed_proj.2.weight": (VOCAB, 6),
+    }  # fmt: skip
+    return save(folder, config, draw({**shapes(), **{prefix + key: shape for key, shape in head.items()}}))
+
+
+def domino_first(folder: Path) -> Path:
+    return domino(folder, "logit_head.")
+
+
 def dflash_speculators(folder: Path) -> Path:
     """With a vocabulary of its own."""
     config = {

@@ -29,7 +29,8 @@ PAIRS = [
     ("eagle3-narrow", "speculators"), ("eagle3-windowed", "speculators"), ("peagle", "speculators"),
     ("peagle-numbered", "ours"),
     ("peagle-speculators", "numbered"), ("dflash", "speculators"), ("dflash-two", "speculators"),
-    ("dflash-spark", "ours"), ("dflash-speculators", "ours"), ("mtp", "ours"),
+    ("dflash-spark", "ours"), ("dflash-lilicorr", "ours"), ("dflash-lilicorr-wide", "ours"),
+    ("dflash-domino", "ours"), ("dflash-domino-first", "ours"), ("dflash-speculators", "ours"), ("mtp", "ours"),
     ("mtp", "speculators"), ("mtp-speculators", "ours"), ("mtp-qwen", "ours"), ("mtp-glm", "ours"),
     ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
 ]  # fmt: skip
@@ -213,6 +214,12 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("speccompile.doctor.convert.write_safetensors", fail)
     assert run("convert", source, "-o", tmp_path / "dest") == 130
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("make", [lab.lilicorr, lab.domino])
+def test_what_a_format_cannot_state_is_not_converted(make: Any, tmp_path: Path, target: Path) -> None:
+    source = make(tmp_path / "source")
+    assert run("convert", source, "--to", "speculators", "--target", target, "-o", tmp_path / "dest") == 3
 
 
 def test_values_that_are_not_finite_are_not_converted(tmp_path: Path) -> None:

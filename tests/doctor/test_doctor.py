@@ -169,11 +169,6 @@ def test_what_cannot_be_read_is_a_finding(
 
 KNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mimo": ({"model_type": "mimo"}, ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.mlp.up_proj.weight"]),
-    "domino": (
-        {"dflash_config": {"projector_type": "domino"}},
-        ["fc.weight", "hidden_norm.weight", "prefix_gru.weight_ih_l0"],
-    ),
-    "lilicorr": ({"dflash_config": {"mask_token_id": 1}}, ["fc.weight", "hidden_norm.weight", "lilicorr.token_proj"]),
     "hydra": ({"hydra_num_heads": 4}, ["hydra_mlp.0.0.linear.weight", "hydra_lm_head.0.weight"]),
     "redrafter": ({}, ["input_proj.weight", "lm_head.0.linear.weight", "rnn_w.weight"]),
 }

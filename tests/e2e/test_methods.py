@@ -50,7 +50,7 @@ def lab(tmp_path_factory):
         if key not in engines:
             owners = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
             # A decoder's graph is the same whatever its tail will be.
-            graph = (source.job.model, str(getattr(source, "outputs", source.job.options)))
+            graph = (source.job.model, source.job.source, str(getattr(source, "outputs", source.job.options)))
             if graph not in graphs:
                 graphs[graph] = store.export(source)[0]
             maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"

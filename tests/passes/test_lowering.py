@@ -206,9 +206,28 @@ def test_linears_of_different_inputs_or_shared_weights_are_left_alone() -> None:
     first, second = (edit.const(np.eye(4, dtype=np.float32) * i, f"w{i}") for i in (1, 2))
     outputs = [edit.op("MatMul", x, first), edit.op("MatMul", y, second), edit.op("MatMul", x, second)]
     for index, value in enumerate(outputs):
-        add_output(model, value, f"out{index}", ["batch", "nodes", 4])
+        add_output(model, edit.op("Identity", value), f"out{index}", ["batch", "nodes", 4])
     assert merge_linears(model) == 0
-    assert histogram_from_model(model) == {"MatMul": 3}
+    assert histogram_from_model(model) == {"MatMul": 3, "Identity": 3}
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_that_gives_an_output_is_left_alone(has_bias: bool) -> None:
+    rng, model = np.random.default_rng(0), empty_model()
+    x, edit = add_input(model, "x", ["batch", "nodes", 4], "float32"), Editor(model)
+    weights = [edit.const(rng.standard_normal((4, 3)).astype(np.float32), f"w{i}") for i in range(3)]
+    for index, weight in enumerate(weights):
+        value = edit.op("MatMul", x, weight)
+        if has_bias:
+            value = edit.op("Add", value, edit.const(rng.standard_normal(3).astype(np.float32), f"b{index}"))
+        add_output(model, edit.op("Identity", value) if index else value, f"out{index}", ["batch", "nodes", 3])
+    feeds = {"x": rng.standard_normal((2, 3, 4)).astype(np.float32)}
+    before = run(model, feeds)
+    assert merge_linears(model) == 1
+    counts = histogram_from_model(model)
+    assert counts["MatMul"] == 2 and counts["Split"] == 1
+    for got, wanted in zip(run(model, feeds), before, strict=True):
+        assert np.abs(got - wanted).max() < 1e-5
 
 
 def test_layers_that_run_several_times_share_one_merged_weight() -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tests.speculators import domino_lab, lilicorr_lab
 from tests.speculators.eagle_lab import HIDDEN, STREAMS, VOCAB, fitted, texts_of
 
 LAYER: dict[str, Any] = {
@@ -58,6 +59,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "one": config({**ONE, "num_hidden_layers": 1}),
     "two": config(TWO, NESTED_TWO),
     "spark": config(SPARK),
+    "corrected": config(lilicorr_lab.TOP, lilicorr_lab.NESTED),
+    "path": config(ONE, domino_lab.NESTED),
 }
 
 
@@ -99,7 +102,8 @@ def tensors_of(made: dict[str, Any], seed: int = 0) -> Tensors:
         held["candidate_selector.hidden_projection.weight"] = draw(rank, width)
     if rank := made.get("markov_rank", 0):
         held |= {f"markov_head.markov_w{i}.weight": draw(VOCAB, rank, scale=0.8) for i in (1, 2)}
-    return held
+    held |= {f"lilicorr.{key}": draw(*shape) for key, shape in lilicorr_lab.shapes(made).items()}
+    return held | {key: draw(*shape, scale=scale) for key, (shape, scale) in domino_lab.shapes(made, VOCAB).items()}
 
 
 def write(folder: Path, made: dict[str, Any], held: Tensors | None = None, **changes: Any) -> Path:
@@ -238,7 +242,7 @@ class Twin:
     def states(self, streams: torch.Tensor, root: int, num_drafts: int) -> torch.Tensor:
         """Returns what the LM head reads of each slot, [drafts, hidden]; see `block`."""
         made, own = self.made, self.made["dflash_config"]
-        from_root = "markov_rank" in made
+        from_root = "markov_rank" in made or own.get("shift_label", False)
         from_root = not from_root if "slots" in self.faults else from_root
         rows = num_drafts if from_root else num_drafts + 1
         tokens = torch.tensor([root] + [MASK] * (rows - 1))
@@ -264,6 +268,8 @@ class Twin:
             logits = logits * own.get("output_multiplier", 1.0)
             if cap := own.get("final_logit_softcapping"):
                 logits = torch.tanh(logits / cap) * cap
+        if own.get("lilicorr_enabled"):
+            return lilicorr_lab.corrected(self, streams, hidden, logits, num)
         unary, candidates = logits.topk(num)
         scores = unary[:, None]
         before = torch.cat((torch.full((1, num), root), candidates[:-1]))
@@ -310,4 +316,73 @@ def write_learnt(folder: Path, target: Path) -> Path:
             inputs.append(lab.states(streams[:position], int(text[0, position]), num))
             wanted.append(8 * torch.eye(VOCAB)[text[0, position + 1 : position + 1 + num]])
     held["lm_head.weight"] = fitted(inputs, wanted, 0.1)
+    return write(folder, made, held)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorder(Twin):
+    """A twin that keeps the last inputs of its linear layers and norms by name."""
+
+    inputs: Tensors = field(default_factory=dict)
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        self.inputs[name] = x
+        return super().linear(x, name)
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        self.inputs[name] = x
+        return super().norm(x, name)
+
+
+@torch.no_grad()
+def _fit_states(made: dict[str, Any], held: Tensors, target: Path) -> tuple[_Recorder, list[tuple[torch.Tensor, ...]]]:
+    """Fits the only layer's MLP so that slots' states are the target's; returns the twin, and blocks of the texts.
+
+    A block is (streams before the root, its token, the tokens that follow).
+    """
+    model, num = load_file(target / "model.safetensors"), BLOCK - 1
+    held["norm.weight"] = torch.ones(HIDDEN)
+    lab = _Recorder(made, held, model["model.embed_tokens.weight"], model["lm_head.weight"])
+    blocks, inputs, wanted = [], [], []
+    for (text,), seen in zip(*texts_of(target), strict=True):
+        streams = torch.cat([seen[layer + 1][0] for layer in READ], -1)
+        for i in range(1, len(text) - num):
+            lab.states(streams[:i], int(text[i]), num)
+            inputs.append(lab.inputs["layers.0.mlp.down_proj"][-num:])
+            below = lab.inputs["layers.0.post_attention_layernorm"][-num:]
+            wanted.append(8 * seen[-1][0, i : i + num] - below)
+            blocks.append((streams[:i], text[i], text[i + 1 : i + 1 + num]))
+    held["layers.0.mlp.down_proj.weight"] = fitted(inputs, wanted, 0.1)
+    return lab, blocks
+
+
+@torch.no_grad()
+def write_learnt_corrected(folder: Path, target: Path) -> Path:
+    """Writes a LiLiCorr drafter on the target's tables, random but for its states and what makes vectors into edges."""
+    made = {**config(lilicorr_lab.TOP, lilicorr_lab.NESTED), "num_hidden_layers": 1, "intermediate_size": 900}
+    made["dflash_config"] |= {"conv_kernel_size": 0, "lilicorr_hidden_size": 96}
+    held = tensors_of(made, seed=4)  # without ties among the candidates of the texts that tests draft
+    for name in ("out_head", "anchor_out_head"):  # mostly one direction, which the vectors of right candidates get
+        held[f"lilicorr.{name}.weight"] *= 0.3
+        held[f"lilicorr.{name}.bias"] += 6 * torch.eye(len(held[f"lilicorr.{name}.bias"]))[0] - 1
+    held["lilicorr.rank_embedding"] *= 8
+    held["lilicorr.in_head.weight"] *= 0.5
+    held["lilicorr.in_head.bias"] -= 1
+    lab, blocks = _fit_states(made, held, target)
+    inputs, wanted = [], []
+    for streams, root, text in blocks[::3]:
+        tokens, _ = lab.block(streams, int(root), len(text), 8)
+        inputs.append(lab.inputs["lilicorr.in_head"])
+        wanted.append(6.0 * (tokens == text[:, None]).view(-1, 1) - 2)
+    held["lilicorr.in_head.weight"][:1], held["lilicorr.in_head.bias"][0] = fitted(inputs, wanted, 0.1), 0.0
+    return write(folder, made, held)
+
+
+@torch.no_grad()
+def write_learnt_path(folder: Path, target: Path) -> Path:
+    """Writes a Domino drafter on the target's tables, random but for its states, whose head changes many drafts."""
+    made = {**config(ONE, domino_lab.NESTED), "num_hidden_layers": 1, "intermediate_size": 900}
+    held = tensors_of(made, seed=2)
+    held["embed_proj.2.weight"] *= 0.5
+    _fit_states(made, held, target)
     return write(folder, made, held)

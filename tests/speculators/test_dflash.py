@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,16 @@ from speccompile.drafting.budget import Budget
 from speccompile.drafting.lattice import Lattice
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
-from speccompile.graph_kinds.blocks import PAIR_SCORES
+from speccompile.graph_kinds.blocks import (
+    BASE_SCORES,
+    CANDIDATE_ROWS,
+    EMBEDDED,
+    NEXT_STATES,
+    PAIR_SCORES,
+    PATH_SCORES,
+    PATH_STATES,
+    SLOT_TERMS,
+)
 from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
@@ -109,10 +120,53 @@ class MockBlocks:
         self.rows[[first, second]] = self.rows[[second, first]]
 
 
-def make(slots=1, costs=None, **fields):
+class MockPaths(MockBlocks):
+    """A draft whose slots after the first see the last two tokens of their path, by `MockStep`."""
+
+    def __init__(self, target: MockTarget, max_slots: int) -> None:
+        super().__init__(target, max_slots)
+        outputs = (
+            TensorSpec(PAIR_SCORES, ("batch", DRAFTS, 1, NUM), "float32"),
+            TensorSpec(EMBEDDED, ("batch", 1 + (DRAFTS - 1) * NUM, VOCAB), "float32"),
+            TensorSpec(SLOT_TERMS, ("batch", DRAFTS, 1), "float32"),
+            TensorSpec(CANDIDATE_ROWS, ("batch", DRAFTS, NUM, 1), "float32"),
+        )
+        self.spec = replace(self.spec, outputs=(self.spec.output(CANDIDATES), *outputs))
+
+    def run(self, feeds, first_slot=0):
+        outputs = super().run(feeds, first_slot)
+        tokens = outputs[CANDIDATES]
+        path = np.concatenate((feeds[TOKENS], tokens[:, :-1].reshape(len(tokens), -1)), axis=1)
+        outputs |= {EMBEDDED: np.eye(VOCAB, dtype=np.float32)[path], CANDIDATE_ROWS: tokens[..., None]}
+        return outputs
+
+    def _lattice(self, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return super()._lattice(text)[0], np.zeros((DRAFTS, 1, NUM), np.float32)
+
+
+class MockStep:
+    """The step over one token of each path: its state is the last two tokens, from 1 on."""
+
+    def __init__(self) -> None:
+        inputs = (TensorSpec(PATH_STATES, ("batch", "nodes", 2), "float32"),)
+        self.spec, self.num_runs = GraphSpec("step", inputs, (), (), VOCAB), 0
+
+    def run(self, feeds):
+        self.num_runs += 1
+        tokens, before = feeds[EMBEDDED].argmax(-1), feeds[PATH_STATES][..., 0].astype(np.int64)
+        candidates = feeds[CANDIDATE_ROWS][..., 0].astype(np.int64)
+        rows = DRAFT.last[tokens] + np.where(before[..., None] > 0, DRAFT.before[before - 1], 0.0)
+        scores = feeds[BASE_SCORES][:, None] + np.stack(
+            [row[:, own] for row, own in zip(rows, candidates, strict=True)]
+        )
+        return {NEXT_STATES: np.stack((tokens + 1, before), -1).astype(np.float32), PATH_SCORES: scores}
+
+
+def make(slots=1, costs=None, *, has_path=False, **fields):
     target = MockTarget(TARGET, slots, ROWS, NODES + 1)
-    engine = MockBlocks(target, slots)
-    cache = BlockCache(engine, lambda outputs: outputs[HIDDEN], (HIDDEN,), ROWS, NODES + 1)
+    engine = (MockPaths if has_path else MockBlocks)(target, slots)
+    step = MockStep() if has_path else None
+    cache = BlockCache(engine, lambda outputs: outputs[HIDDEN], (HIDDEN,), ROWS, NODES + 1, step)
     config, context = DflashConfig("d", **fields), MethodContext(slots, ROWS, NODES, costs or {})
     return target, DraftProposer(cache, *config.make_drafts(cache, engine, "draft", context, DRAFTS))
 
@@ -169,6 +223,46 @@ def test_drawn_walks_keep_the_targets_distribution(form, heat):
     done = decode_many(target, proposer, heat, NUM_TEXTS, ROWS)
     assert fit_p_value(done, TARGET, heat) > LEAST
     assert num_accepted(done) > 200
+
+
+@pytest.mark.parametrize("form", FORMS[:4], ids=range(4))
+def test_greedy_text_over_paths_is_the_targets(form):
+    done, proposer = run(
+        make, [SamplingParams(max_new_tokens=24 + i) for i in range(4)], slots=3, has_path=True, **form
+    )
+    for sequence, prompt in zip(done, PROMPTS, strict=True):
+        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 24 + sequence.index)
+    assert num_accepted(done) > 25
+    # A run for each depth, however many nodes it has.
+    assert proposer.rows._step.num_runs <= DRAFTS * proposer.rows.engine.num_runs
+
+
+@pytest.mark.distribution
+@pytest.mark.parametrize(("form", "heat"), [(0, (0.9, 4, 1.0)), (3, (1.5, 3, 1.0))])
+def test_drafts_drawn_over_paths_keep_the_targets_distribution(form, heat):
+    target, proposer = make(8, has_path=True, **FORMS[form])
+    done = decode_many(target, proposer, heat, NUM_TEXTS, ROWS)
+    assert fit_p_value(done, TARGET, heat) > LEAST
+    assert num_accepted(done) > 200
+
+
+@pytest.mark.distribution
+def test_a_distribution_after_another_path_is_noticed():
+    """Drafts drawn after their own paths, scored with the distribution after the first candidate alone."""
+    heat = (1.0, 0, 1.0)
+    target, proposer = make(8, has_path=True, tree="chain")
+    propose = proposer.propose
+
+    def mistaken(batch):
+        tree, lattice = propose(batch), proposer.rows._lattice
+        for node in range(2, tree.nodes if tree.draft_probs is not None else 0):
+            embedded = np.eye(VOCAB, dtype=np.float32)[lattice.candidates[:, node - 2, :1]]
+            _, scores = lattice._run(node - 1, embedded, np.zeros((tree.batch, 1, 2), np.float32))
+            tree.draft_probs[:, node] = lattice._outputs(node - 1, scores, batch.warp_feeds())[NODE_PROBS][:, 0]
+        return tree
+
+    proposer.propose = mistaken
+    assert fit_p_value(decode_many(target, proposer, heat, NUM_TEXTS, ROWS), TARGET, heat) < LEAST
 
 
 @pytest.mark.distribution

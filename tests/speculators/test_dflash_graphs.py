@@ -13,6 +13,7 @@ from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import (
+    CANDIDATE_PROBS,
     CANDIDATES,
     FEATURE_NODES,
     FEATURES,
@@ -21,6 +22,8 @@ from speccompile.core.specs import (
     TOKENS,
     hidden_name,
 )
+from speccompile.drafting.expansion import Expansion
+from speccompile.drafting.path_lattice import PathLattice
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.graph_kinds.blocks import PAIR_SCORES
 
@@ -28,7 +31,7 @@ torch = pytest.importorskip("torch")
 
 from tests.e2e.test_tree_cache import caches_of  # noqa: E402
 from tests.speculators import dflash_lab as lab  # noqa: E402
-from tests.speculators import eagle_lab  # noqa: E402
+from tests.speculators import domino_lab, eagle_lab  # noqa: E402
 
 MAX_SEQ, MAX_NODES, NUM = 60, 10, 5
 TOLERANCE = 1e-5  # of the largest number: float32 sums in another order differ by about 1e-6
@@ -55,31 +58,34 @@ def sources(folder, name, weights="checkpoint", max_draft_nodes=MAX_NODES, **fie
     context = SourceContext(
         weights, MAX_SEQ, max_draft_nodes, read_dims(target), GraphJob("target", str(target), options=None)
     )
-    return [registry.find_class(job.source)(job, context) for job in METHOD.graph_jobs(config)]
+    found = [registry.find_class(job.source)(job, context) for job in METHOD.graph_jobs(config)]
+    return [source for source in found if source.is_needed]
 
 
 @pytest.fixture(scope="module")
 def engine(folder):
     made = {}
 
-    def load(name):
-        if name not in made:
-            source = sources(folder, name)[0]
+    def load(name, number=0):
+        if (name, number) not in made:
+            source = sources(folder, name)[number]
             source.check()
             rows = MAX_SEQ + MAX_NODES + 1 + source.spec().rows_written_ahead
-            made[name] = eagle_lab.compiled(source, folder / f"graphs-{name}", rows=rows)[0]
-        return made[name]
+            made[name, number] = eagle_lab.compiled(source, folder / f"graphs-{name}", rows=rows)[0]
+            source.check_compiled(made[name, number], MAX_NODES)
+        return made[name, number]
 
     return load
 
 
 def run(engine, features, roots, lengths, counts, first_slot=0):
-    """Reads `counts` positions of each slot after `lengths`; returns candidates and scores."""
+    """Reads `counts` positions of each slot after `lengths`; returns candidates, scores, and all outputs."""
     width = max(counts)
     rows = np.array([[min(n + i, features.shape[1] - 1) for i in range(width)] for n in lengths])
     feeds = {TOKENS: np.array(roots)[:, None], LENGTHS: np.array(lengths), FEATURES: features, FEATURE_NODES: rows}
     outputs = engine.run({**feeds, START_NODES: np.array(counts) - 1}, first_slot=first_slot)
-    return np.asarray(outputs[CANDIDATES]).copy(), np.asarray(outputs[PAIR_SCORES]).copy()
+    made = {t.name: np.array(outputs[t.name]) for t in engine.spec.plain_outputs}
+    return made[CANDIDATES], made[PAIR_SCORES], made
 
 
 def gap(got, wanted):
@@ -95,9 +101,9 @@ def steps(engine, twin):
     reads = (((0, 7), (3, 4)), ((3, 11), (1, 2)), ((4, 13), (5, 1)), ((9, 14), (2, 3)))
     for number, (lengths, counts) in enumerate(reads):
         roots = [5 + number, 30 - number]
-        made = run(engine, features, roots, lengths, counts)
+        candidates, scores, _ = run(engine, features, roots, lengths, counts)
         for slot in range(2):
-            yield tuple(value[slot] for value in made), slot, lengths[slot] + counts[slot], roots[slot]
+            yield (candidates[slot], scores[slot]), slot, lengths[slot] + counts[slot], roots[slot]
 
 
 @pytest.mark.parametrize("kind", lab.KINDS)
@@ -105,7 +111,7 @@ def test_every_block_is_the_twins(folder, engine, kind):
     twin, loaded = lab.twin(folder / kind, folder / "target"), engine(kind)
     seen = list(steps(loaded, twin))
     for got, slot, num, root in seen:
-        assert got[1].shape[1] == (1 if kind == "one" else NUM)
+        assert got[1].shape[1] == (1 if kind in ("one", "path") else NUM)
         assert gap(got, twin.block(STREAMS[slot, :num], root, loaded.spec.num_drafts, NUM)) < TOLERANCE
     assert len(seen) == 8
 
@@ -129,6 +135,7 @@ def test_no_row_of_a_draft_stays_in_the_cache(folder, engine):
         ("spark", "slots"),
         ("spark", "predecessor"),
         ("one", "slots"),
+        *(("corrected", fault) for fault in ("partition", "anchor", "distances", "unary")),
     ],
 )
 def test_a_fault_in_one_of_them_is_noticed(folder, engine, kind, fault):
@@ -138,6 +145,69 @@ def test_a_fault_in_one_of_them_is_noticed(folder, engine, kind, fault):
     for got, slot, num, root in steps(loaded, right):
         got = tuple(value[:num_drafts] for value in got)
         assert gap(got, wrong.block(STREAMS[slot, :num], root, num_drafts, NUM)) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def walked(folder, engine):
+    """Returns (slot, root, positions read, path, candidates and probabilities after it) of trees over two blocks."""
+    twin, block, step = lab.twin(folder / "path", folder / "target"), engine("path"), engine("path", 2)
+    features, found = np.stack([twin.features(streams).numpy() for streams in STREAMS]), []
+    for lengths, counts, roots in (([0, 0], [7, 9], [5, 30]), ([7, 9], [3, 1], [6, 29])):
+        made = run(block, features, roots, lengths, counts)[2]
+        lattice, reads = PathLattice(step, made, lab.VOCAB), np.add(lengths, counts).tolist()
+        parents, paths = [-1], [[()], [()]]  # by slot, the path of each node
+        outputs = lattice.after_roots({})
+        found += [(s, roots[s], reads[s], (), outputs, 0) for s in range(2)]
+        level, generator = [0], np.random.default_rng(len(found))
+        for depth in range(1, block.spec.num_drafts):
+            fresh, again = [len(parents) + i for i in range(3)], level[:1] if depth > 1 else []  # an ancestor, fed anew
+            parents += [level[int(generator.integers(len(level)))] for _ in fresh]
+            ranks = generator.integers(NUM, size=(2, 3))
+            tokens = made[CANDIDATES][:, depth - 1][np.arange(2)[:, None], ranks]
+            for slot in range(2):
+                paths[slot] += [(*paths[slot][parents[n]], int(t)) for n, t in zip(fresh, tokens[slot], strict=True)]
+            nodes, num = again + fresh, len(again)
+            fed = np.array([[paths[slot][node][-1] for node in nodes] for slot in range(2)])
+            scored = num + np.array([[0, 2, 1], [2, 0, -num]])  # the second slot scores two; its third is padding
+            mask = np.broadcast_to(np.eye(len(nodes), dtype=bool), (2, len(nodes), len(nodes)))
+            above = [[parents[node] for node in nodes]] * 2
+            outputs = lattice.expand(Expansion(depth, fed, mask, scored, [0, 0], [nodes] * 2, above, {}))
+            for slot, num_scored in ((0, 3), (1, 2)):
+                kept = [nodes[column] for column in scored[slot, :num_scored]]
+                found += [(slot, roots[slot], reads[slot], paths[slot][n], outputs, c) for c, n in enumerate(kept)]
+            level = [fresh[0], fresh[2]]
+    return [
+        (s, root, num, path, np.array(outputs[CANDIDATES][s, c]), np.array(outputs[CANDIDATE_PROBS][s, c]))
+        for s, root, num, path, outputs, c in found
+    ]
+
+
+def path_gap(twin, walked, num_drafts):
+    """Returns the largest difference of a candidate's probability; infinite where tokens differ."""
+    worst = 0.0
+    for slot, root, num, path, tokens, probs in walked:
+        with torch.no_grad():
+            hidden = twin.states(STREAMS[slot, :num], root, num_drafts)
+            base, candidates = (hidden @ twin.head.T).topk(NUM)
+            scores = domino_lab.scores_after(twin, hidden, root, path, candidates, base)
+        held = candidates[len(path)].tolist()
+        assert sorted(held) == sorted(tokens.tolist())
+        wanted = scores.softmax(-1)[[held.index(token) for token in tokens.tolist()]].numpy()
+        assert (np.diff(probs) <= 0).all()
+        worst = max(worst, float(np.abs(probs - wanted).max()))
+    return worst
+
+
+def test_scores_after_every_path_are_the_twins(folder, engine, walked):
+    twin, num_drafts = lab.twin(folder / "path", folder / "target"), engine("path").spec.num_drafts
+    assert path_gap(twin, walked, num_drafts) < TOLERANCE
+    assert len({len(path) for _, _, _, path, _, _ in walked}) == num_drafts == lab.BLOCK
+
+
+@pytest.mark.parametrize("fault", ["late", "order", "corrected"])
+def test_a_fault_in_a_path_is_noticed(folder, engine, walked, fault):
+    twin = lab.twin(folder / "path", folder / "target", (fault,))
+    assert path_gap(twin, walked, engine("path").spec.num_drafts) > 1e-3
 
 
 def test_features_are_the_twins(folder):
@@ -177,8 +247,9 @@ def test_the_block_is_as_long_as_what_is_drafted(folder, fields, wanted):
 
 def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
     cases = (
-        ({"projector_type": "domino"}, "domino: a head whose state runs over the block; expected dflash"),
-        ({"lilicorr_enabled": True}, "a LiLiCorr corrector"),
+        ({"projector_type": "other"}, "got other: a head of another kind; expected dflash, lilicorr or domino"),
+        ({"projector_type": "domino"}, r"gru_hidden_dim\): got None; expected a whole number, 1 or more"),
+        ({"lilicorr_enabled": True}, r"lilicorr_candidate_topk\): got None; expected a whole number, 1 or more"),
         ({"markov_head_type": "gated", "markov_rank": 4}, "a Markov head with a state or a gate"),
         ({"attention_sink_bias": True}, "attention sinks"),
         ({"attention_k_eq_v": True}, "layers of Gemma 4, whose V is their K"),

@@ -97,7 +97,7 @@ def test_the_trained_network_is_the_exported_graph(form, target, tmp_path):
     context = SourceContext(
         "checkpoint", 40, BLOCK, read_dims(target.folder), GraphJob("target", str(target.folder), options=None)
     )
-    draft, fusion = (registry.find_class(job.source)(job, context) for job in METHOD.graph_jobs(config))
+    draft, fusion, _ = (registry.find_class(job.source)(job, context) for job in METHOD.graph_jobs(config))
     rows = 40 + BLOCK + 1 + draft.spec().rows_written_ahead
     engine = eagle_lab.compiled(draft, tmp_path / "draft", rows=rows)[0]
     tokens = torch.randint(3, 36, (1, 12), generator=torch.Generator().manual_seed(1))

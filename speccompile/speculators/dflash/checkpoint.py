@@ -23,9 +23,16 @@ from speccompile.doctor.layouts import Case
 from speccompile.errors import BuildError, CheckpointError, RecipeError
 from speccompile.export.feature_source import FusionGraph, count_weights, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
-from speccompile.graph_kinds.blocks import PAIR_SCORES, block_draft_spec
+from speccompile.graph_kinds.blocks import (
+    NEXT_STATES,
+    PAIR_SCORES,
+    PATH_SCORES,
+    PathSizes,
+    block_draft_spec,
+    path_step_spec,
+)
 from speccompile.graph_kinds.features import FeatureDims
-from speccompile.speculators.dflash.drafter import NESTED, Drafter, drafter_from_config
+from speccompile.speculators.dflash.drafter import CORRECTOR_KEYS, NESTED, Corrector, Drafter, drafter_from_config
 from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD, published_layers
 
 if TYPE_CHECKING:
@@ -145,6 +152,7 @@ class DraftSource(_BlockSource):
         options = self._options
         if options.starts_at_root is not None:
             self.drafter = replace(self.drafter, starts_at_root=options.starts_at_root)
+        self._check_corrector()
         most = self.drafter.max_drafts
         if options.is_exact and options.num_drafts > most:
             got = f"{options.num_drafts} draft tokens on a path"
@@ -164,6 +172,21 @@ class DraftSource(_BlockSource):
             todo = "It has no embeddings of its own, and the target's have another width."
             raise CheckpointError(str(self.folder), got, expected, todo)
 
+    def _check_corrector(self) -> None:
+        """Refuses what a drafter with layers over its candidates was not trained for."""
+        corrector, todo = self.drafter.corrector, "Leave it auto in the recipe."
+        if corrector is None:
+            return
+        num, vocab = corrector.num_candidates, self.dims.vocab_size
+        if self.drafter.starts_at_root:
+            raise RecipeError("speculator.sample_from_anchor", "true", "false: LiLiCorr scores slots after it", todo)
+        if self._options.num_candidates > num:
+            expected = f"at most {num}, which LiLiCorr's layers read"
+            raise RecipeError("speculator.slot_candidates", f"{self._options.num_candidates}", expected, todo)
+        if num > vocab:
+            where, todo = f"{self.folder}/config.json ({CORRECTOR_KEYS['num_candidates'][0]})", "Correct config.json."
+            raise CheckpointError(where, f"{num}", f"at most {vocab}, the vocabulary", todo)
+
     @property
     def _options(self) -> BlockOptions:
         options: BlockOptions = self.job.options
@@ -178,6 +201,10 @@ class DraftSource(_BlockSource):
         tables = (drafter.selector_rank + drafter.markov_rank) * (dims.vocab_size + dims.draft_vocab_size)
         plain = counts.num_plain + tables + convs * hidden
         linear = counts.num_linear + drafter.selector_rank * hidden
+        if drafter.corrector:
+            linear += corrector_weights(drafter.corrector, hidden)
+        if drafter.path:
+            linear, plain = linear + drafter.path.width * hidden, plain + drafter.path.width * dims.vocab_size
         return replace(counts, num_params=linear + plain, num_linear=linear, num_plain=plain)
 
     def spec(self) -> GraphSpec:
@@ -190,6 +217,7 @@ class DraftSource(_BlockSource):
             num_candidates=self.num_candidates,
             is_paired=self.drafter.is_paired,
             num_masks=self.drafter.num_masks(self.num_drafts),
+            path=path_sizes(self.drafter),
         )
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -223,6 +251,66 @@ class DraftSource(_BlockSource):
         # A block may begin at the last row that a sequence can use.
         graph = export_cached_draft(draft, spec, progress, cleanup_table(self.max_rows + spec.rows_written_ahead))
         return graph, replace(self.dims, num_params=sum(p.numel() for p in draft.parameters()))
+
+
+def corrector_weights(corrector: Corrector, width: int) -> int:
+    """Returns the number of weights of layers over candidates, without norms, biases and small tables."""
+    own = corrector.hidden_size or width
+    around = 2 * width * own + (width * own if own != width else 0)  # of states, features' anchor and tokens
+    layers = corrector.num_layers * own * (4 * own + 2 * int(own * corrector.mlp_ratio))
+    return around + layers + own * (own + 3 * own + 3 * corrector.factor_dim)
+
+
+def path_sizes(drafter: Drafter) -> PathSizes | None:
+    """Returns the sizes of a drafter's state over its path; None where it has none."""
+    return None if drafter.path is None else PathSizes(drafter.path.state_size, drafter.path.width)
+
+
+class StepSource(DraftSource):
+    """The source of the step of drafters with a state over their paths. The job has `BlockOptions`."""
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        super().__init__(job, context)
+        self.max_rows, self.needs_tables, self.is_needed = 0, False, self.drafter.path is not None
+
+    def counts(self) -> WeightCounts | None:
+        """Returns the weight counts of these sizes."""
+        assert self.drafter.path is not None
+        state, width = self.drafter.path.state_size, self.drafter.path.width
+        num = state * (3 * (self.dims.hidden_size + state) + width)
+        return WeightCounts(num, num, 0)
+
+    def spec(self) -> GraphSpec:
+        """Returns the inputs and outputs of the graph."""
+        sizes = path_sizes(self.drafter)
+        assert sizes is not None
+        return path_step_spec(self.job.name, self.dims, sizes, self.num_candidates)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        """Takes one step from arbitrary numbers between -1 and 1, which states are.
+
+        Raises:
+            BuildError: a state beyond these, or a score that is no number.
+        """
+        outputs = engine.run(probe_inputs(engine.spec, num_nodes=2))
+        where, todo = f"check {engine.spec.name}", "The compiled graph is wrong: report it with the config.json."
+        largest = float(np.abs(np.asarray(outputs[NEXT_STATES])).max())
+        if not largest < 1.01:
+            raise BuildError(where, f"a state of {largest}", "numbers between -1 and 1", todo)
+        if not np.isfinite(np.asarray(outputs[PATH_SCORES])).all():
+            raise BuildError(where, "scores that are not finite", "numbers", todo)
+        return {"num_tokens": 2}
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+        """Reads or makes the weights, and traces the graph."""
+        from speccompile.export.feature_draft import export_fusion
+        from speccompile.speculators.dflash.path_head import make_step
+
+        progress("load weights")
+        assert self.drafter.path is not None
+        step = make_step(self.drafter.path, self.dims.hidden_size, self.read_weights())
+        graph = export_fusion(step, self.spec(), progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in step.parameters()))
 
 
 class FusionSource(FusionGraph, _BlockSource):

@@ -18,7 +18,7 @@ from speccompile.drafting.tree_config import MAX_CANDIDATES
 from speccompile.errors import RecipeError
 from speccompile.training_contract import check_positive
 
-DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
+DRAFT, FUSION, STEP = "draft", "fusion", "step"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.dflash.checkpoint"
 RULE = f"{SOURCES}:layers_of_target"  # reads the checkpoint, which decoding does not need
 PUBLISHED = "speccompile.speculators.dflash.layouts:published_layers"
@@ -26,7 +26,7 @@ PUBLISHED = "speccompile.speculators.dflash.layouts:published_layers"
 
 @dataclass(frozen=True)
 class DflashConfig(FeatureFields):
-    """A block drafter: DFlash, DFlash 2, DSpark. Its other fields are `FeatureFields`.
+    """A block drafter: DFlash, DFlash 2, DSpark, LiLiCorr, Domino. Its other fields are `FeatureFields`.
 
     Args:
         model: checkpoint folder or hub id of the drafter.
@@ -34,7 +34,7 @@ class DflashConfig(FeatureFields):
             `fc`; `auto`: as its config.json says.
         tree_depth: as in `TreeFields`; no deeper than the drafter's block.
         slot_candidates: tokens of a slot that may be drafted, drawn or likeliest; `auto`: as many as its config.json
-            says, else 16.
+            says, else 16. LiLiCorr has no more than it says.
         sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
 
     Raises:
@@ -174,7 +174,7 @@ class DflashMethod(Method):
         return TargetOutputs(hidden_layers=FusedLayers(RULE, config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: DflashConfig) -> tuple[GraphJob, ...]:
-        """Returns the graphs of drafter and fusion."""
+        """Returns the graphs of drafter and fusion, and of the step of a drafter that has one."""
         own, layers = (config.model, config.quantization), config.chosen_layers
         options = BlockOptions(
             config.depth_asked,
@@ -187,15 +187,16 @@ class DflashMethod(Method):
         return (
             GraphJob(DRAFT, *own, f"{SOURCES}:DraftSource", options, config.config),
             GraphJob(FUSION, *own, f"{SOURCES}:FusionSource", FusionOptions(layers), config.config),
+            GraphJob(STEP, *own, f"{SOURCES}:StepSource", options, config.config, is_optional=True),
         )
 
     def make_proposer(
         self, config: DflashConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over both engines."""
+        """Returns the proposer over the engines."""
         draft = engines[DRAFT]
         fuse, names = fused_features(engines[FUSION])
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)
-        cache = BlockCache(draft, fuse, names, max_rows, context.max_draft_nodes + 1)
+        cache = BlockCache(draft, fuse, names, max_rows, context.max_draft_nodes + 1, engines.get(STEP))
         drafts = config.make_drafts(cache, draft, DRAFT, context, draft.spec.num_drafts)
         return DraftProposer(cache, *drafts)

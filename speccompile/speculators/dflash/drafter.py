@@ -15,6 +15,7 @@ from speccompile.errors import CheckpointError
 
 NESTED = "dflash_config"
 SLIDING = "sliding_attention"
+CORRECTED, DOMINO = "LiLiCorrDraftModel", "DominoDraftModel"  # in `architectures`
 _TODO = "Complete or correct config.json."
 
 
@@ -23,6 +24,60 @@ def value_of(config: Mapping[str, Any], name: str) -> Any:
     nested = config.get(NESTED)
     held = nested.get(name) if isinstance(nested, Mapping) else None
     return config.get(name) if held is None else held
+
+
+@dataclass(frozen=True)
+class Corrector:
+    """Layers over all candidates of a block (LiLiCorr), whose vectors give the scores of pairs.
+
+    Args:
+        num_candidates: of a slot; each candidate's vector depends on all of them.
+        hidden_size: of its layers; 0: the drafter's.
+        num_layers: its layers.
+        num_heads: of their attention.
+        mlp_ratio: width of their MLPs over `hidden_size`.
+        factor_dim: of the vectors.
+        vector_eps: vectors are divided by their length, or by this if it is more.
+        logit_scale: factor of the products of two vectors.
+    """
+
+    num_candidates: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float
+    factor_dim: int
+    vector_eps: float
+    logit_scale: float
+
+
+# Keys of the config and the least values; none has a default, as most shapes and both last ones are nowhere else.
+CORRECTOR_KEYS: dict[str, tuple[str, float]] = {
+    "num_candidates": ("lilicorr_candidate_topk", 1),
+    "hidden_size": ("lilicorr_hidden_size", 0),
+    "num_layers": ("lilicorr_num_layers", 1),
+    "num_heads": ("lilicorr_num_heads", 1),
+    "mlp_ratio": ("lilicorr_mlp_ratio", 1e-3),
+    "factor_dim": ("lilicorr_factor_dim", 1),
+    "vector_eps": ("lilicorr_vector_eps", 1e-12),
+    "logit_scale": ("lilicorr_logit_scale", 1e-6),
+}
+_REALS = ("mlp_ratio", "vector_eps", "logit_scale")
+
+
+@dataclass(frozen=True)
+class PathHead:
+    """A recurrent state over the drafts of a path (Domino), which corrects the scores of the slot that follows.
+
+    Args:
+        state_size: of the state.
+        width: of the layer between states and scores.
+        num_plain: first slots whose scores are not corrected.
+    """
+
+    state_size: int
+    width: int
+    num_plain: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +99,8 @@ class Drafter:
         selector_rank: of the codebooks of predecessors and successors; 0: there are none.
         markov_rank: of the tables of a Markov head; 0: there is none.
         num_candidates: of a slot, as its config says; 0: it does not.
+        corrector: layers over the candidates; None: there are none.
+        path: state over the drafts of a path; None: there is none.
     """
 
     block_size: int
@@ -59,11 +116,13 @@ class Drafter:
     selector_rank: int = 0
     markov_rank: int = 0
     num_candidates: int = 0
+    corrector: Corrector | None = None
+    path: PathHead | None = None
 
     @property
     def is_paired(self) -> bool:
         """Whether the scores of a slot depend on the token before it."""
-        return bool(self.selector_rank or self.markov_rank)
+        return bool(self.selector_rank or self.markov_rank or self.corrector)
 
     @property
     def max_drafts(self) -> int:
@@ -86,7 +145,7 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
         CheckpointError: a value is missing or out of range, or of a variant that is not built.
     """
 
-    def number(name: str, default: float | None = None, least: float = 0, *, is_whole: bool = True) -> Any:
+    def number(name: str, default: float | None = None, least: float = 0, is_whole: bool = True) -> Any:
         given = value_of(config, name)
         value: Any = default if given is None else given
         is_right = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
@@ -100,6 +159,17 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
     kinds = layer_kinds(config, num_layers)
     window = window_of(config)
     stated = config.get("is_causal")
+    corrector = None
+    if is_corrected(config):
+        rows = CORRECTOR_KEYS.items()
+        corrector = Corrector(**{name: number(key, None, least, name not in _REALS) for name, (key, least) in rows})
+        if (width := corrector.hidden_size or int(config["hidden_size"])) % corrector.num_heads:
+            key, expected = CORRECTOR_KEYS["num_heads"][0], f"a divisor of the width {width}"
+            raise CheckpointError(f"{where}/config.json ({key})", f"{corrector.num_heads}", expected, _TODO)
+    path = None
+    if has_path(config):
+        sizes = (number("gru_hidden_dim", least=1), number("emb_dim", least=1))
+        path = PathHead(*sizes, number("pure_draft_prefix_len", 0))
     return Drafter(
         block_size=number("block_size", least=2),
         mask_token_id=number("mask_token_id"),
@@ -113,8 +183,23 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
         group_size=number("conv_group_size", 16, 1),
         selector_rank=number("selector_rank", 0),
         markov_rank=number("markov_rank", 0),
-        num_candidates=number("selector_top_k", 0),
+        num_candidates=corrector.num_candidates if corrector else number("selector_top_k", 0),
+        corrector=corrector,
+        path=path,
     )
+
+
+def has_path(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter has a state over the drafts of a path."""
+    return value_of(config, "projector_type") == "domino" or config.get("architectures") == [DOMINO]
+
+
+def is_corrected(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter has layers over its candidates: its config says so, or gives a value of theirs."""
+    if (stated := value_of(config, "lilicorr_enabled")) is not None:
+        return bool(stated)
+    is_named = config.get("architectures") == [CORRECTED] or value_of(config, "projector_type") == "lilicorr"
+    return is_named or any(value_of(config, key) is not None for key, _ in CORRECTOR_KEYS.values())
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
@@ -131,11 +216,21 @@ def window_of(config: Mapping[str, Any]) -> int:
 
 
 _VARIANTS = (
-    ("lilicorr_enabled", (None, False), "a LiLiCorr corrector", "its layers over candidates are not built"),
     ("attention_sink_bias", (None, False), "attention sinks", "heads without sinks"),
     ("attention_k_eq_v", (None, False), "layers of Gemma 4, whose V is their K", "layers as Qwen3 has them"),
     ("markov_head_type", (None, "vanilla"), "a Markov head with a state or a gate", "vanilla: a table alone"),
 )
+
+
+# Beside the heads of LiLiCorr and Domino, which read the target's own logits.
+_BESIDE = (
+    ("selector_rank", (None, 0), "a candidate selector", "one of them"),
+    ("markov_rank", (None, 0), "a Markov head", "one of them"),
+    ("output_multiplier", (None, 1.0), "scaled logits", "the LM head's own logits"),
+    ("final_logit_softcapping", (None, 0), "capped logits", "the LM head's own logits"),
+)
+_SLOTS = ("sample_from_anchor", (None, False), "a root's row that drafts", "slots after the root's")
+_KINDS = (None, "dflash", "lilicorr", "domino")  # of `projector_type`
 
 
 def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
@@ -152,11 +247,19 @@ def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
 
 def variant_of(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Returns (key, what it says, what is built) of a variant that is not built; None where there is none."""
-    if (kind := value_of(config, "projector_type")) not in (None, "dflash"):
-        return "projector_type", f"{kind}: a head whose state runs over the block", "dflash: slots scored by pairs"
-    for name, known, label, expected in _VARIANTS:
+    if (kind := value_of(config, "projector_type")) not in _KINDS:
+        return "projector_type", f"{kind}: a head of another kind", "dflash, lilicorr or domino"
+    is_lilicorr, is_domino = is_corrected(config), has_path(config)
+    if is_lilicorr and is_domino:
+        return "projector_type", "Domino beside LiLiCorr", "one of them"
+    head = "LiLiCorr" if is_lilicorr else "Domino"
+    beside = (*(_BESIDE if is_lilicorr or is_domino else ()), *((_SLOTS,) if is_lilicorr else ()))
+    for name, known, label, expected in (*_VARIANTS, *beside):
         if (value := value_of(config, name)) not in known:
-            return name, f"{value!r}: {label}", expected
+            is_beside = (name, known, label, expected) in beside
+            return name, f"{value!r}: {label}{f' beside {head}' if is_beside else ''}", expected
     if value_of(config, "markov_rank") and value_of(config, "selector_rank"):
         return "markov_rank", "a Markov head beside a candidate selector", "one of them"
+    if beside and config.get("draft_vocab_size") not in (None, 0, config.get("vocab_size")):
+        return "draft_vocab_size", f"{config['draft_vocab_size']} tokens beside {head}", "the target's vocabulary"
     return None

@@ -17,21 +17,39 @@ from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
 from speccompile.errors import CheckpointError
-from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config, value_of, variant_of
+from speccompile.speculators.dflash.corrector_rows import (
+    check_corrector,
+    corrector_rows,
+    corrector_sizes,
+    derive_corrector,
+)
+from speccompile.speculators.dflash.drafter import (
+    CORRECTED,
+    CORRECTOR_KEYS,
+    DOMINO,
+    NESTED,
+    drafter_from_config,
+    has_path,
+    is_corrected,
+    value_of,
+    variant_of,
+)
+from speccompile.speculators.dflash.path_rows import check_path, derive_path, path_rows, path_sizes
 
 METHOD, SCOPE = "dflash", "transformer_layer_config"
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 PREDECESSORS, SUCCESSORS = (f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
 LAYERS, AUX_LAYERS = "target_layer_ids", "aux_hidden_state_layer_ids"
 _TYPES = ("dflash", "dflash2", "dspark", "jetspec")  # of the speculators format
-_NAMES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DSparkDraftModel")
+_NAMES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DSparkDraftModel", CORRECTED, DOMINO)
 _TODO = "Correct config.json, or override it with --set."
 # Of our config, what is in `dflash_config`.
 _OWN = (
     *("block_size", "mask_token_id", "sample_from_anchor", "input_embedding_scale", "output_multiplier"),
     *("final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("markov_rank", "markov_head_type", "projector_type", "lilicorr_enabled", "attention_sink_bias"),
-    "attention_k_eq_v",
+    *("shift_label", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
+    *("attention_k_eq_v", *(key for key, _ in CORRECTOR_KEYS.values())),
 )
 _OF_LAYERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "model_type")
 
@@ -58,6 +76,8 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
         flag("has_confidence", present=r"^confidence_head\.proj\."),
         flag("has_named_codebooks", present=r"_codebook\.weight$"),
         flag("has_map", present=r"^d2t$"),
+        *corrector_sizes(),
+        *path_sizes(),
     )
 
 
@@ -76,6 +96,8 @@ def _derive(sizes: Sizes) -> None:
     named = sizes["has_named_codebooks"]
     sizes["has_bare"], sizes["has_named"] = int(bool(sizes["rank"]) and not named), int(bool(named))
     sizes["confidence_inputs"] = None  # it may read the row of the Markov table as well
+    derive_corrector(sizes)
+    derive_path(sizes)
 
 
 def _rows() -> tuple[Row, ...]:
@@ -108,6 +130,8 @@ def _rows() -> tuple[Row, ...]:
         Row(LM_HEAD, ("draft_vocab", "hidden"), is_optional=True),
         Row("d2t", ("draft_vocab",), dtypes=("I64", "I32"), need="has_map"),
         Row("t2d", ("vocab",), dtypes=("BOOL",), need="has_map", is_optional=True),
+        *corrector_rows(),
+        *path_rows(),
     )
 
 
@@ -115,7 +139,9 @@ def _ours(case: Case) -> dict[str, Any]:
     """Returns our config of one in z-lab's layout, or DSpark's."""
     config, sizes = case.config, case.sizes
     own: dict[str, Any] = {name: value_of(config, name) for name in _OWN}
-    if own["sample_from_anchor"] is None:  # the released DSpark drafters' default
+    if own["sample_from_anchor"] is None and has_path(config):  # what it is called there
+        own["sample_from_anchor"] = bool(own["shift_label"])
+    elif own["sample_from_anchor"] is None:  # the released DSpark drafters' default
         own["sample_from_anchor"] = value_of(config, "markov_rank") is not None
     made = _made(config, sizes, own)
     for name in ("is_causal", "causal", "causal_head"):
@@ -155,11 +181,15 @@ def _ours_from_speculators(case: Case) -> dict[str, Any]:
 def _made(layer: Mapping[str, Any], sizes: Sizes, own: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: layer[name] for name in _OF_LAYERS if layer.get(name) is not None}
     is_second = bool(own["selector_rank"] or sizes["rank"])
+    name = "DFlash2DraftModel" if is_second else "DFlashDraftModel"
+    whole = {"architectures": layer.get("architectures"), **own}
+    if is_corrected(whole) or has_path(whole):
+        name = CORRECTED if is_corrected(whole) else DOMINO
     return {
         "model_type": "qwen3",
         **decoder_config(layer),
         **kept,
-        "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
+        "architectures": [name],
         "num_hidden_layers": sizes["num_layers"],
         "vocab_size": sizes["vocab"],
         "draft_vocab_size": sizes["draft_vocab"],
@@ -182,6 +212,9 @@ def _config_of_speculators(config: Mapping[str, Any], target: Target | None) -> 
     if target is None:
         todo = "Give the target with --target."
         raise CheckpointError("config.json", "no target's name", "the target that the format names", todo)
+    if is_corrected(config) or has_path(config):
+        got, expected = "LiLiCorr" if is_corrected(config) else "Domino", "a drafter of a kind that the format has"
+        raise CheckpointError("config.json (architectures)", got, expected, "Keep it in our own layout.")
     own = dict(config[NESTED])
     for name, neutral in (("output_multiplier", 1.0), ("input_embedding_scale", 1.0), ("final_logit_softcapping", 0)):
         if (value := own.pop(name, neutral)) not in (neutral, None):
@@ -318,6 +351,8 @@ CHECKS = (
     Check("dflash.layers", _check_layers),
     Check("dflash.numbers", _check_numbers),
     Check("dflash.codebooks", _check_codebooks),
+    Check("dflash.corrector", check_corrector),
+    Check("dflash.path", check_path),
     Check("dflash.tables", _check_tables),
 )
 _PROBE = "speccompile.speculators.dflash.probe:DflashProbe"
@@ -339,14 +374,17 @@ FORMATS = (
     ),
     Format(
         "dflash/ours",
-        "block drafter (DFlash, DFlash 2, DSpark)",
+        "block drafter (DFlash, DFlash 2, DSpark, LiLiCorr, Domino)",
         METHOD,
         _sizes(),
         _rows(),
         CHECKS,
         marks=(r"^hidden_norm\.weight$",),
-        without=(r"^midlayer\.", r"^prefix_gru\.", r"^logit_head\.", r"^lilicorr\."),
-        config_marks=tuple(("architectures", [name]) for name in _NAMES),
+        without=(r"^midlayer\.", r"^logit_head\.(markov|confidence)_head\."),
+        config_marks=(
+            *(("architectures", [name]) for name in _NAMES),
+            *((key, "domino") for key in ("projector_type", f"{NESTED}.projector_type")),
+        ),
         prefixes=("", "model."),
         ours=_ours,
         config=_config,

@@ -2,7 +2,8 @@
 """The drafter as its two graphs compute it: features of the target's states, and a block's candidates and scores.
 
 After the published descriptions: DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a
-selector over candidates), DSpark (a Markov head). Names of parameters are those of z-lab's checkpoints.
+selector over candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`), Domino (`path_head.py`). Names of
+parameters are those of z-lab's checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from speccompile.export.attention import cached_attention, gather_nodes
 from speccompile.export.candidates import top_tokens
 from speccompile.export.feature_draft import fill_weights, layer_config
 from speccompile.graph_kinds.features import FeatureDims
+from speccompile.speculators.dflash.corrector import LatticeCorrector
 from speccompile.speculators.dflash.drafter import Drafter
+from speccompile.speculators.dflash.path_head import PathTerms, block_weights
 
 
 class DynamicConv(nn.Module):
@@ -199,6 +202,8 @@ class BlockDraft(nn.Module):
         layer = layer_config(config)
         self.drafter, self.num_drafts, self.num_candidates = drafter, spec.num_drafts, spec.num_candidates
         self.num_masks, self.target_tokens = drafter.num_masks(spec.num_drafts), target_tokens
+        # Layers over candidates read as many as they were trained with, whatever is given.
+        self.num_ranked = drafter.corrector.num_candidates if drafter.corrector else spec.num_candidates
         # Rows of a block that is not causal have one position in the op, that of the last: all see the root's window.
         wide = [w + (0 if c else self.num_masks) for w, c in zip(drafter.windows, drafter.is_causal, strict=True)]
         # A window that holds a whole sequence is none.
@@ -213,6 +218,11 @@ class BlockDraft(nn.Module):
             self.candidate_selector = CandidateSelector(*sizes, drafter.selector_rank)
         if drafter.markov_rank:
             self.markov_head = MarkovHead(dims, drafter.markov_rank)
+        if drafter.corrector:
+            eps = layer.rms_norm_eps
+            self.lilicorr = LatticeCorrector(dims.hidden_size, drafter.corrector, drafter.block_size, eps)
+        if drafter.path:
+            self.path_terms = PathTerms(dims.hidden_size, dims.vocab_size, drafter.path)
 
     def forward(
         self,
@@ -223,7 +233,7 @@ class BlockDraft(nn.Module):
         last_nodes: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Returns candidates, scores and the updated caches."""
+        """Returns candidates, scores, the terms of a drafter with a state over its path, and the updated caches."""
         context = gather_nodes(features, feature_nodes)
         num_context, num_rows = context.shape[1], context.shape[1] + 1 + self.num_masks
         masks = torch.full_like(roots, self.drafter.mask_token_id).expand(-1, self.num_masks)
@@ -248,13 +258,26 @@ class BlockDraft(nn.Module):
 
             x = layer(x, attend)
         hidden = self.norm(x[:, 1 + self.num_masks - self.num_drafts :])
-        return (*self.lattice(roots, hidden), *updated)
+        tokens, scores = self.lattice(roots, hidden, gather_nodes(context, last)[:, 0])
+        terms = self.terms(roots, hidden, tokens) if self.drafter.path else ()
+        return (tokens, scores, *terms, *updated)
 
-    def lattice(self, roots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns candidates and scores of slots [batch, slots, hidden]."""
+    def lattice(
+        self, roots: torch.Tensor, hidden: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns candidates and scores of slots [batch, slots, hidden]; anchors: see `LatticeCorrector`."""
         logits = self.logits(hidden)
-        drafted, _ = top_tokens(logits, self.num_candidates)
+        drafted, probs = top_tokens(logits, self.num_ranked)
+        if self.drafter.corrector:
+            return self.corrected(hidden, anchors, logits, drafted, probs[:, :, :1])
         return self.scored(roots, hidden, logits, drafted)
+
+    def terms(
+        self, roots: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what the step reads of slots' states and candidates; see `graph_kinds.blocks`."""
+        terms, rows = self.path_terms(hidden, tokens)
+        return self.embed_tokens(torch.cat((roots, tokens[:, :-1].flatten(1)), 1)), terms, rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns [batch, slots, draft_vocab] of slots [batch, slots, hidden]."""
@@ -274,6 +297,28 @@ class BlockDraft(nn.Module):
             before = torch.cat((roots[:, :, None].expand(-1, -1, self.num_candidates), tokens[:, :-1]), 1)
             scores = scores + head(hidden, before, drafted)
         return tokens, scores
+
+    def corrected(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        best: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the likeliest candidates and their scores by LiLiCorr's layers, which read `num_ranked` of each slot.
+
+        Args:
+            hidden: [batch, slots, hidden].
+            anchors: see `LatticeCorrector`.
+            logits: [batch, slots, vocab].
+            tokens: [batch, slots, num_ranked] int64, the likeliest first.
+            best: [batch, slots, 1], the probability of the likeliest; those of others may be too small for a number.
+        """
+        chosen, num = torch.gather(logits, 2, tokens), self.num_candidates
+        log_probs = chosen - chosen[:, :, :1] + best.log()
+        scores = self.lilicorr(self.embed_tokens(tokens), log_probs, hidden, anchors)
+        return tokens[:, :, :num], scores[:, :, :num, :num]
 
 
 class Fusion(nn.Module):
@@ -313,6 +358,8 @@ def make_draft(
         shared: the target's embeddings and LM head, for a drafter without.
     """
     tokens = _target_tokens(dims, weights)
+    if weights is not None and drafter.path:
+        weights = {**weights, **block_weights(weights, dims.hidden_size, "path_terms")}
     with torch.device("meta"):
         draft = BlockDraft(config, drafter, dims, spec, tokens)
     fill_weights(draft, weights, shared)

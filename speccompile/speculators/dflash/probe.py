@@ -26,6 +26,7 @@ from speccompile.graph_kinds.blocks import block_draft_spec
 from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config
 from speccompile.speculators.dflash.layouts import AUX_LAYERS, EMBEDDINGS, LAYERS, LM_HEAD, METHOD, published_layers
 from speccompile.speculators.dflash.model import BlockDraft, make_draft, make_fusion
+from speccompile.speculators.dflash.path_head import likeliest_path, make_step
 from speccompile.speculators.dflash.trainer import fill_blocks
 from speccompile.training_contract import TargetParts, TrainingBatch
 
@@ -63,7 +64,8 @@ class DflashProbe:
             todo = todo or f"Correct {name} in config.json: {{value}}."
             found.append(Convention(name, case.where_in_config(name), stated, others, todo))
 
-        add("sample_from_anchor", drafter.starts_at_root, (not drafter.starts_at_root,))
+        if drafter.corrector is None:
+            add("sample_from_anchor", drafter.starts_at_root, (not drafter.starts_at_root,))
         if len(set(drafter.is_causal)) == 1:
             add("is_causal", drafter.is_causal[0], (not drafter.is_causal[0],))
         config = parts.config
@@ -81,7 +83,7 @@ class DflashProbe:
         nested = {
             **self.config[NESTED],
             LAYERS: reading["layers"],
-            "sample_from_anchor": reading["sample_from_anchor"],
+            "sample_from_anchor": reading.get("sample_from_anchor", self.drafter.starts_at_root),
             "mask_token_id": reading["mask_token_id"],
         }
         config: dict[str, Any] = {**self.config, NESTED: nested}
@@ -111,7 +113,15 @@ class DflashProbe:
         rows = fill_blocks(draft, features, embedded, roots[None], reading["block_position"])[0]
         hidden = rows[:, 1 + draft.num_masks - num :]
         logits = draft.logits(hidden)
-        candidates, scores = draft.scored(tokens, hidden, logits, logits.topk(draft.num_candidates).indices)
+        ranked = logits.topk(draft.num_ranked).indices
+        if draft.drafter.corrector:
+            best = logits.softmax(-1).amax(-1, keepdim=True)
+            candidates, scores = draft.corrected(hidden, features[0, roots - 1], logits, ranked, best)
+        else:
+            candidates, scores = draft.scored(tokens, hidden, logits, ranked)
+        if draft.drafter.path:
+            step = make_step(draft.drafter.path, self.dims.hidden_size, self.weights)
+            return likeliest_path(step, *draft.terms(tokens, hidden, candidates), candidates, scores[:, :, 0])
         # The likeliest walk: a slot's scores are those after the candidate that was taken before it.
         taken, each = torch.zeros(len(roots), dtype=torch.int64), torch.arange(len(roots))
         drafts = []

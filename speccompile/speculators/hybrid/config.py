@@ -131,7 +131,7 @@ class HybridMethod(Method):
         """Returns the proposer over the drafters' own ones."""
         drafters = []
         for method, part in config.parts:
-            names = [job.name for job in method.graph_jobs(part)]
+            names = [job.name for job in method.graph_jobs(part) if job.name in engines or not job.is_optional]
             own = {name: engines[name] for name in names}
             costs = None
             if names:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LiLiCorr's layers over the candidates of a block, which score pairs of neighbouring ones.
+
+After the published description (arXiv 2608.20530). Every candidate of every slot is a row: its token, its slot's
+state, and how likely the drafter holds it. A few layers without a mask let all rows see one another. Each row then
+gives a vector for the edge into it and one for the edges out of it, and the newest position that the target has read
+gives the vector of the edges out of the root. Names of parameters are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from speccompile.speculators.dflash.drafter import Corrector
+
+_NUM_FEATURES = 5  # of how likely a candidate is; see `_features`
+
+
+class LatticeAttention(nn.Module):
+    """Attention of all rows to all, with a bias for each head and pair of slots.
+
+    Args:
+        hidden: width.
+        num_heads: of the attention.
+    """
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, hidden // num_heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * hidden))
+        self.out_proj = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Returns [batch, slots, candidates, hidden] of x of the same shape; bias [heads, slots, slots]."""
+        _, slots, num, _ = x.shape
+        rows = functional.linear(x, self.in_proj_weight, self.in_proj_bias).flatten(1, 2)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in rows.chunk(3, -1))
+        scores = (q * self.head_dim**-0.5) @ k.transpose(2, 3)  # [batch, heads, slots * candidates, the same]
+        pairs = scores.unflatten(3, (slots, num)).unflatten(2, (slots, num)) + bias[:, :, None, :, None]
+        mixed = pairs.flatten(4, 5).flatten(2, 3).softmax(-1) @ v
+        out: torch.Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return out.unflatten(1, (slots, num))
+
+
+class LatticeLayer(nn.Module):
+    """Attention and MLP, each after a norm.
+
+    Args:
+        hidden: width.
+        corrector: sizes.
+        eps: of the norms.
+    """
+
+    def __init__(self, hidden: int, corrector: Corrector, eps: float) -> None:
+        super().__init__()
+        inner = int(hidden * corrector.mlp_ratio)
+        self.attn_norm, self.mlp_norm = (LlamaRMSNorm(hidden, eps) for _ in range(2))
+        self.attn = LatticeAttention(hidden, corrector.num_heads)
+        self.mlp = nn.Sequential(nn.Linear(hidden, inner), nn.SiLU(), nn.Linear(inner, hidden))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """See `LatticeAttention`."""
+        x = x + self.attn(self.attn_norm(x), bias)
+        out: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class LatticeCorrector(nn.Module):
+    """The layers and what is around them.
+
+    Args:
+        width: of the drafter's states and the target's embeddings.
+        corrector: sizes.
+        block_size: rows of a whole block, the root's included.
+        eps: of the norms.
+    """
+
+    def __init__(self, width: int, corrector: Corrector, block_size: int, eps: float) -> None:
+        super().__init__()
+        hidden, num = corrector.hidden_size or width, corrector.num_candidates
+        self.sizes, self.block_size = corrector, block_size
+        self.token_proj: nn.Module = nn.Identity() if hidden == width else nn.Linear(width, hidden)
+        self.pass_hidden_proj, self.context_proj = (nn.Linear(width, hidden) for _ in range(2))
+        self.feature_mlp = nn.Sequential(
+            nn.LayerNorm(_NUM_FEATURES), nn.Linear(_NUM_FEATURES, hidden), nn.SiLU(), nn.Linear(hidden, hidden)
+        )
+        self.slot_embedding = nn.Parameter(torch.empty(1, 1, block_size - 1, 1, hidden))
+        self.rank_embedding = nn.Parameter(torch.empty(1, 1, 1, num, hidden))
+        self.relative_slot_bias = nn.Parameter(torch.empty(corrector.num_heads, 2 * block_size - 1))
+        self.same_slot_bias = nn.Parameter(torch.empty(corrector.num_heads))
+        self.layers = nn.ModuleList(LatticeLayer(hidden, corrector, eps) for _ in range(corrector.num_layers))
+        self.output_norm, self.anchor_norm = (LlamaRMSNorm(hidden, eps) for _ in range(2))
+        self.factor_input_proj = nn.Linear(3 * hidden, hidden)
+        self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(hidden, corrector.factor_dim) for _ in range(3))
+
+    def forward(
+        self, embedded: torch.Tensor, log_probs: torch.Tensor, hidden: torch.Tensor, anchors: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns scores [batch, slots, candidates before, candidates]; all rows of slot 0 are alike.
+
+        Args:
+            embedded: [batch, slots, candidates, width], the target's embeddings of the candidates, likeliest first.
+            log_probs: [batch, slots, candidates], of the drafter's softmax over the whole vocabulary.
+            hidden: [batch, slots, width], what the LM head reads.
+            anchors: [batch, width], the feature of the newest position that the target has read.
+        """
+        slots, num = log_probs.shape[1:]
+        x = self.token_proj(embedded) + self.pass_hidden_proj(hidden)[:, :, None]
+        x = x + self.feature_mlp(_features(log_probs)) + self.slot_embedding[0, :, :slots] + self.rank_embedding[0]
+        bias = self._bias(slots)
+        for layer in self.layers:
+            x = layer(x, bias)
+        x, anchor = self.output_norm(x), self.anchor_norm(self.context_proj(anchors))
+        beside = anchor[:, None, None].expand_as(x)
+        x = functional.silu(self.factor_input_proj(torch.cat((x, beside, x * beside), -1)))
+        into = self._unit(self.in_head(x))
+        out_of = self._unit(self.out_head(x))[:, :-1]
+        root = self._unit(self.anchor_out_head(anchor))[:, None, None].expand(-1, -1, num, -1)
+        return torch.cat((root, out_of), 1) @ into.transpose(2, 3) * self.sizes.logit_scale
+
+    def _bias(self, slots: int) -> torch.Tensor:
+        """Returns [heads, slots, slots], by the distance of a row's slot from that of one which it sees."""
+        numbers = torch.arange(slots)
+        apart = numbers[:, None] - numbers
+        # Distances of a shorter block have the columns that they have in a whole one.
+        return self.relative_slot_bias[:, apart + self.block_size - 1] + torch.where(
+            apart == 0, self.same_slot_bias[:, None, None], 0.0
+        )
+
+    def _unit(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x over its length."""
+        return x / x.pow(2).sum(-1, keepdim=True).sqrt().clamp(min=self.sizes.vector_eps)
+
+
+def _features(log_probs: torch.Tensor) -> torch.Tensor:
+    """Returns what tells how likely candidates are, [.., candidates, 5] of log probabilities [.., candidates].
+
+    They are log probability, probability, log probability over the likeliest's, rank from 0 to 1, and whether it is
+    the likeliest.
+    """
+    num = log_probs.shape[-1]
+    ranks = torch.arange(num) / max(num - 1, 1)
+    is_first = (torch.arange(num) == 0).float()
+    parts = (log_probs, log_probs.exp(), log_probs - log_probs[..., :1])
+    fixed = (part.expand_as(log_probs) for part in (ranks, is_first))
+    return torch.stack((*parts, *fixed), -1)
