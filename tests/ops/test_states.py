@@ -28,6 +28,7 @@ from tests.ops.state_lab import (
     rollback_fault,
     rounds_fault,
     steps_fault,
+    trees_fault,
 )
 
 LAYERS = {
@@ -62,7 +63,7 @@ each_run = pytest.mark.parametrize("run_of", RUNS.values(), ids=RUNS.keys())
 def test_bodies_give_what_the_twin_gives(layer: Layer) -> None:
     rng, runs = np.random.default_rng(0), (body_run(layer), _evaluator(layer))
     for batch, nodes in ((1, 1), (3, 1), (4, 5), (2, 17)):
-        inputs = random_step(layer, rng, batch, nodes, num_void=1)
+        inputs = random_step(layer, rng, batch, nodes, num_void=1, is_tree=nodes == 5)
         wanted = layer.twin(inputs)
         for run in runs:
             for got, twin in zip(run(inputs), wanted, strict=True):
@@ -86,6 +87,12 @@ def test_rejected_nodes_leave_no_bit(layer: Layer, run_of: Callable[[Layer], Run
 @each_run
 def test_slots_share_steps_and_no_bit(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
     assert rounds_fault(layer, run_of(layer)) is None
+
+
+@each_layer
+@each_run
+def test_nodes_of_trees_have_the_bits_of_their_paths(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+    assert trees_fault(layer, run_of(layer)) is None
 
 
 @each_layer

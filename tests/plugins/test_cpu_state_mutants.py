@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
-from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
+from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault, with_trees
 from tests.ops.op_lab import model_of
 from tests.ops.state_lab import Layer, conv_layer, delta_layer, rounds_fault
 from tests.plugins.cpu_lab import needs_compiler, session_of
@@ -126,7 +126,9 @@ class Lab:
         """Yields what each test says."""
         for case, session in self.cases:
             yield error_of(case, session)
+            yield error_of(replace(case, inputs=with_trees(case.inputs)), session)
             yield steps_fault(case.op, partial(run, session), case.inputs)
+            yield paths_fault(case.op, partial(run, session), case.inputs)
         for layer, session in self.layers:
             yield rounds_fault(layer, partial(run, session), num_rounds=20)
 

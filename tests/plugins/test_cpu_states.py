@@ -12,7 +12,7 @@ import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
-from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
+from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
 from tests.ops.op_lab import model_of
 from tests.ops.state_lab import Arrays, Layer, Run, bound_run, conv_layer, delta_layer, fault_of, random_step
@@ -48,6 +48,7 @@ def test_error_is_at_most_twice_the_formulas_own(layer: Layer, variant: str) -> 
     """The formula's own error is that of the twin in float32, against itself in float64."""
     rng, go = np.random.default_rng(0), plain_run(layer, 2, variant)
     calls = [random_step(layer, rng, *sizes) for sizes in ((1, 1), (3, 1), (4, 5), (2, 33))]
+    calls += [random_step(layer, rng, *sizes, is_tree=True) for sizes in ((4, 7), (2, 17))]
     bounds, errors = np.zeros(3), np.zeros(3)
     for inputs in calls:
         exact = layer.twin({n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in inputs.items()})
@@ -70,15 +71,17 @@ def test_states_that_are_bound_are_updated_in_place(layer: Layer) -> None:
     session = open_layer(layer, 2)
     in_place = bound_run(session, layer)
     assert fault_of(layer, in_place) is None
-    inputs = random_step(layer, np.random.default_rng(1), 4, 5)
-    for mine, other in zip(in_place(inputs), run(session, inputs), strict=True):
-        seen = other != 0 if mine.ndim == 3 else np.ones(other.shape, np.bool_)  # rows after the pending ones are left
-        np.testing.assert_array_equal(mine[seen], other[seen])
+    for is_tree in (False, True):
+        inputs = random_step(layer, np.random.default_rng(1), 4, 5, is_tree=is_tree)
+        for mine, other in zip(in_place(inputs), run(session, inputs), strict=True):
+            seen = other != 0 if mine.ndim == 3 else np.ones(other.shape, np.bool_)  # rows after the pending are left
+            np.testing.assert_array_equal(mine[seen], other[seen])
 
 
 @each_layer
-def test_threads_and_slots_change_no_bit(layer: Layer) -> None:
-    inputs = random_step(layer, np.random.default_rng(2), 5, 24)
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_threads_and_slots_change_no_bit(layer: Layer, is_tree: bool) -> None:
+    inputs = random_step(layer, np.random.default_rng(2), 5, 24, is_tree=is_tree)
     one, two = (plain_run(layer, threads) for threads in (1, 2))
     whole = one(inputs)
     for mine, other in zip(whole, two(inputs), strict=True):
@@ -206,4 +209,9 @@ def test_heads_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
 
 def test_the_self_test_takes_the_twins_for_right() -> None:
     for op, inputs, attributes in state_cases():
-        assert steps_fault(op, lambda given, op=op, kinds=attributes: list(op.twin(**given, **kinds)), inputs) is None
+
+        def twin(given: Arrays, op: Any = op, kinds: Any = attributes) -> list[np.ndarray]:
+            return list(op.twin(**given, **kinds))
+
+        assert steps_fault(op, twin, inputs) is None
+        assert paths_fault(op, twin, inputs) is None
