@@ -184,22 +184,32 @@ inline void advance(const Columns<V, IsPartial>& columns, const float* from, i64
     for (int c = 0; c < V; c++) answer[c] = sums[c], given.even[c] = even[c], given.odd[c] = odd[c];
 }
 
-// All rows over some columns of the state. A place in `memory` has [key_dim, V * kLanes] floats.
-template <int V, bool IsPartial>
+// All rows over some columns of the state. A place in `memory` has [key_dim, V * kLanes] floats. A row asks the state for
+// the next one where that follows it; in a chain only the first row has to ask itself.
+template <int V, bool IsPartial, bool IsTree>
 inline void walk_columns(const HeadStep& step, i64 column, i64 count, float* memory) {
     const Columns<V, IsPartial> columns{count};
     const i64 block = step.key_dim * V * kLanes;
     const auto stride_of = [&](i64 place) { return place >= 0 ? V * kLanes : step.value_dim; };
+    const auto state_before = [&](const HeadRow& row) {
+        return row.from >= 0 ? memory + row.from * block : (row.from == kKept ? step.to : step.from) + column;
+    };
     Given<V> given;
     given.clear();
+    const auto ask_for = [&](const HeadRow& row) {
+        if (step.has_delta_rule) given = ask(columns, state_before(row), stride_of(row.from), row.k, step.key_dim);
+    };
+    if constexpr (!IsTree) ask_for(step.rows[0]);
     for (i64 r = 0; r < step.num_rows; r++) {
         const HeadRow& row = step.rows[r];
-        const float* from = row.from >= 0 ? memory + row.from * block : (row.from == kKept ? step.to : step.from) + column;
+        if constexpr (IsTree) {
+            if (!row.follows) ask_for(row);
+        }
+        const float* from = state_before(row);
         float* to = row.to >= 0 ? memory + row.to * block : step.to + column;
         const i64 from_stride = stride_of(row.from), to_stride = stride_of(row.to);
-        if (step.has_delta_rule && !row.follows) given = ask(columns, from, from_stride, row.k, step.key_dim);
         const bool is_written = row.to != kNowhere;
-        const bool has_next = step.has_delta_rule && r + 1 < step.num_rows && step.rows[r + 1].follows;
+        const bool has_next = step.has_delta_rule && r + 1 < step.num_rows && (!IsTree || step.rows[r + 1].follows);
         Float added[V], answer[V];
         for (int c = 0; c < V; c++) {
             const Float held = mul(given.sum(c), broadcast(row.decay)), value = columns.read(row.v + column, c);
@@ -228,13 +238,14 @@ inline void walk_columns(const HeadStep& step, i64 column, i64 count, float* mem
 // Floats of memory that `walk_head` needs.
 inline i64 walk_floats(i64 key_dim, i64 num_places) { return num_places * key_dim * kStateVectors * kLanes; }
 
+template <bool IsTree>
 inline void walk_head(const HeadStep& step, float* memory) {
     i64 column = 0;
     for (; column + kStateVectors * kLanes <= step.value_dim; column += kStateVectors * kLanes) {
-        walk_columns<kStateVectors, false>(step, column, 0, memory);
+        walk_columns<kStateVectors, false, IsTree>(step, column, 0, memory);
     }
-    for (; column + kLanes <= step.value_dim; column += kLanes) walk_columns<1, false>(step, column, 0, memory);
-    if (column < step.value_dim) walk_columns<1, true>(step, column, step.value_dim - column, memory);
+    for (; column + kLanes <= step.value_dim; column += kLanes) walk_columns<1, false, IsTree>(step, column, 0, memory);
+    if (column < step.value_dim) walk_columns<1, true, IsTree>(step, column, step.value_dim - column, memory);
 }
 
 // Some channels of a causal depthwise convolution over the rows of one slot.

@@ -218,7 +218,8 @@ struct GatedDelta {
         if (num_rows == 0) return;
         const i64 num_places = tree != nullptr ? tree->num_places : 1;
         float* memory = state_scratch.get<float>(static_cast<std::size_t>(walk_floats(call.key_dim, num_places)));
-        walk_head({rows, num_rows, call.key_dim, call.value_dim, scale, has_delta_rule, from, to}, memory);
+        const HeadStep head_step{rows, num_rows, call.key_dim, call.value_dim, scale, has_delta_rule, from, to};
+        tree != nullptr ? walk_head<true>(head_step, memory) : walk_head<false>(head_step, memory);
     }
 
     // The nodes that are not sure become the first pending rows; further ones are padding. Where the rows are not updated

@@ -267,7 +267,8 @@ _PATHS = (
     has_sure = Greater(sure_nodes, none)
     slot_axes = Constant<value_ints = [1, 2, 3, 4]>()
     has_sure5 = Unsqueeze(has_sure, slot_axes)
-    kept_of_tree = Where(has_sure5, sure_ends, replayed)
+    kept_ends = Where(has_sure5, sure_ends, replayed)
+    kept_of_tree = Reshape(kept_ends, state_shape)
 """
 )
 
@@ -324,15 +325,16 @@ _SCANS = (
 """
     + IS_TREE
     + """
-    kept, answers = If<then_branch = by_paths () =>
-      (float[b, h, n, i, j] kept_of_tree, float[r, b, h, n, o, j] answers_of_tree) {"""
+    state_shape = Shape(state)
+    state_updated, answers = If<then_branch = by_paths () =>
+      (float[b, v, i, j] kept_of_tree, float[r, b, h, n, o, j] answers_of_tree) {"""
     + _PATHS
     + """
       }, else_branch = one_chain () =>
-      (float[b, h, n, i, j] kept_of_chain, float[r, b, h, n, o, j] answers_of_chain) {
+      (float[b, v, i, j] kept_of_chain, float[r, b, h, n, o, j] answers_of_chain) {
     is_sure2 = Less(node_column, sure_nodes)
     is_sure = Unsqueeze(is_sure2, inner)
-    last, kept_of_chain, answers_of_chain = Scan<num_scan_inputs = 6, body = walk
+    last, kept, answers_of_chain = Scan<num_scan_inputs = 6, body = walk
       (float[b, h, n, i, j] held_w, float[b, h, n, i, j] kept_w, float[b, h, o, o, i] q_w, float[b, h, o, o, i] k_w,
        float[b, h, n, o, j] v_w, float[b, h, n, o, o] g_w, float[b, h, n, o, o] beta_w, bool[b, o, o, o, o] is_sure_w)
       => (float[b, h, n, i, j] next_w, float[b, h, n, i, j] stays_w, float[b, h, n, o, j] answer_w) {"""
@@ -341,9 +343,8 @@ _SCANS = (
         stays_w = Where(is_sure_w, next_w, kept_w)
         answer_w = MatMul(q_w, next_w)
       }>(replayed, replayed, q_rows, k_rows, v_rows, g_rows, beta_rows, is_sure)
+    kept_of_chain = Reshape(kept, state_shape)
       }>(is_tree)
-    state_shape = Shape(state)
-    state_updated = Reshape(kept, state_shape)
     scaled = Mul(answers, scale_asked)
     by_slot = Transpose<perm = [1, 0, 2, 3, 4, 5]>(scaled)
     out_shape = Shape(v)

@@ -13,9 +13,19 @@ import pytest
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
 from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
 from tests.ops.op_lab import model_of
-from tests.ops.state_lab import Arrays, Layer, Run, bound_run, conv_layer, delta_layer, fault_of, random_step
+from tests.ops.state_lab import (
+    Arrays,
+    Layer,
+    Run,
+    bound_run,
+    conv_layer,
+    delta_layer,
+    fault_of,
+    mask_of,
+    random_step,
+)
 from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
 
 pytestmark = [needs_compiler, pytest.mark.plan]
@@ -163,6 +173,28 @@ def test_counts_that_cannot_be_are_refused_and_nothing_is_written(layer: Layer, 
         np.testing.assert_array_equal(inputs[state], array)
 
 
+@pytest.mark.parametrize("layer", [LAYERS["delta rule"], LAYERS["convolution"]], ids=["delta rule", "convolution"])
+def test_sure_nodes_that_are_no_chain_are_refused(layer: Layer) -> None:
+    inputs = random_step(layer, np.random.default_rng(6), 2, 4)
+    inputs[SURE_NODES][:] = 0, 3
+    inputs[TREE_MASK] = mask_of([[-1, 0, 0, 1], [-1, 0, 0, 2]])
+    with pytest.raises(
+        FAULTS, match=rf"{layer.op.name}: sure_nodes\[1\] is 3 and node 2 follows node 0, expected a chain"
+    ):
+        run(open_layer(layer), inputs)
+
+
+@each_layer
+def test_a_graph_without_a_tree_mask_has_chains(layer: Layer) -> None:
+    """As versions before trees built them."""
+    inputs = random_step(layer, np.random.default_rng(8), 3, 6)
+    model = model_of(layer.op.name, **layer.attributes)
+    del model.graph.input[-1], model.graph.node[0].input[-1], model.functions[:]
+    got = run(session_of(model, library()), {n: a for n, a in inputs.items() if n != TREE_MASK})
+    for mine, other in zip(got, plain_run(layer)(inputs), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 WRONG_DIMS: list[tuple[str, Any]] = [
     ("delta rule", {"q": (2, 3, 11)}),
     ("delta rule", {"q": (2, 36)}),
@@ -177,6 +209,8 @@ WRONG_DIMS: list[tuple[str, Any]] = [
     ("delta rule", {LENGTHS: (1,)}),
     ("delta rule", {STATE_LENGTHS: (3,)}),
     ("delta rule", {SURE_NODES: (2, 1)}),
+    ("delta rule", {TREE_MASK: (2, 3, 2)}),
+    ("convolution", {TREE_MASK: (2, 9)}),
     ("convolution", {"x": (2, 3, 299)}),
     ("convolution", {"x": (6, 300)}),
     ("convolution", {"weight": (299, 4)}),
