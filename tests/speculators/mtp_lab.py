@@ -96,9 +96,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 Tensors = dict[str, torch.Tensor]
 
 
-def write_target(folder: Path, family: str, seed: int = 3) -> Path:
+def write_target(folder: Path, family: str, seed: int = 3, **fields: Any) -> Path:
     """Writes a target of two or three layers with random weights, every part of which affects its output."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **fields})
     model = AutoModelForCausalLM.from_config(config)
     draw(model, seed)
     model.save_pretrained(folder)
