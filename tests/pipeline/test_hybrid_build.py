@@ -25,7 +25,9 @@ pytest.importorskip("onnxruntime")
 
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
+from speccompile.certificate.caches import check_caches  # noqa: E402
 from speccompile.certificate.faults import check_faults  # noqa: E402
+from speccompile.certificate.greedy import plain_texts  # noqa: E402
 
 NUM_TOKENS = 40
 NGRAM = {"method": "ngram", "num_draft_tokens": 4, "tokens_per_match": 1}
@@ -60,12 +62,15 @@ def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, spec
 
 
 def _check_trees(engine: Any) -> None:
-    """Checks that planted trees leave the texts of a bundle as they are, and that its method may be one of trees."""
+    """Checks a bundle with planted trees as its certificate does, and that its method may be one of trees."""
     bundle = engine.bundle.path
     check = check_faults(engine, PROMPTS[:3], 16)
     assert check.status == "passed", check.summary
     runs = [run for run in check.facts["runs"] if run["fault"] == "full trees"]
     assert len(runs) == 2 and all(run["num_accepted"] > 12 for run in runs)
+    check = check_caches(engine, PROMPTS[:3], plain_texts(engine, PROMPTS[:3], 24))
+    assert check.status == "passed" and "with trees" in check.summary, check.summary
+    assert check.facts["logit_deviation"] < 1e-4 and check.facts["num_accepted"] > 12
     engine, params = speccompile.load(bundle, method=TREE), SamplingParams(max_new_tokens=NUM_TOKENS)
     plain = engine.generate(PROMPTS, params, batch_size=1, speculative=False)
     for batch_size in (1, 3):
