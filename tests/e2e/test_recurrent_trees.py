@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 MAX_SEQ, MAX_NODES, SLOTS = 60, 10, 4
 TREES = {"auto": {"tree": "auto"}, "fixed": {"tree": {"widths": [2, 2, 1]}}}
-KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+KINDS = ["linear_attention"] * 3 + ["full_attention"]
 
 
 @pytest.fixture(scope="module")
@@ -30,32 +30,35 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recurrent")
     mtp_lab.write_target(folder / "target", "qwen3_5_text", num_hidden_layers=4, layer_types=KINDS)
     eagle_lab.write_learnt_eagle3(folder / "eagle3", folder / "target")
+    mtp_lab.write_alone(folder / "mtp", *mtp_lab.random_module(folder / "target"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoints: Path) -> dict[str, TimedEngine]:
-    """The target, and EAGLE-3's graphs for trees."""
+    """The target, and the graphs of EAGLE-3 and of a multi-token prediction module for trees."""
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators import eagle_lab as lab
 
     options = DecoderOptions(hidden=True, hidden_layers=lab.STREAMS)
     target = GraphJob("target", str(checkpoints / "target"), options=options)
-    source, method = DecoderSource(target, SourceContext("checkpoint", MAX_SEQ, MAX_NODES)), registry.method("eagle3")
+    source = DecoderSource(target, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     assert source.spec().state_trees
     sizes = {"slots": SLOTS, "rows": MAX_SEQ + MAX_NODES + 1}
     made = {"target": lab.compiled(source, checkpoints, **sizes)[0]}
     context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, target)
-    for job in method.graph_jobs(method.Config(str(checkpoints / "eagle3"), tree={"widths": [8]})):
-        draft = registry.find_class(job.source)(job, context)
-        made[job.name] = lab.compiled(draft, checkpoints / "eagle3", **sizes)[0]
+    for name in ("eagle3", "mtp"):
+        method = registry.method(name)
+        for job in method.graph_jobs(method.Config(str(checkpoints / name), tree={"widths": [8]})):
+            draft = registry.find_class(job.source)(job, context)
+            made[f"{name}.{job.name}"] = lab.compiled(draft, checkpoints / name, **sizes)[0]
     return {name: TimedEngine(engine) for name, engine in made.items()}
 
 
 def load(engines: dict[str, TimedEngine], method: str, **fields: Any) -> SpecEngine:
-    """Returns an engine that drafts in trees, and the moved paths of its commits as `paths`."""
+    """Returns an engine that drafts in trees."""
     chosen, context = registry.method(method), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
-    drafts = {name: engine for name, engine in engines.items() if name != "target"} if method != "suffix" else {}
+    drafts = {name.partition(".")[2]: engine for name, engine in engines.items() if name.startswith(f"{method}.")}
     config = chosen.Config(*([""] if drafts else []), **fields)
     return SpecEngine(engines["target"], drafts, chosen.make_proposer(config, drafts, context), None, context)
 
@@ -88,7 +91,12 @@ def plain(engines: dict[str, TimedEngine], checkpoints: Path) -> list[list[int]]
 
 
 # What suffixes draft is mostly one path, which is right from its first node on.
-METHODS = [("eagle3", TREES["auto"], 3), ("eagle3", TREES["fixed"], 3), ("suffix", {"tree": "auto", "depth": 4}, 0)]
+METHODS = [
+    ("eagle3", TREES["auto"], 3),
+    ("eagle3", TREES["fixed"], 3),
+    ("mtp", TREES["fixed"], 1),
+    ("suffix", {"tree": "auto", "depth": 4}, 0),
+]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -100,6 +108,36 @@ def test_greedy_text_equals_plain_decoding(
     texts, num_accepted, num_moved = decode(load(engines, method, **fields), batch_size, params)
     assert texts == plain
     assert num_accepted >= 10 and num_moved >= least_moved
+
+
+def test_a_modules_tree_has_the_best_tokens_after_every_path(engines: Any, checkpoints: Path) -> None:
+    """As transformers' own module gives them, prompts and texts after accepted and refused drafts alike."""
+    from speccompile.speculators.mtp.model import MtpModule
+    from tests.speculators import mtp_lab
+    from tests.speculators.eagle_lab import PROMPTS
+
+    config, module = mtp_lab.random_module(checkpoints / "target")
+    assert isinstance(module, MtpModule) and config
+    oracle, engine = mtp_lab.Oracle(checkpoints / "target", module), load(engines, "mtp", **TREES["fixed"])
+    found, propose = {}, engine.proposer.propose
+
+    def proposing(batch: Any) -> Any:
+        tree = propose(batch)
+        for row, sequence in enumerate(batch.sequences):
+            if tree.num_nodes[row] == 11:
+                found[tuple(sequence.tokens)] = tree.tokens[row].tolist(), tree.parents[row].tolist()
+        return tree
+
+    engine.proposer.propose = proposing
+    engine.generate(PROMPTS[:4], SamplingParams(max_new_tokens=8, ignore_eos=True), batch_size=3)
+    assert len(found) > 12
+    for text, (tokens, parents) in list(found.items())[::3]:
+        for node in sorted(set(parents[1:])):
+            path, at = [], node
+            while at > 0:
+                path, at = [tokens[at], *path], parents[at]
+            children = [tokens[child] for child, parent in enumerate(parents) if parent == node]
+            assert children == oracle.best_after(list(text), path, len(children))
 
 
 @pytest.mark.parametrize("fields", TREES.values(), ids=TREES)

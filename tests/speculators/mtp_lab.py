@@ -285,6 +285,15 @@ class Oracle:
                 own = self.read(found[-1:], own, cache, len(text) - 1 + step)
         return found
 
+    def best_after(self, text: list[int], path: list[int], num: int) -> list[int]:
+        """Returns the best tokens after a path of drafts, which follows a text whose last token is the root."""
+        cache = self.begin()
+        own = self.read(text[1:], self.hidden(text[:-1]), cache, 0)[:, -1:]
+        for step, token in enumerate(path):
+            own = self.read([token], own, cache, len(text) - 1 + step)
+        best: list[int] = self.logits(own)[0, -1].topk(num).indices.tolist()
+        return best
+
 
 @torch.no_grad()
 def write_learnt(folder: Path, target: Path) -> Path:
