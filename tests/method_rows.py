@@ -163,7 +163,7 @@ ROWS: dict[str, Row] = {
     "eagle3": Row(write_learnt_eagle3, {"tree": "chain", "num_draft_tokens": 3}, AUTO),
     "peagle": Row(write_peagle, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "eagle3"),
     "dflash": Row(write_learnt_dflash, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}),
-    "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
+    "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}, FIXED),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "suffix": Row(None, {"depth": 4}, {"tree": "auto", "depth": 4}),
     "hybrid": Row(write_pair, {"drafters": (SUFFIX, CHAIN)}, {"drafters": ({**SUFFIX, "tree": "auto"}, TREE)}),
