@@ -6,7 +6,7 @@
 Sizes are those of Qwen3.5. A step is written `owed + nodes`: accepted rows of the step before, which are applied first,
 and nodes that are drafts; `sure` nodes are applied at once (a plain step, a chunk of a prompt). States are bound in
 place, and a dozen layers with states of their own take turns. `LinearAttention` is ONNX Runtime's operator over as
-many rows: it keeps no state to go back to. Medians and minima are printed.
+many rows: it keeps no state to go back to, and has no trees. Medians and minima are printed.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from onnx import TensorProto, helper
 
 from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.backends.onnxruntime.kernel_library import find_library
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
+from speccompile.core.tree import TokenTree, chain_mask
 from speccompile.ops.gated_delta import pending_width
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.registry import OPS, functions
@@ -30,9 +31,10 @@ from speccompile.ops.registry import OPS, functions
 HEADS = {"0.8b": (16, 16), "4b": (16, 32), "27b": (16, 48)}  # of keys, of values
 DIM, KERNEL, PENDING, LAYERS = 128, 4, 8, 12
 STEPS = {"1 sure": (0, 1, True), "0 + 1": (0, 1, False), "1 + 2": (1, 2, False), "2 + 4": (2, 4, False),
-         "4 + 8": (4, 8, False), "64 sure": (0, 64, True)}  # fmt: skip
+         "4 + 8": (4, 8, False), "4 + tree of 8": (4, 8, False), "64 sure": (0, 64, True)}  # fmt: skip
+TREE = (-1, 0, 0, 0, 1, 1, 2, 4)  # parents: three children, of which two have children
 IN_PLACE = {"state": "state_updated", "pending": "pending_updated", "rows": "rows_updated", "past": "present"}
-TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}
 Arrays = dict[str, np.ndarray]
 
 
@@ -69,7 +71,9 @@ def inputs_of(form: Form, size: str, step: str) -> Arrays:
     if form.domain != DOMAIN:
         return {"q": q, "k": k, "v": v, "past": state, "g": g, "beta": beta}
     counts = {LENGTHS: 20, STATE_LENGTHS: 20 - owed, SURE_NODES: nodes * is_sure}
-    held = {name: np.array([count]) for name, count in counts.items()}
+    tree = np.array([TREE])
+    mask = TokenTree(tree, tree, np.array([nodes])).mask() if "tree" in step else chain_mask(1, nodes)
+    held = {**{name: np.array([count]) for name, count in counts.items()}, TREE_MASK: mask}
     if form.op == "ConvRows":
         weights = {"weight": normal(channels, KERNEL)[0], "bias": normal(channels)[0]}
         return {"x": normal(nodes, channels), **weights, "rows": normal(KERNEL - 1 + PENDING, channels), **held}

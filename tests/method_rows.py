@@ -181,7 +181,7 @@ ROWS: dict[str, Row] = {
         write_learnt_lilicorr, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "dflash"
     ),
     "domino": Row(write_learnt_domino, {"tree": "chain", "num_draft_tokens": 4}, {**AUTO, "tree_depth": 4}, "dflash"),
-    "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}),
+    "mtp": Row(write_learnt_mtp, {"num_draft_tokens": 3}, FIXED),
     "ngram": Row(None, {"min_match": 1, "max_match": 2}),
     "suffix": Row(None, {"depth": 4}, {"tree": "auto", "depth": 4}),
     "hybrid": Row(write_pair, {"drafters": (SUFFIX, CHAIN)}, {"drafters": ({**SUFFIX, "tree": "auto"}, TREE)}),

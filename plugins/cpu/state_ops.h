@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <string>
+#include <vector>
 
 #include "attention_ops.h"
 #include "kernel.h"
@@ -14,17 +15,48 @@ namespace speccompile::cpu {
 
 constexpr i64 kConvColumns = 256;  // channels of a task
 
-// Lengths and sure nodes of a call.
+// Lengths and sure nodes of a call, and the forms of its slots' trees.
 struct StateStep {
     const i64 *lengths, *state_lengths, *sure;
     i64 nodes;
+    std::vector<i64> parents;  // [batch, nodes]; empty where all slots have chains
+
+    // The parents of a slot's nodes, -1 where one follows the tokens before the step; nullptr: a chain.
+    const i64* parents_of(i64 slot) const { return parents.empty() ? nullptr : parents.data() + slot * nodes; }
     bool is_new(i64 slot) const { return lengths[slot] == 0; }
     // Pending rows that were accepted.
     i64 num_owed(i64 slot) const { return lengths[slot] - state_lengths[slot]; }
     i64 num_applied(i64 slot) const { return num_owed(slot) + sure[slot]; }
 };
 
-// Reads the last three inputs from `first` on; refuses counts by which something outside a tensor would be read.
+// The latest node before a node that its row of the mask shows; -1: none.
+inline i64 parent_of(const std::uint8_t* row, i64 node) {
+    i64 parent = node - 1;
+    while (parent >= 0 && row[parent] == 0) parent--;
+    return parent;
+}
+
+// Reads the trees of a call, where some slot's nodes are no chain; refuses sure nodes that do not follow one another.
+inline void read_trees(StateStep& step, const std::uint8_t* mask, i64 batch) {
+    const i64 nodes = step.nodes;
+    const auto row = [&](i64 at) { return mask + at * nodes; };
+    bool is_chain = true;
+    for (i64 at = 0; at < batch * nodes && is_chain; at++) is_chain = at % nodes == 0 || row(at)[at % nodes - 1] != 0;
+    if (is_chain) return;
+    step.parents.resize(static_cast<std::size_t>(batch * nodes));
+    for (i64 at = 0; at < batch * nodes; at++) {
+        const i64 slot = at / nodes, node = at % nodes, parent = parent_of(row(at), node);
+        step.parents[static_cast<std::size_t>(at)] = parent;
+        if (node < step.sure[slot] && parent != node - 1) {
+            throw Error("sure_nodes[" + std::to_string(slot) + "] is " + std::to_string(step.sure[slot]) + " and node " +
+                        std::to_string(node) + " follows node " + std::to_string(parent) +
+                        ", expected a chain of sure nodes; correct what counts them");
+        }
+    }
+}
+
+// Reads the last inputs from `first` on, of which graphs of earlier versions have no tree mask; refuses counts by which
+// something outside a tensor would be read.
 inline StateStep read_step(const Context& context, std::size_t first, i64 batch, i64 nodes, i64 num_pending, const std::string& op) {
     const char* names[] = {"lengths", "state_lengths", "sure_nodes"};
     const i64* counts[3];
@@ -33,7 +65,7 @@ inline StateStep read_step(const Context& context, std::size_t first, i64 batch,
         expect_dims(op, names[i], tensor.dims, Dims{batch});
         counts[i] = tensor.data<i64>();
     }
-    const StateStep step{counts[0], counts[1], counts[2], nodes};
+    StateStep step{counts[0], counts[1], counts[2], nodes, {}};
     for (i64 slot = 0; slot < batch; slot++) {
         const i64 length = step.lengths[slot], held = step.state_lengths[slot];
         if (held < 0 || held > length || length - held > num_pending) {
@@ -46,17 +78,24 @@ inline StateStep read_step(const Context& context, std::size_t first, i64 batch,
                         std::to_string(nodes) + ", the nodes of the step; correct what counts them");
         }
     }
+    if (const abi::Value* value = context.input_value(first + 3)) {
+        const Tensor mask(value);
+        expect_dims(op, "tree_mask", mask.dims, Dims{batch, nodes, nodes});
+        read_trees(step, mask.data<std::uint8_t>(), batch);
+    }
     return step;
 }
 
 // q, k [batch, nodes, key_heads * key_dim], v [batch, nodes, value_heads * value_dim], g, beta [batch, nodes,
-// value_heads], state, pending, lengths, state_lengths, sure_nodes -> out as v, the updated state and pending rows.
+// value_heads], state, pending, lengths, state_lengths, sure_nodes, tree_mask [batch, nodes, nodes] -> out as v, the updated
+// state and pending rows.
 struct GatedDelta {
     static constexpr const char* kName = "GatedDelta";
     static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat,
-                                                   abi::kFloat, abi::kFloat, abi::kInt64, abi::kInt64, abi::kInt64};
+                                                   abi::kFloat, abi::kFloat, abi::kInt64, abi::kInt64, abi::kInt64,
+                                                   abi::kBool};
     static constexpr abi::ElementType kOutputs[] = {abi::kFloat, abi::kFloat, abi::kFloat};
-    static constexpr std::size_t kNumOptional = 0;
+    static constexpr std::size_t kNumOptional = 1;
 
     explicit GatedDelta(const Info& info)
         : key_heads(info.integer("num_key_heads")),
@@ -75,6 +114,7 @@ struct GatedDelta {
         i64 batch, nodes, num_pending, key_dim, value_dim, key_width, value_width, width;
         const float *q, *k, *v, *g, *beta, *state, *pending;
         float *out, *state_updated, *pending_updated;
+        std::vector<TreeOrder> trees;  // by slot; empty where all slots have chains
     };
 
     void run(const Context& context) const {
@@ -82,6 +122,11 @@ struct GatedDelta {
         call.out = context.output<float>(0, Dims{call.batch, call.nodes, call.value_width});
         call.state_updated = context.output<float>(1, Dims{call.batch, value_heads, call.key_dim, call.value_dim});
         call.pending_updated = context.output<float>(2, Dims{call.batch, call.num_pending, call.width});
+        if (!call.step.parents.empty()) call.trees.resize(static_cast<std::size_t>(call.batch));
+        for (std::size_t slot = 0; slot < call.trees.size(); slot++) {
+            const i64 at = static_cast<i64>(slot);
+            call.trees[slot].plan(call.step.parents_of(at), call.nodes, call.step.num_owed(at), call.step.sure[at]);
+        }
         std::atomic<bool> has_memory{true};
         const auto task = [&](std::size_t number) {
             const i64 pair = static_cast<i64>(number);
@@ -134,19 +179,33 @@ struct GatedDelta {
         thread_local Scratch row_scratch, state_scratch;
         HeadRow* rows = row_scratch.get<HeadRow>(static_cast<std::size_t>(num_rows));
         const i64 key_column = head / (value_heads / key_heads) * call.key_dim, value_column = head * call.value_dim;
+        // Of a chain: the state after each row is where the one before it was, but for the last row and the one that stays.
+        const auto place_after = [&](i64 row) {
+            return row + 1 == num_applied ? kKept : row + 1 == num_rows ? kNowhere : Place{0};
+        };
+        i64 place = kGiven;
         for (i64 r = 0; r < num_owed; r++) {
             const float *k = call.pending + (slot * call.num_pending + r) * call.width, *v = k + call.key_width;
             const float *g = v + call.value_width, *beta = g + value_heads;
-            rows[r] = {nullptr, k + key_column, v + value_column, std::exp(g[head]), beta[head], nullptr};
+            const i64 to = place_after(r);
+            rows[r] = {nullptr, k + key_column, v + value_column, std::exp(g[head]), beta[head], nullptr, place, to, r > 0};
+            place = to;
         }
-        for (i64 node = 0; node < call.nodes; node++) {
-            const i64 at = slot * call.nodes + node;
-            rows[num_owed + node] = {call.q + at * call.key_width + key_column,
-                                     call.k + at * call.key_width + key_column,
-                                     call.v + at * call.value_width + value_column,
-                                     std::exp(call.g[at * value_heads + head]),
-                                     call.beta[at * value_heads + head],
-                                     call.out + at * call.value_width + value_column};
+        const TreeOrder* tree = call.trees.empty() ? nullptr : &call.trees[static_cast<std::size_t>(slot)];
+        for (i64 r = num_owed; r < num_rows; r++) {
+            const Visit visit = tree != nullptr ? tree->visits[static_cast<std::size_t>(r - num_owed)]
+                                                : Visit{r - num_owed, place, place_after(r), r > 0};
+            const i64 at = slot * call.nodes + visit.node;
+            rows[r] = {call.q + at * call.key_width + key_column,
+                       call.k + at * call.key_width + key_column,
+                       call.v + at * call.value_width + value_column,
+                       std::exp(call.g[at * value_heads + head]),
+                       call.beta[at * value_heads + head],
+                       call.out + at * call.value_width + value_column,
+                       visit.from,
+                       visit.to,
+                       visit.follows};
+            place = visit.to;
         }
         const float* from = call.state + (slot * value_heads + head) * size;
         float* to = call.state_updated + (slot * value_heads + head) * size;
@@ -157,8 +216,10 @@ struct GatedDelta {
             std::memcpy(to, from, static_cast<std::size_t>(size) * sizeof(float));
         }
         if (num_rows == 0) return;
-        float* memory = state_scratch.get<float>(static_cast<std::size_t>(walk_floats(call.key_dim)));
-        walk_head({rows, num_rows, num_applied, call.key_dim, call.value_dim, scale, has_delta_rule, from, to}, memory);
+        const i64 num_places = tree != nullptr ? tree->num_places : 1;
+        float* memory = state_scratch.get<float>(static_cast<std::size_t>(walk_floats(call.key_dim, num_places)));
+        const HeadStep head_step{rows, num_rows, call.key_dim, call.value_dim, scale, has_delta_rule, from, to};
+        tree != nullptr ? walk_head<true>(head_step, memory) : walk_head<false>(head_step, memory);
     }
 
     // The nodes that are not sure become the first pending rows; further ones are padding. Where the rows are not updated
@@ -187,13 +248,13 @@ struct GatedDelta {
 };
 
 // x [batch, nodes, channels], weight [channels, kernel], bias [channels], rows [batch, kernel - 1 + pending, channels],
-// lengths, state_lengths, sure_nodes -> out as x, the updated rows.
+// lengths, state_lengths, sure_nodes, tree_mask [batch, nodes, nodes] -> out as x, the updated rows.
 struct ConvRows {
     static constexpr const char* kName = "ConvRows";
     static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat,
-                                                   abi::kInt64, abi::kInt64, abi::kInt64};
+                                                   abi::kInt64, abi::kInt64, abi::kInt64, abi::kBool};
     static constexpr abi::ElementType kOutputs[] = {abi::kFloat, abi::kFloat};
-    static constexpr std::size_t kNumOptional = 0;
+    static constexpr std::size_t kNumOptional = 1;
 
     explicit ConvRows(const Info& info) : has_silu(info.integer("activation") != 0) {
         if (const abi::Value* weight = info.constant(1)) constant_taps = taps_of(Tensor(weight));
@@ -230,10 +291,13 @@ struct ConvRows {
         conv.kernel = kernel, conv.channels = channels, conv.nodes = nodes, conv.has_silu = has_silu;
         float *out = context.output<float>(0, x.dims), *updated = context.output<float>(1, rows.dims);
         const i64 blocks = (channels + kConvColumns - 1) / kConvColumns;
+        std::vector<const float*> windows(static_cast<std::size_t>(batch * blocks * kernel));
         const auto task = [&](std::size_t number) {
             const i64 slot = static_cast<i64>(number) / blocks, first = static_cast<i64>(number) % blocks * kConvColumns;
             const i64 end = first + kConvColumns < channels ? first + kConvColumns : channels;
             ConvStep here = conv;
+            here.window = windows.data() + static_cast<i64>(number) * kernel;
+            here.parents = step.parents_of(slot);
             here.num_held = num_past + step.num_owed(slot);
             here.held = rows.data<float>() + slot * num_rows * channels;
             here.x = x.data<float>() + slot * nodes * channels;

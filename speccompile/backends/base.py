@@ -44,6 +44,7 @@ class Backend(ABC):
             cache's key. No engines.
         keeps_logits: whether the target's logits are an output where the recipe does not say.
         state_copies: how many times its engines hold the recurrent states of a slot, a snapshot among them.
+        state_trees: whether its engines score trees on targets with recurrent states.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
     """
 
@@ -58,6 +59,7 @@ class Backend(ABC):
     graph_sources: tuple[str, ...] = ()
     keeps_logits: bool = False
     state_copies: int = 2
+    state_trees: bool = False
     runs_code_on_load: bool = False
 
     def for_device(self, device: str) -> Backend:
@@ -274,14 +276,17 @@ class EngineBase(ABC, Generic[RollbackT]):
         Raises:
             RuntimeFault: the engine was loaded without a rollback graph.
         """
-        if self.rollback is None:
+        if self.rollback is None and self.spec.caches:
             raise RuntimeFault(
                 f"engine {self.spec.name}",
                 "a tree to roll back",
                 "a rollback graph in the bundle",
                 "Build the bundle again; this one was made for chains.",
             )
-        self.compact_with(self.rollback, lengths, path)
+        if self.rollback is not None:
+            self.compact_with(self.rollback, lengths, path)
+        if self.states is not None:
+            self.states.compact(lengths, path)
 
     @abstractmethod
     def compact_with(self, rollback: RollbackT, lengths: np.ndarray, path: np.ndarray) -> None:

@@ -4,6 +4,9 @@
 A state holds the first `lengths[slot]` tokens of its sequence. The rows of the last step that were not sure to stay are
 pending: the next step of the slot applies those that were accepted, which its own `lengths` say. So a sequence can go
 on at any length from `lengths[slot]` to `lengths[slot] + num_pending[slot]`, and at none before: a state cannot be cut.
+
+The pending rows are those of the step's nodes in their order. Of a tree `compact` moves those of the accepted path to
+the front.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TOKENS, GraphSpec
+from speccompile.core.specs import CONV_ROWS, LENGTHS, PENDING, STATE_LENGTHS, SURE_NODES, TOKENS, GraphSpec
 from speccompile.core.tree import Ints
 from speccompile.errors import RuntimeFault
 
 KeptT = TypeVar("KeptT")  # a copy of the states of one slot
+_CHAIN = "Write speculator.tree: chain."
 _AGAIN = "Send the request again; if that fails too, report it: the states were not kept by this engine's steps."
 
 
@@ -66,7 +70,10 @@ class SlotStates(ABC, Generic[KeptT]):
         lengths: [max_slots] int64: tokens that the states of each slot hold.
         num_pending: [max_slots] int64: rows of its last step that are pending.
         snapshots: by slot; one may stand for several slots, as it is never written again.
+        scores_trees: whether steps may be trees.
     """
+
+    scores_trees: bool = False
 
     def __init__(self, spec: GraphSpec, max_slots: int) -> None:
         self.where, self.max_pending = f"engine {spec.name}", spec.max_pending
@@ -138,6 +145,19 @@ class SlotStates(ABC, Generic[KeptT]):
     def end(self, step: StateStep) -> None:
         """Records that a step has run."""
         self.lengths[step.slots], self.num_pending[step.slots] = step.after, step.num_pending
+
+    def compact(self, lengths: Ints, path: Ints) -> None:
+        """Moves the pending rows of accepted paths to the front; the states of the first slots are changed in place.
+
+        Args:
+            lengths: [batch] int64, tokens of each slot before the step that left the rows.
+            path: [batch, depth] int64, accepted nodes from the root on, -1 after the end.
+
+        Raises:
+            RuntimeFault: these states do not move rows.
+        """
+        del lengths, path
+        raise RuntimeFault(self.where, "a tree to roll back", "chains: its states do not move rows", _CHAIN)
 
     def reusable(self, slot: int, rows: int) -> int:
         """Returns how many of the first `rows` tokens of a slot a sequence can go on from.
@@ -225,6 +245,20 @@ class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
     def __init__(self, spec: GraphSpec, max_slots: int) -> None:
         super().__init__(spec, max_slots)
         self.arrays = {name: np.zeros(shape, np.float32) for name, shape in spec.state_shapes(max_slots).items()}
+        self.scores_trees = spec.state_trees
+        begins = {PENDING: 0, CONV_ROWS: spec.conv_history}
+        kinds = {name: spec.input(name).dims[1] for name in spec.states}
+        self._pending = [(self.arrays[name], begins[str(kind)]) for name, kind in kinds.items() if kind in begins]
+
+    def compact(self, lengths: Ints, path: Ints) -> None:
+        """See `SlotStates.compact`."""
+        for slot, (length, nodes) in enumerate(zip(lengths.tolist(), path.tolist(), strict=True)):
+            num_sure = int(self.lengths[slot]) - length  # the first nodes of the path have no pending rows
+            rows = [node - num_sure for node in nodes[num_sure:] if node >= 0]
+            if rows == [*range(len(rows))]:
+                continue
+            for array, begin in self._pending:
+                array[slot, begin : begin + len(rows)] = array[slot, [begin + row for row in rows]]
 
     @property
     def num_bytes(self) -> int:

@@ -22,7 +22,7 @@ from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec
-from speccompile.drafting.tree_config import check_chain
+from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import TARGET, BuildPlan
 from speccompile.runtime.bundle import digest_from_json, read_json, write_json
@@ -141,7 +141,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     if plan.weights == "checkpoint":
         source.check()
     options = compile_options(plan, source.max_rows, source.spec().rows_written_ahead)
-    _check_states(plan, job, source.spec(), is_draft=target is not None)
+    _check_states(plan, job, source.spec(), backend, is_draft=target is not None)
     backend.check(source.spec(), options, job.quantization)
     depends_on = {
         "checkpoint": source.digests(),
@@ -163,17 +163,17 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     return Graph(job, source, source.dims, digest_from_json(depends_on), texts)
 
 
-def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, *, is_draft: bool) -> None:
+def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Backend, *, is_draft: bool) -> None:
     """Refuses recurrent states where they cannot be rolled back.
 
     Raises:
-        RecipeError: a draft has some, or the target has and the method drafts trees.
+        RecipeError: a draft has some, or the target has, the method drafts trees and the backend scores chains alone.
     """
     if is_draft and spec.states:
         got = f"{job.model} with recurrent layers ({spec.states[0]}) as the graph {job.name!r}"
         todo = "Choose a draft of attention layers alone, or another method."
         raise RecipeError("speculator.model", got, "a draft of attention layers: recurrent ones not yet", todo)
-    check_chain(spec, plan.speculator)
+    check_trees(spec, plan.speculator, backend.state_trees)
 
 
 def compile_graph(

@@ -29,11 +29,11 @@ Makers = dict[str, Callable[[Known], Proposer]]
 
 
 def may_draft_trees(engine: SpecEngine) -> bool:
-    """Returns whether the target may score trees: it has no recurrent states, and can compact its caches."""
+    """Returns whether the target may score trees: it can compact its caches, and its recurrent states follow paths."""
     inner: Any = engine.verifier.engine
     inner = getattr(inner, "engine", inner)
-    can_compact = inner.compacts_in_step or getattr(inner, "rollback", True) is not None
-    return inner.states is None and can_compact
+    can_compact = inner.compacts_in_step or getattr(inner, "rollback", True) is not None or not inner.spec.caches
+    return can_compact and (inner.states is None or inner.states.scores_trees)
 
 
 def planted_proposers(engine: SpecEngine) -> Makers:

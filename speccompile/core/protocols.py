@@ -29,11 +29,10 @@ class States(Protocol):
     the next step applies those that were accepted. So the next `lengths` may roll back among the pending nodes alone.
     """
 
-    def reusable(self, slot: int, rows: int) -> int:
-        """Returns how many of the first `rows` tokens of a slot a sequence can go on from.
+    scores_trees: bool  # whether steps may be trees
 
-        That is by its states where they hold no more than these, otherwise by its snapshot; 0: by neither.
-        """
+    def reusable(self, slot: int, rows: int) -> int:
+        """Returns how many of a slot's first `rows` tokens one can go on from: by its states, else by its snapshot."""
         ...
 
     def resume(self, slot: int, rows: int) -> None:

@@ -146,8 +146,8 @@ class GraphSpec:
             both are bound at the same address.
         max_pending: of a graph with states: rows of a slot's last step that may wait for its verdict, which are most
             nodes of a step with drafts, the root included. The size of the dim "pending".
-        conv_history: of a graph with states: rows before its own that a row of a causal convolution sees. The dim
-            "conv_rows" is `conv_history + max_pending`.
+        conv_history: rows before its own that a row of a convolution sees. "conv_rows" is this and `max_pending`.
+        state_trees: of a graph with states: they follow the paths of `tree_mask`; otherwise every step is a chain.
         image_tokens: of a graph that reads images: tokens of each, which a chunk of a prompt holds all or none of.
     """
 
@@ -170,6 +170,7 @@ class GraphSpec:
     states: tuple[str, ...] = ()
     max_pending: int = 0
     conv_history: int = 0
+    state_trees: bool = False
     image_tokens: int = 0
 
     @property
@@ -222,7 +223,7 @@ class GraphSpec:
     def json_from_spec(self) -> dict[str, Any]:
         """Returns a JSON-ready dict for `spec_from_json`, without what only states, images or masks have."""
         data = asdict(self)
-        unused = () if self.states else ("states", "max_pending", "conv_history")
+        unused = () if self.states else ("states", "max_pending", "conv_history", "state_trees")
         for name in (*unused, *(n for n, none in (("image_tokens", 0), ("mask_token", None)) if data[n] == none)):
             del data[name]
         return data

@@ -122,17 +122,19 @@ def _is_ints(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
 
 
-def check_chain(target: GraphSpec, config: Any) -> None:
-    """Refuses trees for a target with recurrent states, whose rows follow one another.
+def check_trees(target: GraphSpec, config: Any, has_paths: bool) -> None:
+    """Refuses trees for a target with recurrent states that follow chains alone.
 
     Args:
         target: inputs and outputs of the target.
         config: the method's `Config`.
+        has_paths: whether the backend's states follow the paths of trees.
 
     Raises:
         RecipeError: the method drafts trees.
     """
-    if target.states and getattr(config, "has_tree", False):
+    if target.states and not (has_paths and target.state_trees) and getattr(config, "has_tree", False):
         got = "a tree" if getattr(config, "shape", None) is not None else str(getattr(config, "tree", "auto"))
-        expected = "chain: a target with recurrent layers scores chains alone, trees not yet"
+        where = "as this one was built" if has_paths else "on this backend and device"
+        expected = f"chain: a target with recurrent layers scores chains alone {where}"
         raise RecipeError("speculator.tree", got, expected, "Write speculator.tree: chain.")

@@ -114,7 +114,7 @@ def _delta_net(module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> 
     assert frame is not None and frame.state_lengths is not None and frame.sure_nodes is not None
     rows, z, b, a = _projections(module, hidden_states)
     state, pending, conv = frame.states[module.layer_idx]
-    step = (frame.lengths, frame.state_lengths, frame.sure_nodes)
+    step = (frame.lengths, frame.state_lengths, frame.sure_nodes, frame.tree_mask)
     bias = torch.zeros(module.conv_dim) if module.conv1d.bias is None else module.conv1d.bias
     mixed, new_conv = conv_rows(rows, module.conv1d.weight[:, 0], bias, conv, *step, _SILU)
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)

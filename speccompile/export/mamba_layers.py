@@ -24,10 +24,10 @@ _NO_ACTIVATION, _SILU = 0, 1
 _NO_DELTA_RULE = 0
 
 
-def _step_of(frame: Frame | None) -> tuple[Frame, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns the enclosing pass, and its lengths, state lengths and sure nodes."""
+def _step_of(frame: Frame | None) -> tuple[Frame, tuple[torch.Tensor, ...]]:
+    """Returns the enclosing pass, and its lengths, state lengths, sure nodes and tree mask."""
     assert frame is not None and frame.state_lengths is not None and frame.sure_nodes is not None
-    return frame, (frame.lengths, frame.state_lengths, frame.sure_nodes)
+    return frame, (frame.lengths, frame.state_lengths, frame.sure_nodes, frame.tree_mask)
 
 
 def _bias_of(conv: Any) -> torch.Tensor:

@@ -35,12 +35,13 @@ def gated_delta(
     lengths: torch.Tensor,
     state_lengths: torch.Tensor,
     sure_nodes: torch.Tensor,
+    tree_mask: torch.Tensor,
     num_key_heads: int,
     num_value_heads: int,
     scale: float,
     delta: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Apply the accepted pending rows to the state, then answer the nodes one after the other.
+    """Apply the accepted pending rows to the state, then answer the nodes of each path one after the other.
 
     Args:
         q: [batch, nodes, num_key_heads * key_dim] float32; `k` alike.
@@ -52,7 +53,8 @@ def gated_delta(
         pending: [batch, pending, width] float32, rows of k | v | g | beta.
         lengths: [batch] int64, tokens of the sequence.
         state_lengths: [batch] int64, those that the state holds.
-        sure_nodes: [batch] int64, the first nodes, which are applied to the state.
+        sure_nodes: [batch] int64, the first nodes, a chain, which are applied to the state.
+        tree_mask: [batch, nodes, nodes] bool, row i is true at i and at its ancestors.
         num_key_heads: heads of q and k.
         num_value_heads: heads of v, a multiple.
         scale: factor of the output.
@@ -61,14 +63,14 @@ def gated_delta(
     Returns:
         out [batch, nodes, num_value_heads * value_dim], the updated state and the updated pending rows.
     """
-    tensors = (q, k, v, g, beta, state, pending, lengths, state_lengths, sure_nodes)
+    tensors = (q, k, v, g, beta, state, pending, lengths, state_lengths, sure_nodes, tree_mask)
     heads = {"num_key_heads": num_key_heads, "num_value_heads": num_value_heads}
     out, new_state, new_pending = _twin_of(gated_delta_op.GATED_DELTA, tensors, **heads, scale=scale, delta=delta)
     return out, new_state, new_pending
 
 
 @gated_delta.register_fake
-def _(q, k, v, g, beta, state, pending, lengths, state_lengths, sure_nodes, key_heads, value_heads, scale, delta):  # type: ignore[no-untyped-def]
+def _(q, k, v, g, beta, state, pending, *others):  # type: ignore[no-untyped-def]
     return torch.empty_like(v), torch.empty_like(state), torch.empty_like(pending)
 
 
@@ -81,6 +83,7 @@ def conv_rows(
     lengths: torch.Tensor,
     state_lengths: torch.Tensor,
     sure_nodes: torch.Tensor,
+    tree_mask: torch.Tensor,
     activation: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convolve each node's raw row with those before it, channel by channel.
@@ -92,17 +95,18 @@ def conv_rows(
         rows: [batch, kernel - 1 + pending, channels] float32: raw rows of the state, then the pending ones.
         lengths: [batch] int64, tokens of the sequence.
         state_lengths: [batch] int64, those that the state holds.
-        sure_nodes: [batch] int64, the first nodes, which are applied.
+        sure_nodes: [batch] int64, the first nodes, a chain, which are applied.
+        tree_mask: [batch, nodes, nodes] bool, row i is true at i and at its ancestors.
         activation: 0: none; 1: SiLU.
 
     Returns:
         out as x, and the updated rows.
     """
-    tensors = (x, weight, bias, rows, lengths, state_lengths, sure_nodes)
+    tensors = (x, weight, bias, rows, lengths, state_lengths, sure_nodes, tree_mask)
     out, new_rows = _twin_of(conv_rows_op.CONV_ROWS, tensors, activation=activation)
     return out, new_rows
 
 
 @conv_rows.register_fake
-def _(x, weight, bias, rows, lengths, state_lengths, sure_nodes, activation):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, rows, lengths, state_lengths, sure_nodes, tree_mask, activation):  # type: ignore[no-untyped-def]
     return torch.empty_like(x), torch.empty_like(rows)

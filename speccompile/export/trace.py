@@ -151,8 +151,8 @@ def _translations() -> dict[Any, Callable[..., Any]]:
         inputs, attributes = arguments[:-4], zip(GATED_DELTA.attributes, arguments[-4:], strict=True)
         return ours.GatedDelta(*inputs, **dict(attributes))
 
-    def conv_rows(x, weight, bias, rows, lengths, state_lengths, sure_nodes, activation):  # type: ignore[no-untyped-def]
-        return ours.ConvRows(x, weight, bias, rows, lengths, state_lengths, sure_nodes, activation=activation)
+    def conv_rows(*arguments):  # type: ignore[no-untyped-def]
+        return ours.ConvRows(*arguments[:-1], activation=arguments[-1])
 
     def sample(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
         return ours.SampleToken(logits, uniforms, temperature, top_k, top_p)

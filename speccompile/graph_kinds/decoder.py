@@ -105,8 +105,14 @@ def decoder_spec(
     spec = GraphSpec(name, inputs, outputs, held, dims.vocab_size, reads_prompts=True, image_tokens=image_tokens)
     if not states:
         return spec
-    history = max(layer.recurrent.conv_kernel for layer in dims.per_layer if layer.recurrent is not None) - 1
-    return replace(spec, states=tuple(t.name for t in states), max_pending=max_pending, conv_history=history)
+    kernels = {layer.recurrent.conv_kernel for layer in dims.per_layer if layer.recurrent is not None}
+    return replace(
+        spec,
+        states=tuple(t.name for t in states),
+        max_pending=max_pending,
+        conv_history=max(kernels) - 1,
+        state_trees=len(kernels) == 1,  # the pending rows of an accepted path begin at one place in all layers
+    )
 
 
 _STATE_INPUTS = (

@@ -2,18 +2,39 @@
 """ConvRows: a causal depthwise convolution whose kept rows are only those of tokens that stay.
 
 As with `speccompile.ops.gated_delta`, the rows of a step with drafts stay pending until the next step knows which of
-them were accepted.
+them were accepted; a node of a tree sees the rows of its own path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TensorSpec
-from speccompile.core.tree import Floats, Ints
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK, TensorSpec
+from speccompile.core.tree import Bools, Floats, Ints
+from speccompile.ops.gated_delta import IS_TREE, parents_from_mask
 from speccompile.ops.op import Op
 
 _ROWS_DIMS = ("batch", "conv_rows", "channels")
+
+
+def _windows(parents: Sequence[int], num_held: int, kernel: int) -> Ints:
+    """Returns [nodes, kernel] int64: the rows that each node sees, its own last.
+
+    Args:
+        parents: of each node, -1 where it follows the rows before the nodes.
+        num_held: those rows.
+        kernel: rows that a node sees.
+    """
+    windows = np.empty((len(parents), kernel), np.int64)
+    for node in range(len(parents)):
+        at = node
+        for tap in reversed(range(kernel)):
+            windows[node, tap] = num_held + at
+            at = parents[at] if at >= 0 else at - 1
+    return windows
 
 
 def conv_rows(
@@ -24,6 +45,7 @@ def conv_rows(
     lengths: Ints,
     state_lengths: Ints,
     sure_nodes: Ints,
+    tree_mask: Bools,
     *,
     activation: int = 0,
 ) -> tuple[Floats, Floats]:
@@ -38,22 +60,23 @@ def conv_rows(
             count; no other is read.
         lengths: [batch] int64, tokens of the sequence before this step.
         state_lengths: [batch] int64, those of them that the states hold.
-        sure_nodes: [batch] int64: the first nodes of this step, which are applied; later ones become pending.
+        sure_nodes: [batch] int64: the first nodes of this step, a chain, which are applied; later ones become pending.
+        tree_mask: [batch, nodes, nodes] bool: row i is true at i and at its ancestors.
         activation: 0: none; 1: SiLU.
 
     Returns:
         out as x, and the updated rows: kernel - 1 of the tokens then held, the pending ones, zeros.
     """
-    (batch, nodes, _), num_past = x.shape, weight.shape[1] - 1
+    batch, num_past = len(x), weight.shape[1] - 1
     out, updated = np.empty_like(x), np.zeros_like(rows)
     for slot in range(batch):
         num_owed, sure = lengths[slot] - state_lengths[slot], sure_nodes[slot]
         past = rows[slot, : num_past + num_owed] if lengths[slot] > 0 else np.zeros_like(rows[slot, :num_past])
         chain = np.concatenate([past, x[slot]])
+        windows = _windows(parents_from_mask(tree_mask[slot]), len(past), num_past + 1)
         out[slot] = bias
         for tap in range(num_past + 1):
-            begin = num_owed + tap
-            out[slot] += chain[begin : begin + nodes] * weight[:, tap]
+            out[slot] += chain[windows[:, tap]] * weight[:, tap]
         left = chain[num_owed + sure :][: rows.shape[1]]
         updated[slot, : len(left)] = left
     if activation:
@@ -62,25 +85,38 @@ def conv_rows(
     return out, updated
 
 
-# The kernel's taps are added by a product with a row of ones: its sums see no other row, so they have the same bits in
-# every step. Everything reads `rows` through one Concat, so an engine may bind `rows_updated` at its address.
-CONV_ROWS = Op(
-    "ConvRows",
-    (
-        TensorSpec("x", ("batch", "nodes", "channels"), "float32"),
-        TensorSpec("weight", ("channels", "kernel"), "float32"),
-        TensorSpec("bias", ("channels",), "float32"),
-        TensorSpec("rows", _ROWS_DIMS, "float32"),
-        TensorSpec(LENGTHS, ("batch",), "int64"),
-        TensorSpec(STATE_LENGTHS, ("batch",), "int64"),
-        TensorSpec(SURE_NODES, ("batch",), "int64"),
-    ),
-    (
-        TensorSpec("out", ("batch", "nodes", "channels"), "float32"),
-        TensorSpec("rows_updated", _ROWS_DIMS, "float32"),
-    ),
-    conv_rows,
-    """
+# The rows of a chain: node + tap, counted from the first row before the nodes that counts.
+_CHAIN = """
+    reach3 = Unsqueeze(reach2, nowhere)
+"""
+
+# Of a tree: the ancestor so many levels above, before which stand as many nodes as have a smaller depth in the path; or
+# the row so far before the nodes.
+_PATHS = (
+    IS_TREE
+    + """
+    reach3 = If<then_branch = by_paths () => (int64[b, r, t] reach_of_tree) {
+        seen_of = Cast<to = 7>(tree_mask)
+        counts = CumSum(seen_of, depth_axis)
+        sizes = ReduceSum<keepdims = 1>(seen_of, third)
+        depths = Sub(sizes, one)
+        above = Sub(num_past, taps)
+        levels = Sub(depths, above)
+        levels4 = Unsqueeze(levels, third)
+        counts4 = Unsqueeze(counts, tap_axis)
+        is_before = LessOrEqual(counts4, levels4)
+        before = Cast<to = 7>(is_before)
+        ancestors = ReduceSum<keepdims = 0>(before, third)
+        is_held = Less(levels, none)
+        offsets = Where(is_held, levels, ancestors)
+        reach_of_tree = Add(offsets, num_past)
+      }, else_branch = one_chain () => (int64[c, r, t] reach_of_chain) {
+        reach_of_chain = Unsqueeze(reach2, nowhere)
+      }>(is_tree)
+"""
+)
+
+_HEAD = """
     none = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
     nothing = Constant<value_float = 0.0>()
@@ -89,6 +125,7 @@ CONV_ROWS = Op(
     third = Constant<value_ints = [2]>()
     inner = Constant<value_ints = [1, 2]>()
     tap_axis = Constant<value_ints = [3]>()
+    depth_axis = Constant<value_int = 2>()
     x32 = Cast<to = 1>(x)
     weight32 = Cast<to = 1>(weight)
     bias32 = Cast<to = 1>(bias)
@@ -115,8 +152,9 @@ CONV_ROWS = Op(
     nodes = Range(none, num_nodes, one)
     node_column = Unsqueeze(nodes, second)
     reach2 = Add(node_column, taps)
-    reach3 = Unsqueeze(reach2, nowhere)
-    owed3 = Unsqueeze(num_owed, third)
+"""
+
+_REST = """    owed3 = Unsqueeze(num_owed, third)
     seen = Add(reach3, owed3)
     end3 = Unsqueeze(past_end, third)
     gap3 = Unsqueeze(gap, third)
@@ -152,6 +190,30 @@ CONV_ROWS = Op(
     moved = GatherND<batch_dims = 1>(held, source_index)
     is_row3 = Unsqueeze(is_row, third)
     rows_updated = Where(is_row3, moved, nothing)
-    """,
+"""
+
+# The kernel's taps are added by a product with a row of ones: its sums see no other row, so they have the same bits in
+# every step. Everything reads `rows` through one Concat, so an engine may bind `rows_updated` at its address.
+CONV_ROWS = Op(
+    "ConvRows",
+    (
+        TensorSpec("x", ("batch", "nodes", "channels"), "float32"),
+        TensorSpec("weight", ("channels", "kernel"), "float32"),
+        TensorSpec("bias", ("channels",), "float32"),
+        TensorSpec("rows", _ROWS_DIMS, "float32"),
+        TensorSpec(LENGTHS, ("batch",), "int64"),
+        TensorSpec(STATE_LENGTHS, ("batch",), "int64"),
+        TensorSpec(SURE_NODES, ("batch",), "int64"),
+        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
+    ),
+    (
+        TensorSpec("out", ("batch", "nodes", "channels"), "float32"),
+        TensorSpec("rows_updated", _ROWS_DIMS, "float32"),
+    ),
+    conv_rows,
+    _HEAD + _PATHS + _REST,
     attributes={"activation": 0},
 )
+
+# For chains alone, without a branch.
+CHAIN_CONV_ROWS = replace(CONV_ROWS, body=_HEAD + _CHAIN + _REST)

@@ -3,14 +3,17 @@
 
 The rows of a step with drafts become pending: they are applied to the state at the beginning of the next step, as far
 as they were accepted. So a rejected draft never reaches the state, and the caller's `lengths` alone decide.
+
+The nodes of a step may be a tree: each is answered by the state after its own path, as if that were a chain. Of a tree
+the caller moves the pending rows of the accepted path to the front before the next step.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TensorSpec
-from speccompile.core.tree import Floats, Ints
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK, TensorSpec
+from speccompile.core.tree import Bools, Floats, Ints
 from speccompile.ops.op import Op
 
 _STATE_DIMS = ("batch", "value_heads", "key_dim", "value_dim")
@@ -36,6 +39,15 @@ def kept_pending(rows: Floats, sure_nodes: Ints, capacity: int) -> Floats:
         count = min(nodes - sure, capacity)
         kept[slot, :count] = rows[slot, sure : sure + count]
     return kept
+
+
+def parents_from_mask(seen: Bools) -> list[int]:
+    """Returns the parent of each node of a slot, -1 where it follows the tokens before the step.
+
+    Args:
+        seen: [nodes, nodes] bool: a slot of `tree_mask`, whose row i is true at i and at its ancestors.
+    """
+    return [int(earlier[-1]) if (earlier := np.flatnonzero(row[:node])).size else -1 for node, row in enumerate(seen)]
 
 
 def advanced(state: Floats, k: Floats, v: Floats, g: Floats, beta: Floats, *, delta: bool) -> Floats:
@@ -65,6 +77,7 @@ def gated_delta(
     lengths: Ints,
     state_lengths: Ints,
     sure_nodes: Ints,
+    tree_mask: Bools,
     *,
     num_key_heads: int = 1,
     num_value_heads: int = 1,
@@ -84,8 +97,9 @@ def gated_delta(
             each slot count, and no other is read.
         lengths: [batch] int64, tokens of the sequence before this step.
         state_lengths: [batch] int64, those of them that the state holds.
-        sure_nodes: [batch] int64: the first nodes of this step, which are applied to the state; later ones become
-            pending.
+        sure_nodes: [batch] int64: the first nodes of this step, a chain, which are applied to the state; later ones
+            become pending.
+        tree_mask: [batch, nodes, nodes] bool: row i is true at i and at its ancestors.
         num_key_heads: heads of q and k.
         num_value_heads: heads of v, a multiple.
         scale: factor of the output.
@@ -108,13 +122,12 @@ def gated_delta(
         held = state[slot] if length > 0 else np.zeros_like(state[slot])
         for row in pending[slot, : length - num_applied]:
             held = after(held, row)
-        updated[slot] = held
-        for node, row in enumerate(rows[slot]):
-            held = after(held, row)
+        by_node: list[Floats] = []
+        for node, parent in enumerate(parents_from_mask(tree_mask[slot])):
+            by_node.append(after(by_node[parent] if parent >= 0 else held, rows[slot, node]))
             queries = np.repeat(q[slot, node].reshape(num_key_heads, key_dim), group, axis=0)
-            out[slot, node] = np.float32(scale) * (held * queries[:, :, None]).sum(axis=1).reshape(-1)
-            if node < sure:
-                updated[slot] = held
+            out[slot, node] = np.float32(scale) * (by_node[node] * queries[:, :, None]).sum(axis=1).reshape(-1)
+        updated[slot] = by_node[sure - 1] if sure else held
     return out, updated, kept_pending(rows, sure_nodes, pending.shape[1])
 
 
@@ -129,6 +142,17 @@ _ROW = """
         column_{0} = Transpose<perm = [0, 1, 2, 4, 3]>(k_{0})
         added_{0} = Mul(column_{0}, weighed_{0})
         next_{0} = Add(decayed_{0}, added_{0})
+"""
+
+# Whether a slot's nodes are no chain.
+IS_TREE = """
+    node_row = Unsqueeze(nodes, nowhere)
+    is_earlier = GreaterOrEqual(node_column, node_row)
+    is_as_chain = Equal(tree_mask, is_earlier)
+    is_other = Not(is_as_chain)
+    others = Cast<to = 6>(is_other)
+    any_other = ReduceMax<keepdims = 0>(others)
+    is_tree = Cast<to = 9>(any_other)
 """
 
 # Rows come first for Scan, and every head of k has an axis for the value heads that share it:
@@ -189,6 +213,65 @@ MOVED_ROWS = """
     is_row3 = Unsqueeze(is_row, last_axis)
 """
 
+# The nodes of a tree: every node has a state of its own, to which the rows of its path are applied in turn.
+# A group's value heads are repeated for each node, node by node: [batch, key_heads, nodes * group, ...].
+_PATHS = (
+    """
+    path_seen = Transpose<perm = [2, 0, 1]>(tree_mask)
+    path_axes = Constant<value_ints = [2, 4, 5, 6]>()
+    path_seen7 = Unsqueeze(path_seen, path_axes)
+    num_rows_b = Shape<start = 0, end = 2>(q_rows)
+    each_value = Concat<axis = 0>(num_rows_b, unit, num_nodes1, group, units)
+    path_seen_each = Expand(path_seen7, each_value)
+    paths = Mul(num_nodes1, group)
+    seen_shape = Concat<axis = 0>(kept_dims, unit, paths, units)
+    seen_p = Reshape(path_seen_each, seen_shape)
+
+    path_axis = Constant<value_ints = [3]>()
+    path_split = Concat<axis = 0>(num_rows_b, key_heads, num_nodes1, group, units)
+    rows_wide = Concat<axis = 0>(num_rows_b, key_heads, num_nodes1, group, unit, value_dim)
+    v_row_shape = Concat<axis = 0>(kept_dims, key_heads, paths, unit, value_dim)
+    g_row_shape = Concat<axis = 0>(kept_dims, key_heads, paths, units)
+    v_rows7 = Unsqueeze(v_rows, path_axis)
+    g_rows7 = Unsqueeze(g_rows, path_axis)
+    beta_rows7 = Unsqueeze(beta_rows, path_axis)
+    v_each = Expand(v_rows7, rows_wide)
+    g_each = Expand(g_rows7, path_split)
+    beta_each = Expand(beta_rows7, path_split)
+    v_paths = Reshape(v_each, v_row_shape)
+    g_paths = Reshape(g_each, g_row_shape)
+    beta_paths = Reshape(beta_each, g_row_shape)
+    begin_axis = Constant<value_ints = [2]>()
+    begin6 = Unsqueeze(replayed, begin_axis)
+    num_slots = Shape<start = 0, end = 1>(q)
+    all_states = Concat<axis = 0>(num_slots, key_heads, num_nodes1, group, key_dim, value_dim)
+    begin_each = Expand(begin6, all_states)
+    path_states = Concat<axis = 0>(nowhere, key_heads, paths, key_dim, value_dim)
+    begin_paths = Reshape(begin_each, path_states)
+    path_ends = Scan<num_scan_inputs = 5, body = follow
+      (float[b, h, p, i, j] held_p, float[b, h, o, o, i] k_p, float[b, h, p, o, j] v_p, float[b, h, p, o, o] g_p,
+       float[b, h, p, o, o] beta_p, bool[b, o, p, o, o] is_seen_p) => (float[b, h, p, i, j] stays_p) {"""
+    + _ROW.format("p")
+    + """
+        stays_p = Where(is_seen_p, next_p, held_p)
+      }>(begin_paths, k_rows, v_paths, g_paths, beta_paths, seen_p)
+    path_ends6 = Reshape(path_ends, all_states)
+    ends_by_node = Transpose<perm = [2, 0, 1, 3, 4, 5]>(path_ends6)
+    answers_of_tree = MatMul(q_rows, ends_by_node)
+
+    last_sure = Sub(sure_nodes, one)
+    sure_at = Max(last_sure, none)
+    sure_index = Unsqueeze(sure_at, second)
+    ends_by_slot = Transpose<perm = [0, 2, 1, 3, 4, 5]>(path_ends6)
+    sure_ends = GatherND<batch_dims = 1>(ends_by_slot, sure_index)
+    has_sure = Greater(sure_nodes, none)
+    slot_axes = Constant<value_ints = [1, 2, 3, 4]>()
+    has_sure5 = Unsqueeze(has_sure, slot_axes)
+    kept_ends = Where(has_sure5, sure_ends, replayed)
+    kept_of_tree = Reshape(kept_ends, state_shape)
+"""
+)
+
 _SCANS = (
     """
     most_owed = ReduceMax<keepdims = 1>(num_owed)
@@ -239,9 +322,19 @@ _SCANS = (
     num_nodes = Squeeze(num_nodes1, nowhere)
     nodes = Range(none, num_nodes, one)
     node_column = Unsqueeze(nodes, second)
+"""
+    + IS_TREE
+    + """
+    state_shape = Shape(state)
+    state_updated, answers = If<then_branch = by_paths () =>
+      (float[b, v, i, j] kept_of_tree, float[r, b, h, n, o, j] answers_of_tree) {"""
+    + _PATHS
+    + """
+      }, else_branch = one_chain () =>
+      (float[b, v, i, j] kept_of_chain, float[r, b, h, n, o, j] answers_of_chain) {
     is_sure2 = Less(node_column, sure_nodes)
     is_sure = Unsqueeze(is_sure2, inner)
-    last, kept, answers = Scan<num_scan_inputs = 6, body = walk
+    last, kept, answers_of_chain = Scan<num_scan_inputs = 6, body = walk
       (float[b, h, n, i, j] held_w, float[b, h, n, i, j] kept_w, float[b, h, o, o, i] q_w, float[b, h, o, o, i] k_w,
        float[b, h, n, o, j] v_w, float[b, h, n, o, o] g_w, float[b, h, n, o, o] beta_w, bool[b, o, o, o, o] is_sure_w)
       => (float[b, h, n, i, j] next_w, float[b, h, n, i, j] stays_w, float[b, h, n, o, j] answer_w) {"""
@@ -250,8 +343,8 @@ _SCANS = (
         stays_w = Where(is_sure_w, next_w, kept_w)
         answer_w = MatMul(q_w, next_w)
       }>(replayed, replayed, q_rows, k_rows, v_rows, g_rows, beta_rows, is_sure)
-    state_shape = Shape(state)
-    state_updated = Reshape(kept, state_shape)
+    kept_of_chain = Reshape(kept, state_shape)
+      }>(is_tree)
     scaled = Mul(answers, scale_asked)
     by_slot = Transpose<perm = [1, 0, 2, 3, 4, 5]>(scaled)
     out_shape = Shape(v)
@@ -288,6 +381,7 @@ GATED_DELTA = Op(
         TensorSpec(LENGTHS, ("batch",), "int64"),
         TensorSpec(STATE_LENGTHS, ("batch",), "int64"),
         TensorSpec(SURE_NODES, ("batch",), "int64"),
+        TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
     ),
     (
         TensorSpec("out", ("batch", "nodes", "value_width"), "float32"),

@@ -18,7 +18,7 @@ from speccompile.core import registry
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.drafting.tree_config import check_chain
+from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside
 from speccompile.runtime.hub import fetch_bundle, is_hub_id
@@ -54,7 +54,8 @@ def load(
     Raises:
         BundleError: the bundle is incomplete or was changed, it was built for another backend, or the method needs a
             graph that is not in it.
-        RecipeError: there is no such backend or method, or it drafts trees for a target with recurrent layers.
+        RecipeError: there is no such backend or method, or it drafts trees for a target with recurrent layers that
+            scores chains alone.
         RuntimeFault: `threads` is below 1.
     """
     if is_hub_id(str(path)):
@@ -69,8 +70,8 @@ def load(
     if missing:
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         raise BundleError(str(bundle.path), f"no graph {missing[0]!r}", f"the graphs of method {name}", todo)
-    check_chain(bundle.graph_spec(TARGET), config)
     opener: Backend = registry.backend(backend or recipe.engine.backend, recipe.engine.device)
+    check_trees(bundle.graph_spec(TARGET), config, opener.state_trees)
     _check_backend(bundle, opener)
     if not verify and opener.runs_code_on_load:
         check_files(bundle.path, bundle.manifest["files"])

@@ -143,7 +143,7 @@ class Verifier:
         return num, np.array([num], dtype=np.int64)
 
     def _check_trees(self) -> None:
-        if self._has_states:
+        if self.engine.states is not None and not self.engine.states.scores_trees:
             where, expected = f"engine {self.engine.spec.name}", "chains: its recurrent states follow one path"
             raise RuntimeFault(where, "a tree to score", expected, "Write speculator.tree: chain.")
 

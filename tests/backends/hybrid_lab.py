@@ -60,7 +60,7 @@ def hybrid_model(seed: int = 3, bad: int | None = None) -> ir.Model:
         rows[bad], favour[bad] = np.nan, -1e4
     embedding = edit.const(rows, "embedding")
     x = edit.op("Gather", embedding, given[specs.TOKENS], axis=0)
-    counts = [given[name] for name in (specs.LENGTHS, specs.STATE_LENGTHS, specs.SURE_NODES)]
+    counts = [given[name] for name in (specs.LENGTHS, specs.STATE_LENGTHS, specs.SURE_NODES, specs.TREE_MASK)]
     state, pending, conv_rows = (given[name] for name in state_names(0))
     taps = weight("taps", RECURRENT.conv_channels, RECURRENT.conv_kernel)
     bias = edit.const(np.zeros(RECURRENT.conv_channels, np.float32), "bias")
@@ -126,12 +126,17 @@ class Hybrid:
     def __init__(self, folder: Path, backend: str = "onnxruntime", form: str = "fp32", bad: int | None = None) -> None:
         self.backend, self.spec, self.path = registry.backend(backend), hybrid_spec(), folder / "graph.onnx"
         self.backend.compile(hybrid_model(bad=bad), self.spec, folder, form=form)
+        self.rollback = folder / "rollback"
+        self.rollback.mkdir()
+        self.backend.compile_rollback(DIMS, self.rollback)
         self._fresh: Any = None
 
     def open(self, max_slots: int) -> Any:
         """Returns an engine."""
         tuning = {"threads": 1, "spinning": "off"}
-        return self.backend.load(self.path, self.spec, max_slots=max_slots, max_rows=MAX_ROWS, tuning=tuning)
+        sizes = {"max_slots": max_slots, "max_rows": MAX_ROWS}
+        rollback = self.rollback / "graph.onnx"
+        return self.backend.load(self.path, self.spec, **sizes, tuning=tuning, rollback=rollback)
 
     def held(self, tokens: Sequence[int], applied: int) -> list[np.ndarray]:
         """Returns what the states hold after a fresh prefill: state, pending rows and conv rows.

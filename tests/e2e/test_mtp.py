@@ -14,7 +14,6 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import FEATURE_NODES, FEATURES, LENGTHS, TOKENS
-from speccompile.errors import RecipeError
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
@@ -252,8 +251,3 @@ def test_a_module_in_the_targets_own_files_is_built_without_being_named(family, 
         again = build_bundle(tmp_path, "named", RECIPE.format(target=target, fields=f"model: {target}, "))
         digests = [json.loads((built / "manifest.json").read_text())["graphs"]["draft"] for built in (bundle, again)]
         assert digests[0] == digests[1]
-
-
-def test_a_recipe_with_a_tree_is_refused_by_name(checkpoints, tmp_path):
-    with pytest.raises(RecipeError, match=r"speculator\.tree.*one token after the other"):
-        build_bundle(tmp_path, "tree", RECIPE.format(target=checkpoints / "target", fields="tree: auto, "))

@@ -178,6 +178,51 @@ def test_a_rejected_draft_leaves_no_trace(exported: Exported, has_kernels: bool)
             np.testing.assert_array_equal(got[slot], again)
 
 
+TREES = np.array([[-1, 0, 0, 2, 1, 2, 5], [-1, 0, 0, 0, 3, -1, -1]])  # parents; the second one is padded
+PATHS = ([0, 2, 5, 6], [0, 3, 4])  # none is the first nodes
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_path_of_a_tree_is_the_chain_of_its_tokens(exported: Exported, has_kernels: bool) -> None:
+    """Scored, and after it was accepted: in bits with our kernels, whose attention adds in one order."""
+    _, graph, dims = exported
+    loaded = Decoder(with_fused_attention(graph), dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
+    texts, after = texts_of(5, 9, 5), texts_of(6, 3, 3)
+    tokens, scored = np.array(texts_of(7, 7, 7)), np.tile(np.arange(7), (2, 1))
+
+    def prompted() -> Decoder:
+        decoder = loaded.fresh()
+        chain_step(decoder, texts, (9, 5), (9, 5))
+        return decoder
+
+    trees, chains = prompted(), prompted()
+    drafts = [tokens[slot, path].tolist() for slot, path in enumerate(PATHS)]
+    logits = trees.step(tokens, TREES, scored, [0, 0])["logits"]
+    wanted = chain_step(chains, drafts, (0, 0), (4, 3))
+    keep_paths(trees, drafts)
+    pairs = [(logits[slot, path], wanted[slot]) for slot, path in enumerate(PATHS)]
+    for rows, sure in ((after, (0, 0)), (texts, (9, 5))):  # the second one after the first was not accepted
+        pairs += zip(chain_step(trees, rows, sure, (0, 0)), chain_step(chains, rows, sure, (0, 0)), strict=True)
+    for got, chain in pairs:
+        if has_kernels:
+            np.testing.assert_array_equal(got, chain)
+        else:
+            np.testing.assert_allclose(got, chain, rtol=0, atol=MAX_RELATIVE_DIFFERENCE * np.abs(chain).max())
+
+
+def keep_paths(decoder: Decoder, drafts: Sequence[Sequence[int]]) -> None:
+    """Moves the cache rows and the pending rows of PATHS to the front, as engines do."""
+    for slot, path in enumerate(PATHS):
+        first = len(decoder.history[slot])
+        for held in decoder.caches.values():
+            held[slot, :, first : first + len(path)] = held[slot][:, [first + node for node in path]]
+        for name, held in decoder.states.items():
+            begin = {"pending": 0, "conv_rows": held.shape[1] - decoder.max_pending}.get(name.partition(".")[0])
+            if begin is not None:
+                held[slot, begin : begin + len(path)] = held[slot, [begin + node for node in path]]
+        decoder.history[slot] = [*decoder.history[slot], *drafts[slot]]
+
+
 def test_softplus() -> None:
     import torch
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, GraphSpec, TensorSpec  # noqa: E402
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK, GraphSpec, TensorSpec  # noqa: E402
 from speccompile.export.recurrent import conv_rows, gated_delta  # noqa: E402
 from speccompile.export.trace import trace_module  # noqa: E402
 from speccompile.ops.registry import attach_functions  # noqa: E402
@@ -31,8 +31,8 @@ class Layer(nn.Module):
         self.gates = nn.Linear(CHANNELS, 2 * VALUE_HEADS)
         self.register_buffer("bias", torch.zeros(CHANNELS))
 
-    def forward(self, x, rows, state, pending, lengths, state_lengths, sure_nodes):  # type: ignore[no-untyped-def]
-        step = (lengths, state_lengths, sure_nodes)
+    def forward(self, x, rows, state, pending, lengths, state_lengths, sure_nodes, tree_mask):  # type: ignore[no-untyped-def]
+        step = (lengths, state_lengths, sure_nodes, tree_mask)
         mixed, new_rows = conv_rows(x, self.conv.weight[:, 0], self.bias, rows, *step, 1)
         q, k, v = mixed.split([KEYS, KEYS, VALUES], dim=-1)
         g, beta = self.gates(x).sigmoid().chunk(2, dim=-1)
@@ -41,7 +41,8 @@ class Layer(nn.Module):
         return out, new_rows, new_state, new_pending
 
 
-STEP = tuple(TensorSpec(name, ("batch",), "int64") for name in (LENGTHS, STATE_LENGTHS, SURE_NODES))
+COUNTS = tuple(TensorSpec(name, ("batch",), "int64") for name in (LENGTHS, STATE_LENGTHS, SURE_NODES))
+STEP = (*COUNTS, TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"))
 STATES = (
     TensorSpec("conv_rows.0", ("batch", KERNEL - 1 + PENDING, CHANNELS), "float32"),
     TensorSpec("state.0", ("batch", VALUE_HEADS, KEY_DIM, VALUE_DIM), "float32"),
@@ -65,6 +66,9 @@ def _call(batch: int, nodes: int) -> dict[str, np.ndarray]:
     made[LENGTHS] = np.arange(batch) * 3
     made[STATE_LENGTHS] = np.maximum(made[LENGTHS] - 2, 0)
     made[SURE_NODES] = np.arange(batch) % 2 * nodes
+    made[TREE_MASK] = np.tile(np.tri(nodes, dtype=np.bool_), (batch, 1, 1))
+    for slot in range(0, batch, 2):
+        made[TREE_MASK][slot, 2:, 1:2] = False  # a second path
     return made
 
 
@@ -73,7 +77,7 @@ def traced() -> tuple[Layer, ir.Model]:
     torch.manual_seed(0)
     layer, batch, nodes = Layer().eval(), torch.export.Dim("batch"), torch.export.Dim("nodes")
     example = tuple(torch.from_numpy(array) for array in _call(2, 3).values())
-    dims = [{0: batch, 1: nodes}, *({0: batch} for _ in range(6))]
+    dims = [{0: batch, 1: nodes}, *({0: batch} for _ in range(6)), {0: batch, 1: nodes, 2: nodes}]
     return layer, trace_module(layer, example, dims, SPEC, "a layer")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
+from speccompile.core.tree import TokenTree, chain_mask
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.gated_delta import GATED_DELTA, pending_width
 from speccompile.ops.op import Op
@@ -115,34 +116,50 @@ class Slots:
         self.buffers = {n: np.full((batch, *dims), np.nan, np.float32) for n, dims in layer.states.items()}
         self.lengths, self.state_lengths = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
 
-    def inputs(self, tokens: np.ndarray, sure: Any) -> Arrays:
-        """Returns the inputs of a step."""
+    def inputs(self, tokens: np.ndarray, sure: Any, parents: Any = None) -> Arrays:
+        """Returns the inputs of a step; without `parents` [batch, nodes] its nodes are chains."""
         rows = {name: table[tokens] for name, table in self.layer.table.items()}
         counts = {LENGTHS: self.lengths, STATE_LENGTHS: self.state_lengths, SURE_NODES: np.asarray(sure, np.int64)}
-        return self.layer.ordered({**rows, **self.layer.constants, **self.buffers, **counts})
+        mask = chain_mask(*tokens.shape) if parents is None else mask_of(parents)
+        return self.layer.ordered({**rows, **self.layer.constants, **self.buffers, **counts, TREE_MASK: mask})
 
-    def step(self, tokens: Any, sure: Any, accepted: Any) -> np.ndarray:
+    def step(self, tokens: Any, sure: Any, accepted: Any, parents: Any = None) -> np.ndarray:
         """Runs a step.
 
         Args:
             tokens: [batch, nodes], padded on the right.
             sure: [batch] nodes that are applied.
             accepted: [batch] nodes that the sequences keep, at least the sure ones.
+            parents: [batch, nodes] of trees, whose accepted path `keep_paths` moves; None: chains.
 
         Returns:
             The output [batch, nodes, width].
         """
-        out, *updated = self.run(self.inputs(np.asarray(tokens), sure))
+        out, *updated = self.run(self.inputs(np.asarray(tokens), sure, parents))
         self.buffers = {name: np.array(array) for name, array in zip(self.buffers, updated, strict=True)}
         self.state_lengths = self.lengths + np.asarray(sure)
         self.lengths = self.lengths + np.asarray(accepted)
         return np.array(out)
+
+    def keep_paths(self, paths: Sequence[Sequence[int]]) -> None:
+        """Moves the pending rows of accepted paths, by slot from the root on, to the front; no node was sure."""
+        for slot, path in enumerate(paths):
+            for name, buffer in self.buffers.items():
+                if name != "state":
+                    first = self.layer.settled if name == "rows" else 0
+                    buffer[slot, first : first + len(path)] = buffer[slot, [first + node for node in path]]
 
     def flushed(self) -> np.ndarray:
         """Returns the first state after the accepted rows are applied, by a step that all slots sit out."""
         none = np.zeros(len(self.lengths), np.int64)
         self.step(np.full((len(none), 1), PADDING), none, none)
         return next(iter(self.buffers.values()))[:, : self.layer.settled]
+
+
+def mask_of(parents: Any) -> np.ndarray:
+    """Returns the tree mask [batch, nodes, nodes] of parents [batch, nodes]; -1 begins a path."""
+    held = np.asarray(parents, np.int64)
+    return TokenTree(held, held, np.full(len(held), held.shape[1])).mask()
 
 
 def assert_near(got: np.ndarray, wanted: np.ndarray, bound: float = 3e-6) -> None:
@@ -289,12 +306,63 @@ def rounds_fault(layer: Layer, run: Run, num_rounds: int = 40, batch: int = 4) -
     return None
 
 
+def random_parents(rng: np.random.Generator, nodes: int, padded: int, sure: int = 0) -> list[int]:
+    """Returns parents of a tree of so many nodes, padded; the first `sure` are a chain."""
+    linked = [node - 1 if node < sure or rng.random() < 0.4 else int(rng.integers(0, node)) for node in range(1, nodes)]
+    return [-1, *linked, *([-1] * (padded - nodes))]
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """Returns the nodes from the root to a node."""
+    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+
+
+def trees_fault(layer: Layer, run: Run, num_rounds: int = 15, batch: int = 3) -> str | None:
+    """Returns which node of mixed rounds of trees differs from a run of its path alone; None where none does.
+
+    Trees of which some path is accepted, chunks of prompts, plain steps and slots that sit out share steps; every third
+    round one slot gets a new sequence.
+    """
+    rng = np.random.default_rng(5)
+    slots, kept = Slots(layer, run, batch), [[] for _ in range(batch)]
+    for number in range(num_rounds):
+        if number % 3 == 2:
+            slot = int(rng.integers(batch))
+            kept[slot], slots.lengths[slot], slots.state_lengths[slot] = [], 0, 0
+        turns = [_turn(rng, layer.pending) for _ in range(batch)]
+        nodes = max(1, *(len(turn.nodes) for turn in turns)) + int(rng.integers(2))
+        tokens, trees, paths = np.full((batch, nodes), PADDING), [], []
+        for slot, turn in enumerate(turns):
+            count = len(turn.nodes)
+            tokens[slot, :count] = turn.nodes
+            trees.append(random_parents(rng, max(count, 1), nodes, turn.sure))
+            paths.append([] if turn.sure or not count else path_to(trees[slot], int(rng.integers(-1, count))))
+        sure = [turn.sure for turn in turns]
+        num_accepted = [turn.sure or len(path) for turn, path in zip(turns, paths, strict=True)]
+        out = slots.step(tokens, sure, num_accepted, trees)
+        slots.keep_paths(paths)
+        for slot, turn in enumerate(turns):
+            for leaf in set(range(len(turn.nodes))).difference(trees[slot][: len(turn.nodes)]):
+                path = path_to(trees[slot], leaf)
+                wanted, _ = fresh(layer, run, kept[slot] + [turn.nodes[at] for at in path])
+                if not np.array_equal(out[slot, path], wanted[-len(path) :]):
+                    return f"round {number}, slot {slot}: another output of the path {path}"
+            kept[slot] += turn.nodes[: turn.sure] + [turn.nodes[at] for at in paths[slot]]
+    states = slots.flushed()
+    for slot in range(batch):
+        if kept[slot] and not np.array_equal(states[slot], fresh(layer, run, kept[slot])[1]):
+            return f"slot {slot}: another state at the end"
+    return None
+
+
 def fault_of(layer: Layer, run: Run) -> str | None:
     """Returns the first thing that is not equal in bits; None where all is."""
-    return steps_fault(layer, run) or rollback_fault(layer, run) or rounds_fault(layer, run)
+    return steps_fault(layer, run) or rollback_fault(layer, run) or rounds_fault(layer, run) or trees_fault(layer, run)
 
 
-def random_step(layer: Layer, rng: np.random.Generator, batch: int, nodes: int, num_void: int = 2) -> Arrays:
+def random_step(
+    layer: Layer, rng: np.random.Generator, batch: int, nodes: int, num_void: int = 2, is_tree: bool = False
+) -> Arrays:
     """Returns inputs of a step of slots at different lengths, one of them new; `sure_nodes` are of all sizes."""
     slots = Slots(layer, layer.twin, batch)
     slots.buffers = {n: rng.standard_normal(a.shape).astype(np.float32) for n, a in slots.buffers.items()}
@@ -305,4 +373,10 @@ def random_step(layer: Layer, rng: np.random.Generator, batch: int, nodes: int, 
     if "pending" in slots.buffers:
         tokens = rng.integers(0, VOCAB, (batch, layer.pending))
         slots.buffers["pending"] = np.concatenate([layer.table[n][tokens] for n in ("k", "v", "g", "beta")], axis=2)
-    return slots.inputs(rng.integers(0, VOCAB, (batch, nodes)), rng.integers(0, nodes + 1, batch))
+    tokens, sure = rng.integers(0, VOCAB, (batch, nodes)), rng.integers(0, nodes + 1, batch)
+    if not is_tree:
+        return slots.inputs(tokens, sure)
+    num_nodes = [max(1, nodes - slot % 2) for slot in range(batch)]
+    sure = np.minimum(sure, num_nodes)
+    trees = [random_parents(rng, num, nodes, int(first)) for num, first in zip(num_nodes, sure, strict=True)]
+    return slots.inputs(tokens, sure, trees)

@@ -28,6 +28,7 @@ from tests.ops.state_lab import (
     rollback_fault,
     rounds_fault,
     steps_fault,
+    trees_fault,
 )
 
 LAYERS = {
@@ -62,7 +63,7 @@ each_run = pytest.mark.parametrize("run_of", RUNS.values(), ids=RUNS.keys())
 def test_bodies_give_what_the_twin_gives(layer: Layer) -> None:
     rng, runs = np.random.default_rng(0), (body_run(layer), _evaluator(layer))
     for batch, nodes in ((1, 1), (3, 1), (4, 5), (2, 17)):
-        inputs = random_step(layer, rng, batch, nodes, num_void=1)
+        inputs = random_step(layer, rng, batch, nodes, num_void=1, is_tree=nodes == 5)
         wanted = layer.twin(inputs)
         for run in runs:
             for got, twin in zip(run(inputs), wanted, strict=True):
@@ -86,6 +87,12 @@ def test_rejected_nodes_leave_no_bit(layer: Layer, run_of: Callable[[Layer], Run
 @each_run
 def test_slots_share_steps_and_no_bit(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
     assert rounds_fault(layer, run_of(layer)) is None
+
+
+@each_layer
+@each_run
+def test_nodes_of_trees_have_the_bits_of_their_paths(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+    assert trees_fault(layer, run_of(layer)) is None
 
 
 @each_layer
@@ -147,6 +154,14 @@ BODY_MUTANTS = [
     ("delta rule", "is_sure2 = Less(node_column", "is_sure2 = LessOrEqual(node_column"),
     ("delta rule", "started = Where(is_new4, nothing, state)", "started = Identity(state)"),
     ("delta rule", "}>(replayed, replayed,", "}>(replayed, first,"),
+    ("delta rule", "stays_p = Where(is_seen_p, next_p, held_p)", "stays_p = Identity(next_p)"),
+    ("delta rule", "path_seen = Transpose<perm = [2, 0, 1]>", "path_seen = Transpose<perm = [1, 0, 2]>"),
+    ("delta rule", "sure_at = Max(last_sure, none)", "sure_at = Mul(last_sure, none)"),
+    ("delta rule", "kept_ends = Where(has_sure5, sure_ends, replayed)", "kept_ends = Identity(sure_ends)"),
+    ("delta rule", "is_tree = Cast<to = 9>(any_other)", "is_tree = Less(num_nodes, none)"),
+    ("convolution", "is_before = LessOrEqual(counts4", "is_before = Less(counts4"),
+    ("convolution", "offsets = Where(is_held, levels, ancestors)", "offsets = Identity(levels)"),
+    ("convolution", "is_tree = Cast<to = 9>(any_other)", "is_tree = Less(num_nodes, none)"),
     ("convolution", "past_end = Add(num_owed, num_past)", "past_end = Add(num_owed, kernel)"),
     ("convolution", "num_applied = Add(num_owed, sure_column)", "num_applied = Identity(sure_column)"),
     ("convolution", "num_applied = Add(num_owed, sure_column)", "num_applied = Identity(num_owed)"),
@@ -167,4 +182,4 @@ def test_a_mutated_body_is_noticed(name: str, right: str, wrong: str) -> None:
     def run(inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
         return session.run(None, inputs)
 
-    assert rollback_fault(layer, run) or rounds_fault(layer, run)
+    assert rollback_fault(layer, run) or rounds_fault(layer, run) or trees_fault(layer, run)

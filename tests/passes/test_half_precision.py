@@ -101,6 +101,7 @@ def recurrent() -> tuple[ir.Model, GraphSpec]:
     dims = {"x": ("b", "n", 8), "rows": ("b", 5, 8), "state": ("b", 1, 8, 8), "pending": ("b", 2, 18)}
     values = {name: add_input(model, name, list(size), "float32") for name, size in dims.items()}
     counts = [add_input(model, name, ["b"], "int64") for name in ("lengths", "state_lengths", "sure_nodes")]
+    counts.append(add_input(model, "tree_mask", ["b", "n", "n"], "bool"))
     edit, x = Editor(model), values["x"]
     taps = (edit.const(rng(8, 4), "taps"), edit.const(rng(8), "bias"))
     mixed, rows = edit.op("ConvRows", x, *taps, values["rows"], *counts, domain=OPS_DOMAIN, num_outputs=2)
@@ -135,6 +136,7 @@ def test_recurrent_states_stay_in_float32() -> None:
     feeds |= {"state": generator.standard_normal((2, 1, 8, 8)), "pending": -generator.random((2, 2, 18))}
     given = {name: array.astype(np.float32) for name, array in feeds.items()}
     given |= {"lengths": np.array([0, 7]), "state_lengths": np.array([0, 5]), "sure_nodes": np.array([3, 0])}
+    given["tree_mask"] = np.tile(np.tri(3, dtype=np.bool_), (2, 1, 1))
     for graph_model in (held, model):
         attach_functions(graph_model)
     wanted = session_of(ir.to_proto(held)).run(None, given)

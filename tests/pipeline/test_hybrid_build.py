@@ -25,8 +25,13 @@ pytest.importorskip("onnxruntime")
 
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
+from speccompile.certificate.caches import check_caches  # noqa: E402
+from speccompile.certificate.faults import check_faults  # noqa: E402
+from speccompile.certificate.greedy import plain_texts  # noqa: E402
 
 NUM_TOKENS = 40
+NGRAM = {"method": "ngram", "num_draft_tokens": 4, "tokens_per_match": 1}
+TREE = {"method": "suffix", "depth": 4, "num_draft_tokens": 4, "tree": "auto"}
 LENGTHS = (9, 1, 17, 4, 6, 12, 3, 8, 15, 5, 7, 11)
 PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate(LENGTHS)]
 
@@ -42,18 +47,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return made, model
 
 
-def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, speculator: Any = NGRAM) -> Any:
     # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
     monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
     recipe = folder / f"{quantization}.yaml"
     engine = "{max_batch_size: 4, max_seq_len: 64, max_draft_nodes: 8, threads: 1}"
     recipe.write_text(
         f"target: {{model: target, quantization: {quantization}}}\n"
-        f"speculator: {{method: ngram, num_draft_tokens: 4, tokens_per_match: 1}}\nengine: {engine}\n"
+        f"speculator: {json.dumps(speculator)}\nengine: {engine}\n"
     )
     with store.cheap_stages():  # one export for all quantizations
         bundle = build(fakes.make_plan(recipe), folder / f"out-{quantization}", cache=StageCache(folder / "cache"))
     return speccompile.load(bundle.path)
+
+
+def _check_trees(engine: Any) -> None:
+    """Checks a bundle with planted trees as its certificate does, and that its method may be one of trees."""
+    bundle = engine.bundle.path
+    check = check_faults(engine, PROMPTS[:3], 16)
+    assert check.status == "passed", check.summary
+    runs = [run for run in check.facts["runs"] if run["fault"] == "full trees"]
+    assert len(runs) == 2 and all(run["num_accepted"] > 12 for run in runs)
+    check = check_caches(engine, PROMPTS[:3], plain_texts(engine, PROMPTS[:3], 24))
+    assert check.status == "passed" and "with trees" in check.summary, check.summary
+    assert check.facts["logit_deviation"] < 1e-4 and check.facts["num_accepted"] > 12
+    engine, params = speccompile.load(bundle, method=TREE), SamplingParams(max_new_tokens=NUM_TOKENS)
+    plain = engine.generate(PROMPTS, params, batch_size=1, speculative=False)
+    for batch_size in (1, 3):
+        results = engine.generate(PROMPTS, params, batch_size=batch_size)
+        assert [r.tokens for r in results] == [r.tokens for r in plain]
+        assert sum(r.stats["num_accepted"] for r in results) > 0
 
 
 def _check_greedy(model: Any, texts: list[list[int]]) -> None:
@@ -70,6 +93,7 @@ def test_greedy_text_equals_transformers(folder: tuple[Path, Any], monkeypatch: 
         plain = engine.generate(PROMPTS, params, batch_size=batch_size, speculative=False)
         assert [r.tokens for r in plain] == [r.tokens for r in results]
         assert sum(r.stats["num_accepted"] for r in results) > 0
+    _check_trees(engine)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -82,18 +106,20 @@ def test_quantised_text_is_the_same_with_drafts(
         results = engine.generate(PROMPTS, params, batch_size=batch_size)
         assert [r.tokens for r in results] == single
         assert sum(r.stats["num_accepted"] for r in results) > 0
+    _check_trees(engine)
 
 
 def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without limits of time steps, which tests/export/test_hybrids.py has.
     model = make_checkpoint({**HYBRIDS["granite4"], "time_step_limit": [0.0, float("inf")]}, tmp_path / "target")
     (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
-    engine, params = _load(tmp_path, "none", monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
+    engine, params = _load(tmp_path, "none", monkeypatch, TREE), SamplingParams(max_new_tokens=NUM_TOKENS)
     results = engine.generate(PROMPTS, params, batch_size=4)
     plain = engine.generate(PROMPTS, params, batch_size=1, speculative=False)
     assert [r.tokens for r in results] == [r.tokens for r in plain]
     _check_greedy(model, [r.tokens for r in plain])
     assert sum(r.stats["num_accepted"] for r in results) > 0
+    _check_trees(engine)
 
 
 def test_a_target_without_attention_has_no_cache_to_compact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +132,4 @@ def test_a_target_without_attention_has_no_cache_to_compact(tmp_path: Path, monk
     results = engine.generate(PROMPTS, params, batch_size=4)
     assert [r.tokens for r in results] == [r.tokens for r in plain]
     assert sum(r.stats["num_accepted"] for r in results) > 0
+    _check_trees(engine)

@@ -36,10 +36,11 @@ def test_a_draft_with_recurrent_layers_is_refused(recipe: Path) -> None:
     assert caught.value.where == "speculator.model" and "not yet" in caught.value.expected
 
 
-def test_a_tree_for_a_target_with_recurrent_layers_is_refused(recipe: Path) -> None:
+@pytest.mark.parametrize("name", ["onnxruntime", "tensorrt"])
+def test_a_tree_for_a_target_with_recurrent_layers_is_refused_on_a_gpu(recipe: Path, name: str) -> None:
     plan = make_plan(recipe, "speculator.tree=auto")
-    with pytest.raises(RecipeError, match="got auto; expected chain") as caught:
-        graphs.find_graph(plan, plan.target, None, registry.backend("onnxruntime"))
+    with pytest.raises(RecipeError, match=r"got auto; expected chain: .* alone on this backend and device") as caught:
+        graphs.find_graph(plan, plan.target, None, registry.backend(name, "cuda"))
     assert caught.value.where == "speculator.tree"
 
 

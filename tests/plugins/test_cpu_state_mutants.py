@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
-from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
+from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault, with_trees
 from tests.ops.op_lab import model_of
 from tests.ops.state_lab import Layer, conv_layer, delta_layer, rounds_fault
 from tests.plugins.cpu_lab import needs_compiler, session_of
@@ -42,7 +42,7 @@ MUTANTS: Mutants = {
     "beta is forgotten": (Swap(MATH, "broadcast(row.beta)", "broadcast(1.f)"),),
     "nothing is subtracted": (Swap(MATH, "sub(value, held)", "value"),),
     "no scale": (Swap(MATH, "mul(broadcast(step.scale), answer[c])", "answer[c]"),),
-    "one row more is kept": (Swap(MATH, "r + 1 == step.num_applied", "is_last || r == step.num_applied"),),
+    "one row more is kept": (Swap(OPS, "row + 1 == num_applied", "row + 1 == num_rows || row == num_applied"),),
     "a part of a vector loses its last column": (
         Swap(
             MATH,
@@ -51,9 +51,7 @@ MUTANTS: Mutants = {
             within="memcpy(p, lanes, static_cast<std::size_t>(count) * sizeof(float)",
         ),
     ),
-    "a convolution that is a row late": (
-        Swap(MATH, "before + node + tap", "before + node + tap - (before + node + tap > 0)"),
-    ),
+    "a convolution that is a row late": (Swap(MATH, "row(num_held + at)", "row(num_held + at - (num_held + at > 0))"),),
     "taps in the other order": (Swap(MATH, "tap * step.channels", "(step.kernel - 1 - tap) * step.channels"),),
     "no bias": (Swap(MATH, "read(step.bias + column)", "zero()"),),
     "no activation": (Swap(MATH, "step.has_silu ? silu(sum) : sum", "sum"),),
@@ -108,6 +106,18 @@ MUTANTS: Mutants = {
     "kept rows of the convolution are a row late": (
         Swap(OPS, "here.row(applied + row)", "here.row(applied + row - (applied > 0))"),
     ),
+    "a branch has the state of the node that was walked before": (
+        Swap(MATH, "place[above]", "place[before >= 0 ? before + 1 : above]", within="from = place[above]"),
+    ),
+    "a state is given away before the last branch": (Swap(MATH, "--open[above] == 0", "--open[above] >= 0"),),
+    "a branch is asked for its sibling's key": (Swap(MATH, "parent == before", "before >= -1"),),
+    "a tree begins before the rows that were accepted": (Swap(MATH, "sure == 0 ? kKept : 0", "kGiven"),),
+    "the state that stays is a branch's": (
+        Swap(MATH, "node + 1 == sure", "node == sure", within="is_kept = node + 1 == sure"),
+    ),
+    "a window of the node before, not the parent": (Swap(MATH, "parents[at]", "at - 1"),),
+    "a tree that is taken for a chain": (Swap(OPS, "row[parent] == 0", "false"),),
+    "one slot's tree for all": (Swap(OPS, "parents.data() + slot * nodes", "parents.data()"),),
     "one slot's lengths for all": (
         Swap(OPS, "step.num_owed(slot)", "step.num_owed(0)", within="num_past + step.num_owed(slot)"),
     ),
@@ -126,7 +136,9 @@ class Lab:
         """Yields what each test says."""
         for case, session in self.cases:
             yield error_of(case, session)
+            yield error_of(replace(case, inputs=with_trees(case.inputs)), session)
             yield steps_fault(case.op, partial(run, session), case.inputs)
+            yield paths_fault(case.op, partial(run, session), case.inputs)
         for layer, session in self.layers:
             yield rounds_fault(layer, partial(run, session), num_rounds=20)
 

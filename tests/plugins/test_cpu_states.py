@@ -12,10 +12,20 @@ import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
-from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
+from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
 from tests.ops.op_lab import model_of
-from tests.ops.state_lab import Arrays, Layer, Run, bound_run, conv_layer, delta_layer, fault_of, random_step
+from tests.ops.state_lab import (
+    Arrays,
+    Layer,
+    Run,
+    bound_run,
+    conv_layer,
+    delta_layer,
+    fault_of,
+    mask_of,
+    random_step,
+)
 from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
 
 pytestmark = [needs_compiler, pytest.mark.plan]
@@ -48,6 +58,7 @@ def test_error_is_at_most_twice_the_formulas_own(layer: Layer, variant: str) -> 
     """The formula's own error is that of the twin in float32, against itself in float64."""
     rng, go = np.random.default_rng(0), plain_run(layer, 2, variant)
     calls = [random_step(layer, rng, *sizes) for sizes in ((1, 1), (3, 1), (4, 5), (2, 33))]
+    calls += [random_step(layer, rng, *sizes, is_tree=True) for sizes in ((4, 7), (2, 17))]
     bounds, errors = np.zeros(3), np.zeros(3)
     for inputs in calls:
         exact = layer.twin({n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in inputs.items()})
@@ -70,15 +81,17 @@ def test_states_that_are_bound_are_updated_in_place(layer: Layer) -> None:
     session = open_layer(layer, 2)
     in_place = bound_run(session, layer)
     assert fault_of(layer, in_place) is None
-    inputs = random_step(layer, np.random.default_rng(1), 4, 5)
-    for mine, other in zip(in_place(inputs), run(session, inputs), strict=True):
-        seen = other != 0 if mine.ndim == 3 else np.ones(other.shape, np.bool_)  # rows after the pending ones are left
-        np.testing.assert_array_equal(mine[seen], other[seen])
+    for is_tree in (False, True):
+        inputs = random_step(layer, np.random.default_rng(1), 4, 5, is_tree=is_tree)
+        for mine, other in zip(in_place(inputs), run(session, inputs), strict=True):
+            seen = other != 0 if mine.ndim == 3 else np.ones(other.shape, np.bool_)  # rows after the pending are left
+            np.testing.assert_array_equal(mine[seen], other[seen])
 
 
 @each_layer
-def test_threads_and_slots_change_no_bit(layer: Layer) -> None:
-    inputs = random_step(layer, np.random.default_rng(2), 5, 24)
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_threads_and_slots_change_no_bit(layer: Layer, is_tree: bool) -> None:
+    inputs = random_step(layer, np.random.default_rng(2), 5, 24, is_tree=is_tree)
     one, two = (plain_run(layer, threads) for threads in (1, 2))
     whole = one(inputs)
     for mine, other in zip(whole, two(inputs), strict=True):
@@ -160,6 +173,28 @@ def test_counts_that_cannot_be_are_refused_and_nothing_is_written(layer: Layer, 
         np.testing.assert_array_equal(inputs[state], array)
 
 
+@pytest.mark.parametrize("layer", [LAYERS["delta rule"], LAYERS["convolution"]], ids=["delta rule", "convolution"])
+def test_sure_nodes_that_are_no_chain_are_refused(layer: Layer) -> None:
+    inputs = random_step(layer, np.random.default_rng(6), 2, 4)
+    inputs[SURE_NODES][:] = 0, 3
+    inputs[TREE_MASK] = mask_of([[-1, 0, 0, 1], [-1, 0, 0, 2]])
+    with pytest.raises(
+        FAULTS, match=rf"{layer.op.name}: sure_nodes\[1\] is 3 and node 2 follows node 0, expected a chain"
+    ):
+        run(open_layer(layer), inputs)
+
+
+@each_layer
+def test_a_graph_without_a_tree_mask_has_chains(layer: Layer) -> None:
+    """As versions before trees built them."""
+    inputs = random_step(layer, np.random.default_rng(8), 3, 6)
+    model = model_of(layer.op.name, **layer.attributes)
+    del model.graph.input[-1], model.graph.node[0].input[-1], model.functions[:]
+    got = run(session_of(model, library()), {n: a for n, a in inputs.items() if n != TREE_MASK})
+    for mine, other in zip(got, plain_run(layer)(inputs), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 WRONG_DIMS: list[tuple[str, Any]] = [
     ("delta rule", {"q": (2, 3, 11)}),
     ("delta rule", {"q": (2, 36)}),
@@ -174,6 +209,8 @@ WRONG_DIMS: list[tuple[str, Any]] = [
     ("delta rule", {LENGTHS: (1,)}),
     ("delta rule", {STATE_LENGTHS: (3,)}),
     ("delta rule", {SURE_NODES: (2, 1)}),
+    ("delta rule", {TREE_MASK: (2, 3, 2)}),
+    ("convolution", {TREE_MASK: (2, 9)}),
     ("convolution", {"x": (2, 3, 299)}),
     ("convolution", {"x": (6, 300)}),
     ("convolution", {"weight": (299, 4)}),
@@ -206,4 +243,9 @@ def test_heads_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
 
 def test_the_self_test_takes_the_twins_for_right() -> None:
     for op, inputs, attributes in state_cases():
-        assert steps_fault(op, lambda given, op=op, kinds=attributes: list(op.twin(**given, **kinds)), inputs) is None
+
+        def twin(given: Arrays, op: Any = op, kinds: Any = attributes) -> list[np.ndarray]:
+            return list(op.twin(**given, **kinds))
+
+        assert steps_fault(op, twin, inputs) is None
+        assert paths_fault(op, twin, inputs) is None

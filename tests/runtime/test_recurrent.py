@@ -18,16 +18,12 @@ from speccompile.backends.states import SlotStates
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
-from speccompile.drafting.tree_config import check_chain
-from speccompile.errors import RecipeError, RuntimeFault
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.draft_model.config import DraftModelConfig
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
 
@@ -83,9 +79,11 @@ class Script(NoneProposer):
 class Bench:
     """A scheduler on the tiny target, with the texts of plain decoding."""
 
-    def __init__(self, hybrid: Hybrid, seed: int = 0, num_again: int = 0, keeps: bool = True) -> None:
+    def __init__(
+        self, hybrid: Hybrid, seed: int = 0, num_again: int = 0, keeps: bool = True, script: type[Script] = Script
+    ) -> None:
         self.hybrid, self.texts, self.target = hybrid, {}, hybrid.open(SLOTS)
-        self.script = Script(self.texts, seed, num_again)
+        self.script = script(self.texts, seed, num_again)
         self.engine = _spec_engine(self.target, self.script)
         self.plain = _spec_engine(hybrid.open(1), NoneProposer(), slots=1)
         self.scheduler = Scheduler(self.engine, prefill_chunk=2 * CHUNK, keep_prefixes=keeps)
@@ -155,9 +153,9 @@ def numbers(num: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, num).tolist()
 
 
-def run_rounds(hybrid: Hybrid, seed: int, num_rounds: int, num_again: int = 0) -> Bench:
+def run_rounds(hybrid: Hybrid, seed: int, num_rounds: int, num_again: int = 0, script: type[Script] = Script) -> Bench:
     """Random requests of all kinds, some cancelled, with the states of every slot checked after every round."""
-    bench, rng = Bench(hybrid, seed, num_again), np.random.default_rng(seed)
+    bench, rng = Bench(hybrid, seed, num_again, script=script), np.random.default_rng(seed)
     kinds = (
         GREEDY,
         SamplingParams(max_new_tokens=9, repetition_penalty=1.4),
@@ -323,20 +321,6 @@ def test_a_prompt_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
     assert bench.reasons == ["length", "length", "error"] and bench.outputs[wrong.number] == []
     bench.check_texts()
     bench.ask([t % bad for t in numbers(33, 4)])
-
-
-def test_a_tree_is_refused_before_it_is_scored(hybrid: Hybrid) -> None:
-    verifier = Verifier(hybrid.open(1), MAX_SEQ)
-    tree = TokenTree.tree([[1, 2, 3]], [[-1, 0, 0]])
-    with pytest.raises(RuntimeFault, match="a tree to score; expected chains"):
-        verifier.score(tree, SequenceBatch([TokenSequence(0, [1], GREEDY, frozenset(), None)], 1))
-
-
-@pytest.mark.parametrize(("tree", "got"), [("auto", "auto"), ({"widths": (2, 1)}, "a tree")])
-def test_a_recipe_of_trees_is_refused_by_name(hybrid: Hybrid, tree: Any, got: str) -> None:
-    with pytest.raises(RecipeError, match=f"speculator.tree: got {got}; expected chain: a target with recurrent"):
-        check_chain(hybrid.spec, DraftModelConfig("d", tree=tree))
-    check_chain(hybrid.spec, DraftModelConfig("d"))
 
 
 def _wrong_begin(states: SlotStates, feeds: Any, first_slot: int) -> Any:

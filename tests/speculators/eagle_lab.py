@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from speccompile.export.layers import rotate
 from speccompile.speculators.eagle3.trainer import EagleHeads, EagleSizes, config_from_sizes
@@ -76,7 +76,7 @@ def write_eagle3(folder: Path, heads: EagleHeads, extra: dict[str, torch.Tensor]
 @torch.no_grad()
 def texts_of(target: Path) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
     """Returns the target's texts after the prompts, and its states before each layer and after the norm."""
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     texts = [list(prompt) for prompt in PROMPTS]
     for _ in range(40):
         rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)

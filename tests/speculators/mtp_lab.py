@@ -96,9 +96,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 Tensors = dict[str, torch.Tensor]
 
 
-def write_target(folder: Path, family: str, seed: int = 3) -> Path:
+def write_target(folder: Path, family: str, seed: int = 3, **fields: Any) -> Path:
     """Writes a target of two or three layers with random weights, every part of which affects its output."""
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **fields})
     model = AutoModelForCausalLM.from_config(config)
     draw(model, seed)
     model.save_pretrained(folder)
@@ -284,6 +284,15 @@ class Oracle:
             if step + 1 < num:
                 own = self.read(found[-1:], own, cache, len(text) - 1 + step)
         return found
+
+    def best_after(self, text: list[int], path: list[int], num: int) -> list[int]:
+        """Returns the best tokens after a path of drafts, which follows a text whose last token is the root."""
+        cache = self.begin()
+        own = self.read(text[1:], self.hidden(text[:-1]), cache, 0)[:, -1:]
+        for step, token in enumerate(path):
+            own = self.read([token], own, cache, len(text) - 1 + step)
+        best: list[int] = self.logits(own)[0, -1].topk(num).indices.tolist()
+        return best
 
 
 @torch.no_grad()

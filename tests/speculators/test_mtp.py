@@ -336,11 +336,11 @@ def test_random_weights_need_a_config_alone(family, made, tmp_path):
     assert source.counts().num_params > 0
 
 
-def test_a_tree_is_refused_by_name():
-    for tree in ("auto", {"widths": [2, 2]}, [[0], [1]]):
-        with pytest.raises(RecipeError, match=r"speculator\.tree.*drafts one token after the other"):
-            MtpConfig(tree=tree)
-    assert MtpConfig(num_draft_tokens=3).shape is None
+def test_a_recipe_drafts_chains_where_it_asks_for_no_tree():
+    assert MtpConfig(num_draft_tokens=3).shape is None and not MtpConfig().has_tree
+    assert MtpConfig().candidates_needed == 1
+    assert MtpConfig(tree={"widths": [2, 2]}).candidates_needed == 2
+    assert MtpConfig(tree="auto").candidates_needed == 8
 
 
 def test_without_a_model_the_targets_own_module_drafts():

@@ -40,6 +40,7 @@ class OnnxRuntimeBackend(Backend):
     # The target's logits as an output: 0.99 to 1.01 times the time of a step without (the example pair's target in
     # fp32 and int8, 1 to 64 slots, 1 to 16 nodes, interleaved), as they are computed anyway.
     keeps_logits = True
+    state_trees = True
 
     def for_device(self, device: str) -> OnnxRuntimeBackend:
         """Returns the backend of that device: on a GPU graphs are lowered, measured and loaded differently."""

@@ -32,6 +32,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     calibrates = ()  # int4 weights are rounded: a large target would read its text on the CPU
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
     state_copies = 3  # two buffers and a snapshot
+    state_trees = False  # the bodies without branches follow chains
     keeps_logits = False  # the cost of an output on a GPU was not measured
 
     def compile(

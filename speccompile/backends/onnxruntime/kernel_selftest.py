@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
 from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
-from speccompile.backends.onnxruntime.state_cases import state_cases, steps_fault
+from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault, with_trees
 from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.op import DOMAIN, Op
@@ -150,7 +150,9 @@ def state_fault(library: str) -> str | None:
     for op, inputs, attributes in state_cases():
         case = Case(op, inputs, attributes, ())
         session = open_case(case, library)
-        fault = error_of(case, session) or steps_fault(op, partial(run, session), inputs)
+        trees, go = Case(op, with_trees(inputs), attributes, ()), partial(run, session)
+        fault = error_of(case, session) or error_of(trees, session)
+        fault = fault or steps_fault(op, go, inputs) or paths_fault(op, go, inputs)
         if fault is not None:
             return fault
     return None

@@ -28,6 +28,7 @@ class ReferenceBackend(Backend):
     graph_file = GRAPH_FILE
     graph_sources = ("backends/reference/backend", "backends/writing")
     keeps_logits = True
+    state_trees = True
 
     def compile(
         self,

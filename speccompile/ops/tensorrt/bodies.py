@@ -8,6 +8,7 @@ from typing import Literal
 
 from speccompile.core.specs import NODE_PROBS, SAMPLED_PROBS, TensorSpec
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
+from speccompile.ops.conv_rows import CHAIN_CONV_ROWS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
@@ -102,7 +103,8 @@ def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Draft
 def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     """Returns the ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
 
-    The ordinary bodies of FiniteToken, KVRollback and ConvRows build; GatedDelta's is in `recurrence`. KVRollback is a
+    The ordinary bodies of FiniteToken and KVRollback build; GatedDelta's is in `recurrence`, and both ops of recurrent
+    states are for chains alone. KVRollback is a
     gather of rows and TensorRT's in-place cache layer, whose cache must be an input of the graph and its update an
     output.
 
@@ -122,6 +124,7 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
         replace(NODE_PROBS_OP, outputs=dists, body=_NODE_PROBS),
         FINITE_TOKEN,
         KV_ROLLBACK,
+        CHAIN_CONV_ROWS,
         walk,
         walk_probs,
         TRT_WARP,

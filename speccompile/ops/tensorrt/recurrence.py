@@ -13,7 +13,7 @@ between the two halves of a pair, X - X A_s X has those of the pairs. (The produ
 many matrix products but cancels where keys are alike.) Without the delta rule A is 0 and u = beta v.
 
 All sums are in float32. They see other rows of the slot: a step of k nodes equals k single steps to rounding, not in
-bits, and a row that is NaN spoils its slot's whole step, as in attention.
+bits, and a row that is NaN spoils its slot's whole step, as in attention. Nodes are a chain: `tree_mask` is not read.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ ReadHidden = Literal["after_norm"] | int
 
 @dataclass(frozen=True)
 class MtpConfig(DraftVocabFields, FeatureFields):
-    """A multi-token prediction module, which drafts chains. Others: `FeatureFields`, `DraftVocabFields`.
+    """A multi-token prediction module. Others: `FeatureFields`, `DraftVocabFields`.
 
     Args:
         model: checkpoint folder or hub id of the module, or of a target that has it; none: it is in the target's own
             checkpoint.
-        tree: `chain`: modules draft no trees.
+        tree: see `TreeFields`; modules are trained for chains.
         norms: how its norms read their weights, `w` or `1+w`; `auto`: as its checkpoint says, else as the layer's
             architecture does.
         concat: order of what the projection reads, `embedding_first` or `hidden_first`; `auto`: as its checkpoint
@@ -44,7 +44,7 @@ class MtpConfig(DraftVocabFields, FeatureFields):
             decoder layer, from 0, whose output it reads: with the last one, the state before the final norm.
 
     Raises:
-        RecipeError: a value is out of range, or a tree is asked for.
+        RecipeError: a value is out of range.
     """
 
     model: str | None = None
@@ -57,10 +57,6 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_vocab()
-        if self.has_tree:
-            expected = "chain: a module of multi-token prediction drafts one token after the other"
-            todo = "Leave tree out; num_draft_tokens says how many tokens are drafted."
-            raise RecipeError("speculator.tree", repr(self.tree), expected, todo)
         if isinstance(self.target_hidden, int) and self.target_hidden < 0:
             expected = "after_norm, or a decoder layer of the target from 0 on"
             raise RecipeError("speculator.target_hidden", f"{self.target_hidden}", expected, "Correct the recipe.")

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES
+from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
 from speccompile.ops.registry import attach_functions
 from speccompile.ops.tensorrt.recurrence import gated_delta_op, most_rows
 from tests.ops.op_lab import model_of, session_of
@@ -56,6 +56,7 @@ def profile_of(layer: Layer) -> dict[str, tuple[Shape, Shape, Shape]]:
     made = {name: ((1, 1, *tail), (2, 4, *tail), (4, NODES, *tail)) for name, tail in rows.items()}
     for name, dims in (*layer.states.items(), (LENGTHS, ()), (STATE_LENGTHS, ()), (SURE_NODES, ())):
         made[name] = ((1, *dims), (2, *dims), (4, *dims))
+    made[TREE_MASK] = ((1, 1, 1), (2, 4, 4), (4, NODES, NODES))
     return made
 
 
