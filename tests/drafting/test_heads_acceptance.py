@@ -30,7 +30,7 @@ def make_tree():
 
 def commit_roots(proposer, sequences, drafting):
     """Commits a step whose first `drafting` slots drafted, and in which only the roots were scored."""
-    proposer._drafting = list(range(drafting))
+    proposer._drafting, proposer._num_nodes = list(range(drafting)), [1, 1]
     tree, zeros = TokenTree.roots(np.array([1, 2])), np.zeros(2, np.int64)
     verdict = Verdict(np.zeros((2, 1), np.int64), zeros, zeros)
     proposer.commit(SimpleNamespace(sequences=sequences), tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
