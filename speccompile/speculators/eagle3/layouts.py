@@ -48,7 +48,6 @@ def _derive(sizes: Sizes) -> None:
     sizes["is_reduced"] = int(sizes["draft_vocab"] != sizes["vocab"])
     sizes["has_own_embedding"] = int(sizes["hidden"] != sizes["target_hidden"])
     sizes["num_states"] = NUM_STREAMS
-    sizes["head_width"] = sizes.get("head_rank") or sizes["hidden"]
     named = sizes.get("mask_token")
     sizes["has_masks"] = int(bool(sizes["has_masks"]) or (named is not None and named >= 0))
     width, flat_width = sizes.pop("mask_width"), sizes.pop("flat_mask_width")
@@ -201,6 +200,10 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
         has_low_rank: the LM head may be two products.
     """
     over = (("layer", "num_layers", 1),)
+    low_rank = (
+        Row(HEAD_DOWN, ("head_rank", "hidden"), need="head_rank"),
+        Row("lm_head.weight", ("draft_vocab", "head_rank"), need="head_rank"),
+    )
     maps = (("d2t", ("draft_vocab",), ("I64", "I32"), False), ("t2d", ("vocab",), ("BOOL",), True))
     return (
         Row("fc.weight", ("hidden", "fused")),
@@ -212,8 +215,8 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
         *decoder_rows(first, name="midlayer", qkv_input="two_hidden"),
         *decoder_rows("layers.{layer}", over),
         Row("norm.weight", ("hidden",)),
-        Row("lm_head.weight", ("draft_vocab", "head_width")),
-        *((Row(HEAD_DOWN, ("head_rank", "hidden"), need="head_rank"),) if has_low_rank else ()),
+        Row("lm_head.weight", ("draft_vocab", "hidden"), need="!head_rank" if has_low_rank else ""),
+        *(low_rank if has_low_rank else ()),
         Row("embed_tokens.weight", ("vocab", "hidden"), need="has_own_embedding"),
         Row("embed_tokens.weight", ("vocab", "hidden"), need="!has_own_embedding", is_optional=True),
         *(Row(k, d, dtypes=t, need="is_reduced", is_derived=late) for k, d, t, late in maps),
