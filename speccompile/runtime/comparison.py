@@ -17,8 +17,8 @@ TIME_MEMORY = 0.95  # the same in the time of a step of the way in use: short, a
 MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer, which does not count
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
-# Standard errors, of the tokens of a step, that a loss in the very first comparison must have to end drafts; otherwise
-# a long comparison takes its place at once.
+# Standard errors, of tokens and times of its steps with drafts, that a loss in the very first comparison must have to
+# end drafts; otherwise a long comparison takes its place at once.
 CLEAR_ERRORS = 1.5
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
@@ -167,7 +167,8 @@ class Comparison:
         Drafts of a lookup bring one token or many, and the first steps try drafters and lay out memory: six steps of
         them say little.
         """
-        return 0 < -math.log(self.gain) < CLEAR_ERRORS * _error(self._brought[0])
+        error = math.hypot(_error(self._brought[0]), _error(_inner(self._times[0])))
+        return 0 < -math.log(self.gain) < CLEAR_ERRORS * error
 
     def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
         """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.
@@ -243,9 +244,14 @@ class Reading:
         return begun * self._num_read / self._num_decoded * self._timed_s / self._num_timed
 
 
+def _inner(times: Sequence[float]) -> list[float]:
+    """Returns times without the longest and the shortest; left out alone, the longest would lower the mean."""
+    return sorted(times)[1:-1] or list(times)
+
+
 def _typical(times: Sequence[float]) -> float:
-    """Returns the mean without the longest and the shortest time; left out alone, the longest would lower it."""
-    kept = sorted(times)[1:-1] or list(times)
+    """Returns the mean of `_inner`."""
+    kept = _inner(times)
     return sum(kept) / len(kept) if kept else 0.0
 
 
