@@ -49,6 +49,21 @@ def test_drafts_that_were_not_scored_lower_the_accepted_length(make):
     assert proposer._prior.value < first[0]
 
 
+def test_nodes_that_another_added_to_the_tree_are_not_the_heads_own():
+    """Of two accepted drafts the second is another's: the same is learned as where the first alone is accepted."""
+    lengths = []
+    for path in ([0, 1, 4], [0, 1, -1]):
+        proposer, sequences = make_tree(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())]
+        proposer.start(0, sequences[0])
+        proposer._drafting, proposer._num_nodes = [0], [3]
+        num = sum(node > 0 for node in path)
+        tree = TokenTree.tree([[1, 7, 8, 9, 6]], [[-1, 0, 1, 0, 1]])
+        verdict = Verdict(np.array([path]), np.array([num]), np.array([5]))
+        proposer.commit(SimpleNamespace(sequences=sequences), tree, verdict, {HIDDEN: np.zeros((1, 5, 4), np.float32)})
+        lengths.append(sequences[0].draft_state.estimate.accepted_length)
+    assert lengths[0] == lengths[1]
+
+
 def test_only_drafts_that_are_never_drawn_share_a_prior():
     greedy = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())
     hot = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams(temperature=1.0))
