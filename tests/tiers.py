@@ -53,6 +53,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "pipeline/test_hybrid_build.py",
         "pipeline/test_hybrid_plans.py",
         "pipeline/test_lora_build.py",
+        "pipeline/test_low_rank_build.py",
         "pipeline/test_packed_build.py",
         "pipeline/test_real_build.py",
         "plugin_methods/*",

@@ -153,6 +153,11 @@ class Foreseeing(Protocol):
         """By slot, the accepted drafts that it expects of the tree that it proposed last."""
         ...
 
+    @property
+    def offered(self) -> Sequence[Candidates]:
+        """By slot, the drafts that it found last and how likely they are, those that it left out included."""
+        ...
+
 
 def emitted_tokens(tree: TokenTree, verdict: Verdict, slot: int) -> list[int]:
     """Returns the tokens that a step gave a sequence: those of the accepted path and the next one."""

@@ -187,21 +187,25 @@ class Budget:
         gains = ranked[0] if num_slots == 1 else [sum(p[n] for p in ranked if n < len(p)) for n in range(most)]
         return self.best(gains[:most], num_slots, spent_ms)
 
-    def best(self, gains: Sequence[float], num_slots: int, spent_ms: float = 0.0) -> tuple[int, float, float]:
+    def best(
+        self, gains: Sequence[float], num_slots: int, spent_ms: float = 0.0, *, held: int = 0, expected: float = 0.0
+    ) -> tuple[int, float, float]:
         """Returns (draft tokens, tokens expected, milliseconds) of the best number of draft tokens.
 
         Args:
             gains: tokens that the first, the second ... draft token brings, all sequences together; `max_nodes` at
-                most.
+                most, `held` included.
             num_slots: sequences of the batch.
             spent_ms: time that drafting took.
+            held: draft tokens of a sequence that are scored in any case, before these.
+            expected: of them, how many are expected to be accepted, all sequences together.
         """
-        expected = float(num_slots)
+        expected += num_slots
         if not self.weighs_time:
-            return len(gains), expected + sum(gains), 1.0
+            return held + len(gains), expected + sum(gains), 1.0
         scores = self.costs.scores(num_slots)
-        best, best_expected, best_ms = 0, expected, scores[0] + spent_ms
-        for num, gain in enumerate(gains, 1):
+        best, best_expected, best_ms = held, expected, scores[held] + spent_ms
+        for num, gain in enumerate(gains, held + 1):
             expected += gain
             cost_ms = scores[num] + spent_ms
             if expected * best_ms > best_expected * cost_ms:

@@ -89,6 +89,7 @@ class HeadsProposer:
         self._prior = SharedPrior(budget.max_depth)
         self._grown: tuple[list[Candidates], list[list[int]]] | None = None
         self._drafting: Sequence[int] = ()  # slots that drafted in the last step
+        self._num_nodes: list[int] = []  # by slot, of the last tree
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
         """Gives the sequence a new estimate, and no hidden state."""
@@ -110,6 +111,11 @@ class HeadsProposer:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot or should not draft has its root alone, and padding."""
+        tree = self._propose(batch)
+        self._num_nodes = tree.num_nodes.tolist()
+        return tree
+
+    def _propose(self, batch: Batch) -> TokenTree:
         sequences, self._grown = batch.sequences, None
         self.budget.is_forced = batch.is_forced
         roots = np.array([sequence.tokens[-1] for sequence in sequences], dtype=np.int64)
@@ -214,10 +220,9 @@ class HeadsProposer:
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the hidden states of the paths' last nodes, and updates the estimates."""
         self.skip(batch, verdict, outputs)
-        num_accepted = verdict.num_accepted.tolist()
         for slot, known in enumerate(estimates(batch.sequences)):
             has_drafted = slot in self._drafting
-            known.learn_length(has_drafted, num_accepted[slot])
+            known.learn_length(has_drafted, len(own_path(verdict, slot, self._num_nodes[slot])) - 1)
             if self._grown is not None and has_drafted:
                 trees, chosen = self._grown
                 known.learn_ranks(trees[slot], chosen[slot], own_path(verdict, slot, len(chosen[slot])))

@@ -165,6 +165,7 @@ def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, m
         target_hidden_size=size("target_hidden_size", hidden),
         intermediate_size=size("intermediate_size"),
         draft_vocab_size=size("draft_vocab_size", size("vocab_size")),
+        head_rank=size("head_rank") if config.get("head_rank") else 0,
     )
 
 
@@ -181,6 +182,7 @@ def count_weights(dims: FeatureDims, first_inputs: int, num_norms: int, extra_li
     keys = dims.num_kv_heads * dims.head_dim
     inputs = first_inputs + (dims.num_layers - 1) * hidden
     layers = inputs * (queries + 2 * keys) + dims.num_layers * hidden * (queries + 3 * dims.intermediate_size)
-    head = dims.draft_vocab_size * hidden
+    rank = dims.head_rank
+    head = rank * (dims.draft_vocab_size + hidden) if rank else dims.draft_vocab_size * hidden
     linear, plain = layers + head + extra_linear, dims.vocab_size * hidden + num_norms * hidden
     return WeightCounts(linear + plain, linear, plain, head)

@@ -27,12 +27,14 @@ class FeatureDims(ModelDims):
         intermediate_size: of its MLP.
         draft_vocab_size: tokens that it can draft.
         layers: decoder layers of the target whose states are fused; empty: the feature is what the LM head reads.
+        head_rank: inner width of an LM head that is two products; 0: one product.
     """
 
     target_hidden_size: int = 0
     intermediate_size: int = 0
     draft_vocab_size: int = 0
     layers: tuple[int, ...] = ()
+    head_rank: int = 0
 
 
 def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists: bool, max_rows: int) -> GraphSpec:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,16 @@ TIME_MEMORY = 0.95  # the same in the time of a step of the way in use: short, a
 MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer, which does not count
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
+# Standard errors, of tokens and times of its steps with drafts, that a loss in the very first comparison must have to
+# end drafts; otherwise a long comparison takes its place at once.
+CLEAR_ERRORS = 1.5
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
 READING_MEMORY = 0.998  # per decoded token, weight of the past in the prompt tokens read for drafts
+FIRST_TEXT = 128  # tokens that a text is taken to have until as many are decoded: its prompt is read before all of them
 
 
 class Comparison:
@@ -43,8 +48,8 @@ class Comparison:
         self._left = 2 * TURN  # steps until the next comparison ends; its last `_turn` are plain
         self._times: tuple[list[float], list[float]] = ([], [])  # of its steps with drafts, and without, in seconds
         self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
-        self._brought = [0.0, 0.0]  # tokens per sequence in them
-        self._has_drafts = self._is_probe = self._is_unconfirmed = False
+        self._brought: tuple[list[float], list[float]] = ([], [])  # tokens per sequence in them
+        self._has_drafts = self._is_probe = self._is_unconfirmed = self._was_unclear = False
         self._waited_s = 0.0  # in which drafts read prompts for the next comparison alone
         self._last_pause = LEAST_PAUSE
         self._num_known = 0  # steps of smaller batches
@@ -125,7 +130,7 @@ class Comparison:
             if self._is_settled and not is_first:
                 self._times[is_plain].append(step_s + read_s)
             self._spent[is_plain].append(step_s + read_s)
-            self._brought[is_plain] += tokens
+            self._brought[is_plain].append(tokens)
         self._left -= 1
         if self._left == 0:
             self._compare()
@@ -135,15 +140,16 @@ class Comparison:
         if self._in_use.num > TURN:
             drafting, plain = (self._in_use.mean, plain) if self.is_on else (drafting, self._in_use.mean)
         if drafting > 0 and plain > 0 and not self._is_probe:
-            found, known = math.log(drafting / plain), self._log_ratio
+            found, known = math.log(drafting / plain), None if self._was_unclear else self._log_ratio
             self._log_ratio = found if known is None else known + NEW_WEIGHT * (found - known)
             self._num_compared += 1
+            self._was_unclear = self._num_compared == 1 and self._is_unclear
             is_on = self.gain >= 1.0
             # Other processes may have disturbed a single comparison: a change is confirmed by a second one.
             self._is_unconfirmed = is_on != self.is_on and self._num_compared > 1 and not self._is_unconfirmed
             if not self._is_unconfirmed and is_on != self.is_on:
                 self.is_on, self._in_use = is_on, _Mean()
-        is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
+        is_close = self._has_drafts and (1 / CLOSE < self.gain < CLOSE or self._was_unclear)
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
         if not again:
             self._last_pause = self._pause(drafting, plain, MAX_LOSS if is_close else MAX_CLEAR_LOSS)
@@ -151,8 +157,18 @@ class Comparison:
         self._left = 2 * self._turn + (0 if again else self._last_pause)
         # A budget that drafts nothing never measures what drafts cost at this batch size: every other comparison does.
         self._is_probe, self._has_drafts = not (self._has_drafts or self._is_probe), False
-        self._times, self._spent, self._brought = ([], []), ([], []), [0.0, 0.0]
+        self._times, self._spent, self._brought = ([], []), ([], []), ([], [])
         self._waited_s = 0.0
+
+    @property
+    def _is_unclear(self) -> bool:
+        """Whether drafts seem to be slower, but the few steps of this comparison may as well show the opposite.
+
+        Drafts of a lookup bring one token or many, and the first steps try drafters and lay out memory: six steps of
+        them say little.
+        """
+        error = math.hypot(_error(self._brought[0]), _error(_inner(self._times[0])))
+        return 0 < -math.log(self.gain) < CLEAR_ERRORS * error
 
     def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
         """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.
@@ -168,7 +184,7 @@ class Comparison:
         for typical_s, spent, tokens in zip((drafting_s, plain_s), self._spent, self._brought, strict=True):
             # Other processes may have held up a step: that time was not lost by the comparison.
             spent_s = spent[0] + sum(min(s, 3 * typical_s) for s in spent[1:])
-            lost_s += max(spent_s - tokens * token_s, 0.0)
+            lost_s += max(spent_s - sum(tokens) * token_s, 0.0)
         pause = int(min(lost_s / max_loss / step_s, MAX_PAUSE))
         return max(min(pause, GROWTH * (self._num_known + self.num_steps)), LEAST_PAUSE)
 
@@ -200,6 +216,7 @@ class Reading:
     def __init__(self) -> None:
         self._num_decoded = self._num_read = 0.0  # tokens; decaying sums
         self._num_timed = self._timed_s = 0.0  # tokens that the draft read, and seconds
+        self._num_ever = 0  # decoded tokens
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         """Counts a chunk of a prompt: see `Planner.read`."""
@@ -210,19 +227,36 @@ class Reading:
 
     def decoded(self, num_tokens: int) -> None:
         """Counts decoded tokens."""
+        self._num_ever += num_tokens
         fade = READING_MEMORY if num_tokens == 1 else READING_MEMORY**num_tokens
         self._num_decoded = fade * self._num_decoded + num_tokens
         self._num_read *= fade
 
-    @property
-    def s_per_token(self) -> float:
-        """Seconds in which the draft reads prompts, per decoded token."""
+    def s_per_token(self, num_slots: int) -> float:
+        """Returns the seconds in which the draft reads prompts, per decoded token.
+
+        Args:
+            num_slots: sequences that are decoded.
+        """
         if not self._num_timed or not self._num_decoded:
             return 0.0
-        return self._num_read / self._num_decoded * self._timed_s / self._num_timed
+        begun = min(self._num_ever / (FIRST_TEXT * num_slots), 1.0)
+        return begun * self._num_read / self._num_decoded * self._timed_s / self._num_timed
+
+
+def _inner(times: Sequence[float]) -> list[float]:
+    """Returns times without the longest and the shortest; left out alone, the longest would lower the mean."""
+    return sorted(times)[1:-1] or list(times)
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Returns the mean without the longest and the shortest time; left out alone, the longest would lower it."""
-    kept = sorted(times)[1:-1] or list(times)
+    """Returns the mean of `_inner`."""
+    kept = _inner(times)
     return sum(kept) / len(kept) if kept else 0.0
+
+
+def _error(values: Sequence[float]) -> float:
+    """Returns the standard error of the mean, in units of the mean."""
+    if len(values) < 2:
+        return 0.0
+    return statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)

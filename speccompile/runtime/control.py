@@ -180,7 +180,7 @@ class Controller:
             # After a change between drafts and none, shapes change and a draft reads the tokens it missed: lost time,
             # but not a cost of every step.
             is_first = self._is_plain != self._was_plain
-            read_s = 0.0 if self._is_plain else self._reading.s_per_token * tokens * len(steps)
+            read_s = 0.0 if self._is_plain else self._reading.s_per_token(len(steps)) * tokens * len(steps)
             self._at.observe(times.step_s, read_s, tokens, is_first=is_first, has_drafts=num_drafts > 0)
         self._was_plain = self._is_plain
 

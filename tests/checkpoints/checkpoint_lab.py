@@ -213,6 +213,12 @@ def eagle3_normed(folder: Path) -> Path:
     return save(folder, {**EAGLE3, "norm_before_fc": True}, {**eagle3_tensors(), **draw(norms)})
 
 
+def eagle3_low_rank(folder: Path) -> Path:
+    """An LM head of two products."""
+    head = {"lm_head_down.weight": (4, HIDDEN), "lm_head.weight": (DRAFT_VOCAB, 4)}
+    return save(folder, {**EAGLE3, "head_rank": 4}, {**eagle3_tensors(), **draw(head)})
+
+
 def eagle3_windowed(folder: Path) -> Path:
     """A layer whose attention has a window."""
     return save(folder, {**EAGLE3, "layer_types": ["sliding_attention"], "sliding_window": 8}, eagle3_tensors())
@@ -326,6 +332,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3-specforge": (eagle3_specforge, "eagle3/ours"),
     "eagle3-whole": (eagle3_whole, "eagle3/ours"),
     "eagle3-normed": (eagle3_normed, "eagle3/ours"),
+    "eagle3-low-rank": (eagle3_low_rank, "eagle3/ours"),
     "eagle3-windowed": (eagle3_windowed, "eagle3/ours"),
     "eagle3-narrow": (eagle3_narrow, "eagle3/ours"),
     "eagle3-numbered": (eagle3_numbered, "eagle3/numbered"),

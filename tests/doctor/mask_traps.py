@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that read masks with one fault each; see `tests.doctor.traps`."""
+"""Drafts that read masks, and a head of two products, with one fault each; see `tests.doctor.traps`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from tests.checkpoints import checkpoint_lab as lab
 from tests.doctor.traps import Trap, config, put, tensors
 
 MASK_TRAPS: dict[str, Trap] = {
+    "a head of two products without its first": Trap(
+        lab.eagle3_low_rank,
+        "keys.missing",
+        r"\(lm_head_down\.weight\): got no such key; expected BF16 \[4, 16\]",
+        tensors(lambda held: held.pop("lm_head_down.weight")),
+    ),
+    "a head of two products of different ranks": Trap(
+        lab.eagle3_low_rank,
+        "keys.shape",
+        r"lm_head_down\.weight\): got \[3, 16\]; expected \[4, 16\] = head_rank x hidden",
+        put("lm_head_down.weight", lambda t: t[:3].contiguous()),
+    ),
     "a mask token beyond the embedding": Trap(
         lab.pard, "pard.token", r"\(pard_token\): got 40; expected a token below 40", config(pard_token=40)
     ),

@@ -28,9 +28,10 @@ PAIRS = [
     ("mlp-square", "ours"), ("eagle3-normed", "speculators"),
     ("eagle3-narrow", "speculators"), ("eagle3-windowed", "speculators"), ("peagle", "speculators"),
     ("peagle-numbered", "ours"),
-    ("peagle-speculators", "numbered"), ("dflash", "speculators"), ("dflash-two", "speculators"),
-    ("dflash-spark", "ours"), ("dflash-lilicorr", "ours"), ("dflash-lilicorr-wide", "ours"),
-    ("dflash-domino", "ours"), ("dflash-domino-first", "ours"), ("dflash-speculators", "ours"), ("mtp", "ours"),
+    ("eagle3-low-rank", "ours"), ("peagle-speculators", "numbered"), ("dflash", "speculators"),
+    ("dflash-two", "speculators"), ("dflash-spark", "ours"), ("dflash-lilicorr", "ours"),
+    ("dflash-lilicorr-wide", "ours"), ("dflash-domino", "ours"), ("dflash-domino-first", "ours"),
+    ("dflash-speculators", "ours"), ("mtp", "ours"),
     ("mtp", "speculators"), ("mtp-speculators", "ours"), ("mtp-qwen", "ours"), ("mtp-glm", "ours"),
     ("prophet", "ours"), ("prophet-small", "ours"), ("prophet-tied", "ours"),
 ]  # fmt: skip
@@ -64,6 +65,14 @@ def test_nothing_is_lost_on_the_way(name: str, to: str, tmp_path: Path, target: 
     named = {"base_model_name_or_path"}
     assert {k: v for k, v in config.items() if k not in named} == {k: v for k, v in again.items() if k not in named}
     assert sorted(p.name for p in dest.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("to", ["numbered", "speculators"])
+def test_a_head_of_two_products_stays_in_our_layout(to: str, tmp_path: Path, target: Path, capsys: Any) -> None:
+    """Others would read the second product as the whole head."""
+    source, dest = lab.eagle3_low_rank(tmp_path / "source"), tmp_path / "dest"
+    assert run("convert", source, "--to", to, "--target", target, "-o", dest) != 0
+    assert "lm_head" in capsys.readouterr().err and not dest.exists()
 
 
 def test_what_is_written_is_what_safetensors_writes(tmp_path: Path) -> None:

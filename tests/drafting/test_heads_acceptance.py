@@ -30,7 +30,7 @@ def make_tree():
 
 def commit_roots(proposer, sequences, drafting):
     """Commits a step whose first `drafting` slots drafted, and in which only the roots were scored."""
-    proposer._drafting = list(range(drafting))
+    proposer._drafting, proposer._num_nodes = list(range(drafting)), [1, 1]
     tree, zeros = TokenTree.roots(np.array([1, 2])), np.zeros(2, np.int64)
     verdict = Verdict(np.zeros((2, 1), np.int64), zeros, zeros)
     proposer.commit(SimpleNamespace(sequences=sequences), tree, verdict, {HIDDEN: np.zeros((2, 1, 4), np.float32)})
@@ -47,6 +47,21 @@ def test_drafts_that_were_not_scored_lower_the_accepted_length(make):
     drafted, idle = [sequence.draft_state.estimate.accepted_length for sequence in sequences]
     assert drafted < 0.5 * first[0] and drafted < idle
     assert proposer._prior.value < first[0]
+
+
+def test_nodes_that_another_added_to_the_tree_are_not_the_heads_own():
+    """Of two accepted drafts the second is another's: the same is learned as where the first alone is accepted."""
+    lengths = []
+    for path in ([0, 1, 4], [0, 1, -1]):
+        proposer, sequences = make_tree(), [SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())]
+        proposer.start(0, sequences[0])
+        proposer._drafting, proposer._num_nodes = [0], [3]
+        num = sum(node > 0 for node in path)
+        tree = TokenTree.tree([[1, 7, 8, 9, 6]], [[-1, 0, 1, 0, 1]])
+        verdict = Verdict(np.array([path]), np.array([num]), np.array([5]))
+        proposer.commit(SimpleNamespace(sequences=sequences), tree, verdict, {HIDDEN: np.zeros((1, 5, 4), np.float32)})
+        lengths.append(sequences[0].draft_state.estimate.accepted_length)
+    assert lengths[0] == lengths[1]
 
 
 def test_only_drafts_that_are_never_drawn_share_a_prior():

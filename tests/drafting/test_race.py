@@ -78,6 +78,22 @@ def test_the_drafts_own_distribution_races_where_it_is_given(has_map: bool) -> N
         assert tokens[1, 0, 0] == columns[best[1, 0, 0]]
 
 
+@pytest.mark.parametrize("num", [1, 3, VOCAB - 1])
+def test_as_many_come_back_as_there_were_candidates_and_these_are_the_first(num: int) -> None:
+    batch, (plain, warped) = batch_of(PARAMS, 5), dists_of(5, PARAMS)
+    best = np.argsort(-plain, axis=-1, kind="stable")[..., :num]
+    outputs = {CANDIDATES: best, CANDIDATE_PROBS: np.take_along_axis(plain, best, axis=-1), NODE_PROBS: warped}
+    tokens, sure = raced_candidates(batch, 1, outputs)  # type: ignore[arg-type]
+    every = np.tile(np.arange(VOCAB), (3, 1, 1))
+    all_tokens, all_sure = order_candidates(batch, 1, every, warped, is_warped=True)  # type: ignore[arg-type]
+    # Of a token that the warp cuts, the time is without meaning: the third has five at most.
+    kept = [min(num, np.count_nonzero(row)) for row in warped[:, 0]]
+    for slot in (0, 2):
+        assert tokens[slot, 0, : kept[slot]].tolist() == all_tokens[slot, 0, : kept[slot]].tolist()
+        np.testing.assert_allclose(sure[slot, 0, : kept[slot]], all_sure[slot, 0, : kept[slot]], rtol=1e-6)
+    assert tokens.shape == sure.shape == (3, 1, num) and tokens[1].tolist() == best[1].tolist()
+
+
 def test_one_candidate_without_a_distribution_is_left_as_it_is() -> None:
     tokens, sure = np.array([[[3]]]), np.float32([[[0.4]]])
     made = order_candidates(batch_of(PARAMS[:1], 0), 1, tokens, sure)  # type: ignore[arg-type]

@@ -246,14 +246,15 @@ def test_eagle_3_1_gives_the_next_draft_what_its_head_reads(folder):
         assert torch.equal(bodies[1].logits(normed), bodies[0].logits(plain))
 
 
-def test_eagle_3_1_drafts_as_it_is_trained(folder, tmp_path):
+@pytest.mark.parametrize("rank", [0, 8])
+def test_eagle_3_1_drafts_as_it_is_trained(folder, tmp_path, rank):
     from speccompile.checkpoints.target_tables import read_tables
 
-    heads = lab.random_heads(lab.sizes(fc_norm=True, norm_output=True))
-    lab.write_eagle3(folder / "trained", heads)
+    heads, name = lab.random_heads(lab.sizes(fc_norm=True, norm_output=True, head_rank=rank)), f"trained{rank}"
+    lab.write_eagle3(folder / name, heads)
     features, streams = features_of(lab.HIDDEN), torch.randn(3, 1, 4, lab.HIDDEN)
-    chain, tree = drafted(lab.compiled(eagle3_source(folder, "trained"), tmp_path)[0], features)
-    [fusion] = lab.compiled(eagle3_source(folder, "trained", "Fusion"), tmp_path)
+    chain, tree = drafted(lab.compiled(eagle3_source(folder, name), tmp_path)[0], features)
+    [fusion] = lab.compiled(eagle3_source(folder, name, "Fusion"), tmp_path)
     fused = fusion.run({hidden_name(i): x.numpy() for i, x in zip(lab.STREAMS, streams, strict=True)})[FEATURES]
     with torch.no_grad():
         own, nodes = by_heads(heads, read_tables(context(folder)).embeddings, features)

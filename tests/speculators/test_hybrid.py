@@ -67,6 +67,7 @@ class ForeseeingScript(Scripted):
     """See `Scripted`."""
 
     foreseen = (0.0,)
+    offered = ()
 
 
 def scripted(known, draft_ms, catches_up=True, slots=1):

@@ -23,6 +23,8 @@ from speccompile.training.target import Target
 from tests.training.conftest import HEADS
 
 METHODS = sorted(HEADS)
+# Methods as `HEADS` has them, and forms that change what is trained.
+CASES = [*((method, {}) for method in METHODS), ("eagle3", {"head_rank": 6})]
 NODES, ROOT = 14, 6  # the root is at position ROOT
 
 
@@ -55,11 +57,11 @@ def test_every_trainer_is_tested():
     assert {method.name for method in registry.all_methods() if method.trainer} == set(HEADS)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_teacher_forced_equals_step_by_step(method, make, model):
+@pytest.mark.parametrize(("method", "heads"), CASES)
+def test_teacher_forced_equals_step_by_step(method, heads, make, model):
     fields = {field.name for field in dataclasses.fields(registry.method(method).TrainingConfig)}
     whole = {"starts": 1.0} if "starts" in fields else {}
-    trainable, needs = make(method, **whole)
+    trainable, needs = make(method, **whole, **heads)
     shake(trainable, 0.4 if method == "dflash" else 0.15)  # masks are all alike
     num = min(3, trainable.num_positions)
     found = set()
@@ -98,15 +100,15 @@ def best(drafted, row, depth):
     return int(index if drafted.d2t is None else drafted.d2t[index])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_file_comes_back(method, make, model, tmp_path):
-    trainable, needs = make(method)
+@pytest.mark.parametrize(("method", "heads"), CASES)
+def test_the_file_comes_back(method, heads, make, model, tmp_path):
+    trainable, needs = make(method, **heads)
     shake(trainable)
     with torch.no_grad():
         for parameter in trainable.parameters():
             parameter.copy_(parameter.to(torch.bfloat16).float())
     trainable.save(tmp_path)
-    again, _ = make(method, start=tmp_path)
+    again, _ = make(method, start=tmp_path, **heads)
     tokens = torch.arange(NODES)[None] + 3
     batch = batch_from_outputs(tokens, model.run(tokens, needs), seed=0)
     first, second = trainable(batch), again(batch)
@@ -116,9 +118,9 @@ def test_the_file_comes_back(method, make, model, tmp_path):
         assert first.d2t.tolist() == second.d2t.tolist()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_loss_falls(method, make, model):
-    trainable, needs = make(method)
+@pytest.mark.parametrize(("method", "heads"), CASES)
+def test_the_loss_falls(method, heads, make, model):
+    trainable, needs = make(method, **heads)
     module = TrainedModule(trainable, LossOptions(1.0, 1.0, torch.float32), model.dims.vocab_size)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 32, (8, 24)))
     batch = batch_from_outputs(tokens, run_in_parts(model, tokens, needs), seed=0)
@@ -136,6 +138,17 @@ def test_the_loss_falls(method, make, model):
     assert (last < first - 0.01).all(), (first, last)
 
 
+def test_a_head_of_two_products_begins_as_the_nearest_to_the_targets(make):
+    """The nearest matrix of a rank is that of its largest singular values (Eckart and Young 1936)."""
+    whole, low = (make("eagle3", head_rank=rank)[0].heads for rank in (0, 6))
+    left, values, right = torch.linalg.svd(whole.lm_head.weight.double(), full_matrices=False)
+    nearest = left[:, :6] * values[:6] @ right[:6]
+    made = (low.lm_head.weight @ low.lm_head_down.weight).double()
+    torch.testing.assert_close(made, nearest, rtol=0, atol=1e-6)
+    assert low.lm_head.weight.shape == (20, 6) and low.lm_head_down.weight.shape == (6, 16)
+    assert not torch.allclose(made, whole.lm_head.weight.double(), atol=1e-3)
+
+
 def test_a_file_of_other_sizes_is_refused(make, tmp_path):
     trainable, _ = make("medusa")
     trainable.save(tmp_path)
@@ -150,6 +163,7 @@ def test_a_file_of_other_sizes_is_refused(make, tmp_path):
     [
         ("eagle3", {"layers": (0, 1, 9)}, "training.heads.layers"),
         ("eagle3", {"draft_vocab_size": 1000}, "training.heads.draft_vocab_size"),
+        ("eagle3", {"head_rank": 16}, "training.heads.head_rank"),
         ("early_exit", {"num_exit_layers": 4}, "training.heads.num_exit_layers"),
         ("prophet", {"num_heads": 3, "num_kv_heads": 3}, "training.heads.num_heads"),
         ("dflash", {"layers": (0, 9)}, "training.heads.layers"),

@@ -77,6 +77,7 @@ class Eagle3Training:
         starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
         fc_norm: a norm of its own for each of the three streams, as EAGLE-3.1 has.
         norm_output: the next draft reads what the LM head reads, after the norm, as in EAGLE-3.1.
+        head_rank: inner width of an LM head that is two products; 0: one product.
     """
 
     layers: tuple[int, ...] = ()
@@ -86,12 +87,15 @@ class Eagle3Training:
     starts: float = 0.25
     fc_norm: bool = False
     norm_output: bool = False
+    head_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.layers and len(self.layers) != 3:
             raise RecipeError("training.heads.layers", f"{self.layers}", "three layers", "Correct the recipe.")
         if not 0 < self.starts <= 1:
             raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+        if self.head_rank < 0:
+            raise RecipeError("training.heads.head_rank", f"{self.head_rank}", "0 or more", "Correct the recipe.")
         if self.unrolled_steps < 1:
             got = f"{self.unrolled_steps}"
             raise RecipeError("training.heads.unrolled_steps", got, "1 or more", "Correct the recipe.")

@@ -5,7 +5,8 @@ Layouts: the first release's (ours), numbered layers, and vLLM's speculators for
 with several layers, and the states that stand for the target's in a mask: `mask_hidden`, [1, 1, fused] or [1, fused],
 which passes through the same norms and `fc`. Their config names the mask's token. `d2t` holds offsets: draft token i
 is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where the
-vocabularies are one.
+vocabularies are one. The LM head of a drafter that was trained here may be two products, `lm_head_down.weight` [rank,
+hidden] and then `lm_head.weight` [draft_vocab, rank]: no published layout has that, so it stays in ours.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from speccompile.speculators.eagle3.speculators_config import (
 EMBEDDINGS = "embed_tokens.weight"
 NUM_STREAMS = 3  # residual streams of the target that are fused
 MASK_HIDDEN = "mask_hidden"
+HEAD_DOWN = "lm_head_down.weight"
 _MASKED = rf"^{MASK_HIDDEN}$"
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # in the config; the first is written
 IDS = ("eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
@@ -151,6 +153,7 @@ def _ours(case: Case) -> dict[str, Any]:
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(sizes["has_input_norm"]),
         **({"norm_output": True} if config.get("norm_output") else {}),
+        **({"head_rank": sizes["head_rank"]} if sizes.get("head_rank") else {}),
         "tie_word_embeddings": False,
         **masks_from_sizes(sizes, MASK_TOKENS[0]),
         **window_config(config),
@@ -189,9 +192,18 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
     )
 
 
-def _rows(first: str) -> tuple[Row, ...]:
-    """Returns the rows, with the beginning of the first layer's keys."""
+def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
+    """Returns the rows, with the beginning of the first layer's keys.
+
+    Args:
+        first: that beginning.
+        has_low_rank: the LM head may be two products.
+    """
     over = (("layer", "num_layers", 1),)
+    low_rank = (
+        Row(HEAD_DOWN, ("head_rank", "hidden"), need="head_rank"),
+        Row("lm_head.weight", ("draft_vocab", "head_rank"), need="head_rank"),
+    )
     maps = (("d2t", ("draft_vocab",), ("I64", "I32"), False), ("t2d", ("vocab",), ("BOOL",), True))
     return (
         Row("fc.weight", ("hidden", "fused")),
@@ -203,7 +215,8 @@ def _rows(first: str) -> tuple[Row, ...]:
         *decoder_rows(first, name="midlayer", qkv_input="two_hidden"),
         *decoder_rows("layers.{layer}", over),
         Row("norm.weight", ("hidden",)),
-        Row("lm_head.weight", ("draft_vocab", "hidden")),
+        Row("lm_head.weight", ("draft_vocab", "hidden"), need="!head_rank" if has_low_rank else ""),
+        *(low_rank if has_low_rank else ()),
         Row("embed_tokens.weight", ("vocab", "hidden"), need="has_own_embedding"),
         Row("embed_tokens.weight", ("vocab", "hidden"), need="!has_own_embedding", is_optional=True),
         *(Row(k, d, dtypes=t, need="is_reduced", is_derived=late) for k, d, t, late in maps),
@@ -227,8 +240,8 @@ FORMATS = (
         "eagle3/ours",
         "EAGLE-3 drafter (first release, SpecForge)",
         "eagle3",
-        _sizes(),
-        _rows("midlayer"),
+        (*_sizes(), Size("head_rank", ("head_rank",), stored=((r"^lm_head_down\.weight$", 0),), default=0, least=0)),
+        _rows("midlayer", has_low_rank=True),
         _CHECKS,
         marks=(r"^midlayer\.",),
         prefixes=("", "model."),

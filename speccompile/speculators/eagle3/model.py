@@ -57,7 +57,9 @@ class Eagle3Body(FeatureBody):
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer(layer, i) for i in range(1, dims.num_layers)})
         self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
         self.gives_normed = bool(config.get("norm_output"))  # of EAGLE-3.1: the next draft reads what the head reads
-        self.lm_head = nn.Linear(dims.hidden_size, dims.draft_vocab_size, bias=False)
+        rank = dims.head_rank  # two products, which cost less than one of the whole width
+        self.lm_head_down = nn.Linear(dims.hidden_size, rank, bias=False) if rank else nn.Identity()
+        self.lm_head = nn.Linear(rank or dims.hidden_size, dims.draft_vocab_size, bias=False)
         self.target_tokens = target_tokens
         self.windows = windows_of(config, dims.num_layers)
 
@@ -70,7 +72,7 @@ class Eagle3Body(FeatureBody):
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
         """See `FeatureBody`."""
-        return self.lm_head(own if self.gives_normed else self.norm(own))
+        return self.lm_head(self.lm_head_down(own if self.gives_normed else self.norm(own)))
 
 
 class Fusion(nn.Module):

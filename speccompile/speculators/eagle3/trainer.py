@@ -48,6 +48,7 @@ class EagleSizes:
         norm_before_residual: the layer's residual is the normed feature.
         fc_norm: each of the streams has a norm.
         norm_output: features of drafts are normed.
+        head_rank: inner width of an LM head that is two products; 0: one product.
     """
 
     hidden_size: int
@@ -64,6 +65,7 @@ class EagleSizes:
     norm_before_residual: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    head_rank: int = 0
 
 
 class MidLayer(nn.Module):
@@ -115,7 +117,9 @@ class EagleHeads(nn.Module):
         self.fc_norm = nn.ModuleList(RmsNorm(width, eps) for _ in range(NUM_STREAMS)) if sizes.fc_norm else None
         self.midlayer = MidLayer(sizes)
         self.norm = RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.lm_head = nn.Linear(sizes.hidden_size, sizes.draft_vocab_size, bias=False)
+        rank = sizes.head_rank
+        self.lm_head_down = nn.Linear(sizes.hidden_size, rank, bias=False) if rank else nn.Identity()
+        self.lm_head = nn.Linear(rank or sizes.hidden_size, sizes.draft_vocab_size, bias=False)
         if sizes.draft_vocab_size != sizes.vocab_size:
             self.register_buffer("d2t", torch.zeros(sizes.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(sizes.vocab_size, dtype=torch.bool))
@@ -138,8 +142,8 @@ class EagleHeads(nn.Module):
         return self.norm(x) if self.sizes.norm_output else x
 
     def scored(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns what the LM head reads of next features [..., hidden]."""
-        return features if self.sizes.norm_output else self.norm(features)
+        """Returns what the LM head's last product reads of next features [..., hidden]."""
+        return self.lm_head_down(features if self.sizes.norm_output else self.norm(features))
 
     def read(
         self,
@@ -291,6 +295,7 @@ def config_from_sizes(sizes: EagleSizes) -> dict[str, Any]:
         "norm_before_residual": sizes.norm_before_residual,
         **({"fc_norm": True} if sizes.fc_norm else {}),
         **({"norm_output": True} if sizes.norm_output else {}),
+        **({"head_rank": sizes.head_rank} if sizes.head_rank else {}),
         # The published ids count states before layers: layer i's output is the state before i + 1.
         "eagle_aux_hidden_state_layer_ids": [i + 1 for i in sizes.layers],
     }
@@ -312,8 +317,23 @@ def begin_heads(sizes: EagleSizes, parts: TargetParts) -> EagleHeads:
             chosen = parts.token_counts.argsort(descending=True, stable=True)[: sizes.draft_vocab_size].sort().values
             heads.d2t.copy_(chosen - torch.arange(len(chosen)))
             heads.t2d[chosen] = True
-        heads.lm_head.weight.copy_(parts.lm_head[chosen])
+        head = parts.lm_head[chosen]
+        if sizes.head_rank:
+            down = best_rows(head, sizes.head_rank)
+            heads.lm_head_down.weight.copy_(down)
+            head = head.double() @ down.T
+        heads.lm_head.weight.copy_(head)
     return heads
+
+
+def best_rows(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """Returns [rank, width] float64, the right singular vectors of a matrix [.., width] with the largest values.
+
+    `matrix @ rows.T @ rows` is the nearest matrix of that rank. They are eigenvectors of the small Gram matrix, as a
+    vocabulary's own decomposition would take long.
+    """
+    wide = matrix.double()
+    return torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:].T
 
 
 class Eagle3Trainer:
@@ -331,6 +351,9 @@ class Eagle3Trainer:
         if num_draft > vocab:
             expected = f"at most {vocab}, as the target has"
             raise RecipeError("training.heads.draft_vocab_size", f"{num_draft}", expected, "Lower it.")
+        if config.head_rank >= min(hidden, num_draft):
+            expected = f"below {min(hidden, num_draft)}, the smaller side of the LM head"
+            raise RecipeError("training.heads.head_rank", f"{config.head_rank}", expected, "Lower it, or write 0.")
         sizes = EagleSizes(
             hidden_size=hidden,
             target_hidden_size=hidden,
@@ -344,6 +367,7 @@ class Eagle3Trainer:
             rms_norm_eps=float(target.get("rms_norm_eps", 1e-5)),
             fc_norm=config.fc_norm,
             norm_output=config.norm_output,
+            head_rank=config.head_rank,
         )
         drafter = begin_heads(sizes, parts)
         if start is not None:

@@ -139,4 +139,4 @@ class HybridMethod(Method):
                 known = [context.costs[name] for name in names if name in context.costs]
                 costs = DrafterCosts(known, per_run)
             drafters.append(Drafter(method.make_proposer(part, own, context), costs))
-        return HybridProposer(drafters, context)
+        return HybridProposer(drafters, context, has_trees=config.has_tree)

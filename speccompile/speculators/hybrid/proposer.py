@@ -4,7 +4,8 @@
 Drafts are deterministic whatever the requests ask for: they are checked against the token that the target gives, so
 which drafter made them, and how that was decided, has no influence on a text. Each drafter sees the sequences through
 `PartSequence`s, which hold its state of them, and takes every step: as the one whose drafts were scored, or as one that
-has to read what was emitted before it drafts again.
+has to read what was emitted before it drafts again. Where trees are scored, what a drafter without graphs has found may
+be a branch of another's tree.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Batch, Outputs, Proposer, StepTimes, TokenSequence
 from speccompile.core.tree import Floats, Ints, TokenTree
-from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior
+from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates
+from speccompile.speculators.hybrid.branch import Branches
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer, choose
 from speccompile.speculators.hybrid.merge import merge_trees
 
@@ -113,9 +116,10 @@ class HybridProposer:
     Args:
         drafters: at least one; of those without graphs, the first that expects the most comes first.
         context: sizes and measured costs.
+        has_trees: the target scores trees, so that drafts of two may be merged.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], context: MethodContext) -> None:
+    def __init__(self, drafters: Sequence[Drafter], context: MethodContext, *, has_trees: bool = False) -> None:
         self.drafters = tuple(drafters)
         self.catches_up = any(drafter.proposer.catches_up for drafter in drafters)
         self.caches: tuple[CacheRows, ...] = tuple(c for drafter in drafters for c in drafter.proposer.caches)
@@ -125,7 +129,9 @@ class HybridProposer:
         self.budget = Budget(most, most, 1, context.costs.get("target"))
         self._priors = [SharedPrior(min(most, TYPICAL_DEPTH)) for _ in drafters]
         self._foresees = [isinstance(drafter.proposer, Foreseeing) for drafter in drafters]
+        self._branches = Branches(self.budget) if has_trees else None
         self._parts: list[PartBatch] = []  # of the last step, by drafter
+        self._num_nodes: dict[int, list[int]] = {}  # of its trees, by drafter and slot
         self._picks: list[int] = []  # by slot, the drafter whose tree was scored
         self._ran = -1  # the drafter with graphs that ran in the last step
         self._run: tuple[float, int] = (0.0, 0)  # what was expected of it, and the most tokens that it had to read
@@ -174,7 +180,9 @@ class HybridProposer:
         """Returns, for each sequence, the drafts of the drafter that is expected to bring the most."""
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
         parts, trees = self._batches(batch), dict[int, TokenTree]()
-        self._parts = parts
+        self._parts, self._num_nodes, self.budget.is_forced = parts, {}, batch.is_forced
+        if self._branches is not None:
+            self._branches.begin()
         known, self._picks = [0.0] * len(batch.sequences), [-1] * len(batch.sequences)
         for index in self._free:
             trees[index] = self._draft(index, parts[index], [sequence.max_drafts for sequence in batch.sequences])
@@ -185,7 +193,7 @@ class HybridProposer:
             int(trees[pick].num_nodes[slot]) - 1 if pick >= 0 else 0 for slot, pick in enumerate(self._picks)
         )
         offers = [self._offer(index, costs, batch, parts[index]) for index, costs in self._costly]
-        taken = choose(known, num_known, offers, self._scores(batch))
+        taken, lookups = choose(known, num_known, offers, self._scores(batch)), list(self._picks)
         if taken >= 0:
             self._run_costly(self._costly[taken][0], offers[taken], batch, parts, trees, known)
         for index, _ in self._costly:
@@ -193,11 +201,38 @@ class HybridProposer:
                 self.drafters[index].proposer.flush()  # the target is about to run
         if not trees or all(pick < 0 for pick in self._picks):
             return TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
+        self._num_nodes = {index: tree.num_nodes.tolist() for index, tree in trees.items()}
+        tree = self._picked(batch, trees)
+        if self._branches is None or self._ran < 0:
+            return tree
+        return self._with_lookups(tree, lookups, known, offers[taken])
+
+    def _picked(self, batch: Batch, trees: dict[int, TokenTree]) -> TokenTree:
+        """Returns in each sequence the tree of the drafter that was picked."""
         if len(batch.sequences) == 1:
             return trees[self._picks[0]]
         trees[-1] = TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
         names = sorted(trees)
         return merge_trees([trees[name] for name in names], [names.index(pick) for pick in self._picks])
+
+    def _with_lookups(self, tree: TokenTree, lookups: Sequence[int], known: Sequence[float], offer: Offer) -> TokenTree:
+        """Returns a tree with what the drafters without graphs have found in the sequences where another drafted.
+
+        Args:
+            tree: of all sequences.
+            lookups: by slot, which of them expects the most; -1: none found anything.
+            known: by slot, accepted drafts that it expects.
+            offer: of the drafter that ran.
+        """
+        assert self._branches is not None
+        found, expected = list[Candidates | None](), 0.0
+        for slot, (pick, lookup) in enumerate(zip(self._picks, lookups, strict=True)):
+            is_other = pick == self._ran
+            expected += offer.expected[slot] if is_other else known[slot]
+            is_merged = is_other and lookup >= 0 and self._foresees[lookup]
+            proposer = self.drafters[lookup].proposer
+            found.append(cast("Foreseeing", proposer).offered[slot] if is_merged else None)
+        return self._branches.add(tree, found, expected, offer.ms)
 
     def _draft(self, index: int, part: PartBatch, limits: Sequence[int]) -> TokenTree:
         """Returns the drafts of one drafter, as deep as each sequence may go, and times them."""
@@ -258,18 +293,22 @@ class HybridProposer:
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Gives every drafter the verdict: to learn from, to keep rows, or to read later."""
-        accepted = verdict.num_accepted.tolist()
+        if self._branches is not None:
+            self._branches.learn(tree, verdict)
         for index, (drafter, part) in enumerate(zip(self.drafters, self._parts, strict=True)):
             if drafter.costs is None or index == self._ran:
                 drafter.proposer.commit(part, tree, verdict, outputs)
             else:
                 drafter.proposer.skip(part, verdict, outputs)
-            self._learn(index, part, accepted)
+            self._learn(index, part, verdict)
 
-    def _learn(self, index: int, part: PartBatch, accepted: Sequence[int]) -> None:
-        for sequence, pick, num in zip(part.parts, self._picks, accepted, strict=True):
-            sequence.estimate.learn_length(pick == index, num)
-            sequence.num_missed = 0 if pick == index else sequence.num_missed + 1 + num
+    def _learn(self, index: int, part: PartBatch, verdict: Verdict) -> None:
+        accepted = verdict.num_accepted.tolist()
+        for slot, (sequence, pick) in enumerate(zip(part.parts, self._picks, strict=True)):
+            own = len(own_path(verdict, slot, self._num_nodes[index][slot])) - 1 if pick == index else 0
+            sequence.estimate.learn_length(pick == index, own)
+            missed = accepted[slot] - own  # drafts of others
+            sequence.num_missed = missed if pick == index else sequence.num_missed + 1 + missed
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Gives every drafter the step."""

@@ -15,6 +15,7 @@ from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.grammars import num_allowed
 
 if TYPE_CHECKING:
@@ -100,6 +101,17 @@ class NgramProposer:
         """See `speccompile.drafting.acceptance.Foreseeing`."""
         rows = zip(self._probs, self._rows, strict=True)
         return [sum(prob**num for num in range(1, len(row))) for prob, row in rows]
+
+    @property
+    def offered(self) -> list[Candidates]:
+        """See `speccompile.drafting.acceptance.Foreseeing`."""
+        made = []
+        for prob, row in zip(self._probs, self._rows, strict=True):
+            chain = Candidates.from_root(row[0])
+            for depth, token in enumerate(row[1:]):
+                chain.add(depth, [token], [prob])
+            made.append(chain)
+        return made
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
         """Makes a fresh index."""

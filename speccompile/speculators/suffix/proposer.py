@@ -61,6 +61,7 @@ class SuffixProposer:
         self._log_odds = [0.0] * len(FIRST_RATES)  # that a sequence begins with, by match length
         self._drafts: list[Candidates] = []  # of the last step, by slot; a draft's rank says how long the match was
         self.foreseen: list[float] = []  # see `speccompile.drafting.acceptance.Foreseeing`
+        self.offered: list[Candidates] = []  # see there
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
         """Makes an empty tree; that of all requests gets the prompt's end, as outputs are found by what is before."""
@@ -96,7 +97,7 @@ class SuffixProposer:
         self.budget.is_forced = batch.is_forced
         self._drafts = [self._find(sequence) for sequence in batch.sequences]
         pairs = zip(batch.sequences, self._drafts, strict=True)
-        offered = [
+        self.offered = offered = [
             found if sequence.grammar is None else self._with_forced(sequence, found) for sequence, found in pairs
         ]
         num = self.budget.size(offered)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a lookup found as a branch of another drafter's tree: the shared prefix once, the rest after the tree's nodes.
+
+The nodes of the tree keep their order and come first, so the drafter that grew it learns from the verdict as if they
+had been alone (`speccompile.drafting.acceptance.own_path`). How likely a branch is cannot be taken from the lookup: its
+rate of acceptance is that of all its drafts, and where a drafter has other tokens there, it is more often wrong. So
+the first tokens of branches have log odds of their own, learned from every token that is emitted after their parents,
+whether they were scored or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.tree import Ints, TokenTree
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.candidates import Candidates
+
+FIRST_ODDS = -1.0  # log odds between the lookup's rate and that of a branch, before any verdict
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Nodes of one sequence that a lookup adds to a tree, parents before their children.
+
+    Args:
+        tokens: by node.
+        parents: nodes of the merged tree; the first node of the branch is `num_nodes`.
+        probs: that the node is accepted, of its whole path.
+        sure: the lookup's own probability, given the parent.
+        num_nodes: of the tree.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    probs: list[float]
+    sure: list[float]
+    num_nodes: int
+
+
+def find_branch(tree: TokenTree, slot: int, found: Candidates, estimate: AcceptanceEstimate) -> Branch:
+    """Returns what a lookup found that a tree does not have.
+
+    Args:
+        tree: deterministic; its nodes are scored in any case.
+        slot: of the sequence.
+        found: the lookup's drafts after the same root.
+        estimate: of the first tokens of branches.
+    """
+    num = int(tree.num_nodes[slot])
+    rows = zip(tree.parents[slot, 1:num].tolist(), tree.tokens[slot, 1:num].tolist(), strict=True)
+    children = {key: node for node, key in enumerate(rows, 1)}
+    node_of, branch = [0], Branch([], [], [], [], num)
+    for above, token, sure in zip(found.parents[1:], found.tokens[1:], found.probs[1:], strict=True):
+        parent = node_of[above]
+        node = children.setdefault((parent, token), num + len(branch.tokens))
+        node_of.append(node)
+        if node == num + len(branch.tokens):
+            is_first = parent < num
+            path = found.paths[above] if is_first else branch.probs[parent - num]
+            branch.tokens.append(token)
+            branch.parents.append(parent)
+            branch.sure.append(sure)
+            branch.probs.append(path * (estimate.prob(sure) if is_first else sure))
+    return branch
+
+
+def with_branches(tree: TokenTree, branches: Sequence[Branch], num: int) -> TokenTree:
+    """Returns a tree with the likeliest nodes of the branches after its own.
+
+    Args:
+        tree: deterministic.
+        branches: by slot.
+        num: the most nodes that are added in a sequence.
+    """
+    kept = [sorted(sorted(range(len(b.tokens)), key=b.probs.__getitem__, reverse=True)[:num]) for b in branches]
+    num_nodes: Ints = np.array([b.num_nodes + len(nodes) for b, nodes in zip(branches, kept, strict=True)])
+    if not any(kept):
+        return tree
+    shape = (tree.batch, int(num_nodes.max()))
+    tokens, parents, is_chain = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64), True
+    for slot, (branch, nodes) in enumerate(zip(branches, kept, strict=True)):
+        start = branch.num_nodes
+        node_of = {start + node: start + at for at, node in enumerate(nodes)}
+        tokens[slot, :start], parents[slot, :start] = tree.tokens[slot, :start], tree.parents[slot, :start]
+        for node in nodes:
+            at, above = node_of[start + node], branch.parents[node]
+            tokens[slot, at], parents[slot, at] = branch.tokens[node], node_of.get(above, above)
+        used = int(num_nodes[slot])
+        is_chain = is_chain and parents[slot, :used].tolist() == list(range(-1, used - 1))
+    return TokenTree.chain(tokens, num_nodes) if is_chain else TokenTree(tokens, parents, num_nodes)
+
+
+class Branches:
+    """Adds a lookup's drafts to the trees of a batch, as many as are worth their time, and learns how often they are.
+
+    Args:
+        budget: bounds and costs of the batch's trees.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget, self.estimate = budget, AcceptanceEstimate(SharedPrior(1), FIRST_ODDS, (1.0,))
+        self._found: list[Branch | None] = []  # of the last step, by slot
+
+    def begin(self) -> None:
+        """Begins a step: nothing is found yet."""
+        self._found = []
+
+    def add(self, tree: TokenTree, found: Sequence[Candidates | None], expected: float, spent_ms: float) -> TokenTree:
+        """Returns the tree to score.
+
+        Args:
+            tree: deterministic, of all sequences.
+            found: by slot, the drafts of a lookup where the tree is another drafter's; None: nothing is added.
+            expected: drafts of the tree that are expected to be accepted, over all sequences.
+            spent_ms: time that drafting took.
+        """
+        estimate = self.estimate
+        self._found = [None if f is None else find_branch(tree, slot, f, estimate) for slot, f in enumerate(found)]
+        branches = [b or Branch([], [], [], [], int(tree.num_nodes[s])) for s, b in enumerate(self._found)]
+        held = int(tree.num_nodes.max()) - 1
+        ranked = [sorted(branch.probs, reverse=True) for branch in branches]
+        most = min(max(map(len, ranked)), self.budget.max_nodes - held)
+        gains = [sum(probs[at] for probs in ranked if at < len(probs)) for at in range(most)]
+        num, _, _ = self.budget.best(gains, tree.batch, spent_ms, held=held, expected=expected)
+        return with_branches(tree, branches, num - held) if num > held else tree
+
+    def learn(self, tree: TokenTree, verdict: Verdict) -> None:
+        """Learns from the verdict on the scored tree."""
+        for slot, branch in enumerate(self._found):
+            if branch is None or not branch.tokens:
+                continue
+            depths = {int(node): depth for depth, node in enumerate(verdict.path[slot]) if 0 <= node < branch.num_nodes}
+            emitted = emitted_tokens(tree, verdict, slot)
+            for token, parent, sure in zip(branch.tokens, branch.parents, branch.sure, strict=True):
+                if parent in depths:
+                    self.estimate.learn_rank(0, (emitted[depths[parent]] == token) - self.estimate.prob(sure))
