@@ -132,7 +132,8 @@ def plan_chat(
     def reader(prompt: str) -> MessageReader:
         is_open = markers is not None and prompt.rstrip().endswith(markers[0])
         is_closed = markers is not None and prompt.rstrip().endswith(markers[1])
-        return MessageReader(None if is_closed else markers, form, is_open)
+        most = None if body.parallel_tool_calls else 1
+        return MessageReader(None if is_closed else markers, form, is_open, most)
 
     return ChatPlan(variables, constraint, reader)
 

@@ -10,8 +10,10 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.serving.openai.message import message_from_deltas
+from speccompile.serving.openai.protocol import ChatBody
 from speccompile.serving.openai.tool_formats import HERMES, LLAMA, MISTRAL, TOOL_FORMATS
-from speccompile.serving.openai.tools import ChatFormats, formats_from_options
+from speccompile.serving.openai.tools import ChatFormats, formats_from_options, plan_chat
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import post
 
@@ -113,6 +115,16 @@ def test_with_auto_the_model_decides_and_with_none_it_has_no_tools(app):
         assert answer.message.content and answer.message.tool_calls is None
     prompts = {ask(app, tool_choice=choice, max_tokens=1).usage.prompt_tokens for choice in ("auto", "none")}
     assert len(prompts) == 2
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_of_calls_that_the_model_decides_on_one_is_told_where_no_more_are_wanted(is_parallel):
+    body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS, "parallel_tool_calls": is_parallel})
+    reader = plan_chat(body, ChatFormats(HERMES), TEMPLATE, None).reader("a")
+    text = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    deltas = [delta for letter in text * 2 for delta in reader.push(letter)] + reader.push("", is_last=True)
+    calls = message_from_deltas(deltas)["tool_calls"]
+    assert [call["function"] for call in calls] == [{"name": "clock", "arguments": "{}"}] * (1 + is_parallel)
 
 
 def test_an_answer_and_a_result_are_sent_back(app):
