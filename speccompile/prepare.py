@@ -9,19 +9,20 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from speccompile.backends.base import Backend
 from speccompile.bundling.graphs import find_graph, needed_jobs
+from speccompile.bundling.manifest import RECIPE
 from speccompile.bundling.stage_cache import BUNDLES, StageCache, default_cache_folder
 from speccompile.bundling.stages import Progress
 from speccompile.bundling.staging import disk_faults
 from speccompile.bundling.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.checkpoint import GGUF
 from speccompile.core import registry
-from speccompile.errors import BundleError
+from speccompile.errors import BundleError, RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
@@ -80,9 +81,14 @@ def check_source(source: str) -> None:
     if not path.is_dir():
         todo = "Check the path; a bundle is built with: speccompile build MODEL -o DIR."
         raise BundleError(source, "a file" if path.exists() else "no such file or folder", expected, todo)
-    inside = sorted(str(path / p.parent.name) for name in (MANIFEST, "config.json") for p in path.glob(f"*/{name}"))
-    todo = f"Did you mean {' or '.join(inside[:_MAX_NAMED])}?" if inside else "Check the path."
+    todo = _todo_for_folder(path, (MANIFEST, "config.json"))
     raise BundleError(source, f"a folder with neither config.json nor {MANIFEST}", expected, todo)
+
+
+def _todo_for_folder(path: Path, files: Sequence[str]) -> str:
+    """Returns which folders in a folder have one of these files."""
+    inside = sorted(str(path / found.parent.name) for name in files for found in path.glob(f"*/{name}"))
+    return f"Did you mean {' or '.join(inside[:_MAX_NAMED])}?" if inside else "Check the path."
 
 
 def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
@@ -98,10 +104,20 @@ def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
     if is_model(source):
         recipe = recipe_from_model(source, options)
     else:
+        if (folder := Path(source).expanduser()).is_dir():
+            raise _error_from_folder(source, folder)
         section = section_from_config(options.speculative) if options.speculative else {}
         speculator = [f"speculator={json.dumps(section)}"] if section else []
         recipe = load_recipe(source, [*speculator, *options.settings])
     return resolve(recipe, find_device(recipe.engine.device))
+
+
+def _error_from_folder(source: str, folder: Path) -> RecipeError:
+    """Returns the error of a folder that is no checkpoint."""
+    got, todo = "a folder without config.json", _todo_for_folder(folder, ("config.json",))
+    if (folder / MANIFEST).is_file():
+        got, todo = "a bundle", f"It is built already; to build it again: speccompile build {folder / RECIPE}."
+    return RecipeError(source, got, "a recipe (.yaml), a checkpoint's folder, or an id of the hub (OWNER/NAME)", todo)
 
 
 def prepare(source: str, options: ModelOptions | None = None, progress: Progress = lambda stage: None) -> Prepared:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ def decode_with(
     batch_size: int = 1,
     is_invariant: bool = False,
     speculation: Speculation = "on",
+    tell: Callable[[int], None] = lambda num_ended: None,
 ) -> Decoded:
     """Decodes prompts to their ends with the drafts of a proposer.
 
@@ -94,6 +95,7 @@ def decode_with(
         batch_size: sequences decoded at once.
         is_invariant: drafts must not change sampled text, see `SequenceBatch`.
         speculation: see `make_sequences`.
+        tell: called after each step with the number of texts that have ended.
 
     Raises:
         RuntimeFault: a step failed.
@@ -101,8 +103,10 @@ def decode_with(
     asked = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     waiting = make_sequences(engine, prompts, asked, speculation)
     engine.reset(max((sequence.num_prompt for sequence in waiting), default=1))
-    for _ in decode(engine.verifier, proposer, SequenceBatch(list(waiting), batch_size, is_invariant), engine.engines):
-        pass
+    num_ended, batch = 0, SequenceBatch(list(waiting), batch_size, is_invariant)
+    for steps in decode(engine.verifier, proposer, batch, engine.engines):
+        num_ended += sum(step.finish_reason is not None for step in steps)
+        tell(num_ended)
     outcomes: dict[tuple[int, int], int] = {}
     for sequence in waiting:
         for key, count in sequence.stats.outcomes.items():

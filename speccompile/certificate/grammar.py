@@ -22,6 +22,7 @@ from speccompile.certificate.sampled import (
     NUM_TOKENS,
     PLAIN,
     TEMPERATURE,
+    Tell,
     Text,
     are_right,
     choose_prompt,
@@ -105,13 +106,19 @@ class Allowed:
         return probs
 
 
-def check_grammar(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_SAMPLES) -> Check:
+def check_grammar(
+    engine: SpecEngine,
+    prompts: Prompts,
+    num_samples: int = NUM_SAMPLES,
+    tell: Tell = lambda done, total: None,
+) -> Check:
     """Draws texts of the grammar with many seeds, plain and with drafts, and tests their first tokens by chi-square.
 
     Args:
         engine: of the bundle.
         prompts: token ids.
         num_samples: texts of each run.
+        tell: see `Tell`.
     """
     if not gives_logits(engine):
         return not_run(GRAMMAR, "the target keeps its logits to itself (engine.logits: false)")
@@ -142,7 +149,7 @@ def check_grammar(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_S
     may_draft = engine.verifier.may_draft(GRAMMAR, asked[0])
     if not may_draft:  # the target compacts its caches in the step, by verdicts without the grammar
         runs = {PLAIN: runs[PLAIN]}
-    fits, found = fit_runs(engine, prompt, rows, runs, asked)
+    fits, found = fit_runs(engine, prompt, rows, runs, asked, tell)
     facts = {
         "prompt": prompt,
         "regex": REGEX,

@@ -32,6 +32,7 @@ STRAY_MASS = 0.1  # of a planted draft distribution, on a token that the target 
 Text = tuple[int, ...]
 Rows = dict[Text, dict[int, float]]  # after each beginning of a text: the probabilities of the next token
 Runs = dict[str, tuple[Proposer, Speculation]]  # by name: whose drafts, and whether they are forced, see `make_slots`
+Tell = Callable[[int, int], None]  # texts that have ended, of all runs, and how many there are
 ProbsAfter = Callable[[Text, Floats], Floats]  # a beginning and the logits after it: the distribution of the next token
 
 
@@ -183,7 +184,12 @@ def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
 
 
 def fit_runs(
-    engine: SpecEngine, prompt: Sequence[int], rows: Rows, runs: Runs, asked: Sequence[SamplingParams]
+    engine: SpecEngine,
+    prompt: Sequence[int],
+    rows: Rows,
+    runs: Runs,
+    asked: Sequence[SamplingParams],
+    tell: Tell = lambda done, total: None,
 ) -> tuple[dict[str, Fit], list[dict[str, Any]]]:
     """Returns by run the test of its texts, and what was seen of it, JSON-ready; a run that fails does not pass.
 
@@ -193,14 +199,18 @@ def fit_runs(
         rows: the exact distributions after it.
         runs: see `make_runs`.
         asked: of each text.
+        tell: see `Tell`.
     """
     joint, fits, found = joint_of(rows), dict[str, Fit](), []
     batch_size = min(engine.context.max_slots, len(asked))
     shortest = [replace(params, max_new_tokens=NUM_TOKENS) for params in asked]  # later tokens are for drafts alone
-    for name, (proposer, speculation) in runs.items():
+    for at, (name, (proposer, speculation)) in enumerate(runs.items()):
         params, prompts = shortest if name == PLAIN else asked, [prompt] * len(asked)
+        told = _tell_run(tell, at * len(asked), len(runs) * len(asked))
         try:
-            decoded = decode_with(engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation)
+            decoded = decode_with(
+                engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation, tell=told
+            )
         except SpecCompileError as fault:
             fits[name] = Fit(num_samples=0, num_cells=0, statistic=0.0, p_value=0.0, noticed_effect=0.0)
             found.append({"run": name, "fault_raised": str(fault)})
@@ -212,13 +222,23 @@ def fit_runs(
     return fits, found
 
 
-def check_sampled(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_SAMPLES) -> Check:
+def _tell_run(tell: Tell, before: int, total: int) -> Callable[[int], None]:
+    return lambda num_ended: tell(before + num_ended, total)
+
+
+def check_sampled(
+    engine: SpecEngine,
+    prompts: Prompts,
+    num_samples: int = NUM_SAMPLES,
+    tell: Tell = lambda done, total: None,
+) -> Check:
     """Draws texts with many seeds, plain and with drafts, and tests their first tokens by chi-square.
 
     Args:
         engine: of the bundle.
         prompts: token ids.
         num_samples: texts of each run.
+        tell: see `Tell`.
     """
     if not gives_logits(engine):
         return not_run(SAMPLED, "the target keeps its logits to itself (engine.logits: false)")
@@ -227,7 +247,7 @@ def check_sampled(engine: SpecEngine, prompts: Prompts, num_samples: int = NUM_S
         SamplingParams(NUM_TOKENS + 1, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, seed=seed, ignore_eos=True)
         for seed in range(num_samples)
     ]
-    fits, found = fit_runs(engine, prompt, rows, make_runs(engine, rows, NUM_TOKENS), asked)
+    fits, found = fit_runs(engine, prompt, rows, make_runs(engine, rows, NUM_TOKENS), asked, tell)
     facts = {
         "prompt": prompt,
         "num_tokens": NUM_TOKENS,

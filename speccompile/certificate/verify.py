@@ -19,12 +19,12 @@ from speccompile.certificate.caches import check_caches
 from speccompile.certificate.checkpoint import Reference, dtype_of, find_checkpoint, is_exact, open_reference
 from speccompile.certificate.distances import check_distance
 from speccompile.certificate.faults import check_faults
-from speccompile.certificate.grammar import check_grammar
+from speccompile.certificate.grammar import GRAMMAR, check_grammar
 from speccompile.certificate.greedy import REFERENCE, check_greedy, check_reference, plain_texts
 from speccompile.certificate.page import html_from_certificate
 from speccompile.certificate.prompts import find_prompts
 from speccompile.certificate.results import Check, certificate_from_checks, not_run
-from speccompile.certificate.sampled import NUM_SAMPLES, check_sampled
+from speccompile.certificate.sampled import NUM_SAMPLES, SAMPLED, Tell, check_sampled
 from speccompile.certificate.tokenizers import check_tokenizer
 from speccompile.errors import BundleError
 from speccompile.runtime.bundle import CERTIFICATE, CERTIFICATE_PAGE, Bundle, write_json
@@ -63,10 +63,13 @@ class Subject:
         engine: of the bundle, without a controller.
         bundle: that it was loaded from.
         options: of the run.
+        progress: called with how far a long check is.
     """
 
-    def __init__(self, engine: SpecEngine, bundle: Bundle, options: Options) -> None:
-        self.engine, self.bundle, self.options = engine, bundle, options
+    def __init__(
+        self, engine: SpecEngine, bundle: Bundle, options: Options, progress: Progress = lambda message: None
+    ) -> None:
+        self.engine, self.bundle, self.options, self.progress = engine, bundle, options, progress
         self.prompts = find_prompts(engine, options.prompts)
         longest = max(len(prompt) for prompt in self.prompts)
         self.num_tokens = max(1, min(options.num_tokens, engine.context.max_seq_len - longest))
@@ -75,6 +78,10 @@ class Subject:
             self.checkpoint, self.why_not = find_checkpoint(bundle, options.checkpoint)
         self._plain: list[list[int]] | None = None
         self._reference: Reference | None = None
+
+    def tell_texts(self, check: str) -> Tell:
+        """Returns what a check tells of the texts that it draws."""
+        return lambda done, total: self.progress(f"{check}: texts {done}/{total}")
 
     @property
     def plain(self) -> list[list[int]]:
@@ -113,11 +120,13 @@ def _faults(subject: Subject) -> Check:
 
 
 def _sampled(subject: Subject) -> Check:
-    return check_sampled(subject.engine, subject.prompts, subject.options.num_samples)
+    num = subject.options.num_samples
+    return check_sampled(subject.engine, subject.prompts, num, subject.tell_texts(SAMPLED))
 
 
 def _grammar(subject: Subject) -> Check:
-    return check_grammar(subject.engine, subject.prompts, subject.options.num_samples // GRAMMAR_SHARE)
+    num = subject.options.num_samples // GRAMMAR_SHARE
+    return check_grammar(subject.engine, subject.prompts, num, subject.tell_texts(GRAMMAR))
 
 
 def _caches(subject: Subject) -> Check:
@@ -171,7 +180,7 @@ def verify(path: Path, options: Options | None = None, progress: Progress = lamb
     Args:
         path: the bundle's folder.
         options: how much is checked.
-        progress: called with the name of each check.
+        progress: called with the name of each check, and "NAME: texts DONE/TOTAL" in the long ones.
 
     Returns:
         The certificate.
@@ -185,7 +194,7 @@ def verify(path: Path, options: Options | None = None, progress: Progress = lamb
     engine = load(path)
     engine.controller = None  # no clock decides over drafts
     assert engine.bundle is not None
-    subject = Subject(engine, engine.bundle, options or Options())
+    subject = Subject(engine, engine.bundle, options or Options(), progress)
     checks = run_checks(subject, progress)
     about = {
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -283,7 +283,8 @@ def _print_report(console: Console, report: dict[str, Any]) -> None:
 
     table = Table(box=None)
     for title in ("mode", "tokens/s", "with prefill", "tokens a step", "exact", "outside the engine"):
-        table.add_column(title, justify="left" if title == "mode" else "right")
+        is_name = title == "mode"
+        table.add_column(title, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
     for name, mode in report["modes"].items():
         share, outside = mode["exact_share"], mode["outside_engine_share"]
         table.add_row(

@@ -137,12 +137,12 @@ def tables_from_figures(figures: Mapping[str, Mapping[str, Any]]) -> list[Table]
             continue
         modes = list(next(iter(groups.values()))["modes"])
         table = Table(box=None)
-        table.add_column(title)
+        table.add_column(title, no_wrap=True)
         table.add_column("prompts", justify="right")
         for mode in modes:
-            table.add_column(f"{mode}: tokens/s", justify="right")
+            table.add_column(f"{mode}: tokens/s", justify="right", overflow="fold")
             if mode not in ("plain", "transformers"):
-                table.add_column("tokens a step", justify="right")
+                table.add_column("tokens a step", justify="right", overflow="fold")
         for name, group in groups.items():
             cells = [name, str(group["num_prompts"])]
             for mode in modes:

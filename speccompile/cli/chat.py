@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,7 @@ def chat_command(
     check_sampling(sampling)
     from speccompile.runtime.service import Service, ServiceOptions
 
+    _check_template(source)
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     template = _read_template(engine)
     given = sampling if "max_new_tokens" in sampling else {"max_new_tokens": _MAX_TOKENS, **sampling}
@@ -69,6 +71,21 @@ def chat_command(
         service.close()
 
 
+def _check_template(source: str) -> None:
+    """Refuses a checkpoint's folder without a chat template before it is built.
+
+    Raises:
+        RuntimeFault: the packages that templates need are not installed.
+        BundleError: it has none.
+    """
+    from speccompile.prepare import is_model
+    from speccompile.recipe.speculative_config import verifier_of
+
+    folder = Path(source).expanduser()
+    if folder.is_dir() and is_model(source) and verifier_of(folder) is None:  # a speculator's is that of its target
+        _template_in(folder, str(folder))
+
+
 def _read_template(engine: Any) -> ChatTemplate:
     """Returns the bundle's chat template.
 
@@ -76,16 +93,20 @@ def _read_template(engine: Any) -> ChatTemplate:
         RuntimeFault: the packages that it needs are not installed.
         BundleError: it has none.
     """
+    path = None if engine.bundle is None else engine.bundle.tokenizer_path
+    where = "speccompile chat" if engine.bundle is None else str(engine.bundle.path / "tokenizer")
+    return _template_in(None if path is None else path.parent, where)
+
+
+def _template_in(folder: Path | None, where: str) -> ChatTemplate:
     try:
         from speccompile.serving.openai.chat import read_chat_template
     except ModuleNotFoundError as fault:
         todo = "Install them: pip install 'speccompile[serve]'."
         raise RuntimeFault("speccompile chat", f"no package {fault.name}", "those of [serve]", todo) from fault
-    path = None if engine.bundle is None else engine.bundle.tokenizer_path
-    template = None if path is None else read_chat_template(path.parent)
+    template = None if folder is None else read_chat_template(folder)
     if template is None:
         todo = "Use speccompile generate, or put chat_template.jinja beside the tokenizer and build again."
-        where = "speccompile chat" if engine.bundle is None else str(engine.bundle.path / "tokenizer")
         raise BundleError(where, "no chat template", "a model that was trained on conversations", todo)
     return template
 

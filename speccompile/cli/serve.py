@@ -99,6 +99,7 @@ def serve_command(
     from speccompile.serving.openai.connections import ConnectionLimits
     from speccompile.serving.openai.keys import check_keys, keys_from_environment
     from speccompile.serving.openai.process import Listener, bind, run
+    from speccompile.serving.openai.tools import check_parsers
     from speccompile.serving.page.routes import page_routes
 
     wanted = next((name for name in SPECULATION if name == speculation), None)
@@ -108,6 +109,7 @@ def serve_command(
         raise typer.BadParameter(f"--log-level is one of {', '.join(LOG_LEVELS)}")
     keys = tuple(api_key) if api_key else keys_from_environment(os.environ)
     check_keys(keys, "--api-key")
+    check_parsers(tool_call_parser, reasoning_parser)
     if not keys and not is_loopback(host):
         typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)
     limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
@@ -127,7 +129,6 @@ def serve_command(
         vllm_metrics,
     )
     server = OpenAIServer(service, options)
-    _ = server.formats  # refuses parsers that there are not
     app = make_app(server, [agent_routes, page_routes] if page else [agent_routes])
     service.start()
     try:

@@ -131,6 +131,7 @@ def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any]
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         expected = f"its {' and '.join(missing)}: it has graphs of its own, which are not in this bundle"
         raise BundleError(f"method {name}", "its name alone", expected, todo)
+    check_fields("speculator", config_class, wanted, "Correct the value.")
     check_fields("speculator", config_class, merged)
     try:
         return name, config_class(**{key: value for key, value in merged.items() if key != "method"})

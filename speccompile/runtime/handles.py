@@ -40,7 +40,7 @@ class RequestOutput:
             self.first_s, self.num_first = now_s, len(step.tokens)
         drafts, kept, reason = step.num_draft_tokens, step.num_accepted, step.finish_reason
         stats = None if reason is None else self.stats(now_s)
-        error = self.sequence.error
+        error, sink = self.sequence.error, self.sequence.sink
         return StepOutput(
             self.sequence.index,
             step.text,
@@ -53,6 +53,7 @@ class RequestOutput:
             trace,
             error,
             step.logprobs,
+            None if sink is None else sink.stop_string,
         )
 
     def last_step_output(self, reason: str, now_s: float, error: str | None = None) -> StepOutput:

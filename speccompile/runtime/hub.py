@@ -39,11 +39,15 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
     """
     hub = _import_hub(name)
     try:
-        manifest = Path(hub.hf_hub_download(name, MANIFEST, revision=revision))
-        listed = json.loads(manifest.read_text(encoding="utf-8"))
+        # Without a network this ends at once; to fetch a single file the hub's client tries six times, in 23 seconds.
+        bar = download_bar(name)
+        snapshot = Path(hub.snapshot_download(name, revision=revision, allow_patterns=[MANIFEST], tqdm_class=bar))
+        if not (snapshot / MANIFEST).is_file():
+            raise BundleError(name, f"a repository without {MANIFEST}", "a bundle on the hub", _TODO)
+        listed = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
         files = list(listed["files"]) if isinstance(listed, dict) and isinstance(listed.get("files"), dict) else []
         # The commit that the manifest was of, whatever was pushed since: snapshots are folders by commit.
-        commit = manifest.parent.name if revision is None else revision
+        commit = snapshot.name if revision is None else revision
         wanted = [MANIFEST, *map(_literal, files), *sorted(CERTIFICATE_FILES)]
         bar = download_bar(name)
         return Path(hub.snapshot_download(name, revision=commit, allow_patterns=wanted, tqdm_class=bar))
@@ -55,8 +59,7 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
 def find_bundle(name: str) -> Path | None:
     """Returns the folder of a bundle on the hub, see `fetch_bundle`; None where there is none of that name.
 
-    Of a checkpoint that was downloaded already the hub is not asked again: without a network each question takes the
-    hub's client 20 seconds.
+    Of a checkpoint that was downloaded already the hub is not asked again.
     """
     try:
         if _is_cached_checkpoint(name):

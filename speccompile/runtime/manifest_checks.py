@@ -27,13 +27,14 @@ def check_types(where: str, manifest: Mapping[str, Any]) -> None:
     check_value(where, "", manifest, MANIFEST_RULE)
 
 
-def check_fields(where: str, config: type[Any], values: Mapping[str, Any]) -> None:
+def check_fields(where: str, config: type[Any], values: Mapping[str, Any], todo: str = REBUILD) -> None:
     """Refuses values whose types are not those of a dataclass's fields.
 
     Args:
         where: the section, for the message.
         config: the dataclass.
         values: by field, as JSON has them: a list stands for a tuple.
+        todo: of the error.
 
     Raises:
         BundleError: the first such value.
@@ -42,7 +43,7 @@ def check_fields(where: str, config: type[Any], values: Mapping[str, Any]) -> No
     for name, value in values.items():
         if name in hints and not _fits(value, hints[name]):
             expected = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
-            raise BundleError(f"{where}.{name}", shown(value), expected, REBUILD)
+            raise BundleError(f"{where}.{name}", shown(value), expected, todo)
 
 
 def _fits(value: Any, hint: Any) -> bool:

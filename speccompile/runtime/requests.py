@@ -92,6 +92,7 @@ class StepOutput(NamedTuple):
         trace: with `Request.wants_trace`.
         error: message, where the finish reason is `error`.
         logprobs: of each of `tokens`, where the request asks for them.
+        stop_string: that ended the text, where the finish reason is `stop`; None: a token did.
     """
 
     output_index: int
@@ -105,3 +106,4 @@ class StepOutput(NamedTuple):
     trace: StepTrace | None = None
     error: str | None = None
     logprobs: Sequence[TokenLogprobs] = ()
+    stop_string: str | None = None

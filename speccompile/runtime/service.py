@@ -135,6 +135,10 @@ class Service:
         if thread.is_alive():
             raise RuntimeFault("service", f"a step of more than {JOIN_S} s", "less", "End the process.")
 
+    def end_drain(self) -> None:
+        """Cancels the requests that `close` lets finish. May be called on any thread, and in a signal handler."""
+        self._commands.put(_Close(perf_counter()))
+
     def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
         """Submits a request. May be called on any thread.
 

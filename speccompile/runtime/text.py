@@ -65,17 +65,18 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.is_found = False
+        self.found: str | None = None  # the one that ended the text
 
     def push(self, part: str) -> str:
         """Returns the text that can be shown: no part of a stop string, and nothing that may become one."""
         if not self._stops:
             return part
         text = self._held + part
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.is_found, self._held = True, ""
-            return text[: min(found)]
+            end, self.found = min(found)
+            self._held = ""
+            return text[:end]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -106,6 +107,11 @@ class TextSink:
         self._one_by_one = bool(stops)
         self.text = ""
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.found
+
     def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
         """Adds tokens.
 
@@ -119,7 +125,7 @@ class TextSink:
         shown = ""
         for num, token in enumerate(tokens, 1):
             shown += self._stops.push(self._stream.push(() if token in self._hidden else (token,)))
-            if self._stops.is_found:
+            if self._stops.found is not None:
                 self.text += shown
                 return shown, num, True
         self.text += shown
@@ -127,10 +133,10 @@ class TextSink:
 
     def finish(self) -> str:
         """Returns the text that was held back, after the last token."""
-        if self._stops.is_found:
+        if self._stops.found is not None:
             return ""
         part = self._stops.push(self._stream.finish())
-        if not self._stops.is_found:
+        if self._stops.found is None:
             part += self._stops.finish()
         self.text += part
         return part

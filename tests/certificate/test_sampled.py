@@ -13,8 +13,10 @@ NUM = 500
 
 
 def test_sampled_text_has_the_targets_distribution():
-    check = check_sampled(make_engine(nodes=12), PROMPTS, NUM)
+    told = list[tuple[int, int]]()
+    check = check_sampled(make_engine(nodes=12), PROMPTS, NUM, lambda done, total: told.append((done, total)))
     assert check.status == "passed", check.facts
+    assert told == sorted(told) and told[-1] == (4 * NUM, 4 * NUM) and told[0][0] < NUM  # of four runs
     runs = {run["run"]: run for run in check.facts["runs"]}
     assert set(runs) == {"plain", "the method's drafts", "planted chains", "planted trees"}
     assert all(run["num_cells"] > 15 and run["noticed_total_variation"] < 0.2 for run in runs.values())

@@ -152,3 +152,15 @@ def test_the_report_has_a_table_for_each_kind_of_group() -> None:
     out = io.StringIO()
     bench._print_report(Console(file=out, width=160), report)
     assert out.getvalue().count("speculative: tokens/s") == 1 and "code" in out.getvalue()
+
+
+def test_nothing_of_the_report_is_cut_in_a_narrow_terminal() -> None:
+    row = {"tokens_per_s": 1234.5, "mean_acceptance_length": 2.25, "num_tokens": 4, "exact_share": 1.0}
+    names = ("plain", "speculative", "transformers", "transformers-assisted")
+    modes = {name: {**row, "tokens_per_s_with_prefill": 987.6, "outside_engine_share": 0.5} for name in names}
+    groups = {name: {"num_prompts": 1, "modes": dict.fromkeys(names, row), "ratios": {}} for name in ("code", "json")}
+    report = {"modes": modes, "ratios": {}, "by_category": groups, "by_context": {}}
+    out = io.StringIO()
+    bench._print_report(Console(file=out, width=80), report)
+    told = out.getvalue()
+    assert "…" not in told and "\n transformers-assisted " in told and told.count("1234.5") == 4 + 2 * 4

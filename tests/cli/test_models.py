@@ -105,6 +105,21 @@ def test_a_missing_bundle_is_no_model_of_the_hub(run: Run, model: Path) -> None:
     assert code == 7 and "no such file or folder" in err and "a checkpoint's folder" in err
 
 
+def test_what_cannot_be_built_says_what_it_is(run: Run, model: Path) -> None:
+    code, _, err = run("build", model.parent)
+    told = " ".join(err.split())
+    assert code == 2 and "a folder without config.json" in told and "a checkpoint's folder" in told
+    assert f"Did you mean {model}?" in told
+    assert run("build", model, "-o", "made")[0] == 0
+    code, _, err = run("build", "made")
+    assert code == 2 and "a bundle" in err and "speccompile build made/recipe.yaml" in err
+
+
+def test_a_model_without_a_chat_template_is_not_built_for_a_chat(run: Run, model: Path) -> None:
+    code, _, err = run("chat", model)
+    assert code == 7 and "no chat template" in err and str(model) in err and "export" not in err
+
+
 def test_a_folder_of_models_is_none_but_names_them(run: Run, model: Path) -> None:
     code, _, err = run("generate", str(model.parent), "-p", "w3")
     told = " ".join(err.split())

@@ -26,7 +26,8 @@ def bundle(run, recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr("speccompile.certificate.verify.load", load)
     monkeypatch.setattr(
-        "speccompile.certificate.verify.check_sampled", lambda engine, prompts, _: check_sampled(engine, prompts, 40)
+        "speccompile.certificate.verify.check_sampled",
+        lambda engine, prompts, _, tell: check_sampled(engine, prompts, 40, tell),
     )
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     return tmp_path / "b", kinds.append

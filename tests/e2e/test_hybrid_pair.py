@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example hybrid with the module inside its files: what is drawn follows transformers' distribution."""
+"""The example hybrid with the module inside its files: text is transformers' own, greedy and drawn."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import speccompile
 from speccompile.core.sampling import SamplingParams
 from tests.e2e.conftest import MODELS, build_bundle
+from tests.greedy_check import differing
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 # recipes/pycode-hybrid-mtp.yaml, with fewer rows.
 RECIPE = (
@@ -27,6 +28,20 @@ NUM_WRONG = 200  # p is 9e-21 then
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     return build_bundle(tmp_path_factory.mktemp("hybrid"), "pair", RECIPE)
+
+
+def test_greedy_text_is_transformers_own(bundle, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)  # no clock decides to draft
+    engine = speccompile.load(bundle, verify=False)
+    prompts = [engine.encode(text) for text in ("def read(path):\n    ", "class Stack:\n", "import os\n", "for i in")]
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "pycode-hybrid", dtype=torch.float32).eval()
+    asked = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    for batch_size in (1, 4):
+        results = engine.generate(prompts, asked, batch_size=batch_size)
+        assert differing(model, prompts, [result.tokens for result in results]) == []
+        assert sum(result.stats["num_accepted"] for result in results) > 20
 
 
 def shifted(tree):

@@ -44,9 +44,10 @@ def test_every_make_target_that_needs_the_venv_sets_up_first():
         assert "setup" in rules[name].split(), name
 
 
-@pytest.mark.parametrize(
-    "subcommand", ["build", "generate", "serve", "triton", "bench", "inspect", "doctor", "convert"]
-)
+COMMANDS = ("build", "verify", "generate", "chat", "serve", "triton", "bench", "train", "inspect", "doctor", "convert")
+
+
+@pytest.mark.parametrize("subcommand", [*COMMANDS, "cache"])
 def test_every_option_shown_is_an_option(subcommand, capsys, monkeypatch):
     shown = [(page, words) for page, words in commands("speccompile") if words[0] == subcommand]
     assert shown, f"no page shows speccompile {subcommand}"

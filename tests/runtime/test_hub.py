@@ -62,9 +62,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     module = types.ModuleType("huggingface_hub")
     module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
-    module.hf_hub_download = lambda name, file, revision=None: (  # type: ignore[attr-defined]
-        snapshot_download(name, revision=revision, allow_patterns=[file]) + f"/{file}"
-    )
     module.try_to_load_from_cache = lambda name, file: next(  # type: ignore[attr-defined]
         (str(path) for path in local.glob(f"{name}/snapshots/*/{file}")), None
     )
@@ -145,15 +142,23 @@ def test_a_downloaded_checkpoint_is_none_without_asking(hub: Path, bundle: Bundl
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (hub / "org").rename(tmp_path / "no-network")
-    sys.modules["huggingface_hub"].hf_hub_download = _must_not_be_asked  # type: ignore[attr-defined]
+    sys.modules["huggingface_hub"].snapshot_download = _must_not_be_asked  # type: ignore[attr-defined]
     assert find_bundle("org/checkpoint") is None
     (found / "config.json").write_text("{}")  # a bundle may hold one, too
     with pytest.raises(AssertionError, match="asked"):
         find_bundle(NAME)
 
 
-def _must_not_be_asked(name: str, file: str, revision: str | None = None) -> str:
-    raise AssertionError(f"asked for {file} of {name}")
+def _must_not_be_asked(name: str, **options: Any) -> str:
+    raise AssertionError(f"asked for {options['allow_patterns']} of {name}")
+
+
+def test_a_checkpoint_on_the_hub_is_no_bundle(hub: Path) -> None:
+    (hub / "org/checkpoint").mkdir(parents=True)
+    (hub / "org/checkpoint/config.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"org/checkpoint: got a repository without manifest\.json"):
+        fetch_bundle("org/checkpoint")
+    assert find_bundle("org/checkpoint") is None
 
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

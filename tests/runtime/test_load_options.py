@@ -38,6 +38,15 @@ def test_a_method_with_graphs_of_its_own_needs_a_bundle_of_its_own():
     assert engine._method_config(SECTION, None)[1].model == "small"
 
 
+@pytest.mark.parametrize("value", ["3", 2.5])
+def test_a_wrong_value_of_a_section_that_is_given_is_not_the_bundles_fault(value):
+    with pytest.raises(BundleError) as caught:
+        engine._method_config(SECTION, {"method": "ngram", "num_draft_tokens": value})
+    assert caught.value.todo == "Correct the value."
+    with pytest.raises(BundleError, match="Build the bundle again"):
+        engine._method_config({**SECTION, "num_draft_tokens": "3"}, None)
+
+
 def test_no_more_threads_than_cores_are_used():
     cores = num_usable_cores()
     assert engine._usable(cores) == cores

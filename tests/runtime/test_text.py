@@ -47,10 +47,10 @@ def test_nothing_of_a_stop_string_is_shown(text, stops, cut):
     stop, shown = StopStrings(stops), ""
     for at in range(0, len(text), cut):
         shown += stop.push(text[at : at + cut])
-        if stop.is_found:
+        if stop.found is not None:
             break
     ends = [text.find(s) for s in stops if s in text]
-    if not stop.is_found:
+    if stop.found is None:
         assert not ends
         assert shown + stop.finish() == text
     else:

@@ -28,7 +28,7 @@ _PARAMS: Mapping[str, str] = {
 }
 _COUNT = re.compile(r"\d+ tokens")
 _NAMED = re.compile(r"\((\w+)\)$")
-_ALTERNATIVE = re.compile(r"str|list\[.*\]")
+_ALTERNATIVE = re.compile(r"str|(list|literal)\[.*\]|ToolChoice")
 
 
 class ApiError(Exception):
@@ -96,7 +96,8 @@ def error_from_validation(fault: ValidationError) -> ApiError:
         return ApiError(400, f"`{param}` is missing.", INVALID, param, "missing_field")
     code = "unsupported_field" if first["type"] == "unsupported_field" else "invalid_value"
     # A field that may be several things has an error for each.
-    message = ", or ".join(dict.fromkeys(error["msg"] for error in errors if error["loc"][:1] == first["loc"][:1]))
+    field = _param(first["loc"])
+    message = ", or ".join(dict.fromkeys(error["msg"] for error in errors if _param(error["loc"]) == field))
     return ApiError(400, f"`{param}`: {message}." if param else f"{message}.", INVALID, param, code)
 
 

@@ -43,7 +43,7 @@ class KeyCheck:
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the `Authorization` header."""
+        """Look at the `Authorization` header, or at `x-api-key`, which Anthropic's clients send."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
             return
@@ -52,10 +52,11 @@ class KeyCheck:
         await send_error(send, ApiError(401, message, AUTHENTICATION, None, "invalid_api_key", headers))
 
     def _is_known(self, scope: Scope) -> bool:
-        scheme, _, given = header(scope, b"authorization").partition(" ")
+        scheme, _, bearer = header(scope, b"authorization").partition(" ")
+        offered = bearer if scheme.lower() == "bearer" else "", header(scope, b"x-api-key")
         # Every key is compared, each in constant time, so that the time of an answer reveals nothing about the keys.
-        same = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
-        return scheme.lower() == "bearer" and any(same)
+        same = [hmac.compare_digest(one.strip().encode("latin-1"), key) for one in offered for key in self._keys]
+        return any(same)
 
 
 class BodyCheck:

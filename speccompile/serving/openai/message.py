@@ -234,9 +234,17 @@ class MessageReader:
         markers: of reasoning; None: there is none.
         form: of tool calls; None: they are not read.
         is_thinking: the prompt has begun the reasoning.
+        most_calls: later ones are left out; None: all are told.
     """
 
-    def __init__(self, markers: Markers | None, form: ToolFormat | None, is_thinking: bool = False) -> None:
+    def __init__(
+        self,
+        markers: Markers | None,
+        form: ToolFormat | None,
+        is_thinking: bool = False,
+        most_calls: int | None = None,
+    ) -> None:
+        self._most_calls = most_calls
         self._reasoning = None if markers is None else ReasoningReader(markers, is_thinking)
         self._tools = None if form is None else ToolReader(form)
 
@@ -251,9 +259,14 @@ class MessageReader:
         deltas: list[Delta] = []
         _add(deltas, "reasoning_content", reasoning)
         if self._tools is not None:
-            return deltas + (self._tools.push(content, is_last) if content or is_last else [])
+            told = self._tools.push(content, is_last) if content or is_last else []
+            return deltas + [delta for delta in told if self._is_told(delta)]
         _add(deltas, "content", content)
         return deltas
+
+    def _is_told(self, delta: Delta) -> bool:
+        calls = delta.get("tool_calls")
+        return calls is None or self._most_calls is None or calls[0]["index"] < self._most_calls
 
 
 def message_from_deltas(deltas: Sequence[Delta]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput
+from speccompile.serving.openai.agent_fields import read_object, read_objects, required, text_of_parts, unsupported
 from speccompile.serving.openai.blocks import CALL, REASONING, Block, read_blocks
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
@@ -39,9 +40,9 @@ def chat_from_messages(body: dict[str, Any]) -> dict[str, Any]:
     if "stop_sequences" in given:
         chat["stop"] = given["stop_sequences"]
     system = given.get("system")
-    messages = [] if system is None else [{"role": "system", "content": _text(system, "system")}]
-    for message in given["messages"]:
-        messages += _messages(message)
+    messages = [] if system is None else [{"role": "system", "content": text_of_parts(system, "system")}]
+    for at, turn in enumerate(read_objects(given["messages"], "messages")):
+        messages += _messages(turn, f"messages.{at}.content")
     chat["messages"] = messages
     if given.get("tools"):
         chat["tools"] = [
@@ -53,45 +54,44 @@ def chat_from_messages(body: dict[str, Any]) -> dict[str, Any]:
                     "parameters": tool.get("input_schema"),
                 },
             }
-            for tool in given["tools"]
+            for tool in read_objects(given["tools"], "tools")
         ]
-    choice = given.get("tool_choice")
-    if choice is not None:
-        kind = choice.get("type")
-        named = {"type": "function", "function": {"name": choice.get("name")}}
-        chat["tool_choice"] = named if kind == "tool" else _CHOICES.get(kind, kind)
+    if "tool_choice" in given:
+        choice = read_object(given["tool_choice"], "tool_choice")
+        chat["tool_choice"] = _choice(choice)
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
     return chat
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not all(part.get("type") == "text" for part in content or ()):
-        raise ApiError(400, f"`{where}`: got a part that is no text.", param=where, code="unsupported_field")
-    return "".join(part["text"] for part in content or ())
+def _choice(choice: dict[str, Any]) -> Any:
+    """Returns the `tool_choice` of a chat."""
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": required(choice, "name", "tool_choice")}}
+    if kind not in _CHOICES:
+        raise unsupported("tool_choice.type", repr(kind), "auto, any, tool or none")
+    return _CHOICES[kind]
 
 
-def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(message: dict[str, Any], field: str) -> list[dict[str, Any]]:
     """Returns a message as those of a chat: results of tools have messages of their own."""
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results, texts, calls = [], [], []
-    for part in content or ():
-        kind = part.get("type")
+    for at, part in enumerate(read_objects(content, field)):
+        kind, where = part.get("type"), f"{field}.{at}"
         if kind == "text":
-            texts.append(part["text"])
+            texts.append(str(required(part, "text", where)))
         elif kind == "tool_use":
-            function = {"name": part["name"], "arguments": json.dumps(part["input"])}
-            calls.append({"id": part["id"], "type": "function", "function": function})
+            function = {"name": required(part, "name", where), "arguments": json.dumps(required(part, "input", where))}
+            calls.append({"id": required(part, "id", where), "type": "function", "function": function})
         elif kind == "tool_result":
-            text = _text(part.get("content") or "", "messages")
-            results.append({"role": "tool", "tool_call_id": part["tool_use_id"], "content": text})
+            text = text_of_parts(part.get("content"), f"{where}.content")
+            results.append({"role": "tool", "tool_call_id": required(part, "tool_use_id", where), "content": text})
         elif kind not in ("thinking", "redacted_thinking"):
-            text = f"`messages`: got a part of type {kind}; expected text, tool_use or tool_result."
-            raise ApiError(400, text, param="messages", code="unsupported_field")
+            raise unsupported(where, f"a part of type {kind}", "text, tool_use or tool_result")
     if not texts and not calls:
         return results
     own: dict[str, Any] = {"role": role, "content": "".join(texts)}
@@ -111,10 +111,14 @@ def _block(block: Block, is_open: bool) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _stop_reason(last: StepOutput, has_calls: bool) -> str:
+def _end(last: StepOutput, has_calls: bool) -> dict[str, str | None]:
+    """Returns why an answer ended."""
+    reason = "tool_use" if has_calls else "end_turn"
     if last.finish_reason != "stop":
-        return "max_tokens"
-    return "tool_use" if has_calls else "end_turn"
+        reason = "max_tokens"
+    elif last.stop_string is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": last.stop_string}
 
 
 class MessagesAnswer:
@@ -133,9 +137,9 @@ class MessagesAnswer:
         self._step_outputs, self._reader, self._usage = step_outputs, reader, usage
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
 
-    def _whole(self, content: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+    def _whole(self, content: list[dict[str, Any]], end: dict[str, str | None]) -> dict[str, Any]:
         used = {"input_tokens": self._usage.prompt_tokens, "output_tokens": self._usage.completion_tokens}
-        return {**self._head, "content": content, "stop_reason": stop_reason, "stop_sequence": None, "usage": used}
+        return {**self._head, "content": content, **end, "usage": used}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the events of a stream."""
@@ -144,14 +148,14 @@ class MessagesAnswer:
             data = json.dumps({"type": kind, **fields}, ensure_ascii=False)
             return f"event: {kind}\ndata: {data}\n\n".encode()
 
-        yield event("message_start", message=self._whole([], None))
+        yield event("message_start", message=self._whole([], dict.fromkeys(("stop_reason", "stop_sequence"))))
         has_calls = False
         try:
             async for news in read_blocks(self._step_outputs, self._reader, self._usage):
                 block = news.block
                 if news.last is not None:
-                    reason = {"stop_reason": _stop_reason(news.last, has_calls), "stop_sequence": None}
-                    yield event("message_delta", delta=reason, usage={"output_tokens": self._usage.completion_tokens})
+                    used = {"output_tokens": self._usage.completion_tokens}
+                    yield event("message_delta", delta=_end(news.last, has_calls), usage=used)
                     yield event("message_stop")
                     return
                 assert block is not None
@@ -173,14 +177,15 @@ class MessagesAnswer:
         Raises:
             ApiError: it did not come to its end.
         """
-        content, has_calls, reason = [], False, "end_turn"
+        content, has_calls = list[dict[str, Any]](), False
+        end: dict[str, str | None] = {}
         async for news in read_blocks(self._step_outputs, self._reader, self._usage):
             if news.last is not None:
-                reason = _stop_reason(news.last, has_calls)
+                end = _end(news.last, has_calls)
             elif news.what == "close" and news.block is not None:
                 has_calls = has_calls or news.block.kind == CALL
                 content.append(_block(news.block, False))
-        return self._whole(content, reason)
+        return self._whole(content, end)
 
 
 def json_from_messages_error(error: ApiError) -> dict[str, Any]:

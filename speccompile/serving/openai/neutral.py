@@ -89,7 +89,7 @@ BODY: Mapping[str, Neutral] = {
     "allowed_token_ids": Neutral("forbid tokens with logit_bias"),
     "vllm_xargs": Neutral("there are none of them", ({},)),
     "continue_final_message": Neutral("use /v1/completions", (False,)),
-    "include_reasoning": Neutral("all of the text is in `content`", (True,)),
+    "include_reasoning": Neutral("a message has its reasoning where the model marks it", (True,)),
     "documents": Neutral(_TEMPLATE, ([],)),
     "chat_template": Neutral("the template is the bundle's own"),
     "mm_processor_kwargs": Neutral(_TEXT, ({},)),

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -44,7 +45,8 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server that ends in order.
 
     At SIGTERM or SIGINT it takes no new connection, the service takes no new request, those that run get `drain_s`,
-    the rest an error; then the process ends with 0.
+    the rest an error; then the process ends with 0. A second SIGINT ends the waiting, a third one is uvicorn's: answers
+    are cut off.
 
     Args:
         config: uvicorn's.
@@ -56,6 +58,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._service, self._listener = service, listener
         self._accepting: list[asyncio.Task[None]] = []
+        self._waits = True  # for requests that run
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,6 +70,14 @@ class DrainingServer(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the end at the first signal; at a second SIGINT lets requests end with an error."""
+        if self.should_exit and sig == signal.SIGINT and self._waits:
+            self._waits = False
+            self._service.end_drain()
+        else:
+            super().handle_exit(sig, frame)
 
     def end(self) -> None:
         """Stop as at a signal. May be called on any thread."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from speccompile.runtime.output_stream import OutputStream
+from speccompile.serving.openai.agent_fields import read_object, read_objects, required, text_of_parts, unsupported
 from speccompile.serving.openai.blocks import CALL, REASONING, TEXT, Block, read_blocks
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
@@ -18,6 +19,7 @@ from speccompile.serving.openai.responses import Usage
 # Fields that are the same in a chat.
 _SAME = ("model", "temperature", "top_p", "stream", "user", "metadata", "parallel_tool_calls", "speculation", "seed")
 _NEUTRAL = {"store": (False, True), "truncation": ("disabled",), "background": (False,), "service_tier": ("auto",)}
+_TEXTS = ("input_text", "output_text", "text")  # types of parts
 _OTHER = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "top_logprobs", "include")
 
 
@@ -43,36 +45,46 @@ def chat_from_responses(body: dict[str, Any]) -> dict[str, Any]:
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
         raise ApiError(400, "`input`: expected a text or a list of items.", param="input", code="invalid_value")
-    chat["messages"] = [*messages, *(_message(item) for item in items if item.get("type") != "reasoning")]
+    read = (_message(item, f"input.{at}") for at, item in enumerate(read_objects(items, "input")))
+    chat["messages"] = [*messages, *(message for message in read if message is not None)]
     if given.get("tools"):
         chat["tools"] = [
             {"type": tool.get("type"), "function": {name: part for name, part in tool.items() if name != "type"}}
-            for tool in given["tools"]
+            for tool in read_objects(given["tools"], "tools")
         ]
     choice = given.get("tool_choice")
     if choice is not None:
         is_named = isinstance(choice, dict)
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
-    form = (given.get("text") or {}).get("format")
-    if form is not None:
+    if (form := _format(read_object(given.get("text", {}), "text"))) is not None:
         schema = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
         chat["response_format"] = schema if form.get("type") == "json_schema" else form
     return chat
 
 
-def _message(item: Any) -> dict[str, Any]:
+def _format(text: dict[str, Any]) -> Any:
+    """Returns `text.format`; other keys of `text` ask for nothing, or are refused."""
+    for name, value in text.items():
+        if name != "format" and value is not None and (name, value) != ("verbosity", "medium"):
+            raise unsupported(f"text.{name}", repr(value), "format alone")
+    form = text.get("format")
+    return None if form is None else read_object(form, "text.format")
+
+
+def _message(item: dict[str, Any], field: str) -> dict[str, Any] | None:
+    """Returns an item as a message of a chat; None: it is left out."""
     kind = item.get("type", "message")
+    if kind == "reasoning":
+        return None
     if kind == "function_call":
-        call = {"id": item.get("call_id"), "function": {"name": item["name"], "arguments": item["arguments"]}}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        function = {name: required(item, name, field) for name in ("name", "arguments")}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": item.get("call_id"), "function": function}]}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        output = text_of_parts(required(item, "output", field), f"{field}.output", _TEXTS)
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind != "message":
-        raise ApiError(400, f"`input`: items of type {kind} are not read.", param="input", code="unsupported_field")
-    content = item.get("content")
-    if isinstance(content, list):
-        names = {"input_text": "text", "output_text": "text"}
-        content = [{"type": names.get(part.get("type"), part.get("type")), "text": part["text"]} for part in content]
+        raise unsupported(field, f"an item of type {kind}", "message, function_call or function_call_output")
+    content = text_of_parts(required(item, "content", field), f"{field}.content", _TEXTS)
     return {"role": item.get("role"), "content": content}
 
 

@@ -52,6 +52,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "functiongemma": FUNCTION_GEMMA,
 }
 
+# White space in calls that must be made, as `tojson` of chat templates writes it; free, a model may go on with it.
+_SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
 Markers = tuple[str, str]
 _THINK = ("<think>", "</think>")
 REASONING: Mapping[str, Markers] = {
@@ -77,7 +80,8 @@ def markers_from_template(source: str) -> Markers | None:
 def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], most: int, special: Any) -> str:
     """Returns a Lark grammar of texts that are calls and nothing else, at least one.
 
-    A family with a notation of its own writes a JSON list of calls instead, which `ToolReader` reads as well.
+    A family with a notation of its own writes a JSON list of calls instead, which `ToolReader` reads as well. Objects
+    have the white space of `json.dumps`.
 
     Args:
         form: of the family.
@@ -97,10 +101,10 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
     ]
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if form.is_list or form.quote:
-        schema = json.dumps({"type": "array", "items": one, "minItems": 1, "maxItems": most})
+        schema = json.dumps({"type": "array", "items": one, "minItems": 1, "maxItems": most, **_SPACES})
         begin = "" if form.quote else f"{_named(form.begin[0], special)} "
         return f"%llguidance {{}}\nstart: {begin}%json {schema}"
-    schema = json.dumps(one)
+    schema = json.dumps({**one, **_SPACES})
     if form.is_bare:
         return f"%llguidance {{}}\nstart: %json {schema}"
     around = json.dumps(form.around)

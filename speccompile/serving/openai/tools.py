@@ -47,10 +47,8 @@ class ChatFormats:
         return None if token is None else f"<[{token}]>"
 
 
-def formats_from_options(
-    tool_parser: str, reasoning_parser: str, template: ChatTemplate | None, tokenizer: Any
-) -> ChatFormats:
-    """Returns the formats that a server's options ask for; `auto`: those of the chat template.
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Refuses names that are no parsers.
 
     Raises:
         RuntimeFault: no such parser.
@@ -61,6 +59,17 @@ def formats_from_options(
     ):
         if name not in (AUTO, NONE, *known):
             raise RuntimeFault(option, repr(name), f"auto, none, {', '.join(known)}", "Choose one of them.")
+
+
+def formats_from_options(
+    tool_parser: str, reasoning_parser: str, template: ChatTemplate | None, tokenizer: Any
+) -> ChatFormats:
+    """Returns the formats that a server's options ask for; `auto`: those of the chat template.
+
+    Raises:
+        RuntimeFault: no such parser.
+    """
+    check_parsers(tool_parser, reasoning_parser)
     source = "" if template is None else template.source
     tools = format_from_template(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
     markers = markers_from_template(source) if reasoning_parser == AUTO else REASONING.get(reasoning_parser)
@@ -123,7 +132,8 @@ def plan_chat(
     def reader(prompt: str) -> MessageReader:
         is_open = markers is not None and prompt.rstrip().endswith(markers[0])
         is_closed = markers is not None and prompt.rstrip().endswith(markers[1])
-        return MessageReader(None if is_closed else markers, form, is_open)
+        most = None if body.parallel_tool_calls else 1
+        return MessageReader(None if is_closed else markers, form, is_open, most)
 
     return ChatPlan(variables, constraint, reader)
 

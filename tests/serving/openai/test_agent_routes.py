@@ -18,6 +18,7 @@ from tests.serving.openai.test_tools import TEMPLATE, TOOLS, WEATHER
 pytest.importorskip("llguidance")
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 FLAT = [{"type": "function", **WEATHER}]
+SAID = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 CLAUDE_TOOLS = [{"name": "weather", "description": "w", "input_schema": WEATHER["parameters"]}]
 
 
@@ -115,6 +116,19 @@ def test_a_message_has_blocks_in_anthropics_shape(app):
     assert again.status == 200 and again.json()["usage"]["input_tokens"] > called["usage"]["input_tokens"]
 
 
+def test_a_message_names_the_stop_sequence_that_ended_it(app):
+    whole = post(app, "/v1/messages", {**SAID, "max_tokens": 20}).json()
+    [text] = [block["text"] for block in whole["content"]]
+    assert whole["stop_reason"] in ("max_tokens", "end_turn") and whole["stop_sequence"] is None
+    stop = next(text[at] for at in range(2, len(text)) if text[at] not in text[:at])
+    body = {**SAID, "max_tokens": 20, "stop_sequences": ["nowhere", stop]}
+    ended = post(app, "/v1/messages", body).json()
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+    assert ended["content"][0]["text"] == text.partition(stop)[0]
+    delta = events_of(post(app, "/v1/messages", {**body, "stream": True}))[-2][1]["delta"]
+    assert delta == {"stop_reason": "stop_sequence", "stop_sequence": stop}
+
+
 def events_of(reply):
     """Returns (name, data) of the events of a stream."""
     parts = [part.split("\n") for part in reply.body.decode().strip().split("\n\n")]
@@ -142,10 +156,24 @@ def test_a_message_is_streamed_in_blocks(server, app, monkeypatch):
         ("/v1/messages", {"messages": []}, "max_tokens"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "mood": 1}, "mood"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 3}, "image"),
-        ("/v1/messages", {"messages": 3, "max_tokens": 3}, "another type"),
+        ("/v1/messages", {"messages": 3, "max_tokens": 3}, "`messages`: got 3; expected a list of objects"),
+        ("/v1/messages", {"messages": ["a"], "max_tokens": 3}, "`messages.0`: got a text; expected an object"),
+        ("/v1/messages", {**SAID, "tool_choice": "auto"}, "`tool_choice`: got a text; expected an object"),
+        ("/v1/messages", {**SAID, "tool_choice": {"type": "all"}}, "`tool_choice.type`: got 'all'; expected auto"),
+        ("/v1/messages", {**SAID, "tools": {}, "tool_choice": {"type": {}}}, "another type"),
+        ("/v1/messages", {**SAID, "system": [{"type": "image"}]}, "`system.0`: got a part of type image"),
+        (
+            "/v1/messages",
+            {**SAID, "messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
+            "`messages.0.content.0.input` is missing",
+        ),
         ("/v1/responses", {"input": "a", "previous_response_id": "x"}, "previous_response_id"),
         ("/v1/responses", {"input": []}, "input"),
-        ("/v1/responses", {"input": [3]}, "another type"),
+        ("/v1/responses", {"input": [3]}, "`input.0`: got 3; expected an object"),
+        ("/v1/responses", {"input": [{"role": "user"}]}, "`input.0.content` is missing"),
+        ("/v1/responses", {"input": [{"type": "item_reference"}]}, "`input.0`: got an item of type item_reference"),
+        ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "`input.0.content.0`: got a part of"),
+        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "`text.verbosity`: got 'low'"),
         ("/v1/responses", [], "no JSON object"),
     ],
 )

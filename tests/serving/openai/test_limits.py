@@ -40,6 +40,12 @@ def test_any_of_the_keys_opens(locked, given):
     assert reply.status == (200 if given.isascii() else 401)  # "schüssel" is no "schlüssel"
 
 
+@pytest.mark.parametrize(("given", "status"), [("secret", 200), ("secre", 401), ("", 401), ("Bearer secret", 401)])
+def test_anthropics_clients_send_it_in_a_header_of_its_own(locked, given, status):
+    assert get(locked, "/v1/models", headers={"x-api-key": given}).status == status
+    assert get(locked, "/v1/models", headers={"x-api-key": given, "authorization": "Basic secret"}).status == status
+
+
 def test_paths_that_reveal_nothing_are_open(locked):
     assert get(locked, "/health").status == 200
     assert get(locked, "/").status == 200

@@ -19,7 +19,7 @@ from speccompile.cli.main import main
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request
 from speccompile.serving.openai.process import Listener, bind, run, url_from_socket
-from tests.serving.live_server import PROGRAM, live_server
+from tests.serving.live_server import PROGRAM, Live, live_server
 from tests.serving.mock_service import serving
 
 PATH = "/v1/completions"
@@ -35,14 +35,23 @@ def stream(server):
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-def run_under_load(chat_bundle, drain_s):
-    """Returns (ends of eight streams, exit code) of a server that gets SIGTERM once they run."""
-    with live_server(chat_bundle, "--drain-s", drain_s) as server, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(stream, server) for _ in range(8)]
-        while server.metric("active_outputs") < 8:
+def interrupt_twice(server):
+    """Ctrl-C, and again once the server shuts down; the exit code."""
+    server.process.send_signal(signal.SIGINT)
+    while not any("Shutting down" in line for line in server.lines):
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGINT)
+    return server.process.wait(60)
+
+
+def run_under_load(chat_bundle, drain_s, stop=Live.stop, num=8):
+    """Returns (ends of streams, exit code) of a server that is stopped once eight of them run and the others wait."""
+    with live_server(chat_bundle, "--drain-s", drain_s) as server, ThreadPoolExecutor(num) as pool:
+        streams = [pool.submit(stream, server) for _ in range(num)]
+        while server.metric("active_outputs") + server.metric("queued_outputs") < num:
             assert not any(future.done() for future in streams), "a stream ended before the last one began"
             time.sleep(0.01)
-        code = server.stop()
+        code = stop(server)
         ends = [future.result(60)[-1] for future in streams]
         with pytest.raises(ConnectionRefusedError):
             server.ask("GET", "/health")
@@ -59,6 +68,13 @@ def test_sigterm_ends_requests_with_an_error_when_their_time_is_over(chat_bundle
     ends, code = run_under_load(chat_bundle, "0")
     assert code == 0
     assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 8
+
+
+def test_a_second_interrupt_waits_for_no_request(chat_bundle):
+    ends, code = run_under_load(chat_bundle, "60", interrupt_twice, num=48)
+    errors = [end["error"]["code"] for end in ends if "error" in end]
+    assert code == 0 and errors == ["shutting_down"] * len(errors)
+    assert len(errors) >= 24  # some may end between the two
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

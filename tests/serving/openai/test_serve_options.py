@@ -75,6 +75,12 @@ def test_serve_goes_on_to_the_bundle_with_good_keys_or_none(tmp_path, monkeypatc
     assert isinstance(fault, BundleError)
 
 
+@pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
+def test_a_parser_that_there_is_not_is_refused_before_the_model_is_built(tmp_path, option):
+    fault = CliRunner().invoke(app, ["serve", str(tmp_path / "none"), "--port", "0", option, "hermse"]).exception
+    assert isinstance(fault, RuntimeFault) and (fault.where, fault.got) == (option, "'hermse'")
+
+
 @pytest.mark.parametrize(
     "option", ["--timeout-s", "--header-timeout-s", "--body-timeout-s", "--keep-alive-s", "--write-timeout-s"]
 )
