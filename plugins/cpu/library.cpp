@@ -2,6 +2,7 @@
 // What ONNX Runtime looks for in a custom-op library: it takes all ops of the table below.
 #include <cstdlib>
 
+#include "amx.h"
 #include "attention_ops.h"
 #include "draft_ops.h"
 #include "experts.h"

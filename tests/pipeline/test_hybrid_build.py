@@ -31,7 +31,7 @@ from speccompile.certificate.greedy import plain_texts  # noqa: E402
 
 NUM_TOKENS = 40
 NGRAM = {"method": "ngram", "num_draft_tokens": 4, "tokens_per_match": 1}
-TREE = {"method": "suffix", "depth": 4, "num_draft_tokens": 4, "tree": "auto"}
+TREE = {"method": "suffix", "depth": 4, "num_draft_tokens": 4, "tree": "auto", "tokens_per_match": 1}
 LENGTHS = (9, 1, 17, 4, 6, 12, 3, 8, 15, 5, 7, 11)
 PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate(LENGTHS)]
 

@@ -99,6 +99,7 @@ class ExitSource:
     role = "draft"
     has_tokenizer = False
     shares_weights = True
+    is_needed = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         self.job, self.context = job, context
