@@ -30,6 +30,7 @@ class RunRecord:
         step: steps of that stage that are done.
         rows: the curve: a dict for each step and measurement.
         seconds: wall time by stage.
+        cpu_seconds: CPU time by stage, of all threads of the first process.
         model: state_dict of the trained module, {} before the first checkpoint.
         optimizer: state_dict of the optimizer.
     """
@@ -39,6 +40,7 @@ class RunRecord:
     step: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
 

@@ -181,7 +181,7 @@ class _Run:
         section = self.section
         runner = StageRunner(stage, module, optimizer, self.team, self.precision, section.max_grad_norm)
         first, last = (record.step if record.stage == index else 0), stage.section.steps
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         if first == 0:
             self.listener.stage(f"{stage.name}: measure on held-out text")
             record.rows.append({"stage": stage.name, "step": 0, "held_out": measures_from_sums(runner.measure())})
@@ -193,8 +193,10 @@ class _Run:
             record.rows.append(row)
             self.listener.step(stage.name, step + 1, last, row)
             if is_last or (step + 1) % section.save_every == 0:
-                record.seconds[stage.name] = record.seconds.get(stage.name, 0.0) + time.perf_counter() - start
-                start = time.perf_counter()
+                now, cpu_now = time.perf_counter(), time.process_time()
+                record.seconds[stage.name] = record.seconds.get(stage.name, 0.0) + now - start
+                record.cpu_seconds[stage.name] = record.cpu_seconds.get(stage.name, 0.0) + cpu_now - cpu_start
+                start, cpu_start = now, cpu_now
                 record.stage, record.step = (index + 1, 0) if is_last else (index, step + 1)
                 record.model = self.team.model_state(module)
                 record.optimizer = self.team.optimizer_state(module, optimizer)
@@ -213,6 +215,7 @@ class _Run:
             "processes": self.team.size,
             "threads": torch.get_num_threads(),
             "seconds": {name: round(value, 1) for name, value in record.seconds.items()},
+            "cpu_seconds": {name: round(value, 1) for name, value in record.cpu_seconds.items()},
             "held_out": last,
         }
 

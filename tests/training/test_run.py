@@ -60,6 +60,8 @@ def test_a_run_leaves_a_speculator_its_figures_and_its_curves(whole):
     assert (output / "training.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((output / "training.json").read_text()) == json.loads(json.dumps(result))
     assert result["plan"]["target"] == "target" and "/" not in json.dumps(result["plan"])
+    assert set(result["cpu_seconds"]) == set(result["seconds"]) == {"plain"}
+    assert 0 < result["cpu_seconds"]["plain"] <= 1.2 * result["seconds"]["plain"] * result["threads"]
     events = list(Path(f"{output}.run", "events").iterdir())
     assert len(events) == 1 and events[0].stat().st_size > 1000
     curve = rows(output)
