@@ -15,13 +15,17 @@ from speccompile.training.checkpoints import CHECKPOINT, RunRecord, open_record,
 
 def record(size: int) -> RunRecord:
     weights = torch.arange(size, dtype=torch.float32)
-    return RunRecord("digest", 1, 5, [{"step": 5}], {"plain": 1.5}, {"weight": weights}, {"state": {0: weights + 1}})
+    times = {"seconds": {"plain": 1.5}, "cpu_seconds": {"plain": 1.25}}
+    return RunRecord(
+        "digest", 1, 5, [{"step": 5}], **times, model={"weight": weights}, optimizer={"state": {0: weights + 1}}
+    )
 
 
 def test_a_checkpoint_is_read_back(tmp_path):
     save_record(tmp_path / "run", record(100))
     found = open_record(tmp_path / "run", "digest")
     assert (found.stage, found.step, found.rows, found.seconds) == (1, 5, [{"step": 5}], {"plain": 1.5})
+    assert found.cpu_seconds == {"plain": 1.25}
     assert torch.equal(found.model["weight"], torch.arange(100.0))
     assert torch.equal(found.optimizer["state"][0], torch.arange(100.0) + 1)
 
