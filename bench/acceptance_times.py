@@ -18,14 +18,20 @@ import json
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 import speccompile
 from speccompile.certificate.decoding import make_sequences
 from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
+from speccompile.drafting import dynamic_tree, static_tree
 from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
@@ -67,6 +73,18 @@ def ways_of(engine: SpecEngine) -> dict[tuple[str, str], tuple[Any, bool]]:
     return ways
 
 
+@contextmanager
+def no_race() -> Iterator[None]:
+    """Takes candidates in the draft's order: ours race wherever there are several."""
+
+    def as_given(batch: Any, depth: int, outputs: Any, d2t: Any = None) -> Any:
+        return np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
+
+    with patch.object(dynamic_tree, "raced_candidates", as_given):
+        with patch.object(static_tree, "raced_candidates", as_given):
+            yield
+
+
 def run_once(
     engine: SpecEngine, way: tuple[Any, bool], prompt: list[int], params: SamplingParams
 ) -> tuple[int, float, int]:
@@ -96,7 +114,8 @@ def measure(engine: SpecEngine, prompts: list[list[int]], temperature: float, ro
                 max_new_tokens=max_new_tokens, temperature=temperature, seed=1000 * turn + index, ignore_eos=True
             )
             for way in rng.sample(list(ways), len(ways)):
-                made = run_once(engine, ways[way], prompt, params)
+                with no_race() if way[1] == "likeliest" else nullcontext():
+                    made = run_once(engine, ways[way], prompt, params)
                 if turn:
                     runs[way][index].append(made)
     return runs
