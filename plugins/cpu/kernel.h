@@ -8,12 +8,13 @@
 //     explicit Kernel(const Info& info);                  reads attributes, checks constants; throws Error
 //     void run(const Context& context) const;             throws Error
 // Errors become ONNX Runtime's statuses, so that a wrong graph is refused when it is loaded and nothing is read
-// outside a tensor.
+// outside a tensor. A kernel does not know whether ONNX Runtime runs it or a sequence of kernels (sequence.h).
 #pragma once
 
 #include <cstdlib>
 #include <exception>
 #include <initializer_list>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -79,9 +80,11 @@ struct Dims {
     }
 };
 
-// A tensor of the graph; ONNX Runtime owns it. Its element type was checked when the graph was loaded.
+// A tensor of the graph; ONNX Runtime or a sequence owns it. Its element type was checked when the graph was loaded.
 class Tensor {
   public:
+    Tensor() = default;
+    Tensor(void* data, const Dims& dims) : dims(dims), data_(data) {}
     explicit Tensor(const abi::Value* value) {
         check(call(abi::kGetTensorMutableData, const_cast<abi::Value*>(value), &data_));
         abi::ShapeInfo* shape = nullptr;
@@ -109,21 +112,41 @@ inline void expect_dims(const std::string& op, const char* name, const Dims& got
                 " from the attributes; build the bundle again");
 }
 
+// What a kernel within a sequence has in the place of ONNX Runtime's KernelInfo.
+struct Line {
+    virtual ~Line() = default;
+    virtual std::int64_t integer(const char* name) const = 0;
+    virtual float real(const char* name) const = 0;
+    virtual const abi::Value* constant(std::size_t input) const = 0;
+};
+
 class Info {
   public:
     Info(const char* op, const abi::KernelInfo* info) : op(op), info_(info) {}
+    Info(const char* op, const Line& line) : op(op), line_(&line) {}
     std::int64_t integer(const char* name) const {
+        if (line_ != nullptr) return line_->integer(name);
         std::int64_t value = 0;
         check(call(abi::kKernelInfoGetAttributeInt64, info_, name, &value));
         return value;
     }
     float real(const char* name) const {
+        if (line_ != nullptr) return line_->real(name);
         float value = 0;
         check(call(abi::kKernelInfoGetAttributeFloat, info_, name, &value));
         return value;
     }
+    std::string text(const char* name) const {
+        std::size_t size = 0;  // with the 0 at its end
+        check(call(abi::kKernelInfoGetAttributeString, info_, name, static_cast<char*>(nullptr), &size));
+        std::string value(size, ' ');
+        check(call(abi::kKernelInfoGetAttributeString, info_, name, value.data(), &size));
+        value.resize(size - 1);
+        return value;
+    }
     // The value of an input that is a constant of the graph; nullptr where it is computed.
     const abi::Value* constant(std::size_t input) const {
+        if (line_ != nullptr) return line_->constant(input);
         int is_constant = 0;
         const abi::Value* value = nullptr;
         check(call(abi::kKernelInfoGetConstantInputTensor, info_, input, &is_constant, &value));
@@ -132,40 +155,58 @@ class Info {
     const std::string op;
 
   private:
-    const abi::KernelInfo* info_;
+    const abi::KernelInfo* info_ = nullptr;
+    const Line* line_ = nullptr;
+};
+
+// What a kernel within a sequence has in the place of ONNX Runtime's KernelContext.
+struct Frame {
+    using Task = void (*)(void* data, std::size_t index);
+    virtual ~Frame() = default;
+    virtual Tensor input(std::size_t index) const = 0;
+    virtual void* output(std::size_t index, const Dims& dims) const = 0;
+    virtual void parallel(std::size_t count, Task task, void* data) const = 0;
 };
 
 class Context {
   public:
     explicit Context(abi::KernelContext* context) : context_(context) {}
-    const abi::Value* input_value(std::size_t index) const {
-        const abi::Value* value = nullptr;
-        check(call(abi::kKernelContextGetInput, static_cast<const abi::KernelContext*>(context_), index, &value));
-        return value;
-    }
-    Tensor input(std::size_t index) const { return Tensor(input_value(index)); }
+    explicit Context(const Frame& frame) : frame_(&frame) {}
+    // Whether an optional input is there; a sequence has no kernels without one.
+    bool has_input(std::size_t index) const { return frame_ != nullptr || input_value(index) != nullptr; }
+    Tensor input(std::size_t index) const { return frame_ != nullptr ? frame_->input(index) : Tensor(input_value(index)); }
     template <class T>
     T* output(std::size_t index, const Dims& dims) const {
+        if (frame_ != nullptr) return static_cast<T*>(frame_->output(index, dims));
         abi::Value* value = nullptr;
         check(call(abi::kKernelContextGetOutput, context_, index, static_cast<const std::int64_t*>(dims.sizes), dims.rank, &value));
         void* data = nullptr;
         if (value != nullptr) check(call(abi::kGetTensorMutableData, value, &data));
         return static_cast<T*>(data);
     }
-    // Calls task(0) ... task(count - 1) on ONNX Runtime's threads and returns when all are done. Tasks do not throw.
+    // Calls task(0) ... task(count - 1) on the session's threads and returns when all are done. Tasks do not throw.
     template <class Task>
     void parallel(std::size_t count, const Task& task) const {
         if (count <= 1) {
             if (count == 1) task(0);
             return;
         }
-        void (*invoke)(void*, std::size_t) = [](void* data, std::size_t index) { (*static_cast<const Task*>(data))(index); };
+        Frame::Task invoke = [](void* data, std::size_t index) { (*static_cast<const Task*>(data))(index); };
+        void* data = const_cast<void*>(static_cast<const void*>(&task));
+        if (frame_ != nullptr) return frame_->parallel(count, invoke, data);
         check(call(abi::kKernelContextParallelFor, static_cast<const abi::KernelContext*>(context_), invoke, count,
-                   std::size_t{0}, const_cast<void*>(static_cast<const void*>(&task))));
+                   std::size_t{0}, data));
     }
 
   private:
-    abi::KernelContext* context_;
+    const abi::Value* input_value(std::size_t index) const {
+        const abi::Value* value = nullptr;
+        check(call(abi::kKernelContextGetInput, static_cast<const abi::KernelContext*>(context_), index, &value));
+        return value;
+    }
+
+    abi::KernelContext* context_ = nullptr;
+    const Frame* frame_ = nullptr;
 };
 
 // Memory of a thread that is kept between calls, aligned to 64 bytes.
@@ -205,14 +246,56 @@ abi::Status* guarded(const char* op, const Body& body) {
     }
 }
 
-// Returns the description of a kernel that ONNX Runtime takes; it lives as long as the library.
+// A kernel of any kind.
+struct AnyKernel {
+    virtual ~AnyKernel() = default;
+    virtual void run(const Context& context) const = 0;
+};
+
 template <class Kernel>
-const abi::CustomOp* custom_op() {
+struct KernelOf final : AnyKernel {
+    explicit KernelOf(const Info& info) : kernel(info) {}
+    void run(const Context& context) const override { kernel.run(context); }
+    const Kernel kernel;
+};
+
+// An op: its description for ONNX Runtime, which lives as long as the library, and how a sequence makes its kernel.
+struct Op {
+    const abi::CustomOp* custom;
+    const char* name;
+    std::unique_ptr<AnyKernel> (*make)(const Info& info);
+    bool is_in_sequences = false;  // whether a sequence may have it
+};
+
+// Returns the description of an op but for its inputs and outputs.
+template <class Kernel>
+abi::CustomOp op_without_types() {
+    abi::CustomOp made{};
+    made.version = abi::kApiVersion;
+    made.get_name = [](const abi::CustomOp*) { return Kernel::kName; };
+    made.get_execution_provider = [](const abi::CustomOp*) -> const char* { return nullptr; };
+    made.get_input_memory = [](const abi::CustomOp*, std::size_t) { return 0; };
+    made.get_variadic_input_min = [](const abi::CustomOp*) { return 1; };
+    made.get_variadic_input_same = [](const abi::CustomOp*) { return 1; };
+    made.get_variadic_output_min = [](const abi::CustomOp*) { return 1; };
+    made.get_variadic_output_same = [](const abi::CustomOp*) { return 1; };
+    made.create_kernel_v2 = [](const abi::CustomOp*, const void*, const abi::KernelInfo* info, void** kernel) {
+        return guarded(Kernel::kName, [&] { *kernel = new Kernel(Info(Kernel::kName, info)); });
+    };
+    made.compute_v2 = [](void* kernel, abi::KernelContext* context) {
+        return guarded(Kernel::kName, [&] { static_cast<const Kernel*>(kernel)->run(Context(context)); });
+    };
+    made.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    made.get_start_version = [](const abi::CustomOp*) { return 1; };
+    made.get_end_version = [](const abi::CustomOp*) { return 2147483647; };
+    return made;
+}
+
+// Returns the op of a kernel.
+template <class Kernel>
+Op custom_op() {
     static const abi::CustomOp op = [] {
-        abi::CustomOp made{};
-        made.version = abi::kApiVersion;
-        made.get_name = [](const abi::CustomOp*) { return Kernel::kName; };
-        made.get_execution_provider = [](const abi::CustomOp*) -> const char* { return nullptr; };
+        abi::CustomOp made = op_without_types<Kernel>();
         made.get_input_count = [](const abi::CustomOp*) { return std::size(Kernel::kInputs); };
         made.get_output_count = [](const abi::CustomOp*) { return std::size(Kernel::kOutputs); };
         made.get_input_type = [](const abi::CustomOp*, std::size_t i) -> int { return Kernel::kInputs[i]; };
@@ -221,25 +304,12 @@ const abi::CustomOp* custom_op() {
             return i + Kernel::kNumOptional < std::size(Kernel::kInputs) ? abi::kRequired : abi::kOptional;
         };
         made.get_output_characteristic = [](const abi::CustomOp*, std::size_t) -> int { return abi::kRequired; };
-        made.get_input_memory = [](const abi::CustomOp*, std::size_t) { return 0; };
-        made.get_variadic_input_min = [](const abi::CustomOp*) { return 1; };
-        made.get_variadic_input_same = [](const abi::CustomOp*) { return 1; };
-        made.get_variadic_output_min = [](const abi::CustomOp*) { return 1; };
-        made.get_variadic_output_same = [](const abi::CustomOp*) { return 1; };
-        made.create_kernel_v2 = [](const abi::CustomOp*, const void*, const abi::KernelInfo* info, void** kernel) {
-            return guarded(Kernel::kName, [&] { *kernel = new Kernel(Info(Kernel::kName, info)); });
-        };
-        made.compute_v2 = [](void* kernel, abi::KernelContext* context) {
-            return guarded(Kernel::kName, [&] { static_cast<const Kernel*>(kernel)->run(Context(context)); });
-        };
-        made.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-        made.get_start_version = [](const abi::CustomOp*) { return 1; };
-        made.get_end_version = [](const abi::CustomOp*) { return 2147483647; };
         return made;
     }();
-    return &op;
+    return {&op, Kernel::kName,
+            [](const Info& info) -> std::unique_ptr<AnyKernel> { return std::make_unique<KernelOf<Kernel>>(info); }};
 }
 
-using OpTable = std::vector<const abi::CustomOp*>;
+using OpTable = std::vector<Op>;
 
 }  // namespace speccompile::cpu

@@ -9,6 +9,7 @@
 #include "kernel.h"
 #include "linear.h"
 #include "rollback.h"
+#include "sequence.h"
 #include "state_ops.h"
 #include "verify_ops.h"
 
@@ -24,6 +25,9 @@ OpTable all_ops() {
     add_linear_ops(table);
     add_expert_ops(table);
     add_attention_ops(table);
+    for (Op& op : table) op.is_in_sequences = true;
+    sequence_ops() = table;
+    table.push_back(sequence_op());
     add_verify_ops(table);
     add_draft_ops(table);
     add_rollback_op(table);
@@ -34,7 +38,7 @@ OpTable all_ops() {
 abi::Domain* make_domain() {
     abi::Domain* domain = nullptr;
     check(call(abi::kCreateCustomOpDomain, kDomain, &domain));
-    for (const abi::CustomOp* op : all_ops()) check(call(abi::kCustomOpDomainAdd, domain, op));
+    for (const Op& op : all_ops()) check(call(abi::kCustomOpDomainAdd, domain, op.custom));
     return domain;
 }
 
@@ -54,6 +58,18 @@ bool is_supported(const char* version) {
 SPECCOMPILE_EXPORT const char* speccompile_kernel_isa() {
     static const std::string name = std::string(speccompile::cpu::kIsaName) + (speccompile::cpu::kHasAmx ? "+amx" : "");
     return name.c_str();
+}
+
+// Returns the names of the ops that a `KernelSequence` may have, with spaces between them.
+SPECCOMPILE_EXPORT const char* speccompile_sequence_ops() {
+    static const std::string names = [] {
+        std::string joined;
+        for (const speccompile::cpu::Op& op : speccompile::cpu::all_ops()) {
+            if (op.is_in_sequences) joined += (joined.empty() ? "" : " ") + std::string(op.name);
+        }
+        return joined;
+    }();
+    return names.c_str();
 }
 
 SPECCOMPILE_EXPORT speccompile::cpu::abi::Status* RegisterCustomOps(

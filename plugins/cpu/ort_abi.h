@@ -36,6 +36,7 @@ enum Function : std::size_t {
     kGetTensorTypeAndShape = 65,
     kKernelInfoGetAttributeFloat = 85,
     kKernelInfoGetAttributeInt64 = 86,
+    kKernelInfoGetAttributeString = 87,
     kKernelContextGetInput = 90,
     kKernelContextGetOutput = 91,
     kReleaseStatus = 93,
@@ -44,8 +45,8 @@ enum Function : std::size_t {
     kKernelContextParallelFor = 274,
 };
 
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
-enum Characteristic : int { kRequired = 0, kOptional = 1 };
+enum ElementType : int { kAnyType = 0, kFloat = 1, kUint8 = 2, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
+enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 // The order of the members is that of OrtCustomOp in version 17.
 struct CustomOp {

@@ -78,8 +78,8 @@ inline StateStep read_step(const Context& context, std::size_t first, i64 batch,
                         std::to_string(nodes) + ", the nodes of the step; correct what counts them");
         }
     }
-    if (const abi::Value* value = context.input_value(first + 3)) {
-        const Tensor mask(value);
+    if (context.has_input(first + 3)) {
+        const Tensor mask = context.input(first + 3);
         expect_dims(op, "tree_mask", mask.dims, Dims{batch, nodes, nodes});
         read_trees(step, mask.data<std::uint8_t>(), batch);
     }

@@ -76,13 +76,14 @@ class OnnxRuntimeBackend(Backend):
 
         Returns:
             {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: {"kl", "top1"}},
-            "passes": [...], "op_histogram": {"before", "after"}}; with calibration also "calibration" and
-            "peak_rss_bytes".
+            "kernels_in_sequences", "passes": [...], "op_histogram": {"before", "after"}}; with calibration also
+            "calibration" and "peak_rss_bytes".
 
         Raises:
             PassError, BuildError, RecipeError.
         """
         from speccompile.backends.onnxruntime.forms import compile_best, forms_of
+        from speccompile.backends.onnxruntime.sequences import write_sequences
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.expert_products import expert_products
         from speccompile.passes.pipelines import onnxruntime_table
@@ -93,11 +94,14 @@ class OnnxRuntimeBackend(Backend):
         dest.mkdir(parents=True, exist_ok=True)
         is_calibrated = is_target and texts is not None and any(f.is_calibrated for f in forms)
         if len(forms) > 1 or is_calibrated:
-            return compile_best(model, spec, dest / GRAPH_FILE, forms, texts if is_calibrated else None, progress)
+            path = dest / GRAPH_FILE
+            best = compile_best(model, spec, path, forms, texts if is_calibrated else None, progress)
+            return {**best, "kernels_in_sequences": write_sequences(path)}
         table = onnxruntime_table(spec, forms[0].quantization, forms[0].kernel)
         report = lower_and_save(model, table, dest / GRAPH_FILE, progress)
         chosen = {"form": forms[0].name, "quantization": forms[0].quantization}
-        return {**chosen, "forms_measured": {}, "form_distances": {}, **report}
+        sequences = {"kernels_in_sequences": write_sequences(dest / GRAPH_FILE)}
+        return {**chosen, "forms_measured": {}, "form_distances": {}, **sequences, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""

@@ -22,7 +22,7 @@ from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
 from speccompile.backends.onnxruntime.crowding import Crowding
-from speccompile.backends.onnxruntime.kernel_library import register_kernels
+from speccompile.backends.onnxruntime.kernel_library import register_kernels, runnable_path
 from speccompile.backends.states import HostStates, host_states
 from speccompile.core import specs
 from speccompile.core.jobs import StepCosts
@@ -328,7 +328,7 @@ def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
 
 
 def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[Any] = _CPU) -> ort.InferenceSession:
-    """Open a lowered graph; on the CPU with our kernels, where there is a library of them.
+    """Open a lowered graph; on the CPU with our kernels and sequences of them, where there is a library.
 
     Args:
         path: the ONNX file.
@@ -340,8 +340,8 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
     """
     options = session_options(settings)
     try:
-        if tuple(providers) == _CPU:
-            register_kernels(options)
+        if tuple(providers) == _CPU and register_kernels(options):
+            path = runnable_path(path)
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except FAULTS as fault:
         raise BundleError(

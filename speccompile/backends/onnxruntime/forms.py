@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.memory import read_peak_rss
 from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
+from speccompile.backends.onnxruntime.sequences import write_sequences
 from speccompile.backends.writing import lower_and_save
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
@@ -119,6 +120,7 @@ def compile_best(
         for name, form in by_name.items():
             table = onnxruntime_table(tried, form.quantization, form.kernel, blocks)
             reports[name] = lower_and_save(model, table, files[name], progress)
+            write_sequences(files[name])
         if is_target:
             says("distance to float32")
             distances = fidelity.measure_distances(reference, files, tried)

@@ -160,3 +160,13 @@ def register_kernels(options: ort.SessionOptions) -> bool:
         return False
     options.register_custom_ops_library(str(library))
     return True
+
+
+def sequences_path(path: Path) -> Path:
+    """Returns where the graph whose kernels are put together lies beside a graph: see `sequences.write_sequences`."""
+    return path.with_suffix(".sequences.onnx")
+
+
+def runnable_path(path: Path) -> Path:
+    """Returns the graph that a session with the library opens: that with sequences, where a graph has one."""
+    return found if (found := sequences_path(path)).is_file() else path

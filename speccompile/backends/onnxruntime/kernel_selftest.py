@@ -75,12 +75,18 @@ def run(session: ort.InferenceSession, inputs: dict[str, Any]) -> list[Any]:
     return [value.numpy() for value in session.run_with_ort_values(None, values)]
 
 
-def open_case(case: Case, library: str, threads: int = 2) -> ort.InferenceSession:
-    """Opens a session of the one node with the library's kernel."""
+def session_options(library: str, threads: int) -> ort.SessionOptions:
+    """Returns options with the library registered."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     options.register_custom_ops_library(library)
+    return options
+
+
+def open_case(case: Case, library: str, threads: int = 2) -> ort.InferenceSession:
+    """Opens a session of the one node with the library's kernel."""
+    options = session_options(library, threads)
     inputs, outputs = ([(t.name, t.dtype) for t in side] for side in (case.op.inputs, case.op.outputs))
     model = one_node_model(DOMAIN, case.op.name, inputs, outputs, case.attributes)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -158,6 +164,29 @@ def state_fault(library: str) -> str | None:
     return None
 
 
+def sequence_fault(library: str) -> str | None:
+    """Returns what is wrong with a sequence of all packed linears; None where it gives the bits of its kernels."""
+    inputs, outputs, lines, wanted = dict[str, Any](), list[tuple[str, str]](), list[str](), list[Any]()
+    cases = list(linear_cases())
+    num_inputs = sum(len(case.inputs) for case in cases)
+    for index, case in enumerate(cases):
+        numbers = range(len(inputs), len(inputs) + len(case.inputs))
+        made = range(num_inputs + len(outputs), num_inputs + len(outputs) + len(case.op.outputs))
+        inputs |= {f"{index}.{name}": array for name, array in case.inputs.items()}
+        outputs += [(f"{index}.{t.name}", t.dtype) for t in case.op.outputs]
+        sides = f"in={','.join(map(str, numbers))} out={','.join(map(str, made))}"
+        lines.append(" ".join([case.op.name, sides, *(f"{name}={value}" for name, value in case.attributes.items())]))
+        wanted += run(open_case(case, library), case.inputs)
+    lines.append("outputs " + ",".join(map(str, range(num_inputs, num_inputs + len(outputs)))))
+    dtypes = [(name, array.dtype.name) for name, array in inputs.items()]
+    attributes: dict[str, int | float | str] = {"program": "\n".join(lines), "num_inputs": num_inputs}
+    options = session_options(library, 2)
+    model = one_node_model(DOMAIN, "KernelSequence", dtypes, outputs, attributes)
+    got = run(ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]), inputs)
+    is_same = all(np.array_equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+    return None if is_same else "KernelSequence: other numbers than those of its kernels"
+
+
 def main() -> None:
     """Runs every case; the first fault is the last line of standard error."""
     library = sys.argv[1]
@@ -165,7 +194,7 @@ def main() -> None:
         fault = fault_of(case, library)
         if fault is not None:
             sys.exit(fault)
-    faults = (fault(library) for fault in (expert_fault, attention_fault, tail_fault, state_fault))
+    faults = (fault(library) for fault in (expert_fault, attention_fault, tail_fault, state_fault, sequence_fault))
     sys.exit(next(filter(None, faults), None))
 
 

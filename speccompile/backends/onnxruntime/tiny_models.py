@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable, Mapping
 
 ELEMENT_TYPES = {"float32": 1, "uint8": 2, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
-_FLOAT_ATTRIBUTE, _INT_ATTRIBUTE = 1, 2  # AttributeProto.AttributeType
+_FLOAT_ATTRIBUTE, _INT_ATTRIBUTE, _STRING_ATTRIBUTE = 1, 2, 3  # AttributeProto.AttributeType
 _IR_VERSION, _OPSET = 11, 24
 
 
@@ -34,7 +34,9 @@ def _value_info(name: str, dtype: str) -> bytes:
     return _bytes(1, name) + _bytes(2, _bytes(1, tensor))
 
 
-def _attribute(name: str, value: int | float) -> bytes:
+def _attribute(name: str, value: int | float | str) -> bytes:
+    if isinstance(value, str):
+        return _bytes(1, name) + _bytes(4, value) + _number(20, _STRING_ATTRIBUTE)
     if isinstance(value, float):
         return _bytes(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _number(20, _FLOAT_ATTRIBUTE)
     return _bytes(1, name) + _number(3, value) + _number(20, _INT_ATTRIBUTE)
@@ -45,7 +47,7 @@ def one_node_model(
     op_type: str,
     inputs: Iterable[tuple[str, str]],
     outputs: Iterable[tuple[str, str]],
-    attributes: Mapping[str, int | float],
+    attributes: Mapping[str, int | float | str],
 ) -> bytes:
     """Returns a model whose inputs and outputs are those of its one node.
 
