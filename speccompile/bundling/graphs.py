@@ -18,6 +18,7 @@ from speccompile.bundling.stages import StageLog
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.texts import Texts
 from speccompile.core import registry
+from speccompile.core.cache_rows import rows_of_slot
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
@@ -211,7 +212,11 @@ def compile_graph(
     record = {"role": graph.source.role, "spec": graph.spec.json_from_spec(), **report}
     if graph.job.lora is not None:
         record["lora"] = open_lora(graph.job.lora).record(graph.job.lora)
-    return graph, {**record, "max_rows": graph.max_rows, "model": graph.job.model}
+    record |= {"max_rows": graph.max_rows, "model": graph.job.model}
+    if graph.spec.window and backend.slides_caches:
+        rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)
+        record["caches"] = {"rows": rows, "slot_bytes": rows * graph.dims.cache_row_bytes}
+    return graph, record
 
 
 def tune_graph(

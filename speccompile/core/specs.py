@@ -52,6 +52,7 @@ FEATURES = "hidden.features"  # [batch, states, hidden] float32: what a draft re
 FEATURE_NODES = "feature_nodes"  # [batch, nodes] int64: the row of `hidden.features` that belongs to each node
 NEXT_FEATURES = "hidden.next"  # [batch, next_states, hidden] float32: what node 0 read, then each node's own
 STATE_LENGTHS = "state_lengths"  # [batch] int64: rows of each slot that its recurrent states hold
+FIRST_POSITIONS = "first_positions"  # [batch] int64: position of cache row 0, see `GraphSpec.window`
 SURE_NODES = "sure_nodes"  # [batch] int64: the first nodes of this step that stay whatever is decided
 
 
@@ -149,6 +150,8 @@ class GraphSpec:
         conv_history: rows before its own that a row of a convolution sees. "conv_rows" is this and `max_pending`.
         state_trees: of a graph with states: they follow the paths of `tree_mask`; otherwise every step is a chain.
         image_tokens: of a graph that reads images: tokens of each, which a chunk of a prompt holds all or none of.
+        window: the longest window of its layers' attention, where all have one and the graph reads `first_positions`:
+            rows before the window may be dropped, and those after them moved to the front. 0: rows stay where they are.
     """
 
     name: str
@@ -172,6 +175,7 @@ class GraphSpec:
     conv_history: int = 0
     state_trees: bool = False
     image_tokens: int = 0
+    window: int = 0
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -221,10 +225,11 @@ class GraphSpec:
         return {t.name: t for t in self.outputs}[name]
 
     def json_from_spec(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict for `spec_from_json`, without what only states, images or masks have."""
+        """Returns a JSON-ready dict for `spec_from_json`, without what few graphs have."""
         data = asdict(self)
         unused = () if self.states else ("states", "max_pending", "conv_history", "state_trees")
-        for name in (*unused, *(n for n, none in (("image_tokens", 0), ("mask_token", None)) if data[n] == none)):
+        rare = {"image_tokens": 0, "mask_token": None, "window": 0}
+        for name in (*unused, *(n for n, none in rare.items() if data[n] == none)):
             del data[name]
         return data
 
