@@ -108,15 +108,15 @@ def serve(engine, requests, at_once):
     """Returns texts and steps of requests, and the tokens of their prompts that were in a cache."""
     scheduler, done, results = Scheduler(engine, FixedLength(None)), {}, {}
     for first in range(0, len(requests), at_once):
-        for num, (prompt, limit) in enumerate(requests[first : first + at_once], first):
-            handle = RequestHandle(Request(prompt, limit), num, 0.0, None, lambda step_output: None)
+        for num, request in enumerate(requests[first : first + at_once], first):
+            handle = RequestHandle(request, num, 0.0, None, lambda step_output: None)
             open_outputs(handle, engine, "auto")
             scheduler.add(handle)
         while scheduler.has_work:
             for handle, output in scheduler.step():
-                done.setdefault((handle.number, output.index), []).extend(output.tokens)
+                done.setdefault((handle.number, output.output_index), []).extend(output.tokens)
                 if output.stats is not None:
-                    results[handle.number, output.index] = output.stats
+                    results[handle.number, output.output_index] = output.stats
     told = {key: (done[key], results[key]["num_steps"], results[key]["num_accepted"]) for key in results}
     return told, sum(stats["num_reused_tokens"] for stats in results.values())
 
@@ -127,9 +127,12 @@ def test_prefixes_and_moved_slots_give_the_same_drafts(parts, tree):
     base = prompts()[-1]
     texts = [base, [*base, 3, 1, 4], [*base[:24], 9], [*base[:18], 2, 2], *prompts()[:4], [*base, 3, 1, 4, 1], base]
     requests = [
-        (text, SamplingParams(max_new_tokens=8 + 5 * (i % 3), n=1 + i % 2, seed=i)) for i, text in enumerate(texts)
+        Request(
+            text, SamplingParams(max_new_tokens=8 + 5 * (i % 3), seed=i, temperature=i % 3 / 2), num_outputs=1 + i % 2
+        )
+        for i, text in enumerate(texts)
     ]
     for at_once in (1, 4):
         short, whole = (serve(load(parts, rows, **TREES[tree]), requests, at_once) for rows in (SHORT, WHOLE))
-        assert short[0] == whole[0] and len(short[0]) == sum(limit.n for _, limit in requests)
+        assert short[0] == whole[0] and len(short[0]) == sum(request.num_outputs for request in requests)
         assert 0 < short[1] < whole[1]
