@@ -18,11 +18,11 @@ from speccompile.bundling.stages import StageLog
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.texts import Texts
 from speccompile.core import registry
-from speccompile.core.cache_rows import rows_of_slot
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec
+from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import TARGET, BuildPlan

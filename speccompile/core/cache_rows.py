@@ -5,42 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Ints
 
 if TYPE_CHECKING:
     from speccompile.core.protocols import Engine
-
-ROWS_STEP = 128  # of sliding caches: a multiple of the steps in which views grow
-
-
-def rows_of_slot(spec: GraphSpec, seq_len: int, max_nodes: int, *, slides: bool) -> int:
-    """Returns how many rows an engine's caches need for a sequence.
-
-    That is all rows of the sequence, and those of a step's nodes after the last one, which pad ragged batches. Where
-    every layer has a window, the rows that later ones see are enough, with what is written before rows can be dropped:
-    a chunk of the prompt; the rows of a step.
-
-    Args:
-        spec: of the graph.
-        seq_len: rows that a sequence may use.
-        max_nodes: most nodes of a step.
-        slides: the backend's engines have `slide_slot`.
-    """
-    num = seq_len + max_nodes + spec.rows_written_ahead
-    if not (spec.window and slides):
-        return num
-    needed = spec.window - 1 + PREFILL_CHUNK + rows_of_step(max_nodes)
-    return min(num, -(-needed // ROWS_STEP) * ROWS_STEP)
-
-
-def rows_of_step(max_nodes: int) -> int:
-    """Returns the most rows that a draft writes from one verdict to the next, from the first that is not read yet on.
-
-    Those are the accepted path and masks; or the path, drafts that stay in place, and the nodes of an expansion.
-    """
-    return 3 * max_nodes
 
 
 class CacheRows:

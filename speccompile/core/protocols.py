@@ -111,11 +111,7 @@ class Engine(Protocol):
         ...
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """Moves `num` rows of a slot from row `first` on to its front: a sequence needs no rows before them any more.
-
-        Only where `GraphSpec.window` allows it, on backends whose engines do so.
-        """
-        ...
+        """Moves `num` rows of a slot from row `first` on to its front; see `GraphSpec.window`."""
 
     def clear_slot(self, slot: int) -> None:
         """Zeroes all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""

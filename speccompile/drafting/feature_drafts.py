@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import rows_of_step
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import (
@@ -24,7 +23,7 @@ from speccompile.core.specs import (
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion, padding_mask
 from speccompile.drafting.features import PendingFeatures
-from speccompile.drafting.sliding_rows import draft_rows
+from speccompile.drafting.sliding_rows import draft_rows, rows_of_step
 from speccompile.graph_kinds.features import NO_FEATURE
 
 

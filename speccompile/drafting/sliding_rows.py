@@ -5,7 +5,7 @@ Row r of a slot's cache then has the position `firsts[slot]` + r. Only rows of a
 a tree and masks are written after them, and overwritten by the next run. Before a step for which the cache has no room,
 the last `window - 1` rows in use move to its front. A later position p sees rows from p - window + 1 on and is at least
 the number of rows in use, so what was drafted and refused is neither seen nor ages a window, and the rows that each
-position sees are those of a cache that keeps all. `core.cache_rows.rows_of_slot` is a size that suffices.
+position sees are those of a cache that keeps all. `rows_of_slot` is a size that suffices.
 """
 
 from __future__ import annotations
@@ -15,9 +15,41 @@ from collections.abc import Sequence
 import numpy as np
 
 from speccompile.core.cache_rows import CacheRows
+from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import FIRST_POSITIONS, LENGTHS
+from speccompile.core.specs import LENGTHS, GraphSpec
 from speccompile.core.tree import Ints
+from speccompile.graph_kinds.features import FIRST_POSITIONS
+
+ROWS_STEP = 128  # of sliding caches: that in which views grow
+
+
+def rows_of_slot(spec: GraphSpec, seq_len: int, max_nodes: int, *, slides: bool) -> int:
+    """Returns how many rows an engine's caches need for a sequence.
+
+    That is all rows of the sequence, and those of a step's nodes after the last one, which pad ragged batches. Where
+    every layer has a window, the rows that later ones see are enough, with what is written before rows can be dropped:
+    a chunk of the prompt; the rows of a step.
+
+    Args:
+        spec: of the graph.
+        seq_len: rows that a sequence may use.
+        max_nodes: most nodes of a step.
+        slides: the backend's engines have `slide_slot`.
+    """
+    num = seq_len + max_nodes + spec.rows_written_ahead
+    if not (spec.window and slides):
+        return num
+    needed = spec.window - 1 + PREFILL_CHUNK + rows_of_step(max_nodes)
+    return min(num, -(-needed // ROWS_STEP) * ROWS_STEP)
+
+
+def rows_of_step(max_nodes: int) -> int:
+    """Returns the most rows that a draft writes from one verdict to the next, from the first that is not read yet on.
+
+    Those are the accepted path and masks; or the path, drafts that stay in place, and the nodes of an expansion.
+    """
+    return 3 * max_nodes
 
 
 class GrowingRows(CacheRows):

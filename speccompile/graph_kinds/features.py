@@ -15,7 +15,6 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
-    FIRST_POSITIONS,
     NEXT_FEATURES,
     GraphSpec,
     TensorSpec,
@@ -24,6 +23,7 @@ from speccompile.core.specs import (
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
 STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features in; 1 + nodes out
+FIRST_POSITIONS = "first_positions"  # [batch] int64: position of cache row 0, where rows before a window are dropped
 NO_FEATURE = -1  # in `feature_nodes`: a mask, for which a draft that reads some has a feature of its own
 
 

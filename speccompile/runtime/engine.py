@@ -15,10 +15,10 @@ from speccompile.backends.base import Backend
 from speccompile.common.cores import num_usable_cores
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
-from speccompile.core.cache_rows import rows_of_slot
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
+from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import rows_of_slot, rows_of_step
 from speccompile.core.specs import (
     CANDIDATES,
     FEATURE_NODES,
     FEATURES,
-    FIRST_POSITIONS,
     LENGTHS,
     NEXT_FEATURES,
     SCORED_NODES,
@@ -26,9 +24,9 @@ from speccompile.core.specs import (
 from speccompile.drafting.expansion import DraftLayout, make_expansion
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.mask_drafts import MaskFeatureCache
-from speccompile.drafting.sliding_rows import GrowingRows, SlidingRows
+from speccompile.drafting.sliding_rows import GrowingRows, SlidingRows, rows_of_slot, rows_of_step
 from speccompile.drafting.state import DraftState
-from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
+from speccompile.graph_kinds.features import FIRST_POSITIONS, FeatureDims, feature_draft_spec
 from speccompile.ops.cached_attention import visible_rows
 
 SLOTS, MOST, MAX_SEQ, VOCAB, MASK = 3, 5, 150, 50, 49

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from speccompile.core import registry
-from speccompile.core.cache_rows import rows_of_step
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
+from speccompile.drafting.sliding_rows import rows_of_step
 from speccompile.runtime.control import FixedLength
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
