@@ -45,6 +45,7 @@ class Backend(ABC):
         keeps_logits: whether the target's logits are an output where the recipe does not say.
         state_copies: how many times its engines hold the recurrent states of a slot, a snapshot among them.
         state_trees: whether its engines score trees on targets with recurrent states.
+        slides_caches: whether its engines have `slide_slot`, so that the caches of windows need no rows before these.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
     """
 
@@ -60,6 +61,7 @@ class Backend(ABC):
     keeps_logits: bool = False
     state_copies: int = 2
     state_trees: bool = False
+    slides_caches: bool = False
     runs_code_on_load: bool = False
 
     def for_device(self, device: str) -> Backend:
@@ -264,6 +266,16 @@ class EngineBase(ABC, Generic[RollbackT]):
     def shrink(self, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.shrink`; by default nothing: caches keep their layout."""
         del rows
+
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """See `speccompile.core.protocols.Engine.slide_slot`.
+
+        Raises:
+            RuntimeFault: its backend does not slide caches.
+        """
+        got = f"rows {first} to {first + num - 1} of slot {slot} to move to the front"
+        todo = "Build the bundle again: its caches were laid out for another backend."
+        raise RuntimeFault(f"engine {self.spec.name}", got, "caches that keep all rows of a sequence", todo)
 
     def read_caches(self, slot: int, rows: int) -> Mapping[str, Any] | None:
         """See `speccompile.core.protocols.Engine.read_caches`; by default None: they are not shown."""

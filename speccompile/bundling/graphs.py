@@ -22,6 +22,7 @@ from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec
+from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import TARGET, BuildPlan
@@ -211,7 +212,11 @@ def compile_graph(
     record = {"role": graph.source.role, "spec": graph.spec.json_from_spec(), **report}
     if graph.job.lora is not None:
         record["lora"] = open_lora(graph.job.lora).record(graph.job.lora)
-    return graph, {**record, "max_rows": graph.max_rows, "model": graph.job.model}
+    record |= {"max_rows": graph.max_rows, "model": graph.job.model}
+    if graph.spec.window and backend.slides_caches:
+        rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)
+        record["caches"] = {"rows": rows, "slot_bytes": rows * graph.dims.cache_row_bytes}
+    return graph, record
 
 
 def tune_graph(

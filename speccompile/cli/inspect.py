@@ -93,7 +93,19 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
     measured = ("forms_measured", "form_distances", "tuning", "checks", "passes")
-    known = ("role", "file", "model", "lora", "dims", "max_rows", "form", "quantization", "calibration", *measured)
+    known = (
+        "role",
+        "file",
+        "model",
+        "lora",
+        "dims",
+        "max_rows",
+        "caches",
+        "form",
+        "quantization",
+        "calibration",
+        *measured,
+    )
     return {
         **{key: record[key] for key in known if key in record},
         "size_bytes": size,
@@ -194,6 +206,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
         if calibration := graph.get("calibration"):
             told = f"{calibration.get('num_tokens')} tokens, {calibration.get('texts')}"
             console.print(f"int4 weights were chosen over {told}")
+        if caches := graph.get("caches"):
+            held = text_from_bytes(caches["slot_bytes"])
+            console.print(f"caches keep {caches['rows']} rows of a sequence ({held}): windows see no others")
         if "plan" in graph:
             print_plan(console, graph["plan"])
 

@@ -110,6 +110,9 @@ class Engine(Protocol):
         """Exchanges at least the first `rows` rows of two slots."""
         ...
 
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """Moves `num` rows of a slot from row `first` on to its front; see `GraphSpec.window`."""
+
     def clear_slot(self, slot: int) -> None:
         """Zeroes all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""
         ...

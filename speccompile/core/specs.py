@@ -16,6 +16,7 @@ Dim = str | int
 Role = Literal["target", "draft"]
 Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node", "sure"]
 SHARED_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
+_RARE = ("image_tokens", "mask_token", "window")  # fields of few graphs, left out of JSON at their defaults
 PENDING, CONV_ROWS = "pending", "conv_rows"  # dims of recurrent states, of a fixed size: see `GraphSpec.state_shapes`
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
@@ -149,6 +150,7 @@ class GraphSpec:
         conv_history: rows before its own that a row of a convolution sees. "conv_rows" is this and `max_pending`.
         state_trees: of a graph with states: they follow the paths of `tree_mask`; otherwise every step is a chain.
         image_tokens: of a graph that reads images: tokens of each, which a chunk of a prompt holds all or none of.
+        window: the longest window of its layers, where rows before it may be dropped; 0: all rows are kept.
     """
 
     name: str
@@ -172,6 +174,7 @@ class GraphSpec:
     conv_history: int = 0
     state_trees: bool = False
     image_tokens: int = 0
+    window: int = 0
 
     @property
     def own_caches(self) -> tuple[str, ...]:
@@ -221,10 +224,10 @@ class GraphSpec:
         return {t.name: t for t in self.outputs}[name]
 
     def json_from_spec(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict for `spec_from_json`, without what only states, images or masks have."""
+        """Returns a JSON-ready dict for `spec_from_json`, without what few graphs have."""
         data = asdict(self)
         unused = () if self.states else ("states", "max_pending", "conv_history", "state_trees")
-        for name in (*unused, *(n for n, none in (("image_tokens", 0), ("mask_token", None)) if data[n] == none)):
+        for name in (*unused, *(n for n in _RARE if data[n] == getattr(GraphSpec, n))):
             del data[name]
         return data
 
@@ -232,18 +235,12 @@ class GraphSpec:
 def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
     """Returns the spec of a dict that `GraphSpec.json_from_spec` made."""
     known = _given(data)
-
-    def tensors(key: str) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(**{**_given(row), "dims": tuple(row["dims"])}) for row in known[key])
-
     cache_refs = tuple(BorrowedCache(**_given(cache_ref)) for cache_ref in known.get("borrowed", ()))
-    made: dict[str, Any] = {
-        "inputs": tensors("inputs"),
-        "outputs": tensors("outputs"),
-        "caches": tuple(known["caches"]),
-    }
+    made = {}
+    for key in ("inputs", "outputs"):
+        made[key] = tuple(TensorSpec(**{**_given(row), "dims": tuple(row["dims"])}) for row in known[key])
     states = tuple(known.get("states", ()))
-    return GraphSpec(**{**known, **made, "borrowed": cache_refs, "states": states})
+    return GraphSpec(**{**known, **made, "caches": tuple(known["caches"]), "borrowed": cache_refs, "states": states})
 
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import (
     FEATURE_NODES,
     FEATURES,
-    LENGTHS,
     NEXT_FEATURES,
     SCORED_NODES,
     TOKENS,
@@ -25,6 +23,7 @@ from speccompile.core.specs import (
 from speccompile.core.tree import Ints
 from speccompile.drafting.expansion import Expansion, padding_mask
 from speccompile.drafting.features import PendingFeatures
+from speccompile.drafting.sliding_rows import draft_rows, rows_of_step
 from speccompile.graph_kinds.features import NO_FEATURE
 
 
@@ -58,7 +57,8 @@ class FeatureCache:
         assert isinstance(width, int)
         self.pending = PendingFeatures(width, make, names)
         self.lengths = [0] * engine.max_slots  # rows with the target's features
-        self.caches = (CacheRows(engine, self.lengths),)
+        self.rows = draft_rows(engine, self.lengths, max_seq_len + max_nodes + engine.spec.rows_written_ahead)
+        self.caches = (self.rows,)
         self._next: Any = None  # features of the last run, [batch, nodes, hidden]
         self._roots: list[int] = []  # by slot, row of the root's own feature in `_next`
         self._feature_rows: list[dict[int, int]] = []  # by slot, row of each node's feature in `_next`
@@ -66,12 +66,12 @@ class FeatureCache:
     def start(self, slot: int) -> None:
         """Empties the slot's cache."""
         self.pending.flush()  # the target is about to read the prompt
-        self.lengths[slot] = 0
+        self.rows.cut(slot, 0)
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Keeps all rows but the last: a row also depends on the token after its feature, which may differ."""
         self.pending.flush()
-        self.lengths[slot] = max(min(self.lengths[slot], num_rows - 1), 0)
+        self.rows.cut(slot, num_rows - 1)
         return self.lengths[slot]
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
@@ -85,17 +85,18 @@ class FeatureCache:
 
     def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
         """Reads tokens of one slot, with features [1, at least as many, hidden] of the positions before them."""
-        if not tokens:
-            return
-        feeds = {
-            TOKENS: np.array([tokens], dtype=np.int64),
-            LENGTHS: np.array([self.lengths[slot]], dtype=np.int64),
-            FEATURES: features,
-            FEATURE_NODES: np.arange(len(tokens), dtype=np.int64)[None],
-            SCORED_NODES: np.zeros((1, 1), dtype=np.int64),  # not used; the LM head is computed for one row
-        }
-        self.engine.run(feeds, first_slot=slot)
-        self.lengths[slot] += len(tokens)
+        for first in range(0, len(tokens), self.rows.most_rows):
+            part = tokens[first : first + self.rows.most_rows]
+            self.rows.make_room(slot, len(part))
+            feeds = {
+                TOKENS: np.array([part], dtype=np.int64),
+                **self.rows.feeds([self.lengths[slot]], slot),
+                FEATURES: features,
+                FEATURE_NODES: np.arange(first, first + len(part), dtype=np.int64)[None],
+                SCORED_NODES: np.zeros((1, 1), dtype=np.int64),  # not used; the LM head is computed for one row
+            }
+            self.engine.run(feeds, first_slot=slot)
+            self.lengths[slot] += len(part)
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
         """Returns the rows left after the root's; -1 without a pending feature, as after a prompt of one token."""
@@ -120,18 +121,22 @@ class FeatureCache:
         features, held = self.pending.take(sequences, max(counts))
         rows: Ints = np.pad(held, ((0, 0), (0, num_masks)))
         tokens: Ints = np.zeros((len(sequences), width), dtype=np.int64)
-        lengths = np.array(self.lengths[: len(sequences)], dtype=np.int64)
+        for slot in range(len(sequences)):
+            self.rows.make_room(slot, rows_of_step(self.max_nodes))
+        lengths = self.lengths[: len(sequences)]
+        starts = self.rows.feeds(lengths)
         for slot, (sequence, num) in enumerate(zip(sequences, counts, strict=True)):
             start = self.lengths[slot] + 1
             tokens[slot, : num + num_masks] = [*sequence.tokens[start : start + num], *masks]
             rows[slot, num : num + num_masks] = NO_FEATURE
             self.lengths[slot] += num
-        feeds: dict[str, Any] = {TOKENS: tokens, LENGTHS: lengths, FEATURES: features, FEATURE_NODES: rows, **warp}
+        feeds: dict[str, Any] = {TOKENS: tokens, **starts, FEATURES: features, FEATURE_NODES: rows, **warp}
         if width > 1:
             roots = np.array([[max(num - 1, 0)] for num in counts], dtype=np.int64)
             feeds[SCORED_NODES] = roots + np.arange(1 + num_masks)
-        if int(lengths.max()) + width > self.max_seq_len:
-            feeds[TREE_MASK] = padding_mask(lengths, [num + num_masks for num in counts], width, self.max_seq_len)
+        if max(lengths) + width > self.max_seq_len:
+            ends = np.array(lengths, dtype=np.int64)
+            feeds[TREE_MASK] = padding_mask(ends, [num + num_masks for num in counts], width, self.max_seq_len)
         self._roots, self._feature_rows = counts, [{}] * len(sequences)
         return self._run(feeds)
 
@@ -151,7 +156,7 @@ class FeatureCache:
             starts.append(self.lengths[slot] + (level.num_in_place[slot] if nodes else 0))
         feeds: dict[str, Any] = {
             TOKENS: level.tokens,
-            LENGTHS: np.array(starts, dtype=np.int64),
+            **self.rows.feeds(starts),
             FEATURES: self._next,
             FEATURE_NODES: rows,
             **level.warp,

@@ -103,11 +103,26 @@ class FeatureDraft(nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """One step. Positions are those of the features, one before the tokens'."""
+        return self._step(tokens, lengths, tree_mask, scored_nodes, features, feature_nodes, lengths, warp, caches)
+
+    def _step(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        tree_mask: torch.Tensor,
+        scored_nodes: torch.Tensor,
+        features: torch.Tensor,
+        feature_nodes: torch.Tensor,
+        root_positions: torch.Tensor,
+        warp: list[torch.Tensor],
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the outputs of a step whose first node has the position `root_positions` [batch]."""
         read = self._read(features, feature_nodes)
         depth = tree_mask.to(torch.int64).sum(-1) - 1
         latent = [i for i, num in enumerate(self.num_caches) if num == 1]
         pairs = cache_pairs(range(len(self.num_caches)), caches, latent)
-        positions = lengths.unsqueeze(1) + depth
+        positions = root_positions.unsqueeze(1) + depth
         windows = self.body.windows
         step = Frame(lengths, tree_mask, scored_nodes, pairs, positions=positions, windows=windows)
         with forward_pass(step) as frame:
@@ -129,6 +144,26 @@ class FeatureDraft(nn.Module):
         is_mask = nodes == NO_FEATURE
         held = gather_nodes(features, torch.where(is_mask, 0, nodes))
         return torch.where(is_mask[:, :, None], self.mask_feature, held)
+
+
+class SlidingFeatureDraft(FeatureDraft):
+    """The same where the caches slide: row 0 of a slot has the position `first_positions` [batch]."""
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        tree_mask: torch.Tensor,
+        scored_nodes: torch.Tensor,
+        features: torch.Tensor,
+        feature_nodes: torch.Tensor,
+        first_positions: torch.Tensor,
+        warp: list[torch.Tensor],
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """One step. A window counts rows, which follow one another as their positions do."""
+        roots = lengths + first_positions
+        return self._step(tokens, lengths, tree_mask, scored_nodes, features, feature_nodes, roots, warp, caches)
 
 
 def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -201,7 +236,8 @@ def export_feature_draft(
     Raises:
         ExportError: torch cannot trace it.
     """
-    return _export(FeatureDraft(body, spec).eval(), spec, max_rows, progress)
+    draft = SlidingFeatureDraft if spec.window else FeatureDraft
+    return _export(draft(body, spec).eval(), spec, max_rows, progress)
 
 
 def export_fusion(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:

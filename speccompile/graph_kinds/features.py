@@ -8,13 +8,22 @@ and the whole tensor can stay where the engine left it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import FEATURE_NODES, FEATURES, NEXT_FEATURES, GraphSpec, TensorSpec, hidden_name
+from speccompile.core.specs import (
+    FEATURE_NODES,
+    FEATURES,
+    NEXT_FEATURES,
+    GraphSpec,
+    TensorSpec,
+    hidden_name,
+)
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
 STATES, NEXT_STATES = "states", "next_states"  # dims: rows of features in; 1 + nodes out
+FIRST_POSITIONS = "first_positions"  # [batch] int64: position of cache row 0, where rows before a window are dropped
 NO_FEATURE = -1  # in `feature_nodes`: a mask, for which a draft that reads some has a feature of its own
 
 
@@ -37,7 +46,9 @@ class FeatureDims(ModelDims):
     head_rank: int = 0
 
 
-def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists: bool, max_rows: int) -> GraphSpec:
+def feature_draft_spec(
+    name: str, dims: FeatureDims, num_candidates: int, dists: bool, max_rows: int, windows: Sequence[int] = ()
+) -> GraphSpec:
     """Returns the spec of a draft with a cache of its own, tail included.
 
     Args:
@@ -46,9 +57,12 @@ def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists:
         num_candidates: see `candidate_spec`.
         dists: see `candidate_spec`; they are distributions over the target's vocabulary.
         max_rows: see `GraphSpec`.
+        windows: of each layer's attention, 0: none; empty: none has one.
     """
     plain = decoder_spec(name, dims, logits=False)
     num = len(plain.caches)
+    slides = bool(windows) and all(0 < window < max_rows for window in windows)
+    first = (TensorSpec(FIRST_POSITIONS, ("batch",), "int64"),) if slides else ()
     features = (
         TensorSpec(FEATURES, ("batch", STATES, dims.hidden_size), "float32", "states"),
         TensorSpec(FEATURE_NODES, ("batch", "nodes"), "int64", "nodes"),
@@ -56,9 +70,10 @@ def feature_draft_spec(name: str, dims: FeatureDims, num_candidates: int, dists:
     following = TensorSpec(NEXT_FEATURES, ("batch", NEXT_STATES, dims.hidden_size), "float32")
     extended = replace(
         plain,
-        inputs=(*plain.inputs[:-num], *features, *plain.inputs[-num:]),
+        inputs=(*plain.inputs[:-num], *features, *first, *plain.inputs[-num:]),
         outputs=(following, *plain.outputs),
         max_rows=max_rows,
+        window=max(windows) if slides else 0,
     )
     # The tail is none: the module projects to the vocabulary itself.
     return replace(candidate_spec(extended, num_candidates, dists), tail="none")

@@ -18,6 +18,7 @@ from speccompile.core import registry
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
+from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside
@@ -190,7 +191,8 @@ def _load_engine(
 ) -> Engine:
     # Nodes that pad a ragged batch need rows after the last one that a sequence may use.
     spec = bundle.graph_spec(graph)
-    max_rows = context.seq_lens[graph] + context.max_draft_nodes + 1 + spec.rows_written_ahead
+    nodes, slides = context.max_draft_nodes + 1, backend.slides_caches
+    max_rows = rows_of_slot(spec, context.seq_lens[graph], nodes, slides=slides)
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
     try:
         return backend.load(

@@ -110,7 +110,7 @@ _SPEC = closed(
     may_num_candidates=whole(0), may_num_drafts=whole(0), may_mask_token=whole(0), may_gives_probs=FLAG,
     may_tail=one_of("none", "verify", "candidates"),
     may_states=list_of(TEXT), may_max_pending=whole(0, 1025), may_conv_history=whole(0, 1024),
-    may_state_trees=FLAG, may_image_tokens=whole(0, 65536),
+    may_state_trees=FLAG, may_image_tokens=whole(0, 65536), may_window=whole(0),
 )  # fmt: skip
 
 

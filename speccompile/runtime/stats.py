@@ -65,6 +65,12 @@ class TimedEngine:
         self.engine.swap_slots(first, second, rows)
         self.seconds += perf_counter() - start
 
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """Drops rows of a slot, timed."""
+        start = perf_counter()
+        self.engine.slide_slot(slot, first, num)
+        self.seconds += perf_counter() - start
+
     def clear_slot(self, slot: int) -> None:
         """Zeroes a slot."""
         self.engine.clear_slot(slot)

@@ -94,7 +94,7 @@ def fitted(inputs: list[torch.Tensor], wanted: list[torch.Tensor], penalty: floa
 
 
 @torch.no_grad()
-def learnt_eagle3(target: Path) -> EagleHeads:
+def learnt_eagle3(target: Path, window: int = 99) -> EagleHeads:
     """Returns wide random heads over most of the vocabulary, with the LM head that fits the target's texts best."""
     heads = random_heads(sizes(hidden_size=96, intermediate_size=96, head_dim=24, draft_vocab_size=34), seed=1)
     d2t = heads.target_tokens()
@@ -103,7 +103,7 @@ def learnt_eagle3(target: Path) -> EagleHeads:
     inputs, wanted = [], []
     for text, seen in zip(texts, states, strict=True):
         features, nodes = heads.fuse([seen[i + 1][:, :-2] for i in STREAMS]), text.shape[1] - 2
-        mask = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().triu(1 - window)
         embedded = wide_embeddings()[text[:, 1:-1]]
         own, _ = heads.read(embedded, features, torch.arange(nodes)[None], None, mask)
         inputs.append(heads.norm(own)[0])
@@ -201,6 +201,12 @@ def fit_eagle(folder: Path, target: Path) -> Path:
 def write_learnt_eagle3(folder: Path, target: Path) -> Path:
     """An EAGLE-3 drafter fitted to the target's texts, with embeddings and a vocabulary of its own."""
     return write_eagle3(folder, learnt_eagle3(target), {"embed_tokens.weight": wide_embeddings()})
+
+
+def write_windowed_eagle3(folder: Path, target: Path, window: int) -> Path:
+    """The same with a window."""
+    layer = {"layer_types": ["sliding_attention"], "sliding_window": window}
+    return write_eagle3(folder, learnt_eagle3(target, window), {"embed_tokens.weight": wide_embeddings()}, **layer)
 
 
 def write_learnt_eagle(folder: Path, target: Path) -> Path:

@@ -41,6 +41,7 @@ class OnnxRuntimeBackend(Backend):
     # fp32 and int8, 1 to 64 slots, 1 to 16 nodes, interleaved), as they are computed anyway.
     keeps_logits = True
     state_trees = True
+    slides_caches = True
 
     def for_device(self, device: str) -> OnnxRuntimeBackend:
         """Returns the backend of that device: on a GPU graphs are lowered, measured and loaded differently."""

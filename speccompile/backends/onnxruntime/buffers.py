@@ -101,6 +101,11 @@ class CacheBuffers:
         for view in self._views():
             view[slot] = 0
 
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """Move `num` rows of a slot from row `first` on to its front."""
+        for view in self._views():
+            view[slot, :, :num] = view[slot, :, first : first + num].copy()
+
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """Exchange the first `rows` rows of two slots."""
         for view in self._views(rows):

@@ -33,6 +33,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
     state_copies = 3  # two buffers and a snapshot
     state_trees = False  # the bodies without branches follow chains
+    slides_caches = False
     keeps_logits = False  # the cost of an output on a GPU was not measured
 
     def compile(

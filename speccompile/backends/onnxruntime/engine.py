@@ -271,6 +271,10 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         if self.states is not None:
             self.states.swap(first, second)
 
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """See `speccompile.core.protocols.Engine.slide_slot`."""
+        self.caches.slide_slot(slot, first, num)
+
     def clear_slot(self, slot: int) -> None:
         """See `speccompile.core.protocols.Engine.clear_slot`."""
         self.caches.clear_slot(slot)
@@ -344,17 +348,12 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
             path = runnable_path(path)
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except FAULTS as fault:
-        raise BundleError(
-            str(path), str(fault), "a graph that ONNX Runtime loads", "Build the bundle again."
-        ) from fault
+        todo = "Build the bundle again."
+        raise BundleError(str(path), str(fault), "a graph that ONNX Runtime loads", todo) from fault
     wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
     if session.get_providers()[0] != wanted:  # ONNX Runtime falls back to the CPU silently
-        raise BundleError(
-            str(path),
-            f"providers {session.get_providers()}",
-            wanted,
-            "Install onnxruntime-gpu and the CUDA libraries it names, or set engine.device: cpu.",
-        )
+        todo = "Install onnxruntime-gpu and the CUDA libraries it names, or set engine.device: cpu."
+        raise BundleError(str(path), f"providers {session.get_providers()}", wanted, todo)
     return session
 
 

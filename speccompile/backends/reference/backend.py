@@ -29,6 +29,7 @@ class ReferenceBackend(Backend):
     graph_sources = ("backends/reference/backend", "backends/writing")
     keeps_logits = True
     state_trees = True
+    slides_caches = True
 
     def compile(
         self,

@@ -101,6 +101,11 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         for cache in self.caches.values():
             cache[[first, second], :, :rows] = cache[[second, first], :, :rows]
 
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """See `speccompile.core.protocols.Engine.slide_slot`."""
+        for cache in self.caches.values():
+            cache[slot, :, :num] = cache[slot, :, first : first + num].copy()
+
     def clear_slot(self, slot: int) -> None:
         """See `speccompile.core.protocols.Engine.clear_slot`."""
         if self.states is not None:

@@ -110,6 +110,7 @@ class _Eagle3Source(FeatureSource):
         layers = layers_of_target(job.model, job.config, asked, num, context.weights)
         self.dims: FeatureDims = replace(self.dims, layers=layers)
         windows = windows_of(self.config, self.dims.num_layers)
+        self.windows = windows or ()
         if windows is None:
             where = f"{self.folder / 'config.json'} (layer_types or sliding_window)"
             got = f"{self.config.get('layer_types')!r} and a window of {self.config.get('sliding_window')!r} tokens"
@@ -154,7 +155,7 @@ class DraftSource(_Eagle3Source):
         """Returns the inputs and outputs of the graph."""
         options: DraftOptions = self.job.options
         num = min(options.num_candidates, self.dims.draft_vocab_size)
-        made = feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
+        made = feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows, self.windows)
         if self.mask_token is None:
             return made
         return replace(

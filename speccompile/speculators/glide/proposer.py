@@ -63,6 +63,10 @@ class TargetReader:
         """The target exchanges its own caches."""
         self.engine.swap_slots(first, second, rows)
 
+    def slide_slot(self, slot: int, first: int, num: int) -> None:
+        """See `speccompile.core.protocols.Engine.slide_slot`."""
+        self.engine.slide_slot(slot, first, num)
+
     def clear_slot(self, slot: int) -> None:
         """The target clears its own caches."""
         self.engine.clear_slot(slot)
