@@ -26,7 +26,7 @@ from speccompile.errors import BundleError, RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
-from speccompile.recipe.speculative_config import section_from_config
+from speccompile.recipe.speculative_config import check_model, section_from_config
 from speccompile.runtime.bundle import MANIFEST, digest_from_file, digest_from_json, read_bundle
 from speccompile.runtime.hub import find_bundle, is_hub_id
 
@@ -107,6 +107,8 @@ def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
         if (folder := Path(source).expanduser()).is_dir():
             raise _error_from_folder(source, folder)
         section = section_from_config(options.speculative) if options.speculative else {}
+        if section and not any(setting.startswith("speculator") for setting in options.settings):
+            check_model(section)
         speculator = [f"speculator={json.dumps(section)}"] if section else []
         recipe = load_recipe(source, [*speculator, *options.settings])
     return resolve(recipe, find_device(recipe.engine.device))
