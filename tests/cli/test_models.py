@@ -36,6 +36,15 @@ def test_a_model_is_built_without_a_recipe_and_holds_the_one_that_was_used(run: 
     assert run("build", model)[0] == 0 and Path("bundles/tiny/manifest.json").exists()
 
 
+def test_sizes_have_short_names_and_vllms(run: Run, model: Path) -> None:
+    for options in (("--max-seq-len", 32, "--max-batch-size", 3), ("--max-model-len", 32, "--max-num-seqs", 3)):
+        code, out, err = run("build", model, *options, "--dry-run", "--json")
+        assert code == 0, err
+        engine = json.loads(out)["plan"]["engine"]
+        assert (engine["max_seq_len"], engine["max_batch_size"]) == (32, 3)
+    assert run("build", model, "--max-model-len", 0, "--dry-run")[0] == 2
+
+
 def test_a_draft_and_the_drafter_as_vllm_spells_it(run: Run, model: Path, tmp_path: Path) -> None:
     draft = fakes.make_checkpoint(tmp_path / "small", hidden=4, layers=1, seed=1)
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
