@@ -12,10 +12,11 @@ from speccompile.bundling.guard import claim_folder
 from speccompile.bundling.manifest import write_bundle_files
 from speccompile.bundling.records import BUNDLE
 from speccompile.bundling.shared_weights import share_weights
-from speccompile.bundling.stage_cache import StageCache, default_cache_folder
+from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import Progress, StageLog
 from speccompile.bundling.staging import staged_folder
 from speccompile.bundling.tokenizers import check_same_tokenizer, check_tokenizer
+from speccompile.common.cache_root import make_cache_folder
 from speccompile.core import registry
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import RecipeError
@@ -42,7 +43,7 @@ def build(
         RecipeError, CheckpointError, ExportError, PassError, BuildError: see the stages.
     """
     log = StageLog(progress)
-    cache = StageCache(default_cache_folder()) if cache is None else cache
+    cache = StageCache(make_cache_folder()) if cache is None else cache
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     _check_device(plan, backend)
     claim = claim_folder(Path(dest), BUNDLE)

@@ -16,17 +16,17 @@ from pathlib import Path
 from speccompile.backends.base import Backend
 from speccompile.bundling.graphs import find_graph, needed_jobs
 from speccompile.bundling.manifest import RECIPE
-from speccompile.bundling.stage_cache import BUNDLES, StageCache, default_cache_folder
+from speccompile.bundling.stage_cache import BUNDLES, StageCache
 from speccompile.bundling.stages import Progress
-from speccompile.bundling.staging import disk_faults
 from speccompile.bundling.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.checkpoint import GGUF
+from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.core import registry
 from speccompile.errors import BundleError, RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
-from speccompile.recipe.speculative_config import section_from_config
+from speccompile.recipe.speculative_config import check_model, section_from_config
 from speccompile.runtime.bundle import MANIFEST, digest_from_file, digest_from_json, read_bundle
 from speccompile.runtime.hub import find_bundle, is_hub_id
 
@@ -107,6 +107,8 @@ def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
         if (folder := Path(source).expanduser()).is_dir():
             raise _error_from_folder(source, folder)
         section = section_from_config(options.speculative) if options.speculative else {}
+        if section and not any(setting.startswith("speculator") for setting in options.settings):
+            check_model(section)
         speculator = [f"speculator={json.dumps(section)}"] if section else []
         recipe = load_recipe(source, [*speculator, *options.settings])
     return resolve(recipe, find_device(recipe.engine.device))
@@ -140,19 +142,17 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
         check_source(source)
         return Prepared(Path(source), Path(source).resolve().name)
     plan = plan_from_source(source, options or ModelOptions())
-    root = default_cache_folder() / BUNDLES
-    entry = root / key_of(plan)
+    entry = cache_root() / BUNDLES / key_of(plan)
     path = Path(source)
     name = (path.stem if path.suffix in RECIPES else path.resolve().name) if path.exists() else source
     found = Prepared(entry, name, is_kept=True)
     if _is_whole(entry):
         return found
-    with disk_faults(root):
-        root.mkdir(parents=True, exist_ok=True)
+    root = make_cache_folder(BUNDLES)
     with _locked(root / f".{entry.name}.lock", lambda: progress("wait for another process that builds the same")):
         if not _is_whole(entry):
             shutil.rmtree(entry, ignore_errors=True)
-            build(plan, entry, progress, StageCache(default_cache_folder()))
+            build(plan, entry, progress, StageCache(make_cache_folder()))
     return found
 
 
@@ -174,11 +174,12 @@ def key_of(plan: BuildPlan) -> str:
 
 def _is_whole(entry: Path) -> bool:
     """Returns whether an entry is there with all its digests; one that was damaged is built again."""
-    if not entry.is_dir():
+    if not os.path.isdir(entry):
         return False
     try:
         read_bundle(entry)
-        os.utime(entry)  # the entries used last are kept the longest
+        with contextlib.suppress(PermissionError):
+            os.utime(entry)  # the entries used last are kept the longest
     except (BundleError, FileNotFoundError) as fault:
         _log.warning("the cache's bundle %s is built again: %s", entry, fault)
         return False

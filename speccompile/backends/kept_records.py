@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning records made on this machine, in the user's cache folder: $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
+"""Tuning records made on this machine, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -10,25 +10,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speccompile.common.cache_root import cache_root, find_cache_folder
+
+_KIND = "tuning"  # the folder in the cache
+
 
 def record_file(*depends_on: object) -> Path:
     """Returns the file of the record of a graph on this machine; other arguments have another file."""
     digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
-    return folder / "tuning" / f"{digest}.json"
+    return cache_root() / _KIND / f"{digest}.json"
 
 
 def read_kept(file: Path) -> dict[str, Any] | None:
-    """Returns the kept record; None where there is none."""
-    if not file.exists():
+    """Returns the kept record; None where there is none that can be read."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
         return None
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads(text)
     return record
 
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:
-    """Keeps a record; another process that reads meanwhile sees the old one or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Keeps a record; another process that reads meanwhile sees the old one or the new one.
+
+    Raises:
+        BuildError: see `find_cache_folder`.
+    """
+    if find_cache_folder(_KIND) is None:
+        return
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(json.dumps(record), encoding="utf-8")
     fresh.replace(file)

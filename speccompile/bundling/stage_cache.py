@@ -20,12 +20,6 @@ _DEFAULT_LIMIT_GIB = 40.0
 _log = logging.getLogger(__name__)
 
 
-def default_cache_folder() -> Path:
-    """Returns $SPECCOMPILE_CACHE, or ~/.cache/speccompile."""
-    given = os.environ.get("SPECCOMPILE_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "speccompile"
-
-
 def cache_limit_bytes() -> int:
     """Returns $SPECCOMPILE_CACHE_GIB in bytes, or 40 GiB.
 
@@ -110,7 +104,8 @@ class StageCache:
             files = read_json(entry / _FILES)
             check_files(entry / _FOLDER, files)
             copy_folder(entry / _FOLDER, dest)
-            os.utime(entry)
+            with contextlib.suppress(PermissionError):
+                os.utime(entry)
         except (BundleError, FileNotFoundError) as fault:
             # Damaged, or just evicted by another build.
             _log.warning("the cache's entry %s is removed and its stage done again: %s", entry, fault)

@@ -47,7 +47,7 @@ _EVERY_LAYER = re.compile(
 # ModernBERT's embeddings are normalised already; A.X K1's first layer is dense.
 _TIED = "shared_transformer."  # of Zamba 2: a block of several layers, stored with the first of them
 _NOT_IN_THE_FIRST = ("attn_norm.weight", "post_mlp_layernorm.weight")
-HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "LICENSE*", "README.md")
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "chat_template*", "*.model", "LICENSE*", "README.md")
 
 
 def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:

@@ -11,7 +11,13 @@ from speccompile.checkpoints.checkpoint import HUB_FILES, resolve_checkpoint
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import CheckpointError
 
-_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES) -> Path:

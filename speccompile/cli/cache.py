@@ -43,10 +43,11 @@ def cache_command(
     if action not in ACTIONS:
         raise typer.BadParameter(f"got {action!r}; expected one of {', '.join(ACTIONS)}", param_hint="ACTION")
     from speccompile.bundling.cache_entries import list_entries, remove_entries
-    from speccompile.bundling.stage_cache import cache_limit_bytes, default_cache_folder
+    from speccompile.bundling.stage_cache import cache_limit_bytes
+    from speccompile.common.cache_root import cache_root
 
-    root = default_cache_folder()
     with errors_as_json(as_json):
+        root = cache_root()
         limit = cache_limit_bytes()
         entries = list_entries(root)
         kinds = sorted({entry.kind for entry in entries})

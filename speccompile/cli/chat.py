@@ -22,6 +22,7 @@ from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.recipe.model_recipe import ModelOptions
     from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.service import Service
     from speccompile.serving.openai.chat import ChatTemplate
@@ -32,6 +33,7 @@ COMMANDS = {
     "/help": "these commands",
     "/exit": "end, as Ctrl-D does",
 }
+_SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")
 _MAX_TOKENS = 512  # of an answer, where neither the option nor the bundle says more
 
 
@@ -59,7 +61,7 @@ def chat_command(
     check_sampling(sampling)
     from speccompile.runtime.service import Service, ServiceOptions
 
-    _check_template(source)
+    _check_template(source, model)
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     template = _read_template(engine)
     given = sampling if "max_new_tokens" in sampling else {"max_new_tokens": _MAX_TOKENS, **sampling}
@@ -71,19 +73,33 @@ def chat_command(
         service.close()
 
 
-def _check_template(source: str) -> None:
-    """Refuses a checkpoint's folder without a chat template before it is built.
+def _check_template(source: str, model: ModelOptions) -> None:
+    """Refuses what would be built of a checkpoint without a chat template.
 
     Raises:
         RuntimeFault: the packages that templates need are not installed.
         BundleError: it has none.
+        RecipeError, CheckpointError: see `load_recipe` and `resolve_checkpoint`.
     """
-    from speccompile.prepare import is_model
+    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.prepare import is_model, is_recipe
+    from speccompile.recipe import load_recipe
     from speccompile.recipe.speculative_config import verifier_of
+    from speccompile.runtime.hub import find_bundle, is_hub_id
 
-    folder = Path(source).expanduser()
-    if folder.is_dir() and is_model(source) and verifier_of(folder) is None:  # a speculator's is that of its target
-        _template_in(folder, str(folder))
+    target = source
+    if is_recipe(source):
+        section = load_recipe(source, model.settings).target
+        if section.weights == "random":
+            return
+        target = section.model
+    elif not is_model(source) or (is_hub_id(source) and find_bundle(source) is not None):
+        return  # a bundle
+    folder = resolve_checkpoint(target, _SMALL_FILES)
+    verifier = verifier_of(folder)
+    if verifier is not None:  # a speculator's template is that of its target
+        target, folder = verifier, resolve_checkpoint(verifier, _SMALL_FILES)
+    _template_in(folder, target)
 
 
 def _read_template(engine: Any) -> ChatTemplate:

@@ -40,6 +40,24 @@ def _options(
     num_layers: Annotated[
         int | None, typer.Option(min=1, help="Short for --set target.num_layers=...: with random weights, for sizing.")
     ] = None,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-seq-len",
+            "--max-model-len",
+            min=1,
+            help="Short for --set engine.max_seq_len=...: tokens of a sequence.",
+        ),
+    ] = None,
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max-batch-size",
+            "--max-num-seqs",
+            min=1,
+            help="Short for --set engine.max_batch_size=...: sequences at once.",
+        ),
+    ] = None,
     speculative_config: Annotated[
         str | None,
         typer.Option(metavar="JSON", help='As of vLLM: {"method", "model", "num_speculative_tokens"}.'),
@@ -81,6 +99,8 @@ def _read(
     quantization: str | None,
     lora: str | None,
     num_layers: int | None,
+    max_seq_len: int | None,
+    max_batch_size: int | None,
     speculative_config: str | None,
     spec_method: str | None,
     spec_model: str | None,
@@ -96,6 +116,8 @@ def _read(
     settings += [f"target.quantization={quantization}"] if quantization is not None else []
     settings += [f"target.lora={json.dumps(lora)}"] if lora is not None else []
     settings += [f"target.num_layers={num_layers}"] if num_layers is not None else []
+    settings += [f"engine.max_seq_len={max_seq_len}"] if max_seq_len is not None else []
+    settings += [f"engine.max_batch_size={max_batch_size}"] if max_batch_size is not None else []
     given = {} if speculative_config is None else read_speculative_config(speculative_config)
     short = {METHOD: spec_method, MODEL: spec_model, NUM_TOKENS: spec_tokens}
     given |= {key: value for key, value in short.items() if value is not None}

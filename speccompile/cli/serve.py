@@ -47,7 +47,10 @@ def serve_command(
         list[str] | None,
         typer.Option(help="Ask for this key; repeatable. Without it: the keys in SPECCOMPILE_API_KEY, if that is set."),
     ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name of the model; that of MODEL by default.")] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option("--model-name", "--served-model-name", help="Name of the model; that of MODEL by default."),
+    ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get an error 429.")] = 256,
     timeout_s: Annotated[float | None, typer.Option(callback=check_seconds, help="Most seconds of a request.")] = None,
     max_request_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 1 << 20,
@@ -99,6 +102,7 @@ def serve_command(
     from speccompile.serving.openai.connections import ConnectionLimits
     from speccompile.serving.openai.keys import check_keys, keys_from_environment
     from speccompile.serving.openai.process import Listener, bind, run
+    from speccompile.serving.openai.token_routes import token_routes
     from speccompile.serving.openai.tools import check_parsers
     from speccompile.serving.page.routes import page_routes
 
@@ -129,7 +133,7 @@ def serve_command(
         vllm_metrics,
     )
     server = OpenAIServer(service, options)
-    app = make_app(server, [agent_routes, page_routes] if page else [agent_routes])
+    app = make_app(server, [agent_routes, token_routes, *([page_routes] if page else [])])
     service.start()
     try:
         run(app, service, listener, bound)

@@ -25,11 +25,14 @@ class Adapter:
         module: class name of the module.
         method: its method.
         run: (module, attention, *arguments of the method) -> what the method returns.
+        form: an attribute of the modules that need it; in other releases of transformers the method takes its
+            attention from the registry. "": all need it.
     """
 
     module: str
     method: str
     run: Callable[..., Any]
+    form: str = ""
 
 
 def _heads(scale: Callable[[Any], float], window: Callable[[Any], int] = lambda module: 0) -> Callable[..., Any]:
@@ -321,7 +324,7 @@ _LATENT = _latent(lambda module: bool(module.config.rope_interleave))
 ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     "axk1": (Adapter("AXK1Attention", "forward", _LATENT),),
     "bloom": (Adapter("BloomAttention", "forward", _bloom),),
-    "codegen": (Adapter("CodeGenAttention", "forward", _codegen),),
+    "codegen": (Adapter("CodeGenAttention", "forward", _codegen, form="scale_attn"),),
     "dbrx": (Adapter("DbrxExperts", "forward", _dbrx_experts),),
     "deepseek_v2": (
         Adapter("DeepseekV2Attention", "forward", _latent(lambda module: True)),
@@ -340,7 +343,7 @@ ADAPTERS: dict[str, tuple[Adapter, ...]] = {
     "glm4_moe_lite": (Adapter("Glm4MoeLiteAttention", "forward", _LATENT),),
     "gpt_neo": (Adapter("GPTNeoSelfAttention", "_attn", _heads(lambda module: 1.0, _gpt_neo_window)),),
     "gpt_neox_japanese": (Adapter("GPTNeoXJapaneseAttention", "_attn", _heads(lambda module: 1 / module.norm_factor)),),
-    "gptj": (Adapter("GPTJAttention", "forward", _gptj),),
+    "gptj": (Adapter("GPTJAttention", "forward", _gptj, form="scale_attn"),),
     "jetmoe": (Adapter("JetMoeAttention", "forward", _jetmoe), Adapter("JetMoeMoE", "forward", _jetmoe_mlp)),
     "llama4_text": (
         Adapter("Llama4TextAttention", "forward", _llama4),

@@ -22,11 +22,16 @@ def is_adapted(model_type: str) -> bool:
 
 
 def adapt_model(model: Any) -> None:
-    """Replace the methods of every layer of `model`, a model of a type in `ADAPTERS`; number the layers."""
+    """Replace the methods of every layer of `model`, a model of a type in `ADAPTERS`; number the layers.
+
+    Modules that take their attention from the registry themselves keep their methods, see `Adapter.form`.
+    """
     for adapter in ADAPTERS[model.config.model_type]:
         found = [m for m in model.modules() if type(m).__name__ == adapter.module]
         for index, module in enumerate(found):
             module.layer_idx = index
+            if adapter.form and not hasattr(module, adapter.form):
+                continue
             setattr(module, adapter.method, MethodType(_switch(adapter, model.config, module), module))
 
 

@@ -22,7 +22,7 @@ from speccompile.errors import CheckpointError
 from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe
 from speccompile.recipe.models import NO_TEXTS, EngineSection, Recipe
 from speccompile.recipe.plan import AUTO
-from speccompile.recipe.speculative_config import MODEL, section_from_config, verifier_of
+from speccompile.recipe.speculative_config import MODEL, check_model, section_from_config, verifier_of
 
 MAX_SEQ_LEN = 4096  # of models that allow more: caches are allocated whole
 MAX_BATCH_SIZE = 8
@@ -85,6 +85,8 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
     if "method" not in sections["speculator"]:
         chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=not is_random)
         sections["speculator"] = chosen | sections["speculator"]
+        if speculative:
+            check_model(sections["speculator"])
     _set_sizes(engine, dims, _num_drafts(sections["speculator"]))
     if options.reads_generation_config:
         sections["decoding"] = sampling_defaults(folder) | sections["decoding"]

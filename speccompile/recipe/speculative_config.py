@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,20 @@ def section_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if NUM_TOKENS in given and tree is not None and tree.default != "chain":
         section.setdefault("tree", "chain")  # as long as that number says
     return section
+
+
+def check_model(section: Mapping[str, Any]) -> None:
+    """Refuses a speculator section that options describe where the method needs a model and there is none.
+
+    Raises:
+        RecipeError: it names the options, which are what the user wrote.
+    """
+    method = registry.method(str(section[METHOD]))
+    needs = any(field.name == MODEL and field.default is MISSING for field in fields(method.Config))
+    if needs and section.get(MODEL) is None:
+        todo = f'Give --spec-model FOLDER, or "{MODEL}" in {WHERE}.'
+        expected = "the checkpoint that drafts, a folder or OWNER/NAME"
+        raise RecipeError("--spec-model", f"no model for the method {method.name}", expected, todo)
 
 
 def _value(where: str, field: str, value: Any) -> Any:

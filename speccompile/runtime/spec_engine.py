@@ -343,7 +343,17 @@ class SpecEngine:
         if len(tokens) > most:
             todo = "Shorten it, or build the bundle with a larger engine.max_seq_len."
             raise RuntimeFault(where, f"{len(tokens)} tokens", f"at most {most}", todo)
+        self.check_vocabulary(where, tokens)
+
+    def check_vocabulary(self, where: str, tokens: Sequence[int]) -> None:
+        """Refuses token ids that are not of the target's vocabulary.
+
+        Raises:
+            RuntimeFault: the first of them is named.
+        """
         vocab = self.verifier.engine.spec.vocab_size
+        if not tokens:
+            return
         if min(tokens) < 0 or (vocab and max(tokens) >= vocab):
             wrong = next(token for token in tokens if not 0 <= token < vocab)
             raise RuntimeFault(where, f"token {wrong}", f"ids from 0 to {vocab - 1}", "Use the bundle's own tokenizer.")

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from speccompile.bundling.stage_cache import StageCache, default_cache_folder
+from speccompile.bundling.stage_cache import StageCache
 from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.checkpoints.special_tokens import token_ids
+from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import CheckpointError, RecipeError
@@ -40,8 +41,12 @@ _FORMAT = 1  # of the stored windows; a new number makes all of them again
 
 
 def cache_folder() -> Path:
-    """Returns the folder for windows, generated text and the target's outputs."""
-    return default_cache_folder() / "training"
+    """Returns the folder for windows, generated text and the target's outputs.
+
+    Raises:
+        BuildError: it cannot be written.
+    """
+    return make_cache_folder("training")
 
 
 class TextBook:

@@ -57,6 +57,21 @@ def test_a_record_of_another_cpu_is_measured_again_once(
     assert json.loads(kept.read_text())["threads"] == 2
 
 
+def test_a_cache_that_cannot_be_written_is_named_or_done_without(
+    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
+    (tmp_path / "file").write_text("mine")
+    fresh = {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": 3.0}}
+    monkeypatch.setattr(adapt, "measure_graph", lambda *_, tries: fresh)
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match="SPECCOMPILE_CACHE: got a file at"):
+        adapt.adapt_tuning(path, spec, {"cpu": "Z80 x1"})
+    monkeypatch.delenv("SPECCOMPILE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert adapt.adapt_tuning(path, spec, {"cpu": "Z80 x1"}) == fresh
+
+
 def test_thread_counts_end_with_all_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, wanted in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])):
         monkeypatch.setattr(tune.os, "sched_getaffinity", lambda _, n=usable: set(range(n)))

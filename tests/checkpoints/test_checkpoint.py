@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from speccompile.bundling.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.checkpoint import (
     check_checkpoint,
     count_params,
@@ -330,7 +332,10 @@ def test_a_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_checkpoint("some-owner/some-model") == tmp_path
-    assert "*.safetensors" in asked["some-owner/some-model"] and "*.bin" not in asked["some-owner/some-model"]
+    patterns = asked["some-owner/some-model"]
+    assert "*.safetensors" in patterns and "*.bin" not in patterns
+    # What a bundle takes of a checkpoint is there, a template in a file of its own too.
+    assert [name for name in TOKENIZER_FILES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
 def test_reading_checkpoints_needs_no_torch() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.pipeline import fakes
 
 DIGEST = "0123456789abcdef"
 
@@ -96,3 +97,15 @@ def test_a_limit_that_is_no_size_is_named(run: Run, monkeypatch: pytest.MonkeyPa
 def test_no_cache_yet(run: Run) -> None:
     code, out, _ = run("cache")
     assert code == 0 and ": 0 B; build stages are kept up to" in out
+
+
+@pytest.mark.parametrize("command", [("build",), ("generate", "--prompt", "w1"), ("serve", "--port", "0")])
+def test_a_cache_that_cannot_be_written_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    model = fakes.make_checkpoint(tmp_path / "tiny")
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "file"))
+    code, _, err = run(command[0], model, *command[1:])
+    assert code == 6 and err.startswith("BuildError  SPECCOMPILE_CACHE"), err
+    assert f"a file at {tmp_path}/file" in err and "Set SPECCOMPILE_CACHE to a folder" in err and "Traceback" not in err

@@ -36,6 +36,15 @@ def test_a_model_is_built_without_a_recipe_and_holds_the_one_that_was_used(run: 
     assert run("build", model)[0] == 0 and Path("bundles/tiny/manifest.json").exists()
 
 
+def test_sizes_have_short_names_and_vllms(run: Run, model: Path) -> None:
+    for options in (("--max-seq-len", 32, "--max-batch-size", 3), ("--max-model-len", 32, "--max-num-seqs", 3)):
+        code, out, err = run("build", model, *options, "--dry-run", "--json")
+        assert code == 0, err
+        engine = json.loads(out)["plan"]["engine"]
+        assert (engine["max_seq_len"], engine["max_batch_size"]) == (32, 3)
+    assert run("build", model, "--max-model-len", 0, "--dry-run")[0] == 2
+
+
 def test_a_draft_and_the_drafter_as_vllm_spells_it(run: Run, model: Path, tmp_path: Path) -> None:
     draft = fakes.make_checkpoint(tmp_path / "small", hidden=4, layers=1, seed=1)
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
@@ -48,6 +57,21 @@ def test_a_draft_and_the_drafter_as_vllm_spells_it(run: Run, model: Path, tmp_pa
         assert code == 0, err
         section = json.loads(out)["plan"]["speculator"]
         assert (section["method"], section["model"], section["num_draft_tokens"]) == ("draft_model", str(draft), 3)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa", "glide"])
+def test_a_drafter_without_its_model_names_the_option(run: Run, model: Path, recipe: Path, method: str) -> None:
+    for source in (model, recipe):
+        for options in (("--spec-method", method), ("--speculative-config", json.dumps({"method": method}))):
+            code, _, err = run("build", source, *options, "--dry-run")
+            told = " ".join(err.split())
+            assert code == 2 and told.startswith("RecipeError --spec-model"), err
+            assert f"no model for the method {method}" in told and '"model" in --speculative-config' in told
+    code, _, err = run("build", model, "--set", f"speculator.method={method}", "--dry-run")
+    assert code == 2 and "--set speculator.model=VALUE" in err
+    draft = ("--set", f"speculator.model={model}")
+    for source in (model, recipe):
+        assert "--spec-model" not in run("build", source, "--spec-method", method, *draft, "--dry-run")[2]
 
 
 def test_wrong_drafters_are_wrong_usage(run: Run, model: Path) -> None:
@@ -118,6 +142,33 @@ def test_what_cannot_be_built_says_what_it_is(run: Run, model: Path) -> None:
 def test_a_model_without_a_chat_template_is_not_built_for_a_chat(run: Run, model: Path) -> None:
     code, _, err = run("chat", model)
     assert code == 7 and "no chat template" in err and str(model) in err and "export" not in err
+
+
+@pytest.mark.parametrize("kind", ["hub id", "recipe", "speculator"])
+def test_whatever_its_name_it_is_not_built_for_a_chat(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    asked: list[set[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        if name != "org/tiny" or allow_patterns == ["manifest.json"]:
+            raise OSError(f"404: {name}")
+        asked.append(set(allow_patterns))
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    source = "org/tiny"
+    if kind == "recipe":
+        source = "chat.yaml"
+        Path(source).write_text(f"target: {{model: {model}}}\n")
+    elif kind == "speculator":
+        source = str(fakes.make_checkpoint(tmp_path / "drafter"))
+        config = json.loads(Path(source, "config.json").read_text())
+        config["speculators_config"] = {"verifier": {"name_or_path": "org/tiny"}}
+        Path(source, "config.json").write_text(json.dumps(config))
+    code, _, err = run("chat", source)
+    assert code == 7 and "no chat template" in err and "export" not in err, err
+    assert kind == "recipe" or asked == [{"config.json", "tokenizer_config.json", "chat_template.jinja"}]
 
 
 def test_a_folder_of_models_is_none_but_names_them(run: Run, model: Path) -> None:

@@ -41,6 +41,14 @@ def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
     assert f"go on from the checkpoint in {output}.run, plain 4/4" in capsys.readouterr().err
 
 
+def test_a_cache_that_cannot_be_written_is_named(write_recipe, folder: Path, monkeypatch, capsys):
+    (folder / "file").write_text("mine")
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(folder / "file"))
+    assert main(["train", str(write_recipe("mlp", "uncached", steps=1))]) == 6
+    errors = capsys.readouterr().err
+    assert "BuildError  SPECCOMPILE_CACHE" in errors and f"a file at {folder}/file" in errors
+
+
 def plan_target(recipe: Path) -> str:
     return str(resolve_training(load_recipe(recipe)).target)
 

@@ -31,12 +31,14 @@ from speccompile.backends.onnxruntime.kernel_build import (
     native_flags,
     sources_digest,
 )
+from speccompile.common.cache_root import cache_root, find_cache_folder
 from speccompile.common.waiting import tell
 
 _log = logging.getLogger(__name__)
 
 SWITCH = "SPECCOMPILE_CPU_KERNELS"  # off: no library; a folder: where compiled ones are kept
 SELFTEST = "speccompile.backends.onnxruntime.kernel_selftest"
+_KIND = "kernels"  # the folder in the cache
 _SELFTEST_S = 300  # seconds until a child that hangs is killed; it takes about one
 
 
@@ -52,7 +54,7 @@ def cache_folder() -> Path:
     given = os.environ.get(SWITCH)
     if given:
         return Path(given)
-    return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
+    return cache_root() / _KIND
 
 
 def fault_of(library: Path) -> str | None:
@@ -116,6 +118,8 @@ def _compiled() -> tuple[Path | None, str]:
     name = f"cpu-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.is_file():
+        if not os.environ.get(SWITCH):
+            find_cache_folder(_KIND)
         _log.info("compiling the CPU kernels into %s", path)
         tell("compile the CPU kernels")
         fault = compile_library(sources, path, compiler, target)
@@ -140,7 +144,11 @@ def _candidates() -> Iterator[tuple[Path | None, str]]:
 
 @functools.cache
 def find_library() -> Path | None:
-    """Returns the library for this CPU, tried and ready; None where there is none, which is logged once."""
+    """Returns the library for this CPU, tried and ready; None where there is none, which is logged once.
+
+    Raises:
+        BuildError: see `find_cache_folder`.
+    """
     if os.environ.get(SWITCH, "").lower() == "off":
         return None
     faults = []

@@ -31,9 +31,11 @@ from speccompile.backends.tensorrt.launches import (
     verify_launches,
 )
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, SPEC_VERIFY
+from speccompile.common.cache_root import cache_root, find_cache_folder
 from speccompile.errors import BuildError, RuntimeFault
 
 SOURCES = {SPEC_VERIFY: "spec_verify/kernel.cuh", KV_ROLLBACK: "kv_rollback/kernel.cuh"}
+_KIND = "kernels"  # the folder in the cache
 _OPTIONS = ("-std=c++17",)
 _INSTALL = "Install CUDA's nvcc and gcc (or pip install nvidia-cuda-nvrtc), or build with engine.plugins: none."
 
@@ -75,8 +77,8 @@ def find_nvcc() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled kernels: `kernels` in $SPECCOMPILE_CACHE or ~/.cache/speccompile."""
-    return Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "kernels"
+    """Returns the folder of compiled kernels, in the user's cache."""
+    return cache_root() / _KIND
 
 
 def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", wrapper: str = "") -> bytes:
@@ -89,7 +91,7 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
         wrapper: CUDA source that is appended to the kernels.
 
     Raises:
-        BuildError: there is no compiler, or it fails; its first lines are in the message.
+        BuildError: there is no compiler, or it fails, with its first lines; see also `find_cache_folder`.
     """
     nvcc = find_nvcc()
     compiler = _nvcc_version(nvcc) if nvcc else f"nvrtc {_load_nvrtc().nvrtcVersion()[1:]}"
@@ -101,8 +103,9 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
         return cached.read_bytes()
     source = f'#include "{SOURCES[op]}"\n{wrapper}'
     code = _run_nvcc(nvcc, op, arch, kind, source) if nvcc else _run_nvrtc(op, arch, kind, source)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+    if (folder := find_cache_folder(_KIND)) is None:
+        return code
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         file.write(code)
     Path(file.name).replace(cached)
     return code

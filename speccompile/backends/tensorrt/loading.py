@@ -17,6 +17,7 @@ from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
+from speccompile.common.cache_root import find_cache_folder
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -89,8 +90,8 @@ class Plan:
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if settings.get("cuda_graphs", True):
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-        if settings.get("runtime_cache", True):
-            cache, kept = config.create_runtime_cache(), _cache_file(blob)
+        if settings.get("runtime_cache", True) and (kept := _cache_file(blob)) is not None:
+            cache = config.create_runtime_cache()
             if kept.exists():
                 cache.deserialize(kept.read_bytes())  # TensorRT refuses one from elsewhere; it is then filled again
             config.set_runtime_cache(cache)
@@ -172,15 +173,18 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
             raise BundleError(f"{path} ({tensor.name})", "a tensor in host memory", "one on the device", todo)
 
 
-def _cache_file(blob: bytes) -> Path:
-    """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine."""
+def _cache_file(blob: bytes) -> Path | None:
+    """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine.
+
+    Raises:
+        BuildError: see `find_cache_folder`.
+    """
     digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
-    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile") / "tensorrt"
-    return folder / f"{digest}.kernels"
+    folder = find_cache_folder("tensorrt")
+    return None if folder is None else folder / f"{digest}.kernels"
 
 
 def _keep(cache: Any, kept: Path) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True)
     fresh = kept.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_bytes(bytes(memoryview(cache.serialize())))
     fresh.replace(kept)

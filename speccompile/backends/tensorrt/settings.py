@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from speccompile.backends.tensorrt.launches import MAX_NODES, MAX_VOCAB
 from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
 from speccompile.backends.tensorrt.profiles import Profile
 from speccompile.backends.tensorrt.variants import Capabilities, Variant
+from speccompile.common.cache_root import find_cache_folder
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
@@ -96,12 +96,16 @@ def _capabilities(variant: Capabilities, wanted: Sequence[str], quantization: st
 
 
 def timing_cache_file(variant: Variant, options: CompileOptions) -> Path | None:
-    """Returns the file for kernels measured on this GPU; None where the variant or the recipe has none."""
+    """Returns the file for kernels measured on this GPU; None where the variant, the recipe or the cache has none.
+
+    Raises:
+        BuildError: see `find_cache_folder`.
+    """
     if not variant.can.supports_timing_cache or not config_from_options(options).timing_cache:
         return None
-    folder = Path(os.environ.get("SPECCOMPILE_CACHE") or Path.home() / ".cache" / "speccompile")
     mark = hashlib.sha256(f"{variant.name} {variant.version} {find_gpus()[:1]}".encode()).hexdigest()[:16]
-    return folder / "tensorrt" / f"{mark}.timings"
+    folder = find_cache_folder("tensorrt")
+    return None if folder is None else folder / f"{mark}.timings"
 
 
 def memory_limit(options: CompileOptions) -> int | None:

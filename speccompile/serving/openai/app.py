@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -42,7 +42,7 @@ from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, U
 from speccompile.serving.openai.stream import EventStream, unless_disconnected
 from speccompile.serving.openai.tools import ChatFormats, formats_from_options
 
-Body = TypeVar("Body", bound=Sampled)
+Body = TypeVar("Body", bound=BaseModel)
 HUNG_UP = 499  # for the log: the client has gone
 
 

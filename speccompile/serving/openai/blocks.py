@@ -43,12 +43,14 @@ class News:
         block: which one.
         piece: of its text.
         last: the step output that ended the answer.
+        is_cut: a limit ended the answer in this block, which closes.
     """
 
     what: str
     block: Block | None = None
     piece: str = ""
     last: StepOutput | None = None
+    is_cut: bool = False
 
 
 async def read_blocks(
@@ -88,5 +90,5 @@ async def read_blocks(
                 yield News("delta", block, piece)
         if is_last:
             if block is not None:
-                yield News("close", block)
+                yield News("close", block, is_cut=step_output.finish_reason != "stop")
             yield News("end", block, last=step_output)

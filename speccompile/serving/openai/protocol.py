@@ -306,3 +306,19 @@ class ChatBody(Sampled):
                 )
             self.max_tokens = self.max_completion_tokens
         return self
+
+
+class TokenizeBody(_Body):
+    """`POST /tokenize` of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]

@@ -88,13 +88,19 @@ def _message(item: dict[str, Any], field: str) -> dict[str, Any] | None:
     return {"role": item.get("role"), "content": content}
 
 
+def _status(is_cut: bool) -> str:
+    """Returns the status of a response, or of an item of its output, that has ended."""
+    return "incomplete" if is_cut else "completed"
+
+
 def _item(block: Block, status: str) -> dict[str, Any]:
     if block.kind == CALL:
         call = {"id": f"fc_{block.identity}", "type": "function_call", "call_id": block.identity, "name": block.name}
         return {**call, "arguments": block.text, "status": status}
     identity = f"{'rs' if block.kind == REASONING else 'msg'}_{block.index}"
     if block.kind == REASONING:
-        return {"id": identity, "type": "reasoning", "summary": [{"type": "summary_text", "text": block.text}]}
+        summary = [{"type": "summary_text", "text": block.text}]
+        return {"id": identity, "type": "reasoning", "summary": summary, "status": status}
     content = [_part(block)] if block.text or status == "completed" else []
     return {"id": identity, "type": "message", "status": status, "role": "assistant", "content": content}
 
@@ -168,12 +174,12 @@ class ResponsesAnswer:
             async for news in read_blocks(self._step_outputs, self._reader, self._usage):
                 block = news.block
                 if news.last is not None:
-                    status = "completed" if news.last.finish_reason == "stop" else "incomplete"
+                    status = _status(news.last.finish_reason != "stop")
                     yield event(status, response=self._whole(status, output))
                     return
                 assert block is not None
                 at = {"output_index": block.index}
-                item = _item(block, "in_progress" if news.what == "open" else "completed")
+                item = _item(block, _status(news.is_cut) if news.what == "close" else "in_progress")
                 inside = {**at, "item_id": item["id"]}
                 if news.what == "open":
                     yield event("output_item.added", **at, item=item)
@@ -208,7 +214,7 @@ class ResponsesAnswer:
         output, status = [], "completed"
         async for news in read_blocks(self._step_outputs, self._reader, self._usage):
             if news.last is not None:
-                status = "completed" if news.last.finish_reason == "stop" else "incomplete"
+                status = _status(news.last.finish_reason != "stop")
             elif news.what == "close" and news.block is not None:
-                output.append(_item(news.block, "completed"))
+                output.append(_item(news.block, _status(news.is_cut)))
         return self._whole(status, output)

@@ -66,6 +66,27 @@ def test_a_response_is_the_chats_text(app):
     assert answer.usage.output_tokens == chat["usage"]["completion_tokens"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_output_tokens": 3},
+        {"max_output_tokens": 45, "tools": FLAT, "tool_choice": "required", "temperature": 1.0},
+        {"tools": FLAT, "tool_choice": "required", "temperature": 1.0},
+    ],
+    ids=["text", "call", "whole call"],
+)
+def test_what_a_limit_cut_off_is_incomplete(app, fields):
+    status = "incomplete" if "max_output_tokens" in fields else "completed"
+    whole = respond(app, **fields)
+    assert [whole.status, *(item.status for item in whole.output)] == [status, status]
+    events = respond(app, stream=True, **fields)
+    begun, [done] = [
+        [event.item for event in events if event.type == f"response.output_item.{w}"] for w in ("added", "done")
+    ]
+    assert [item.status for item in begun] == ["in_progress"] and done.status == status
+    assert events[-1].type == f"response.{status}" and events[-1].response.output == [done]
+
+
 def test_a_response_calls_a_function_and_takes_its_result(app):
     choice = {"type": "function", "name": "weather"}
     answer = respond(app, tools=FLAT, tool_choice=choice, temperature=1.0)
@@ -208,3 +229,6 @@ def test_a_reasoning_is_a_block_of_its_own(server, app, monkeypatch):
     answer = post(app, "/v1/messages", body).json()
     assert answer["content"][0]["type"] == "thinking"
     assert REASONING and TOOLS and respond(app, input="a<").output[0].type == "reasoning"
+    monkeypatch.setattr(server, "_formats", ChatFormats(None, ("<", "}")))
+    output = respond(app, input="a<", max_output_tokens=9).output
+    assert [(item.type, item.status) for item in output] == [("reasoning", "completed"), ("message", "incomplete")]

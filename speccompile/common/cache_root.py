@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's cache folder: $SPECCOMPILE_CACHE, or ~/.cache/speccompile."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from speccompile.errors import BuildError
+
+VARIABLE = "SPECCOMPILE_CACHE"
+_TODO = f"Set {VARIABLE} to a folder that can be written."
+_log = logging.getLogger(__name__)
+
+
+def cache_root() -> Path:
+    """Returns the cache's folder, which need not be there.
+
+    Raises:
+        BuildError: `VARIABLE` is not set, and the user has no home folder.
+    """
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    try:
+        return Path.home() / ".cache" / "speccompile"
+    except RuntimeError as fault:
+        raise BuildError(VARIABLE, "no value, and no home folder of this user", "a folder", _TODO) from fault
+
+
+def make_cache_folder(name: str = "") -> Path:
+    """Returns a folder of the cache, made where it is not there.
+
+    Args:
+        name: of the folder in the cache; the cache's own folder by default.
+
+    Raises:
+        BuildError: it cannot be made, or no file can be written in it.
+    """
+    root = cache_root()
+    folder = root / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise _error(root, folder, fault.strerror or str(fault)) from fault
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _error(root, folder, "no permission to write")
+    return folder
+
+
+def find_cache_folder(name: str) -> Path | None:
+    """Returns a folder of the cache for what can be done without it; None, logged, where the default one is unusable.
+
+    Raises:
+        BuildError: `VARIABLE` names a folder that cannot be used.
+    """
+    try:
+        return make_cache_folder(name)
+    except BuildError as fault:
+        if os.environ.get(VARIABLE):
+            raise
+        _log.warning("nothing is kept for the next start: %s", fault)
+        return None
+
+
+def _error(root: Path, folder: Path, reason: str) -> BuildError:
+    """Returns the error of a folder that cannot be used; a file in its way is named as such."""
+    in_the_way = next((p for p in (folder, *folder.parents) if p.is_file()), None)
+    got = f"a file at {in_the_way}" if in_the_way is not None else f"{reason} at {folder}"
+    where = VARIABLE if os.environ.get(VARIABLE) else f"the cache folder {root}"
+    return BuildError(where, got, "a folder in which files can be written", _TODO)

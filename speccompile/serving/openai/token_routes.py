@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids of texts and chats, texts of token ids, and the version: the routes of vLLM beside OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request as HttpRequest
+
+import speccompile
+from speccompile.errors import RuntimeFault
+from speccompile.serving.openai.app import OpenAIServer, read_body
+from speccompile.serving.openai.errors import ApiError, error_from_fault, error_from_validation
+from speccompile.serving.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
+from speccompile.serving.openai.requests import encode, request_from_chat
+
+
+def token_routes(server: OpenAIServer) -> APIRouter:
+    """Returns /tokenize, /detokenize and /version."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(http: HttpRequest) -> dict[str, Any]:
+        """Returns the token ids of a prompt, or of messages as their chat is read."""
+        engine = server.service.engine
+        chat, gives_texts = _chat_of(await http.body())
+        if chat is not None:
+            server.check_model(chat.model)
+            request, _ = await request_from_chat(chat, engine, server.template, server.formats)
+            return _answer(server, request.prompt, gives_texts)
+        body = await read_body(http, TokenizeBody)
+        server.check_model(body.model)
+        tokens = await encode(engine, body.prompt, special=body.add_special_tokens)
+        return _answer(server, tokens, bool(body.return_token_strs))
+
+    @router.post("/detokenize")
+    async def detokenize(http: HttpRequest) -> dict[str, str]:
+        """Returns the text of token ids, with that of special tokens."""
+        body = await read_body(http, DetokenizeBody)
+        server.check_model(body.model)
+        engine = server.service.engine
+        if engine.tokenizer is None:
+            raise ApiError(400, "This bundle has no tokenizer.", param="tokens", code="no_tokenizer")
+        try:
+            engine.check_vocabulary("tokens", body.tokens)
+        except RuntimeFault as fault:
+            raise error_from_fault(fault) from fault
+        return {"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        """Returns speccompile's version."""
+        return {"version": speccompile.__version__}
+
+    return router
+
+
+def _chat_of(raw: bytes) -> tuple[ChatBody | None, bool]:
+    """Returns the chat that is asked for, None where there are no messages, and whether texts of tokens are wanted.
+
+    Raises:
+        ApiError: it does not have the fields and types of a chat.
+    """
+    try:
+        data = json.loads(raw)
+    except ValueError:
+        return None, False  # refused as a body of the other form
+    if not isinstance(data, dict) or "messages" not in data:
+        return None, False
+    try:
+        texts = _TokenTexts.model_validate({"return_token_strs": data.pop("return_token_strs", None)}, strict=True)
+        return ChatBody.model_validate_json(json.dumps(data)), bool(texts.return_token_strs)
+    except ValidationError as fault:
+        raise error_from_validation(fault) from fault
+
+
+class _TokenTexts(BaseModel):
+    return_token_strs: bool | None = None
+
+
+def _answer(server: OpenAIServer, tokens: Sequence[int], gives_texts: bool) -> dict[str, Any]:
+    engine = server.service.engine
+    texts = [engine.tokenizer.id_to_token(token) for token in tokens] if gives_texts and engine.tokenizer else None
+    return {
+        "count": len(tokens),
+        "max_model_len": engine.context.max_seq_len,
+        "tokens": list(tokens),
+        "token_strs": texts,
+    }
