@@ -24,7 +24,8 @@ from tests.training.conftest import HEADS
 
 METHODS = sorted(HEADS)
 # Methods as `HEADS` has them, and forms that change what is trained.
-CASES = [*((method, {}) for method in METHODS), ("eagle3", {"head_rank": 6})]
+MASKS = {"parallel_drafting": True, "mask_token_id": 2, "num_layers": 2}
+CASES = [*((method, {}) for method in METHODS), ("eagle3", {"head_rank": 6}), ("eagle3", MASKS)]
 NODES, ROOT = 14, 6  # the root is at position ROOT
 
 
