@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converted speculators in vLLM: its text is that of its plain decoding, its acceptance that of the drafter in torch."""
+"""Converted speculators in vLLM: its text is that of its plain decoding, its acceptance that of our own drafter."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ from tests.doctor.vllm.drafters import Drafter, Text
 ROOT = Path(__file__).parents[3]
 TARGET = ROOT / "examples/models/pycode-16m"
 NUM_DRAFTS, NUM_TOKENS = 4, 96
-ROUNDS = 40  # of the texts that the small drafters learn
 Learnt = dict[str, tuple[Path, list[int]]]
+LAYERS = (1, 3, 6)
 # Drafters that the test trains: both draft all tokens of a step in one run, from masks.
-LEARNT = {
-    "dflash": {
-        "layers": (1, 3, 6), "num_layers": 1, "block_size": NUM_DRAFTS + 1, "conv_kernel_size": 0, "selector_rank": 0,
-        "starts": 0.3,
-    },
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": {"layers": LAYERS, "block_size": 6, "conv_kernel_size": 0, "selector_rank": 0, "starts": 0.3},
     "eagle3": {
-        "layers": (1, 3, 6), "num_layers": 2, "draft_vocab_size": 2048, "unrolled_steps": NUM_DRAFTS,
+        "layers": LAYERS, "num_layers": 2, "draft_vocab_size": 2048, "unrolled_steps": NUM_DRAFTS,
         "parallel_drafting": True, "starts": 0.3,
     },
 }  # fmt: skip
+ROUNDS = {"dflash": 8, "eagle3": 25}  # of the texts that they learn by heart
 QUIET = {
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -80,13 +78,27 @@ def texts(target: Target, prompts: list[list[int]], plain: list[list[int]]) -> l
     return [Text(target, *pair) for pair in zip(prompts, plain, strict=True)]
 
 
+def without_second(folder: Path) -> Path:
+    """Writes the example's DFlash 2 drafter without convolutions and pair scores: DFlash, to be trained further."""
+    source = ROOT / "examples/speculators/pycode-dflash2"
+    held, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    nested = {k: v for k, v in config["dflash_config"].items() if not k.startswith(("conv_", "selector_"))}
+    kept = {k: v for k, v in held.items() if "_conv." not in k and not k.startswith("candidate_selector.")}
+    folder.mkdir()
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    stated = {**config, "architectures": ["DFlashDraftModel"], "dflash_config": nested}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def learnt(target: Target, texts: list[Text], tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     """Folders of trained drafters in our own layout, and how many drafts each step accepts here."""
     folder, made = tmp_path_factory.mktemp("learnt"), {}
-    for method, heads in LEARNT.items():
-        drafter = Drafter(target, method, heads)
-        drafter.learn(texts, ROUNDS)
+    starts = {"dflash": without_second(folder / "start"), "eagle3": None}
+    for method, heads in HEADS.items():
+        drafter = Drafter(target, method, heads, starts[method])
+        drafter.learn(texts, ROUNDS[method])
         (folder / method).mkdir()
         drafter.trainable.save(folder / method)
         again = Drafter(target, method, heads, folder / method)
