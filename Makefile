@@ -84,7 +84,7 @@ $(VLLM_VENV)/.set-up: Makefile
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: vllm setup  ## Load converted EAGLE-3 and Medusa checkpoints in vLLM and compare (3 minutes)
+test-vllm: vllm setup  ## Load converted EAGLE-3, P-EAGLE, Medusa and DFlash checkpoints in vLLM and compare (minutes)
 	SPECCOMPILE_VLLM=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/doctor/vllm $(ARGS)
 
 test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)

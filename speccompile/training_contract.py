@@ -177,3 +177,21 @@ def check_positive(config: Any, names: Sequence[str]) -> None:
     for name in names:
         if (value := getattr(config, name)) < 1:
             raise RecipeError(f"training.heads.{name}", f"{value}", "1 or more", "Raise it.")
+
+
+def chosen_mask(asked: int, target: Mapping[str, Any], vocab: int) -> int:
+    """Returns the token of the masks of a drafter.
+
+    Args:
+        asked: `training.heads.mask_token_id`; -1: the target's padding.
+        target: its config.json.
+        vocab: tokens of its embeddings.
+
+    Raises:
+        RecipeError: there is no such token.
+    """
+    mask = asked if asked >= 0 else target.get("pad_token_id")
+    if not isinstance(mask, int) or not 0 <= mask < vocab:
+        got, expected = f"{mask}", f"a token below {vocab} that texts do not have"
+        raise RecipeError("training.heads.mask_token_id", got, expected, "Name one, such as a reserved token.")
+    return mask

@@ -24,7 +24,7 @@ RANK, HIDDEN = 32, 64
 
 
 def test_both_products_of_a_low_rank_head_are_quantised(tmp_path: Path) -> None:
-    from speccompile.speculators.eagle3.trainer import EagleSizes
+    from speccompile.speculators.eagle3.heads import EagleSizes
     from tests.speculators import eagle_lab
 
     fakes.make_checkpoint(tmp_path / "target", hidden=HIDDEN, layers=4)

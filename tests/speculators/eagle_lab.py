@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from speccompile.export.layers import rotate
-from speccompile.speculators.eagle3.trainer import EagleHeads, EagleSizes, config_from_sizes
+from speccompile.speculators.eagle3.heads import EagleHeads, EagleSizes, config_from_sizes
 from tests import store
 from tests.export.eagle3_reference import norm
 from tests.pipeline import fakes

@@ -26,7 +26,7 @@ from speccompile.speculators.dflash.config import DflashTraining
 from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config
 from speccompile.speculators.dflash.layouts import LAYERS
 from speccompile.speculators.dflash.model import BlockAttention, BlockLayer, CandidateSelector, DynamicConv
-from speccompile.training_contract import Drafted, Selection, TargetNeeds, TargetParts, TrainingBatch
+from speccompile.training_contract import Drafted, Selection, TargetNeeds, TargetParts, TrainingBatch, chosen_mask
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -242,11 +242,7 @@ def config_from_training(
         RecipeError: the sizes do not go with the target's.
     """
     heads, num = int(target["num_attention_heads"]), int(target["num_hidden_layers"])
-    padding = target.get("pad_token_id")
-    mask = training.mask_token_id if training.mask_token_id >= 0 else padding
-    if not isinstance(mask, int) or not 0 <= mask < vocab:
-        got, expected = f"{mask}", f"a token below {vocab} that texts do not have"
-        raise RecipeError("training.heads.mask_token_id", got, expected, "Name one, such as a reserved token.")
+    mask = chosen_mask(training.mask_token_id, target, vocab)
     if hidden % training.conv_group_size and training.conv_kernel_size:
         got, expected = f"{training.conv_group_size}", f"a divisor of the hidden size {hidden}"
         raise RecipeError("training.heads.conv_group_size", got, expected, "Change it.")

@@ -13,6 +13,7 @@ from speccompile.core.protocols import Engine
 from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions, fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
+from speccompile.training_contract import check_positive
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.eagle3.checkpoint"
@@ -73,11 +74,15 @@ class Eagle3Training:
             middle one and a late one.
         draft_vocab_size: size of the draft vocabulary, the most frequent tokens of the text; 0: all tokens.
         intermediate_size: of the MLP; 0: the target's.
-        unrolled_steps: drafts of a chain that are trained on the drafter's own features.
-        starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
+        unrolled_steps: drafts of a chain that are trained: on the drafter's own features, or from masks.
+        starts: share of the text's positions from which chains are drafted in a step, drawn anew each time.
         fc_norm: a norm of its own for each of the three streams, as EAGLE-3.1 has.
         norm_output: the next draft reads what the LM head reads, after the norm, as in EAGLE-3.1.
         head_rank: inner width of an LM head that is two products; 0: one product.
+        num_layers: of the drafter; P-EAGLE usually has four.
+        parallel_drafting: all drafts of a chain in one run, the later ones from masks, as in P-EAGLE.
+        mask_token_id: of the masks: a token that texts do not have, whose embedding is trained; -1: the target's
+            padding.
     """
 
     layers: tuple[int, ...] = ()
@@ -88,17 +93,24 @@ class Eagle3Training:
     fc_norm: bool = False
     norm_output: bool = False
     head_rank: int = 0
+    num_layers: int = 1
+    parallel_drafting: bool = False
+    mask_token_id: int = -1
 
     def __post_init__(self) -> None:
+        check_positive(self, ("num_layers", "unrolled_steps"))
         if self.layers and len(self.layers) != 3:
             raise RecipeError("training.heads.layers", f"{self.layers}", "three layers", "Correct the recipe.")
         if not 0 < self.starts <= 1:
             raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
         if self.head_rank < 0:
             raise RecipeError("training.heads.head_rank", f"{self.head_rank}", "0 or more", "Correct the recipe.")
-        if self.unrolled_steps < 1:
-            got = f"{self.unrolled_steps}"
-            raise RecipeError("training.heads.unrolled_steps", got, "1 or more", "Correct the recipe.")
+        if self.mask_token_id < -1:
+            where, got = "training.heads.mask_token_id", f"{self.mask_token_id}"
+            raise RecipeError(where, got, "a token, or -1: the target's padding", "Correct the recipe.")
+        if self.parallel_drafting and self.unrolled_steps < 2:
+            got, expected = f"{self.unrolled_steps}", "2 or more with parallel_drafting: a mask for each but the first"
+            raise RecipeError("training.heads.unrolled_steps", got, expected, "Raise it.")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the layers for a target of `num_layers` layers.
