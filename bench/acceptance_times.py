@@ -5,12 +5,12 @@
     python bench/acceptance_times.py BUNDLE --prompts PROMPTS.jsonl [--limit 12] [--rounds 3] [--json OUT]
 
 BUNDLE has a draft model with a fixed tree of two children (`speculator.tree: {widths: [2, 2, 2]}`), which can draft
-chains as well, and room for 14 drafts. Rules: `plain` decoding; `drawn`, each drawn draft kept or refused by itself (a
-chain that is asked for as a tree, and trees drawn without replacement); `block`, drawn chains verified as a block;
-`race`, drafts that race with the target's times, as servers draft; `likeliest`, the draft's likeliest tokens. Every
-step has as many drafts as asked for; nothing decides to draft less. Sampled texts differ between rules, so speeds are
-of all tokens of a rule over all its time, the prompts' own time taken out; the error of the ratio to plain is its
-standard error by the bootstrap over prompts. At temperature 0 drawn drafts are the likeliest ones.
+chains as well, and room for 14 drafts. Rules: `plain` decoding; `block`, drawn chains, which are verified as a block;
+`drawn`, trees whose drafts are drawn without replacement; `race`, drafts that race with the target's times, as servers
+draft; `likeliest`, the draft's likeliest tokens. Every step has as many drafts as asked for; nothing decides to draft
+less. Sampled texts differ between rules, so speeds are of all tokens of a rule over all its time, the prompts' own time
+taken out; the error of the ratio to plain is its standard error by the bootstrap over prompts. At temperature 0 drawn
+drafts are the likeliest ones.
 """
 
 import argparse
@@ -61,13 +61,13 @@ def ways_of(engine: SpecEngine) -> dict[tuple[str, str], tuple[Any, bool]]:
     ways: dict[tuple[str, str], tuple[Any, bool]] = {("none", PLAIN): (None, True)}
     for name, widths in SHAPES.items():
         tree, is_chain = {"widths": widths}, max(widths) == 1
-        ways[name, "drawn"] = proposer(tree=tree, drafts="sampled"), False
         if is_chain:
             chain = {"tree": "chain", "num_draft_tokens": len(widths)}
             ways[name, "block"] = proposer(**chain, drafts="sampled"), False
             ways[name, "race"] = proposer(**chain, drafts="sampled"), True
             ways[name, "likeliest"] = proposer(**chain, drafts="greedy"), True
         else:
+            ways[name, "drawn"] = proposer(tree=tree, drafts="sampled"), False
             ways[name, "race"] = proposer(tree=tree, drafts="sampled"), True
             ways[name, "likeliest"] = proposer(tree=tree, drafts="greedy"), True
     return ways
@@ -80,9 +80,9 @@ def no_race() -> Iterator[None]:
     def as_given(batch: Any, depth: int, outputs: Any, d2t: Any = None) -> Any:
         return np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
 
-    with patch.object(dynamic_tree, "raced_candidates", as_given):
-        with patch.object(static_tree, "raced_candidates", as_given):
-            yield
+    name = "raced_candidates"
+    with patch.object(dynamic_tree, name, as_given), patch.object(static_tree, name, as_given):
+        yield
 
 
 def run_once(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ValidationError
@@ -31,7 +31,7 @@ def token_routes(server: OpenAIServer) -> APIRouter:
         if chat is not None:
             server.check_model(chat.model)
             request, _ = await request_from_chat(chat, engine, server.template, server.formats)
-            return _answer(server, request.prompt, gives_texts)
+            return _answer(server, cast("Sequence[int]", request.prompt), gives_texts)
         body = await read_body(http, TokenizeBody)
         server.check_model(body.model)
         tokens = await encode(engine, body.prompt, special=body.add_special_tokens)

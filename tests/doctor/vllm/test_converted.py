@@ -34,7 +34,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "parallel_drafting": True, "starts": 0.3,
     },
 }  # fmt: skip
-ROUNDS = {"dflash": 8, "eagle3": 25}  # of the texts that they learn by heart
+ROUNDS = {"dflash": 40, "eagle3": 25}  # of the texts that they learn by heart
 QUIET = {
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
