@@ -4,9 +4,10 @@
 
     python bench/step_profile.py BUNDLE [--graph target] [--nodes 1,8,16] [--rows 192] [--steps 100] [--threads 2]
 
-Each number of nodes has a session of its own with ONNX Runtime's profiler on. An operator's time is the median of its
-times over all steps, so that single disturbed steps do not count; operators of one kind are summed. `step` is the
-median of whole steps with the profiler on, `off` of the same steps in a session without it, in turn with the others.
+Each number of nodes has a session of its own with ONNX Runtime's profiler on, one after the other. An operator's time
+is the median of its times over all steps, so that single disturbed steps do not count; operators of one kind are
+summed. `step` is the median of whole steps with the profiler on, `off` of the same steps in a session without it. The
+graph is that of single kernels: sequences of them would be one line.
 """
 
 import argparse
@@ -70,6 +71,11 @@ class ProfiledGraph:
         return kinds
 
 
+def timed(graph: ProfiledGraph, nodes: int, args: argparse.Namespace) -> float:
+    """Returns the median milliseconds of a step."""
+    return statistics.median([graph.step(nodes, args.rows) for _ in range(args.steps + WARM_UP)][WARM_UP:])
+
+
 def main() -> None:
     """Profiles a bundle's graph, and prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,18 +93,16 @@ def main() -> None:
         def opened(prefix: Path | None) -> ProfiledGraph:
             return ProfiledGraph(args.bundle, args.graph, args.threads, room, prefix)
 
-        plain, profiled = opened(None), {n: opened(Path(folder) / f"nodes_{n}") for n in counts}
-        off: dict[int, list[float]] = defaultdict(list)
-        step: dict[int, list[float]] = defaultdict(list)
-        for _ in range(args.steps + WARM_UP):
-            for n, graph in profiled.items():
-                plain.step(n, args.rows)
-                off[n].append(plain.step(n, args.rows))
-                step[n].append(graph.step(n, args.rows))
-        kinds = {n: graph.operators() for n, graph in profiled.items()}
+        off, step = dict[int, float](), dict[int, float]()
+        kinds = dict[int, dict[str, tuple[int, float]]]()
+        for n in counts:  # one session at a time: the threads of others would have their turn, too
+            off[n] = timed(opened(None), n, args)
+            graph = opened(Path(folder) / f"nodes_{n}")
+            step[n] = timed(graph, n, args)
+            kinds[n] = graph.operators()
     print("| ms | " + " | ".join(f"{n} nodes" for n in counts) + " |\n|---|" + "---|" * len(counts))
     for name, of in (("off", off), ("step", step)):
-        print(f"| {name} | " + " | ".join(f"{statistics.median(of[n][WARM_UP:]):.3f}" for n in counts) + " |")
+        print(f"| {name} | " + " | ".join(f"{of[n]:.3f}" for n in counts) + " |")
     last = kinds[counts[-1]]
     for kind in sorted(last, key=lambda kind: -last[kind][1]):
         cells = [f"{kinds[n].get(kind, (0, 0.0))[1]:.3f}" for n in counts]
