@@ -27,14 +27,14 @@ from speccompile.training_contract import TrainingBatch
 ROOT = Path(__file__).parents[2]
 TARGET, HYBRID = ROOT / "examples/models/pycode-16m", ROOT / "examples/models/pycode-hybrid"
 LINES = (ROOT / "examples/prompts.jsonl").read_text().splitlines()
-PROMPTS = [json.loads(line)["prompt"] for line in LINES[:5]]
+PROMPTS = [json.loads(line)["prompt"] for line in LINES[:10]]
 LONG = 1e9  # seconds: the clock decides nothing here
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def target() -> ProbeTarget:
-    return ProbeTarget(str(TARGET), PROMPTS, 64, LONG)
+    return ProbeTarget(str(TARGET), PROMPTS, 96, LONG)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ ERRORS: dict[
     str, tuple[str, Callable[[Any], Any] | None, Callable[[Tensors], Any], tuple[int, int], dict[str, Any]]
 ] = {
     # name: example, change of its config, of its weights, texts and new tokens that are enough, what the weights mean
-    "layers": ("pycode-eagle3", lambda c: c.update({IDS: [3, 5, 8]}), keep, (5, 64), {"layers": [1, 3, 6]}),
+    "layers": ("pycode-eagle3", lambda c: c.update({IDS: [3, 5, 8]}), keep, (10, 96), {"layers": [1, 3, 6]}),
     "norm": ("pycode-eagle3", lambda c: c.update(norm_output=True), keep, (3, 64), {"norm_output": False}),
     "order": ("pycode-eagle3", None, swap_inputs, (2, 64), {"concat": "hidden_first"}),
     "map": ("pycode-eagle3", None, store_ids, (2, 64), {"d2t": "ids"}),
