@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -108,17 +109,17 @@ class KernelSequence {
         memory.resize(num_values_, num_places_);
         Team team;
         std::atomic<bool> is_led{false};
-        std::string fault;
+        std::exception_ptr fault;
         context.parallel(kMostThreads, [&](std::size_t) {
             if (is_led.load(std::memory_order_relaxed) || is_led.exchange(true, std::memory_order_relaxed)) return team.help();
             try {
                 lead(context, team, memory);
-            } catch (const std::exception& error) {
-                fault = error.what();
+            } catch (...) {
+                fault = std::current_exception();
             }
             team.end();
         });
-        if (!fault.empty()) throw Error(fault);
+        if (fault != nullptr) std::rethrow_exception(fault);
     }
 
   private:
