@@ -240,7 +240,8 @@ class Service:
         end_s: float | None = None
         while True:
             commands = self._next_commands(self._scheduler.has_work or end_s is not None)
-            end_s = next((c.deadline_s for c in commands if isinstance(c, _Close)), end_s)
+            ends = [command.deadline_s for command in commands if isinstance(command, _Close)]
+            end_s = min(ends if end_s is None else [*ends, end_s], default=None)  # two may come during one step
             self._deliver(self._handle(commands))
             if end_s is not None and (not self._scheduler.has_work or perf_counter() >= end_s):
                 return

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -158,6 +159,29 @@ def test_close_drains_or_cancels_and_refuses(serve):
     assert sink.started.wait(30)
     service.close()
     assert sink.wait()[-1].finish_reason == waiting.wait()[-1].finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("is_end_first", [False, True])
+def test_the_earliest_end_counts_where_two_come_during_one_step(serve, is_end_first):
+    service, sink, done = serve(slots=1, max_seq=4096), Sink(), threading.Event()
+
+    def hold(step_output):
+        sink(step_output)
+        assert done.wait(30)
+
+    service.submit(Request("abc", greedy(4000)), hold)
+    assert sink.started.wait(30)  # the scheduler's thread is held from here on
+    if is_end_first:
+        service.end_drain()
+    closing = threading.Thread(target=service.close, args=(60,))
+    closing.start()
+    while service._commands.qsize() < 1 + is_end_first:
+        time.sleep(0.001)
+    if not is_end_first:
+        service.end_drain()
+    done.set()
+    closing.join(30)
+    assert sink.wait()[-1].finish_reason == "cancelled"
 
 
 def test_a_wrong_request_is_refused_at_once(serve):
