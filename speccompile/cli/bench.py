@@ -183,7 +183,8 @@ def _job(
     assistant_tokens: int,
 ) -> dict[str, Any]:
     recipe = bundle.recipe
-    draft = recipe.speculator.get("model") if method in (None, recipe.method) else None
+    sections = [recipe.speculator, *recipe.speculator.get("drafters", ())] if method in (None, recipe.method) else []
+    draft = next((section for section in sections if section["method"] == "draft_model"), {})
     return {
         "modes": modes,
         "bundle": str(bundle.path),
@@ -193,8 +194,8 @@ def _job(
         "max_new_tokens": max_new_tokens,
         "target": recipe.target.model,
         "lora": recipe.target.lora,
-        "draft": draft,
-        "draft_lora": None if draft is None else recipe.speculator.get("lora"),
+        "draft": draft.get("model"),
+        "draft_lora": draft.get("lora"),
         "assistant_tokens": assistant_tokens,
         "eos_token_ids": list(bundle.eos_token_ids),
     }

@@ -49,7 +49,7 @@ def load(
         threads: threads of the target's engine; None: as measured when it was built. At most as many as this process
             has cores are used; where that is fewer, a warning says so.
         method: another speculation method than the recipe's, as a name or as a speculator section; it needs graphs
-            that are in the bundle.
+            that are in the bundle. A drafter of a hybrid has the fields of its own section.
         verify: compare every file with its digest; always done where loading a graph can run code in it.
 
     Raises:
@@ -116,10 +116,14 @@ def _image_encoder(bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None
 
 
 def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] | None) -> tuple[str, Any]:
-    """Returns the method's name and its `Config`; an override of the same method keeps the recipe's other fields."""
+    """Returns the method's name and its `Config`.
+
+    An override of the same method, or of one of the recipe's drafters, keeps the other fields of its section.
+    """
     wanted = {"method": override} if isinstance(override, str) else dict(override or {})
     name = str(wanted.get("method", section["method"]))
-    merged = {**section, **wanted} if name == section["method"] else wanted
+    own = next((known for known in (section, *section.get("drafters", ())) if known["method"] == name), {})
+    merged = {**own, **wanted}
     config_class = registry.method(name).Config
     known = {f.name for f in fields(config_class)}
     unknown = sorted(set(merged) - known - {"method"})

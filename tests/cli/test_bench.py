@@ -82,3 +82,24 @@ def test_a_worker_that_dies_says_why_and_the_others_are_ended(fake_worker):
     jobs = [{"modes": ["plain"], "s": SECONDS}, {"modes": ["broken"], "s": SECONDS}]
     with pytest.raises(RuntimeFault, match="bench mode broken: got exit code 1: cannot load it"), open_workers(jobs):
         pass
+
+
+@pytest.mark.parametrize(
+    ("section", "method", "draft"),
+    [
+        ({"method": "draft_model", "model": "small", "lora": "l"}, None, ("small", "l")),
+        ({"method": "draft_model", "model": "small"}, "ngram", (None, None)),
+        ({"method": "eagle3", "model": "head"}, None, (None, None)),
+        (
+            {"method": "hybrid", "drafters": [{"method": "suffix"}, {"method": "draft_model", "model": "small"}]},
+            None,
+            ("small", None),
+        ),
+    ],
+)
+def test_assistants_are_draft_models_alone(section, method, draft):
+    target = SimpleNamespace(model="large", lora=None)
+    recipe = SimpleNamespace(speculator=section, method=section["method"], target=target)
+    bundle = SimpleNamespace(recipe=recipe, path="made", eos_token_ids=(1,))
+    job = bench._job(["plain"], bundle, method, 1, [[2]], 4, 4)
+    assert (job["draft"], job["draft_lora"]) == draft

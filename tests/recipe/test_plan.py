@@ -38,12 +38,12 @@ def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
     ("overrides", "expected"),
     [
         ((), "none"),
-        (("target.quantization=int8",), "int8"),
-        (("target.quantization=auto",), "int8"),
-        (("target.quantization=int4",), "none"),
+        (("target.quantization=int8",), "int4"),
+        (("target.quantization=auto",), "int4"),
+        (("target.quantization=int4",), "int4"),
         (("target.quantization=int8", "engine.device=cuda"), "none"),
         (("target.quantization=int8", "engine.backend=tensorrt"), "none"),
-        (("target.quantization=int8", "speculator.quantization=int4"), "int4"),
+        (("target.quantization=int8", "speculator.quantization=int8"), "int8"),
     ],
 )
 def test_the_backend_decides_the_weights_of_drafts_that_leave_them_open(
@@ -51,7 +51,7 @@ def test_the_backend_decides_the_weights_of_drafts_that_leave_them_open(
 ) -> None:
     made = plan(tmp_path, "speculator.quantization=auto", *overrides)
     assert [draft.quantization for draft in made.drafts] == [expected]
-    assert made.recipe_from_plan()["speculator"]["quantization"] == ("int4" if expected == "int4" else "auto")
+    assert made.recipe_from_plan()["speculator"]["quantization"] == ("int8" if expected == "int8" else "auto")
 
 
 def test_the_plan_is_frozen(tmp_path: Path) -> None:
