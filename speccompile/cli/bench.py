@@ -21,7 +21,10 @@ from speccompile.cli.prompts import Request, check_results, read_requests, write
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from speccompile.cli.bench_peers import Peer
+    from speccompile.core.jobs import GraphJob
     from speccompile.runtime.bundle import Bundle
 
 MODES = ("plain", "speculative", "transformers", "transformers-assisted")
@@ -183,8 +186,7 @@ def _job(
     assistant_tokens: int,
 ) -> dict[str, Any]:
     recipe = bundle.recipe
-    sections = [recipe.speculator, *recipe.speculator.get("drafters", ())] if method in (None, recipe.method) else []
-    draft = next((section for section in sections if section["method"] == "draft_model"), {})
+    draft = _draft_model(recipe.speculator) if method in (None, recipe.method) else None
     return {
         "modes": modes,
         "bundle": str(bundle.path),
@@ -194,11 +196,21 @@ def _job(
         "max_new_tokens": max_new_tokens,
         "target": recipe.target.model,
         "lora": recipe.target.lora,
-        "draft": draft.get("model"),
-        "draft_lora": draft.get("lora"),
+        "draft": draft and draft.model,
+        "draft_lora": draft and draft.lora,
         "assistant_tokens": assistant_tokens,
         "eos_token_ids": list(bundle.eos_token_ids),
     }
+
+
+def _draft_model(section: Mapping[str, Any]) -> GraphJob | None:
+    """Returns the job of the first drafter that is a language model of its own; None: no other engine has its kind."""
+    from speccompile.core import registry
+    from speccompile.core.jobs import DECODER
+    from speccompile.runtime.engine import method_config
+
+    name, config = method_config(section)
+    return next((job for job in registry.method(name).graph_jobs(config) if job.source == DECODER), None)
 
 
 def _jobs_of_peers(

@@ -49,7 +49,7 @@ def load(
         threads: threads of the target's engine; None: as measured when it was built. At most as many as this process
             has cores are used; where that is fewer, a warning says so.
         method: another speculation method than the recipe's, as a name or as a speculator section; it needs graphs
-            that are in the bundle. A drafter of a hybrid has the fields of its own section.
+            that are in the bundle. One of several drafters has the fields of its own section.
         verify: compare every file with its digest; always done where loading a graph can run code in it.
 
     Raises:
@@ -63,7 +63,7 @@ def load(
         path = fetch_bundle(str(path))
     bundle = read_bundle(path, verify)
     recipe = bundle.recipe
-    name, config = _method_config(recipe.speculator, method)
+    name, config = method_config(recipe.speculator, method)
     chosen = registry.method(name)
     jobs = chosen.graph_jobs(config)
     jobs = tuple(job for job in jobs if not job.is_optional or job.name in bundle.graphs)
@@ -115,14 +115,21 @@ def _image_encoder(bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None
     )
 
 
-def _method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] | None) -> tuple[str, Any]:
-    """Returns the method's name and its `Config`.
+def method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] | None = None) -> tuple[str, Any]:
+    """Returns a method's name and its `Config`.
 
-    An override of the same method, or of one of the recipe's drafters, keeps the other fields of its section.
+    Args:
+        section: `speculator` of a bundle's recipe.
+        override: another method; the other fields of a section of the same method, or of one of several drafters, stay.
+
+    Raises:
+        BundleError: the section is not one of that method.
     """
     wanted = {"method": override} if isinstance(override, str) else dict(override or {})
     name = str(wanted.get("method", section["method"]))
-    own = next((known for known in (section, *section.get("drafters", ())) if known["method"] == name), {})
+    own: Mapping[str, Any] = next(
+        (known for known in (section, *section.get("drafters", ())) if known["method"] == name), {}
+    )
     merged = {**own, **wanted}
     config_class = registry.method(name).Config
     known = {f.name for f in fields(config_class)}

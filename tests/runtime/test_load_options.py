@@ -32,28 +32,28 @@ def test_a_backend_that_reads_other_files_is_refused():
 
 def test_a_method_with_graphs_of_its_own_needs_a_bundle_of_its_own():
     with pytest.raises(BundleError, match="method medusa: got its name alone; expected its model") as caught:
-        engine._method_config(SECTION, "medusa")
+        engine.method_config(SECTION, "medusa")
     assert "recipe has speculator.method: medusa" in caught.value.todo
-    assert engine._method_config(SECTION, "ngram")[0] == "ngram"
-    assert engine._method_config(SECTION, None)[1].model == "small"
+    assert engine.method_config(SECTION, "ngram")[0] == "ngram"
+    assert engine.method_config(SECTION, None)[1].model == "small"
 
 
 def test_a_drafter_of_a_hybrid_has_the_fields_of_its_own_section():
     section = {"method": "hybrid", "drafters": [{"method": "suffix"}, {**SECTION, "num_draft_tokens": 3}]}
-    assert engine._method_config(section, "draft_model")[1].num_draft_tokens == 3
-    name, config = engine._method_config(section, {"method": "draft_model", "num_draft_tokens": 2})
+    assert engine.method_config(section, "draft_model")[1].num_draft_tokens == 3
+    name, config = engine.method_config(section, {"method": "draft_model", "num_draft_tokens": 2})
     assert (name, config.model, config.num_draft_tokens) == ("draft_model", "small", 2)
     with pytest.raises(BundleError, match="method medusa: got its name alone"):
-        engine._method_config(section, "medusa")
+        engine.method_config(section, "medusa")
 
 
 @pytest.mark.parametrize("value", ["3", 2.5])
 def test_a_wrong_value_of_a_section_that_is_given_is_not_the_bundles_fault(value):
     with pytest.raises(BundleError) as caught:
-        engine._method_config(SECTION, {"method": "ngram", "num_draft_tokens": value})
+        engine.method_config(SECTION, {"method": "ngram", "num_draft_tokens": value})
     assert caught.value.todo == "Correct the value."
     with pytest.raises(BundleError, match="Build the bundle again"):
-        engine._method_config({**SECTION, "num_draft_tokens": "3"}, None)
+        engine.method_config({**SECTION, "num_draft_tokens": "3"}, None)
 
 
 def test_no_more_threads_than_cores_are_used():
