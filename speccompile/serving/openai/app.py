@@ -214,6 +214,7 @@ def api_routes(server: OpenAIServer) -> APIRouter:
         """Returns counts, gauges and histograms for Prometheus."""
         return Response(server.metrics.text(), media_type=server.metrics.content_type)
 
+    @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # as hosts of containers ask
     @router.get("/health")
     def health() -> JSONResponse:
         """200 while requests are taken, 503 once the server shuts down; no answer while the engine hangs in a step."""

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from speccompile.serving.openai.errors import AUTHENTICATION, ApiError, timeout_error
 
 # These show nothing of the model or its requests.
-OPEN_PATHS = frozenset({"/", "/health"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 
 
 async def send_error(send: Send, error: ApiError) -> None:

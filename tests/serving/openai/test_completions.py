@@ -266,12 +266,13 @@ def test_a_request_that_takes_too_long_gets_an_error():
 
 def test_a_server_that_shuts_down_takes_nothing_more():
     with serving() as (app, service, _):
-        assert get(app, "/health").json() == {"status": "ok", "model": "mock"}
+        for reply in (get(app, "/health"), get(app, "/ping"), post(app, "/ping", {})):
+            assert reply.json() == {"status": "ok", "model": "mock"}
         service.close()
         reply = post(app, PATH, {"prompt": "b"})
         assert error_of(reply, 503)["code"] == "shutting_down" and reply.headers["retry-after"] == "1"
-        health = get(app, "/health")
-        assert health.status == 503 and health.json()["status"] == "shutting down"
+        for health in (get(app, "/health"), post(app, "/ping", {})):
+            assert health.status == 503 and health.json()["status"] == "shutting down"
 
 
 def test_a_bug_of_ours_is_a_json_error_without_details(monkeypatch):
