@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +16,12 @@ TIME_MEMORY = 0.95  # the same in the time of a step of the way in use: short, a
 MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer, which does not count
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
-# Standard errors, of tokens and times of its steps with drafts, that a loss in the very first comparison must have to
-# end drafts; otherwise a long comparison takes its place at once.
-CLEAR_ERRORS = 1.5
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
+# A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a lookup
+# finds little in a text that has just begun. It decides earlier once drafts have lost the time of `FIRST_LOSS` plain
+# steps.
+FIRST_STEPS, FIRST_LOSS = 64, 16
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
@@ -34,9 +34,10 @@ class Comparison:
 
     Args:
         smaller: of a smaller batch. Where drafts are clearly slower there, this one begins with what it knows.
+        num_slots: sequences of the batch.
     """
 
-    def __init__(self, smaller: Comparison | None = None) -> None:
+    def __init__(self, smaller: Comparison | None = None, num_slots: int = 1) -> None:
         self.is_on = True
         self.num_steps = self.num_plain = 0
         # Decaying sums over the steps that the budget decided: tokens per sequence, steps.
@@ -46,10 +47,12 @@ class Comparison:
         self._num_compared = 0
         self._turn = TURN
         self._left = 2 * TURN  # steps until the next comparison ends; its last `_turn` are plain
+        self._first_steps = FIRST_STEPS // num_slots  # after the first look at plain steps; 0: it was taken
+        self._first_plain_s = self._first_lost_s = 0.0  # of a plain step; by drafts since then
         self._times: tuple[list[float], list[float]] = ([], [])  # of its steps with drafts, and without, in seconds
         self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
         self._brought: tuple[list[float], list[float]] = ([], [])  # tokens per sequence in them
-        self._has_drafts = self._is_probe = self._is_unconfirmed = self._was_unclear = False
+        self._has_drafts = self._is_probe = self._is_unconfirmed = False
         self._waited_s = 0.0  # in which drafts read prompts for the next comparison alone
         self._last_pause = LEAST_PAUSE
         self._num_known = 0  # steps of smaller batches
@@ -58,6 +61,7 @@ class Comparison:
             self._tokens, self._num_drafting = smaller._tokens, smaller._num_drafting
             self._last_pause, self._num_known = smaller._last_pause, smaller._num_known + smaller.num_steps
             self._left += self._last_pause
+            self._first_steps = 0
 
     @property
     def is_clearly_off(self) -> bool:
@@ -132,24 +136,29 @@ class Comparison:
             self._spent[is_plain].append(step_s + read_s)
             self._brought[is_plain].append(tokens)
         self._left -= 1
+        if self._first_plain_s:
+            self._first_lost_s += step_s + read_s - tokens * self._first_plain_s
+            if self._first_lost_s > FIRST_LOSS * self._first_plain_s or self.is_comparing:
+                self._left, self._first_plain_s = min(self._left, 2 * self._turn), 0.0
         if self._left == 0:
             self._compare()
 
     def _compare(self) -> None:
         drafting, plain = (_typical(times) for times in self._times)
+        if self._goes_on(plain):
+            return
         if self._in_use.num > TURN:
             drafting, plain = (self._in_use.mean, plain) if self.is_on else (drafting, self._in_use.mean)
         if drafting > 0 and plain > 0 and not self._is_probe:
-            found, known = math.log(drafting / plain), None if self._was_unclear else self._log_ratio
+            found, known = math.log(drafting / plain), self._log_ratio
             self._log_ratio = found if known is None else known + NEW_WEIGHT * (found - known)
             self._num_compared += 1
-            self._was_unclear = self._num_compared == 1 and self._is_unclear
             is_on = self.gain >= 1.0
             # Other processes may have disturbed a single comparison: a change is confirmed by a second one.
             self._is_unconfirmed = is_on != self.is_on and self._num_compared > 1 and not self._is_unconfirmed
             if not self._is_unconfirmed and is_on != self.is_on:
                 self.is_on, self._in_use = is_on, _Mean()
-        is_close = self._has_drafts and (1 / CLOSE < self.gain < CLOSE or self._was_unclear)
+        is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
         if not again:
             self._last_pause = self._pause(drafting, plain, MAX_LOSS if is_close else MAX_CLEAR_LOSS)
@@ -157,18 +166,21 @@ class Comparison:
         self._left = 2 * self._turn + (0 if again else self._last_pause)
         # A budget that drafts nothing never measures what drafts cost at this batch size: every other comparison does.
         self._is_probe, self._has_drafts = not (self._has_drafts or self._is_probe), False
+        self._begin_turns()
+
+    def _begin_turns(self) -> None:
         self._times, self._spent, self._brought = ([], []), ([], []), ([], [])
         self._waited_s = 0.0
 
-    @property
-    def _is_unclear(self) -> bool:
-        """Whether drafts seem to be slower, but the few steps of this comparison may as well show the opposite.
-
-        Drafts of a lookup bring one token or many, and the first steps try drafters and lay out memory: six steps of
-        them say little.
-        """
-        error = math.hypot(_error(self._brought[0]), _error(_inner(self._times[0])))
-        return 0 < -math.log(self.gain) < CLEAR_ERRORS * error
+    def _goes_on(self, plain_s: float) -> bool:
+        """Returns whether a new batch size goes on with drafts before it decides, as `FIRST_STEPS` says."""
+        num_steps, self._first_steps = self._first_steps, 0
+        if not num_steps or plain_s == 0:
+            return False
+        self._first_plain_s, self._in_use = plain_s, _Mean()  # the first steps were slow: memory was laid out for them
+        self._left = 2 * self._turn + num_steps
+        self._begin_turns()
+        return True
 
     def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
         """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.
@@ -253,10 +265,3 @@ def _typical(times: Sequence[float]) -> float:
     """Returns the mean of `_inner`."""
     kept = _inner(times)
     return sum(kept) / len(kept) if kept else 0.0
-
-
-def _error(values: Sequence[float]) -> float:
-    """Returns the standard error of the mean, in units of the mean."""
-    if len(values) < 2:
-        return 0.0
-    return statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)

@@ -158,7 +158,7 @@ class Controller:
     def _first(self, size: int, is_forced: bool) -> Comparison:
         """Returns the comparison of a batch size that is new: it knows what the next smaller one has found."""
         smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
-        return Comparison(self._sizes[max(smaller), is_forced] if smaller else None)
+        return Comparison(self._sizes[max(smaller), is_forced] if smaller else None, size)
 
     def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
