@@ -18,9 +18,9 @@ CLOSE = 1.15  # a gain between its inverse and this is compared again at once, f
 NUM_FIRST = 3
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
-# A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a lookup
-# finds little in a text that has just begun. It decides earlier once drafts have lost the time of `FIRST_LOSS` plain
-# steps.
+# A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a
+# lookup finds little in a text that has just begun. It decides earlier once drafts have lost the time of `FIRST_LOSS`
+# plain steps.
 FIRST_STEPS, FIRST_LOSS = 64, 16
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it

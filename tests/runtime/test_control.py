@@ -16,7 +16,7 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
 from speccompile.runtime import comparison
-from speccompile.runtime.comparison import FIRST_LOSS, FIRST_STEPS, LEAST_PAUSE, PLAIN, TURN
+from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
 from speccompile.runtime.sequences import Step, TokenSequence
 from tests.runtime.test_scheduler import Bench
@@ -167,23 +167,6 @@ def decides_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "FIRST_STEPS", 0)
 
 
-def test_drafts_that_do_not_pay_stop_soon_and_those_that_do_are_hardly_interrupted() -> None:
-    """Drafts lose 2 s a step on average: 8 steps until `FIRST_LOSS`, and those of the comparison that decides."""
-    _, drafted = Ways().run(2 * TURN + LEAST_PAUSE, lambda _: 4.0)
-    assert drafted[: 2 * TURN] == [True] * TURN + [False] * TURN
-    assert 0 < drafted[2 * TURN :].count(True) <= 2 * FIRST_LOSS // 2 + TURN
-    assert not any(drafted[2 * TURN + FIRST_STEPS :])
-    _, drafted = Ways().run(2 * TURN + LEAST_PAUSE, lambda _: 1.0)
-    assert drafted.count(False) == 2 * TURN
-
-
-def test_a_new_batch_size_looks_at_as_many_tokens_before_it_decides() -> None:
-    for batch in (1, 4, 8):
-        _, drafted = Ways(batch).run(200, lambda _: 1.9)
-        ends = [at for at in range(1, 200) if drafted[at] and not drafted[at - 1]]
-        assert ends[:2] == [2 * TURN, 4 * TURN + FIRST_STEPS // batch]
-
-
 @pytest.mark.parametrize(("before", "after"), [(1.2, 3.0), (3.0, 1.2)])
 def test_a_change_of_costs_is_found(before: float, after: float) -> None:
     ways = Ways()
@@ -300,15 +283,6 @@ def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> Non
         total_s += step_s
     assert num_drafting <= 3 * TURN  # twice at most after the first time: 200 s lost may be 1 / 200 of the time
     assert total_s < 1.15 * 6000
-
-
-def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
-    for draft_s, drafts in ((0.0, True), (0.2, True), (0.4, False)):  # 90, 110, 130 s with drafts; 120 s plain
-        ways = Ways()
-        for _ in range(20):
-            ways.controller.read(100, 100 * draft_s)
-            ways.run(60, lambda _: 1.5)
-        assert ways.controller.decisions()["1"]["drafts"] is drafts
 
 
 def test_a_budget_that_drafts_nothing_is_shown_what_drafts_cost() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from speccompile.core.protocols import StepTimes
 from speccompile.runtime import comparison
-from speccompile.runtime.comparison import PLAIN
+from speccompile.runtime.comparison import FIRST_LOSS, FIRST_STEPS, LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller
 from speccompile.runtime.sequences import Step
-from tests.runtime.test_control import sequences
+from tests.runtime.test_control import Ways, sequences
 
 NUM_COLD = 6  # steps with drafts that take longer: drafters are tried, shapes are new
 
@@ -69,3 +69,29 @@ def test_a_prompt_is_read_for_the_whole_text(monkeypatch: pytest.MonkeyPatch) ->
     assert mean_share(**planted) > 0.9
     monkeypatch.setattr(comparison, "FIRST_TEXT", 1)
     assert mean_share(**planted) < 0.2
+
+
+def test_a_new_batch_size_looks_at_as_many_tokens_before_it_decides() -> None:
+    for batch in (1, 4, 8):
+        _, drafted = Ways(batch).run(200, lambda _: 1.9)
+        ends = [at for at in range(1, 200) if drafted[at] and not drafted[at - 1]]
+        assert ends[:2] == [2 * TURN, 4 * TURN + FIRST_STEPS // batch]
+
+
+def test_drafts_that_do_not_pay_stop_soon_and_those_that_do_are_hardly_interrupted() -> None:
+    """Drafts lose 2 s a step on average: 8 steps until `FIRST_LOSS`, and those of the comparison that decides."""
+    _, drafted = Ways().run(2 * TURN + LEAST_PAUSE, lambda _: 4.0)
+    assert drafted[: 2 * TURN] == [True] * TURN + [False] * TURN
+    assert 0 < drafted[2 * TURN :].count(True) <= 2 * FIRST_LOSS // 2 + TURN
+    assert not any(drafted[2 * TURN + FIRST_STEPS :])
+    _, drafted = Ways().run(2 * TURN + LEAST_PAUSE, lambda _: 1.0)
+    assert drafted.count(False) == 2 * TURN
+
+
+def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
+    for draft_s, drafts in ((0.0, True), (0.2, True), (0.4, False)):  # 90, 110, 130 s with drafts; 120 s plain
+        ways = Ways()
+        for _ in range(20):
+            ways.controller.read(100, 100 * draft_s)
+            ways.run(60, lambda _: 1.5)
+        assert ways.controller.decisions()["1"]["drafts"] is drafts
