@@ -16,6 +16,7 @@ TIME_MEMORY = 0.95  # the same in the time of a step of the way in use: short, a
 MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer, which does not count
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
+LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
 # A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a
@@ -147,17 +148,21 @@ class Comparison:
         drafting, plain = (_typical(times) for times in self._times)
         if self._goes_on(plain):
             return
+        self._in_use.memory = TIME_MEMORY
         if self._in_use.num > TURN:
             drafting, plain = (self._in_use.mean, plain) if self.is_on else (drafting, self._in_use.mean)
         if drafting > 0 and plain > 0 and not self._is_probe:
             found, known = math.log(drafting / plain), self._log_ratio
             self._log_ratio = found if known is None else known + NEW_WEIGHT * (found - known)
             self._num_compared += 1
-            is_on = self.gain >= 1.0
+            is_on = self.gain >= (1.0 if self.is_on else LEAST_GAIN)
             # Other processes may have disturbed a single comparison: a change is confirmed by a second one.
             self._is_unconfirmed = is_on != self.is_on and self._num_compared > 1 and not self._is_unconfirmed
             if not self._is_unconfirmed and is_on != self.is_on:
                 self.is_on, self._in_use = is_on, _Mean()
+                # While drafts are off, the tokens and times of comparisons alone are new, and weigh alike.
+                share = min(1.0, TURN / self._num_drafting) if not is_on else 1.0
+                self._tokens, self._num_drafting = share * self._tokens, share * self._num_drafting
         is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
         if not again:
@@ -177,7 +182,10 @@ class Comparison:
         num_steps, self._first_steps = self._first_steps, 0
         if not num_steps or plain_s == 0:
             return False
-        self._first_plain_s, self._in_use = plain_s, _Mean()  # the first steps were slow: memory was laid out for them
+        # The first steps were slow, as memory was laid out for them. From here on times are averaged over as many steps
+        # as tokens are until it decides: a budget that stops drafting changes both.
+        self._first_plain_s, self._in_use = plain_s, _Mean(MEMORY)
+        self._tokens = self._num_drafting = 0.0
         self._left = 2 * self._turn + num_steps
         self._begin_turns()
         return True
@@ -209,7 +217,8 @@ class Comparison:
 class _Mean:
     """Decaying mean of seconds; one that is far longer counts as `MAX_STEP` times the mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = TIME_MEMORY) -> None:
+        self.memory = memory
         self._sum = self.num = 0.0
 
     @property
@@ -218,8 +227,8 @@ class _Mean:
 
     def add(self, seconds: float) -> None:
         most_s = MAX_STEP * self.mean if self.num else seconds
-        self._sum = TIME_MEMORY * self._sum + min(seconds, most_s)
-        self.num = TIME_MEMORY * self.num + 1
+        self._sum = self.memory * self._sum + min(seconds, most_s)
+        self.num = self.memory * self.num + 1
 
 
 class Reading:
