@@ -44,6 +44,7 @@ LENGTHS: dict[str, int | None] = {
     "draft": 4,
     "mlp": 4,
     "eagle3": 5,
+    "eagle31": 5,
     "dflash2": 5,
     "glide": 5,
     "prophet": 5,
