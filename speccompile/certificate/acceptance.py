@@ -10,6 +10,7 @@ that both draft after the same tokens.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,6 +30,8 @@ ACCEPTANCE, RECORD = "acceptance", "training.json"
 NUM_DRAFTS = 4
 MAX_DIFFERENCE = 0.02  # of the share accepted at a position, and of the mean acceptance length, as a share of it
 MAX_DIFFERENCE_QUANTIZED = 0.15  # the loop reads float32 states along the bundle's own text
+
+MOST_ERRORS = 2.5  # with quantised weights
 
 Outcomes = Mapping[tuple[int, int], int]  # by (drafted, accepted): steps
 
@@ -78,6 +81,26 @@ def is_near(engine: Acceptance, reference: Acceptance, bound: float) -> bool:
         return False
     pairs = zip(engine.shares, reference.shares, engine.tried, reference.tried, strict=True)
     return all(abs(a - b) <= max(bound, 1.5 / max(1, min(n, m))) for a, b, n, m in pairs)
+
+
+def is_no_less(engine: Acceptance, reference: Acceptance, bound: float) -> bool:
+    """Returns whether neither length nor shares are below the reference's by more than `bound`, as in `is_near`.
+
+    For drafts with quantised weights: they are other drafts, so chance may give them more. A drafter that is wired
+    wrongly has less. Some dozens of chains are tried at the later positions: shares may be lower by `MOST_ERRORS`
+    standard errors of their difference.
+    """
+    if engine.length < (1 - bound) * reference.length:
+        return False
+    pairs = zip(engine.kept, reference.kept, engine.tried, reference.tried, strict=True)
+    for ours, theirs, n, m in pairs:
+        if not (n and m):
+            continue
+        share = (ours + theirs) / (n + m)
+        error = math.sqrt(share * (1 - share) * (1 / n + 1 / m))
+        if ours / n < theirs / m - max(bound, MOST_ERRORS * error):
+            return False
+    return True
 
 
 def outcomes_of(steps: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
@@ -131,7 +154,8 @@ def check_acceptance(
         f"greedy chains of {num}: {ours.length:.3f} tokens a step, {theirs.length:.3f} in a plain loop in torch; "
         f"accepted by position {shares}"
     )
-    return check_of(ACCEPTANCE, is_near(ours, theirs, bound), summary, facts)
+    is_right = (is_near if exact else is_no_less)(ours, theirs, bound)
+    return check_of(ACCEPTANCE, is_right, summary, facts)
 
 
 def _loop(

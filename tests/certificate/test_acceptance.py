@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from speccompile.certificate.acceptance import Acceptance, check_acceptance, is_near, outcomes_of
+from speccompile.certificate.acceptance import Acceptance, check_acceptance, is_near, is_no_less, outcomes_of
 from speccompile.certificate.results import Check, check_of, not_run, verdict_of
 
 
@@ -32,6 +32,19 @@ def test_one_chain_never_decides():
     few = Acceptance(20, (20, 10, 3), (10, 3, 1))
     assert is_near(few, Acceptance(20, (20, 10, 3), (10, 3, 2)), 0.04)
     assert not is_near(few, Acceptance(20, (20, 10, 3), (10, 7, 1)), 0.2)
+
+
+def test_quantised_drafts_may_have_more_and_little_less():
+    """The bundle and the loop, as seen with the example pair: int8 target, int4 draft."""
+    loop = Acceptance(165, (165, 101, 63, 34), (101, 63, 34, 18))
+    assert is_no_less(Acceptance(148, (148, 92, 69, 46), (92, 69, 46, 33)), loop, 0.15)
+    assert not is_near(Acceptance(148, (148, 92, 69, 46), (92, 69, 46, 33)), loop, 0.15)
+    assert is_no_less(Acceptance(175, (175, 100, 55, 27), (100, 55, 27, 10)), loop, 0.15)  # by chance, at the last one
+    assert not is_no_less(
+        Acceptance(240, (240, 100, 50, 26), (100, 50, 26, 14)), loop, 0.15
+    )  # the first is wired wrongly
+    assert not is_no_less(Acceptance(170, (170, 104, 66, 0), (104, 66, 0, 0)), loop, 0.15)  # there is no third
+    assert is_no_less(Acceptance(9, (9, 0, 0, 0), (0, 0, 0, 0)), Acceptance(9, (9, 0, 0, 0), (0, 0, 0, 0)), 0.15)
 
 
 def test_without_a_checkpoint_it_is_not_run():
