@@ -34,7 +34,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "parallel_drafting": True, "starts": 0.3,
     },
 }  # fmt: skip
-ROUNDS = {"dflash": 40, "eagle3": 25}  # of the texts that they learn by heart
+ROUNDS = {"dflash": 25, "eagle3": 25}  # of the texts that they learn by heart
 QUIET = {
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -161,9 +161,9 @@ def test_a_converted_drafter_of_masks_drafts_in_vllm_as_here(
 
 
 def _next_layers(folder: Path) -> None:
-    """The ids of the target's layers by the other way of counting."""
+    """The ids of the target's layers by the other way of counting, twice, as what was learnt by heart forgives one."""
     config = json.loads((folder / "config.json").read_text())
-    config["aux_hidden_state_layer_ids"] = [i - 1 for i in config["aux_hidden_state_layer_ids"]]
+    config["aux_hidden_state_layer_ids"] = [max(i - 2, 1) for i in config["aux_hidden_state_layer_ids"]]
     (folder / "config.json").write_text(json.dumps(config))
 
 
