@@ -22,7 +22,7 @@ MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake
 # A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a
 # lookup finds little in a text that has just begun. It decides earlier once drafts have lost the time of `FIRST_LOSS`
 # plain steps.
-FIRST_STEPS, FIRST_LOSS = 64, 16
+FIRST_STEPS, FIRST_LOSS = 64, 10
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
