@@ -95,3 +95,17 @@ def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
             ways.controller.read(100, 100 * draft_s)
             ways.run(60, lambda _: 1.5)
         assert ways.controller.decisions()["1"]["drafts"] is drafts
+
+
+def test_tokens_and_times_are_of_the_same_steps_where_a_budget_stops_drafting() -> None:
+    """The first 36 steps draft, then one in ten: 2 tokens in 2.2 s; the others bring 1 in 1.1 s. It never pays."""
+    controller, num_allowed, allowed = Controller(), 0, []
+    for _ in range(4000):
+        is_plain = controller.plan(sequences(1)) == PLAIN
+        kept = int(not is_plain and (num_allowed < 36 or num_allowed % 10 == 0))
+        step_s = 1.0 if is_plain else 2.2 if kept else 1.1
+        steps = [Step(0, [7] * (1 + kept), kept, kept, False, "", None)]
+        controller.observe(sequences(1), steps, StepTimes(0.0, step_s, step_s))
+        num_allowed += not is_plain
+        allowed.append(not is_plain)
+    assert np.mean(allowed[100:]) < 0.05
