@@ -19,11 +19,11 @@ from speccompile.core.jobs import StepCosts
 _log = logging.getLogger(__name__)
 
 SLOW = 2.0  # times the recorded time, over each of two turns: longer contexts and single interruptions stay below
-TURN = 16  # steps whose times are summed
+TURN = 8  # steps whose times are summed
 WARM_UP = 2  # steps after a change that do not count: the first ones read weights and pages that were not used before
 NUM_TURNS = 4  # of a comparison, half of them with either number of threads
 HOLD = 512  # steps with one thread before the next comparison
-PAUSE = 2048  # steps with all threads after a comparison that they won
+PAUSE = 4096  # steps with all threads after a comparison that they won
 
 
 class Crowding:
