@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of up to 16 rows with one panel of bfloat16 weights by AMX, the matrix unit of Intel's server CPUs since
+// Products of up to 32 rows with one panel of bfloat16 weights by AMX, the matrix unit of Intel's server CPUs since
 // Sapphire Rapids: as many rows as a tile register has cost hardly more than one.
 //
 // A float32 activation is the sum of three bfloat16 numbers, its mantissa cut into three times eight bits, and products of
@@ -41,21 +41,24 @@ inline bool ask_for_amx() {
 }
 inline const bool kHasAmx = ask_for_amx();
 
-// The rows that this thread has shaped the registers for; 0: it does not use the unit.
+// What this thread has shaped the registers for; 0: it does not use the unit.
 inline thread_local int shaped_rows = 0;
 
 // Completes the stores before it, for the tile instructions after it: compilers do not know what those read.
 inline void complete_stores(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
-// Registers 0 and 1: the sums of the panel's halves; 4 and 5: their weights for 32 k, which stand in memory as a tile wants
-// them; 6: one part of the activations. Shaping takes as long as two steps, so a task keeps its shapes.
-SPECCOMPILE_AMX inline void shape_tiles(int rows) {
-    if (rows == shaped_rows) return;
-    shaped_rows = rows;
+// Registers 0 to 3: the sums of the panel's halves for one block of rows and for a second; 4 and 5: the halves' weights for
+// 32 k, which stand in memory as a tile wants them; 6 and 7: one part of the activations of the two blocks. Shaping takes as
+// long as two steps, so a task keeps its shapes.
+SPECCOMPILE_AMX inline void shape_tiles(int rows, int second_rows) {
+    const int shape = rows * (kAmxRows + 1) + second_rows;
+    if (shape == shaped_rows) return;
+    shaped_rows = shape;
     alignas(64) std::uint8_t config[64] = {1};
-    for (int tile : {0, 1, 4, 5, 6}) {
-        config[16 + 2 * tile] = 64;  // bytes a row
-        config[48 + tile] = static_cast<std::uint8_t>(tile == 4 || tile == 5 ? kPartWords : rows);
+    const int counts[8] = {rows, rows, second_rows, second_rows, kPartWords, kPartWords, rows, second_rows};
+    for (int tile = 0; tile < 8; tile++) {
+        config[16 + 2 * tile] = counts[tile] > 0 ? 64 : 0;  // bytes a row
+        config[48 + tile] = static_cast<std::uint8_t>(counts[tile]);
     }
     complete_stores(config);
     _tile_loadconfig(config);
@@ -69,51 +72,87 @@ struct AmxScope {
     }
 };
 
-constexpr int kAmxRowBytes = kColumns * 4;  // of the sums, and of the weights of a pair of k
+constexpr int kAmxRowBytes = kColumns * 4;               // of the sums, and of the weights of a pair of k
+constexpr int kAmxStepBytes = kPartWords * kAmxRowBytes;  // of the weights of a step
 
-// Adds a step's products to registers 0 and 1. `x`: [3, rows, 16] words.
-SPECCOMPILE_AMX inline void add_step(const char* weights, const std::int32_t* x, int rows, const Fetch<true>& fetch) {
-    constexpr int kFetched = 6;  // pairs whose weights are fetched beside each part, of 16
+// What one call multiplies: one block of rows or two, some pairs of k of a panel.
+struct AmxStretch {
+    const char* weights;           // of the first pair, the first of a step
+    int num_pairs;
+    const std::int32_t* parts[2];  // of the blocks from that step on, [steps, 3, 16 or rows, 16] words, zeros after the last k
+    int rows[2];                   // of the blocks in `parts`; 0: there is no second
+    float* sums;                   // [rows of both, 32]
+    bool is_new;                   // the sums are zeros, whatever stands there
+    const char* next;              // weights that are wanted later, to be fetched into the second-level cache
+    int lines;                     // of these beside each part of a step
+};
+
+// Adds a step's products to the registers of the sums. `x`: [3, rows, 16] words.
+template <bool kIsPair>
+SPECCOMPILE_AMX inline const char* add_step(const char* weights, const std::int32_t* const (&x)[2], const int (&rows)[2], const char* next, int lines) {
     _tile_loadd(4, weights, kAmxRowBytes);
     _tile_loadd(5, weights + kAmxRowBytes / 2, kAmxRowBytes);
 #pragma GCC unroll 3
     for (int part = 0; part < kAmxParts; part++) {
-        _tile_loadd(6, x + part * kPartWords * rows, 64);
+        _tile_loadd(6, x[0] + part * kPartWords * rows[0], 64);
         _tile_dpbf16ps(0, 6, 4);
         _tile_dpbf16ps(1, 6, 5);
-#pragma GCC unroll 6
-        for (int pair = part * kFetched; pair < std::min(kPartWords, (part + 1) * kFetched); pair++) {
-            fetch.at(pair * kAmxRowBytes, 0);
-            fetch.at(pair * kAmxRowBytes, kColumns / 2);
+        if constexpr (kIsPair) {
+            _tile_loadd(7, x[1] + part * kPartWords * rows[1], 64);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_dpbf16ps(3, 7, 5);
         }
+        for (int line = 0; line < lines; line++, next += 64) prefetch_far(next);
     }
+    return next;
 }
 
-// Adds the products of the pairs s.begin ... s.end to `s.sums`; a stretch begins at a multiple of a step.
-// `s.rows.parts`: [steps, 3, rows, 16] words, zeros after the last pair.
-SPECCOMPILE_AMX inline void add_by_amx(const Stretch& s, int rows) {
-    constexpr int kStepBytes = kPartWords * kAmxRowBytes;
-    shape_tiles(rows);
-    const char* w = static_cast<const char*>(s.panel.values) + static_cast<std::ptrdiff_t>(s.begin) * kAmxRowBytes;
-    const std::int32_t* x = s.rows.parts + static_cast<std::ptrdiff_t>(s.begin / kPartWords) * kStepWords * rows;
-    Fetch<true> fetch(w, s.ahead);
-    complete_stores(s.sums);
-    _tile_loadd(0, s.sums, kAmxRowBytes);
-    _tile_loadd(1, s.sums + kColumns / 2, kAmxRowBytes);
-    int left = s.end - s.begin;
+template <bool kIsPair>
+SPECCOMPILE_AMX inline void add_stretch(const AmxStretch& s) {
+    shape_tiles(s.rows[0], s.rows[1]);
+    float* second = s.sums + s.rows[0] * kColumns;
+    if (s.is_new) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (kIsPair) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    } else {
+        complete_stores(s.sums);
+        _tile_loadd(0, s.sums, kAmxRowBytes);
+        _tile_loadd(1, s.sums + kColumns / 2, kAmxRowBytes);
+        if constexpr (kIsPair) {
+            _tile_loadd(2, second, kAmxRowBytes);
+            _tile_loadd(3, second + kColumns / 2, kAmxRowBytes);
+        }
+    }
+    const char *w = s.weights, *next = s.next;
+    const std::int32_t* x[2] = {s.parts[0], s.parts[1]};
+    int left = s.num_pairs;
     for (; left >= kPartWords; left -= kPartWords) {
-        add_step(w, x, rows, fetch);
-        w += kStepBytes, x += kStepWords * rows;
-        fetch.advance(kStepBytes);
+        next = add_step<kIsPair>(w, x, s.rows, next, s.lines);
+        w += kAmxStepBytes;
+        x[0] += kStepWords * s.rows[0];
+        x[1] += kStepWords * s.rows[1];
     }
     if (left > 0) {  // what follows the panel's last pair is not read
-        alignas(64) char padded[kStepBytes] = {};
+        alignas(64) char padded[kAmxStepBytes] = {};
         std::memcpy(padded, w, static_cast<std::size_t>(left) * kAmxRowBytes);
         complete_stores(padded);
-        add_step(padded, x, rows, fetch);
+        add_step<kIsPair>(padded, x, s.rows, next, s.lines);
     }
     _tile_stored(0, s.sums, kAmxRowBytes);
     _tile_stored(1, s.sums + kColumns / 2, kAmxRowBytes);
+    if constexpr (kIsPair) {
+        _tile_stored(2, second, kAmxRowBytes);
+        _tile_stored(3, second + kColumns / 2, kAmxRowBytes);
+    }
+    complete_stores(s.sums);
+}
+
+inline void add_by_amx(const AmxStretch& stretch) {
+    stretch.rows[1] > 0 ? add_stretch<true>(stretch) : add_stretch<false>(stretch);
 }
 
 // Writes numbers 32 * begin ... 32 * end - 1 of a row of `count` numbers, which zeros follow, as parts: the first eight bits
@@ -139,7 +178,6 @@ inline void split_row(const float* x, std::int64_t count, std::int64_t begin, st
 #else
 constexpr bool kHasAmx = false;
 struct AmxScope {};
-inline void add_by_amx(const Stretch&, int) {}
 inline void split_row(const float*, std::int64_t, std::int64_t, std::int64_t, std::int32_t*, std::int64_t) {}
 #endif
 

@@ -23,15 +23,16 @@ struct ExpertRows {
 
 // The rows of each expert that has some.
 struct Routes {
-    std::int64_t* order;     // [ids]: the number of the id that stands there
-    ExpertRows* segments;    // in rising order of experts
+    std::int64_t* order = nullptr;     // [ids]: the number of the id that stands there
+    ExpertRows* segments = nullptr;    // in rising order of experts
     std::int64_t num_segments = 0;
-    RowBlock *blocks, *end;  // of all experts, one after another
+    RowBlock *blocks = nullptr, *end = nullptr;  // of all experts, one after another
 
     // Every id is compared before it is an index.
-    Routes(const std::int64_t* ids, std::int64_t num_ids, std::int64_t num_experts, int most_rows, Scratch& memory) {
+    template <class Form>
+    void fill(const std::int64_t* ids, std::int64_t num_ids, std::int64_t num_experts, Scratch& memory) {
         const std::int64_t most = std::min(num_ids, num_experts);
-        auto* space = memory.get<std::int64_t>(static_cast<std::size_t>(num_ids + num_experts + 1 + 3 * most + 2 * num_ids));
+        auto* space = memory.get<std::int64_t>(static_cast<std::size_t>(num_ids + num_experts + 1 + 3 * most + 4 * num_ids));
         order = space;
         std::int64_t* next = space + num_ids;  // [experts + 1]: counts, then where the next row of an expert goes
         segments = reinterpret_cast<ExpertRows*>(next + num_experts + 1);
@@ -49,7 +50,7 @@ struct Routes {
             next[expert + 1] += begin;
             if (count == 0) continue;
             const RowBlock* first = end;
-            end = cut_rows(begin, count, most_rows, end);
+            end = cut_rows<Form>(begin, count, end == blocks ? 0 : end[-1].at + end[-1].height, end);
             segments[num_segments++] = {expert, first, end};
         }
         for (std::int64_t i = 0; i < num_ids; i++) order[next[ids[i]]++] = i;
@@ -106,7 +107,8 @@ class ExpertLinear : private Panels<Form, kHasGate> {
         const float* bias = checked_input(context, kBias).template data<float>();
         if (num_ids == 0) return;
         thread_local Scratch memory;
-        const Routes routes(ids.data<std::int64_t>(), num_ids, num_experts_, most_rows<Form>(), memory);
+        Routes routes;
+        routes.fill<Form>(ids.data<std::int64_t>(), num_ids, num_experts_, memory);
         const float* values = x.data<float>();
         const std::int64_t per_row = num_ids / num_rows;
         const Activations prepared = Base::prepare(

@@ -70,9 +70,8 @@ class PackedLinear : private Panels<Form, kHasGate> {
         if constexpr (Form::kIsInteger) weights.scales = checked_input(context, kScales).template data<std::uint16_t>();
         const float* bias = checked_input(context, kBias).template data<float>();
         thread_local Scratch memory;
-        const int most = most_rows<Form>();
-        RowBlock* blocks = memory.get<RowBlock>(static_cast<std::size_t>(num_blocks(num_rows, most)));
-        const RowBlock* end = cut_rows(0, num_rows, most, blocks);
+        RowBlock* blocks = memory.get<RowBlock>(static_cast<std::size_t>(ceil_div(num_rows, most_rows<Form>())));
+        const RowBlock* end = cut_rows<Form>(0, num_rows, 0, blocks);
         const Activations prepared = prepare(context, values, blocks, end);
         const std::int64_t num_tasks = Base::num_tasks(num_rows);
         const auto place = [y, width = Base::width()](std::int64_t row) { return y + row * width; };

@@ -14,11 +14,13 @@
 namespace speccompile::cpu {
 
 constexpr int kHalf = kColumns / 2;               // columns of gate and of up in a panel
-constexpr std::int64_t kChunkRows = 96;           // rows whose sums are kept at once, 12 KB; at most
+constexpr std::int64_t kChunkRows = 144;          // rows whose sums are kept at once, 18 KB a panel; at most
 constexpr int kLonger = 2;                        // stretches at once of more than three blocks of rows
-constexpr int kAmxStretch = 256;                  // pairs of k, 32 KB
+constexpr std::ptrdiff_t kAmxBlocks = 8;          // of AMX, whose sums are kept at once; at most
+constexpr int kAmxSteps = 16;                     // of AMX in a stretch, 32 KB
 constexpr std::ptrdiff_t kAmxFar = 12288;         // bytes ahead of the weights that AMX reads, into the second-level cache
-constexpr std::int64_t kTogether = 4;              // panels that share a stretch of activations by AMX
+constexpr int kTogether = 8;                      // panels that share a stretch of the activations, at most
+constexpr std::int64_t kSharedBytes = 1 << 20;    // of activations from which they do: more than the second-level cache keeps
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
@@ -28,9 +30,11 @@ inline std::int64_t padded_to(std::int64_t count, std::int64_t unit) { return (c
 struct RowBlock {
     std::int64_t begin;
     int count;
+    std::int64_t at;  // the first of its rows in memory
+    int height;       // how many it has there; those after `count` are not used
 };
 
-constexpr std::int64_t num_blocks(std::int64_t count, std::int64_t most) { return (count + most - 1) / most; }
+constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t most) { return (count + most - 1) / most; }
 
 // Whether AMX multiplies the blocks of a form: all of them, as its sums have other bits than those of kTiles.
 template <class Form>
@@ -44,12 +48,17 @@ int most_rows() {
     return takes_amx<Form>() ? kAmxRows : Form::kMaxRows;
 }
 
-// Cuts rows into blocks of at most `most`, nearly equal; returns what follows the last block.
-inline RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, int most, RowBlock* blocks) {
-    const std::int64_t count = num_blocks(num_rows, most);
+// Cuts rows into blocks of at most `most`, nearly equal; returns what follows the last. Several blocks for AMX have 16 rows in
+// memory, so that its registers keep their shapes.
+template <class Form>
+RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, std::int64_t first_at, RowBlock* blocks) {
+    const int most = most_rows<Form>();
+    const std::int64_t count = ceil_div(num_rows, most);
     for (std::int64_t block = 0; block < count; block++) {
         const std::int64_t begin = num_rows * block / count, end = num_rows * (block + 1) / count;
-        *blocks++ = {first_row + begin, static_cast<int>(end - begin)};
+        const int size = static_cast<int>(end - begin);
+        const bool is_whole = takes_amx<Form>() && count > 1;
+        *blocks++ = {first_row + begin, size, first_at + (is_whole ? block * most : begin), is_whole ? most : size};
     }
     return blocks;
 }
@@ -57,41 +66,81 @@ inline RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, int mos
 // Adds the products of the blocks' rows with some panels to `sums` [panels, rows, 32].
 template <class Form>
 void multiply_panels(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights* panels, int num_panels, float* sums) {
+    if (Form::kIsInteger) num_panels = 1;
     const int units = static_cast<int>(x.stride / Form::kUnit);
-    const std::int64_t first_row = blocks->begin, num_rows = blocks[num_blocks - 1].begin + blocks[num_blocks - 1].count - first_row;
+    const std::int64_t first_row = blocks->at, num_rows = blocks[num_blocks - 1].at + blocks[num_blocks - 1].height - first_row;
     // The next block of rows finds a stretch of the weights in the first-level cache.
     // Many blocks amortise a longer one, whose sums are written back less often.
     // So does the next pass over the columns, where registers do not hold them all.
-    const bool is_amx = takes_amx<Form>();
-    const bool is_one_pass = num_blocks == 1 && (is_amx || Form::kWidth == kColumns);
-    const int some = is_amx ? kAmxStretch : Form::kStretch;
-    const int step = is_one_pass ? units : num_blocks <= 3 || is_amx ? some : kLonger * some;
-    const bool is_far = Form::kIsFar || is_amx;
-    const std::ptrdiff_t distance = is_amx ? kAmxFar : Form::kIsFar ? kFar : kPrefetch;
+    const bool is_one_pass = num_blocks == 1 && Form::kWidth == kColumns;
+    const int step = is_one_pass ? units : num_blocks <= 3 ? Form::kStretch : kLonger * Form::kStretch;
+    const std::ptrdiff_t distance = Form::kIsFar ? kFar : kPrefetch;
+    const std::ptrdiff_t bytes = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
     const auto multiply = [&](int unit, int panel, int block) {
-        const std::int64_t row = blocks[block].begin;
-        Stretch stretch{x.from(row), panels[panel], unit, std::min(units, unit + step), {distance, distance},
+        const std::int64_t row = blocks[block].at;
+        Stretch stretch{x.from(row), panels[panel], unit, std::min(units, unit + step), {distance, distance}, kColumns * 4,
                         sums + (panel * num_rows + row - first_row) * kColumns};
-        if (num_blocks > 1 && is_far) {
-            if (block > 0) stretch.ahead[0] = stretch.ahead[1] = 0;
+        if (num_blocks > 1 && Form::kIsFar) {
+            // Each block fetches its part of the next stretch, the two vectors of columns half of that each, so that memory
+            // is never idle.
+            const bool is_next_panel = panel + 1 < num_panels;
+            const std::ptrdiff_t apart = static_cast<const char*>(panels[is_next_panel ? panel + 1 : 0].values) - static_cast<const char*>(panels[panel].values);
+            const std::ptrdiff_t next = apart + (is_next_panel ? 0 : bytes);
+            stretch.ahead[0] = next + bytes * block / num_blocks;
+            stretch.ahead[1] = stretch.ahead[0] + bytes / num_blocks / 2 - kColumns * 2;
+            stretch.pace = kColumns * 2 / num_blocks;
         } else if (num_blocks > 1) {
             // The first two blocks fetch half of the next stretch each, so that memory is busy during both.
-            const std::ptrdiff_t next = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
-            stretch.ahead[0] = block == 0 ? next : 0;
-            stretch.ahead[1] = block == 1 ? next : 0;
+            stretch.ahead[0] = block == 0 ? bytes : 0;
+            stretch.ahead[1] = block == 1 ? bytes : 0;
         }
-        if (is_amx) {
-            add_by_amx(stretch, blocks[block].count);
-        } else {
-            kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
-        }
+        kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
     };
+    std::memset(sums, 0, static_cast<std::size_t>(num_panels * num_rows * kColumns) * sizeof(float));
     for (int unit = 0; unit < units; unit += step) {
         for (int panel = 0; panel < num_panels; panel++) {
             for (int block = 0; block < num_blocks; block++) multiply(unit, panel, block);
         }
     }
 }
+
+#ifdef SPECCOMPILE_AMX
+// Writes the products to `sums`, by AMX: two blocks of rows share every load of weights. Where there are more, all of them
+// fetch the weights that are wanted next, so that memory is never idle.
+//
+// `turn`: how many pairs of blocks of the same panels have been before; `num_turns`: how many there are.
+inline void multiply_by_amx(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights* panels, int num_panels,
+                            int turn, int num_turns, float* sums) {
+    constexpr int kLines = kAmxStepBytes / 64;
+    const int pairs = static_cast<int>(x.stride / 2);  // of k
+    const std::int64_t first_row = blocks->at, num_rows = blocks[num_blocks - 1].at + blocks[num_blocks - 1].height - first_row;
+    const int stretch = num_panels > 1 ? kAmxSteps * kPartWords : pairs;
+    for (int pair = 0; pair < pairs; pair += stretch) {
+        for (int panel = 0; panel < num_panels; panel++) {
+            const auto weights = [&](int of, int from) {
+                return static_cast<const char*>(panels[of].values) + static_cast<std::ptrdiff_t>(from) * kAmxRowBytes;
+            };
+            AmxStretch s{};
+            s.weights = weights(panel, pair);
+            s.num_pairs = std::min(pairs - pair, stretch);
+            s.is_new = pair == 0;
+            s.lines = static_cast<int>(ceil_div(kLines, kAmxParts * num_turns));
+            const char* next = panel + 1 < num_panels ? weights(panel + 1, pair) : pair + stretch < pairs ? weights(0, pair + stretch) : weights(panel, pairs);
+            for (int block = 0; block < num_blocks; block += 2) {
+                for (int i = 0; i < 2; i++) {
+                    const bool is_there = block + i < num_blocks;
+                    s.rows[i] = is_there ? blocks[block + i].height : 0;
+                    if (is_there) s.parts[i] = x.from(blocks[block + i].at).parts + static_cast<std::ptrdiff_t>(pair / kPartWords) * kStepWords * s.rows[i];
+                }
+                s.sums = sums + (panel * num_rows + blocks[block].at - first_row) * kColumns;
+                const std::ptrdiff_t bytes = static_cast<std::ptrdiff_t>(s.lines) * kAmxParts * 64 * ceil_div(s.num_pairs, kPartWords);
+                s.next = num_turns == 1 ? s.weights + kAmxFar : next + (turn + block / 2) * bytes;
+                add_by_amx(s);
+            }
+        }
+    }
+}
+#endif
 
 // Weights [num_in, num_out] in panels; with a gate, gate and up are interleaved and half as many columns come out.
 template <class Form, bool kHasGate>
@@ -123,8 +172,8 @@ class Panels {
     // more of them.
     std::int64_t num_tasks(std::int64_t num_rows) const {
         const std::int64_t bytes = num_panels_ * panel_bytes(), most = bytes * std::min<std::int64_t>(num_rows, 8) / kTaskBytes;
-        std::int64_t count = std::max(num_blocks(bytes, kTaskBytes), std::min<std::int64_t>(most, 10));
-        if (is_shared(num_blocks(num_rows, most_rows<Form>()))) count = std::min(count, num_blocks(num_panels_, kTogether));
+        std::int64_t count = std::max(ceil_div(bytes, kTaskBytes), std::min<std::int64_t>(most, 10));
+        if (is_shared(num_rows)) count = std::min(count, ceil_div(num_panels_, kTogether));
         return std::min(num_panels_, count == 1 ? 1 : (count + 1) / 2 * 2);
     }
 
@@ -144,7 +193,7 @@ class Panels {
     Activations prepare(const Context& context, const RowBlock* begin, const RowBlock* end, const Source& source) const {
         Activations made;
         made.stride = stride_;
-        const std::int64_t num_rows = end[-1].begin + end[-1].count;
+        const std::int64_t num_rows = end[-1].at + end[-1].height;
         thread_local Scratch memory;
         if constexpr (Form::kIsInteger) {
             const std::int64_t groups = stride_ / kGroup;
@@ -152,16 +201,16 @@ class Panels {
             std::int32_t* records = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * made.words));
             made.records = records;
             for_units(context, begin, end, groups, [&](const RowBlock& block, int r, std::int64_t first, std::int64_t last) {
-                quantize_row(source(block.begin + r), num_in_, first, last, Form::kZero, records + block.begin * made.words + r, block.count);
+                quantize_row(source(block.begin + r), num_in_, first, last, Form::kZero, records + block.at * made.words + r, block.count);
             });
         } else if (takes_amx<Form>()) {
-            const std::int64_t steps = num_blocks(stride_, kAmxStep);
+            const std::int64_t steps = ceil_div(stride_, kAmxStep);
             made.words = steps * kStepWords;
             std::int32_t* parts = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * made.words));
             made.parts = parts;
             for_units(context, begin, end, steps, [&](const RowBlock& block, int r, std::int64_t first, std::int64_t last) {
-                std::int32_t* own = parts + block.begin * made.words + r * kPartWords;
-                split_row(source(block.begin + r), num_in_, first, last, own, block.count * kPartWords);
+                std::int32_t* own = parts + block.at * made.words + r * kPartWords;
+                split_row(source(block.begin + r), num_in_, first, last, own, block.height * kPartWords);
             });
         } else {
             float* to = memory.get<float>(static_cast<std::size_t>(num_rows * stride_));
@@ -175,29 +224,29 @@ class Panels {
     }
 
     // The rows of the blocks times panels first ... last - 1; `place` says where the results [width] of a row begin.
+    //
+    // Where the activations are more than a cache keeps, several panels share a stretch of them.
     template <class Place>
     void run_panels(const Activations& x, const RowBlock* begin, const RowBlock* end, const Weights& weights, const float* bias,
                     std::int64_t first_panel, std::int64_t last_panel, const Place& place) const {
-        constexpr std::int64_t kMost = Form::kTakesAmx ? kTogether : 1;
-        const std::int64_t together = is_shared(end - begin) ? kTogether : 1;
-        const std::ptrdiff_t chunk = kChunkRows / most_rows<Form>();
+        constexpr int kMost = Form::kIsInteger ? 1 : kTogether;
+        const int together = is_shared(end[-1].at + end[-1].height - begin->at) ? kMost : 1;
+        // By AMX results are two blocks, which are in the first-level cache.
+        const std::ptrdiff_t chunk = !takes_amx<Form>() ? kChunkRows / Form::kMaxRows : together == 1 ? 2 : kAmxBlocks;
         alignas(64) float sums[kMost * kChunkRows * kColumns];
         for (std::int64_t panel = first_panel; panel < last_panel; panel += together) {
-            const std::int64_t num_panels = std::min(together, last_panel - panel);
+            const auto num_panels = static_cast<int>(std::min<std::int64_t>(together, last_panel - panel));
             Weights own[kMost];
-            for (std::int64_t p = 0; p < num_panels; p++) {
+            for (int p = 0; p < num_panels; p++) {
                 own[p].values = static_cast<const char*>(weights.values) + (panel + p) * panel_bytes();
                 if (Form::kIsInteger) own[p].scales = weights.scales + (panel + p) * (stride_ / kGroup) * kColumns;
             }
             for (const RowBlock* first = begin; first < end; first += chunk) {
-                const std::ptrdiff_t count = std::min(chunk, end - first);
+                const auto count = static_cast<int>(std::min(chunk, end - first));
+                multiply(x, first, count, own, num_panels, static_cast<int>(first - begin) / 2, static_cast<int>(ceil_div(end - begin, 2)), sums);
                 const RowBlock& last = first[count - 1];
-                const std::int64_t num_rows = last.begin + last.count - first->begin;
-                std::memset(sums, 0, static_cast<std::size_t>(num_panels * num_rows) * kColumns * sizeof(float));
-                multiply_panels<Form>(x, first, static_cast<int>(count), own, static_cast<int>(num_panels), sums);
-                for (std::int64_t p = 0; p < num_panels; p++) {
-                    emit_panel(panel + p, num_rows, sums + p * num_rows * kColumns, bias, [&](std::int64_t r) { return place(first->begin + r); });
-                }
+                const std::int64_t height = last.at + last.height - first->at;
+                for (int p = 0; p < num_panels; p++) emit_panel(panel + p, first, last, sums + p * height * kColumns, bias, place);
             }
         }
     }
@@ -205,13 +254,21 @@ class Panels {
     std::int64_t num_in_, num_out_, stride_ = 0, num_panels_ = 0;
 
   private:
+    static void multiply(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights* panels, int num_panels,
+                         [[maybe_unused]] int turn, [[maybe_unused]] int num_turns, float* sums) {
+#ifdef SPECCOMPILE_AMX
+        if (takes_amx<Form>()) return multiply_by_amx(x, blocks, num_blocks, panels, num_panels, turn, num_turns, sums);
+#endif
+        multiply_panels<Form>(x, blocks, num_blocks, panels, num_panels, sums);
+    }
+
     // body(block, row of the block, first, last) for all rows and units of 32 numbers, in parallel where it pays: a task has
     // some units of all rows of a block, as tasks by rows would write to the same cache lines.
     template <class Body>
     void for_units(const Context& context, const RowBlock* begin, const RowBlock* end, std::int64_t units, const Body& body) const {
         const bool is_small = (end[-1].begin + end[-1].count) * num_in_ <= kParallelValues;
         const std::int64_t units_a_task = std::max<std::int64_t>(1, kParallelValues / (most_rows<Form>() * kGroup));
-        const std::int64_t parts = is_small ? 1 : num_blocks(units, units_a_task);
+        const std::int64_t parts = is_small ? 1 : ceil_div(units, units_a_task);
         const auto run = [&](std::size_t task) {
             const RowBlock& block = begin[static_cast<std::int64_t>(task) / parts];
             const std::int64_t part = static_cast<std::int64_t>(task) % parts;
@@ -225,19 +282,24 @@ class Panels {
         }
     }
 
-    // Whether several panels share a stretch of the activations: AMX multiplies faster than more than one block of them comes
-    // from the caches.
-    static bool is_shared(std::ptrdiff_t num_blocks) { return takes_amx<Form>() && num_blocks > 1; }
+    // Whether several panels share a stretch of the activations of so many rows.
+    bool is_shared(std::int64_t num_rows) const {
+        const std::int64_t bytes = takes_amx<Form>() ? 6 : 4;
+        return !Form::kIsInteger && num_rows > most_rows<Form>() && num_rows * stride_ * bytes > kSharedBytes;
+    }
 
     template <class Place>
-    void emit_panel(std::int64_t panel, std::int64_t num_rows, const float* sums, const float* bias, const Place& place) const {
+    void emit_panel(std::int64_t panel, const RowBlock* first, const RowBlock& last, const float* sums, const float* bias, const Place& place) const {
         alignas(64) float added[kColumns] = {};
         copy_columns(panel, bias, added);
-        for (std::int64_t r = 0; r < num_rows; r++) {
-            if constexpr (kHasGate) {
-                emit_gated(panel, sums + r * kColumns, added, place(r));
-            } else {
-                emit(panel, sums + r * kColumns, added, place(r));
+        for (const RowBlock* block = first; block <= &last; block++) {
+            const float* own = sums + (block->at - first->at) * kColumns;
+            for (int r = 0; r < block->count; r++, own += kColumns) {
+                if constexpr (kHasGate) {
+                    emit_gated(panel, own, added, place(block->begin + r));
+                } else {
+                    emit(panel, own, added, place(block->begin + r));
+                }
             }
         }
     }

@@ -80,6 +80,7 @@ struct Stretch {
     int begin, end;   // units of K
     // Bytes to prefetch ahead of the even and of the odd cache lines; each step of K has two. 0: nothing new.
     std::ptrdiff_t ahead[2];
+    int pace;         // bytes that what is prefetched advances by in a unit of a float form
     float* sums;      // [Rows, 32]
 };
 
@@ -106,7 +107,7 @@ struct FormF32 {
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
             }
-            for (std::ptrdiff_t k = s.begin; k < s.end; k++, w += kColumns, fetch.advance(kColumns * 4)) {
+            for (std::ptrdiff_t k = s.begin; k < s.end; k++, w += kColumns, fetch.advance(s.pace)) {
                 Float b[kVectors];
                 for (int v = 0; v < kVectors; v++) {
                     fetch.at(0, column + v * kLanes);
@@ -146,7 +147,7 @@ struct FormBf16 {
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
             }
-            for (std::ptrdiff_t pair = s.begin; pair < s.end; pair++, w += kColumns * 4, fetch.advance(kColumns * 4)) {
+            for (std::ptrdiff_t pair = s.begin; pair < s.end; pair++, w += kColumns * 4, fetch.advance(s.pace)) {
                 Float first[kVectors], second[kVectors];
                 for (int v = 0; v < kVectors; v++) {
                     fetch.at(0, column + v * kLanes);

@@ -28,8 +28,8 @@ from tests.plugins.mutants import Mutants, Swap, chosen
 
 NAME = "NormGatedPackedLinearBf16"
 NUM_IN, NUM_OUT = 1102, 74  # three stretches of 512, the last pairs no whole step; two panels, the last one in part
-NUM_ROWS = 37  # three blocks: 12, 12 and 13
-AMX = "cpu/amx.h"
+NUM_ROWS = 170  # 11 blocks of 15 or 16 rows, in two chunks; so many that the panels share stretches of the activations
+AMX, PANELS = "cpu/amx.h", "cpu/panels.h"
 
 MUTANTS: Mutants = {
     "the first eight bits of activations alone": (
@@ -40,14 +40,17 @@ MUTANTS: Mutants = {
     ),
     "the last pairs are left out": (Swap(AMX, "left > 0", "false", within="if (left > 0)"),),
     "the last pairs are those of the panel's beginning": (
-        Swap(AMX, "w", "static_cast<const char*>(s.panel.values)", within="std::memcpy(padded, w,"),
+        Swap(AMX, "w", "s.weights", within="std::memcpy(padded, w,"),
     ),
-    "every stretch begins at the first activations": (Swap(AMX, "s.begin / kPartWords", "0"),),
-    "shapes of the block before": (Swap(AMX, "rows == shaped_rows", "shaped_rows != 0"),),
+    "every stretch begins at the first activations": (Swap(PANELS, "pair / kPartWords", "0"),),
+    "every stretch begins with zeros": (Swap(AMX, "s.is_new", "true"),),
     "the second half has the first one's weights": (
         Swap(AMX, "kAmxRowBytes / 2", "0", within="_tile_loadd(5, weights + kAmxRowBytes / 2"),
     ),
-    "activations of the first part thrice": (Swap(AMX, "part * kPartWords * rows", "0"),),
+    "the second block has the first one's activations": (Swap(AMX, "x[1]", "x[0]", within="_tile_loadd(7, x[1]"),),
+    "the second block's sums where the first one's are": (Swap(AMX, "s.rows[0]", "0", within="s.sums + s.rows[0] *"),),
+    "activations of the first part thrice": (Swap(AMX, "part * kPartWords * rows[0]", "0"),),
+    "the second block's of the first part thrice": (Swap(AMX, "part * kPartWords * rows[1]", "0"),),
 }
 
 
@@ -85,7 +88,7 @@ def test_rows_have_the_same_bits_over_several_stretches() -> None:
     linear = open_linear(library())
     assert linear.is_right()
     whole = run(linear.session, linear.feeds)
-    for count in (1, 2, 15, 16, 17, 36):
+    for count in (1, 2, 15, 16, 17, 37, 96, 150):
         part = run(linear.session, {name: array[:, :count].copy() for name, array in linear.feeds.items()})
         for few, all_rows in zip(part, whole, strict=True):
             assert np.array_equal(few.view(np.int32), all_rows[:, :count].view(np.int32)), f"{count} rows"

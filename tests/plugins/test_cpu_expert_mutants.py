@@ -39,14 +39,14 @@ MUTANTS: Mutants = {
     ),
     "bias of the first expert": (Swap(EXPERTS, "bias + rows.expert * num_out_", "bias"),),
     "the last row of an expert is left out": (
-        Swap(EXPERTS, "count", "std::max<std::int64_t>(1, count - 1)", within="cut_rows(begin, count, most_rows"),
+        Swap(EXPERTS, "count", "std::max<std::int64_t>(1, count - 1)", within="cut_rows<Form>(begin, count,"),
     ),
     "rows of all experts so far for each": (Swap(EXPERTS, "end", "blocks", within="const RowBlock* first = end;"),),
     "blocks of rows begin at the first row": (
         Swap(PANELS, "first_row + begin", "begin", within="{first_row + begin,"),
     ),
     "records of all blocks in the place of the first": (
-        Swap(PANELS, "block.begin", "std::int64_t{0}", within="records + block.begin * made.words"),
+        Swap(PANELS, "block.at", "std::int64_t{0}", within="records + block.at * made.words"),
     ),
     "the last groups are not quantised": (
         Swap(PANELS, "units * (part + 1) / parts", "(units - 1) * (part + 1) / parts"),
@@ -59,13 +59,7 @@ MUTANTS: Mutants = {
     "one expert too many is accepted": (Swap(EXPERTS, "ids[i] >= num_experts", "ids[i] > num_experts"),),
     "no bias": (Swap(PANELS, "copy_columns(panel, bias, added);", "added[0] = 0;"),),
     "up is gate": (Swap(PANELS, "load(sums + kHalf + c)", "load(sums + c)"),),
-    "the last row of a chunk is not written": (
-        Swap(
-            PANELS,
-            "last.begin + last.count - first->begin",
-            "std::max<std::int64_t>(1, last.begin + last.count - first->begin - 1)",
-        ),
-    ),
+    "the last block of a chunk is not written": (Swap(PANELS, "block <= &last", "block < &last"),),
 }
 
 

@@ -120,6 +120,19 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str, k
                 assert np.array_equal(mine.view(np.int32), single[:, order].view(np.int32)), f"{count} rows"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("F32", "Bf16"))])
+def test_rows_have_the_same_bits_where_panels_share_stretches_of_them(name: str, kernels: Path) -> None:
+    num_in, num_out, num_rows = 1102, 300, 260  # more than 1 MiB of float32; ten panels, which are more than share one
+    constants, attributes = linear_case(name, num_in, num_out)
+    session = session_of(linear_model(name, constants, attributes), kernels)
+    feeds = rows_for(name, num_rows, num_in)
+    whole = run(session, feeds)
+    for begin in range(0, num_rows, 13):
+        few = run(session, {n: a[:, begin : begin + 13].copy() for n, a in feeds.items()})
+        for mine, right in zip(whole, few, strict=True):
+            assert np.array_equal(mine[:, begin : begin + 13].view(np.int32), right.view(np.int32)), f"from row {begin}"
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(name: str, value: float, kernels: Path) -> None:
