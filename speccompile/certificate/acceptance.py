@@ -139,9 +139,10 @@ def check_acceptance(
         return not_run(ACCEPTANCE, f"the bundle cannot draft greedy chains: {fault}")
     engine.controller = None
     num_tokens = min(len(text) for text in plain)
-    # The loop's first token is the target's alone: it is given to the engine.
-    begun = [[*prompt, text[0]] for prompt, text in zip(prompts, plain, strict=True)]
-    params = SamplingParams(max_new_tokens=max(1, num_tokens - 1), ignore_eos=True)
+    # The loop's first token is the target's alone: the engine has it from reading the prompt, or it is given.
+    reads = engine.verifier.may_read_last and all(len(prompt) > 1 for prompt in prompts)
+    begun = [list(p) if reads else [*p, text[0]] for p, text in zip(prompts, plain, strict=True)]
+    params = SamplingParams(max_new_tokens=max(1, num_tokens - (not reads)), ignore_eos=True)
     batch_size = min(engine.context.max_slots, len(begun))
     ours = Acceptance.of(decode_with(engine, engine.proposer, begun, params, batch_size=batch_size).outcomes, num)
     exact = is_exact(bundle.manifest)

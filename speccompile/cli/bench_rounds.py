@@ -143,8 +143,8 @@ def run_rounds(
 def summary_from_runs(runs: Runs, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """Returns the modes' figures and their ratios.
 
-    `tokens_per_s` is decoding alone, the prompt's own time taken out, as medians over rounds; the figure with it is
-    `tokens_per_s_with_prefill`. `exact`: all tokens equal those of transformers' greedy decoding, or of plain
+    `tokens_per_s` is decoding alone, the prompt's own time and the tokens that came with it (`num_first_tokens`) taken
+    out, as medians over rounds; the figure with both is `tokens_per_s_with_prefill`. `exact`: all tokens equal those of transformers' greedy decoding, or of plain
     decoding where transformers was not run. An end token of `eos_token_ids` does not count: some engines leave it out.
     """
     oracle = next((mode for mode in REFERENCES if mode in runs), None)
@@ -173,7 +173,8 @@ def _mode(
         num = sum(len(result["tokens"]) for result in one)
         total_s = sum(result["total_s"] for result in one)
         prefill_s = sum(result["prefill_s"] for result in one)
-        speeds.append(num / max(total_s - prefill_s, 1e-9))
+        num_first = sum(result.get("num_first_tokens", 0) for result in one)
+        speeds.append((num - num_first) / max(total_s - prefill_s, 1e-9))
         speeds_with_prefill.append(num / max(total_s, 1e-9))
     steps = sum(result["num_steps"] for result in results)
     same = []

@@ -45,6 +45,7 @@ def decode_with(engine: SpecEngine) -> Decode:
             "tokens": result.tokens,
             "total_s": time.perf_counter() - start,
             "prefill_s": stats["prefill_ms"] / 1e3,
+            "num_first_tokens": stats["num_first_tokens"],
             "num_steps": stats["num_steps"],
             "num_accepted": stats["num_accepted"],
             "outside_s": stats["outside_engine_ms"] / 1e3,

@@ -210,6 +210,7 @@ def print_stats(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         return float(sum(row[key] for row in rows))
 
     steps, tokens = total("num_steps"), total("num_tokens")
+    in_steps = tokens - total("num_first_tokens")
     tried = max((len(row["acceptance_by_position"]) for row in rows), default=0)
     facts: list[tuple[str, Any]] = [
         ("prompts", len(rows)),
@@ -218,7 +219,7 @@ def print_stats(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
         ("draft tokens", f"{total('num_draft_tokens'):.0f}, accepted {total('num_accepted'):.0f}"),
         ("mean acceptance length", f"{1 + total('num_accepted') / steps if steps else 1:.2f}"),
         ("longest draft", f"{tried} tokens"),
-        ("tokens/s while decoding", f"{tokens / total('step_ms') * 1e3 if total('step_ms') else 0:.1f} a sequence"),
+        ("tokens/s while decoding", f"{in_steps / total('step_ms') * 1e3 if total('step_ms') else 0:.1f} a sequence"),
         ("time outside the engines", f"{100 * total('outside_engine_ms') / total('step_ms') if steps else 0:.1f} %"),
         ("prefill", f"{total('prefill_ms'):.0f} ms"),
     ]

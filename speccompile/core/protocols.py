@@ -214,10 +214,10 @@ class Batch(Protocol):
 class Proposer(Protocol):
     """Drafts tokens. It sees the target's tokens, verdicts and, if asked for, hidden states, and nothing else of it.
 
-    The order of calls for a slot is start, prefill (once per chunk of all prompt tokens but the last), then
-    propose and commit in turn. Slots of a batch may start, end and move between two steps. Prompts may be read in
-    parts between the steps of others: `flush` comes before each part. Any call may be the last one: after an
-    abandoned run comes `start`.
+    The order of calls for a slot is start, prefill (once per chunk of all tokens but the last), then propose and
+    commit in turn. Where reading the prompt gives the first new token, that is the last when the last chunk comes.
+    Slots of a batch may start, end and move between two steps. Prompts may be read in parts between the steps of
+    others: `flush` comes before each part. Any call may be the last one: after an abandoned run comes `start`.
 
     Its state for a sequence is kept on the sequence (`TokenSequence.draft_state`) and travels with it. Rows in caches
     of engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.

@@ -19,6 +19,7 @@ from speccompile.runtime.faults import FAULTS, NotFinite
 from speccompile.runtime.grammar_drafts import forced_chains, read_grammars, within_grammars
 from speccompile.runtime.host_verify import logprobs_of_step, verify_on_host
 from speccompile.runtime.logprobs import TokenLogprobs
+from speccompile.runtime.prompts import read_chunk
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -45,9 +46,11 @@ def decode(
             recorded in the bundle.
 
     Yields:
-        One step for each active sequence, by slot.
+        One step for each active sequence, by slot; and before those the first steps of sequences whose prompts were
+        read, where that gave their first tokens.
     """
-    admit(verifier, proposer, batch, planner)
+    if first := admit(verifier, proposer, batch, planner):
+        yield first
     while batch.sequences:
         # Where drafts are drawn the text depends on them, so a planner, which uses measured times, must not decide.
         active = None if planner is None or batch.may_draw else batch.sequences
@@ -59,8 +62,9 @@ def decode(
             planner.observe(active, steps, round_.times)
         yield steps
         if [step for step in steps if step.finish_reason is not None]:
-            retire(verifier, proposer, batch, steps, planner)
-            admit(verifier, proposer, batch, planner)
+            first = retire(verifier, proposer, batch, steps, planner)
+            if first := [*first, *admit(verifier, proposer, batch, planner)]:
+                yield first
 
 
 FORCED_LENGTH = 4  # of chains, and depth of trees, where a request forces drafts and the planner gives no length
@@ -187,32 +191,45 @@ def emit(
     return steps
 
 
-def admit(verifier: Verifier, proposer: Proposer, batch: SequenceBatch, planner: Planner | None = None) -> None:
-    """Gives free slots to waiting sequences and reads their prompts."""
+def admit(verifier: Verifier, proposer: Proposer, batch: SequenceBatch, planner: Planner | None = None) -> list[Step]:
+    """Gives free slots to waiting sequences and reads their prompts.
+
+    Returns:
+        The first steps of those whose first tokens came with their prompts; one that has ended has no slot.
+    """
     if not batch.waiting or len(batch.sequences) == batch.max_slots:
-        return
+        return []
+    first: list[Step] = []
     while batch.waiting and len(batch.sequences) < batch.max_slots:
-        _start_sequence(verifier, proposer, batch, len(batch.sequences), planner)
+        _start_sequence(verifier, proposer, batch, len(batch.sequences), first, planner)
     batch.changed()
+    return first
 
 
 def retire(
     verifier: Verifier, proposer: Proposer, batch: SequenceBatch, steps: list[Step], planner: Planner | None = None
-) -> None:
-    """Frees the slots of finished sequences: the next waiting one, or else the last active one, takes each."""
+) -> list[Step]:
+    """Frees the slots of finished sequences: the next waiting one, or else the last active one, takes each.
+
+    Returns:
+        See `admit`.
+    """
+    first: list[Step] = []
     for slot in reversed(range(len(steps))):
         if steps[slot].finish_reason is None:
             continue
-        if batch.waiting:
-            _start_sequence(verifier, proposer, batch, slot, planner)
-            continue
-        last = len(batch.sequences) - 1
-        if slot < last:
-            for cache in (verifier.cache, *proposer.caches):
-                cache.move(last, slot)
-            batch.sequences[slot] = batch.sequences[last]
-        batch.sequences.pop()
+        while batch.waiting:
+            if _start_sequence(verifier, proposer, batch, slot, first, planner):
+                break
+        else:
+            last = len(batch.sequences) - 1
+            if slot < last:
+                for cache in (verifier.cache, *proposer.caches):
+                    cache.move(last, slot)
+                batch.sequences[slot] = batch.sequences[last]
+            batch.sequences.pop()
     batch.changed()
+    return first
 
 
 def needs_draft(proposer: Proposer, planner: Planner | None, batch: SequenceBatch, sequence: TokenSequence) -> bool:
@@ -238,21 +255,43 @@ def needs_draft(proposer: Proposer, planner: Planner | None, batch: SequenceBatc
 
 
 def _start_sequence(
-    verifier: Verifier, proposer: Proposer, batch: SequenceBatch, slot: int, planner: Planner | None = None
-) -> None:
+    verifier: Verifier,
+    proposer: Proposer,
+    batch: SequenceBatch,
+    slot: int,
+    first: list[Step],
+    planner: Planner | None = None,
+) -> bool:
+    """Reads the prompt of the next waiting sequence into a slot; returns whether the sequence goes on from there.
+
+    Args:
+        verifier: the target.
+        proposer: the drafts.
+        batch: its sequence at `slot`, if there is one, is replaced.
+        slot: slot index.
+        first: its first step is added, where reading the prompt gives one.
+        planner: see `decode`.
+    """
     sequence = batch.waiting.popleft()
-    sequence.stats.start_s = perf_counter()
-    reads, draft_s = needs_draft(proposer, planner, batch, sequence), 0.0
+    stats, draft_s, end = sequence.stats, 0.0, None
+    stats.start_s = perf_counter()
+    reads = needs_draft(proposer, planner, batch, sequence)
     proposer.start(slot, sequence)
-    for tokens, start, outputs in verifier.prefill(slot, sequence.tokens, sequence.images):
-        if reads:
-            start_s = perf_counter()
-            proposer.prefill(slot, sequence, tokens, start, outputs)
-            draft_s += perf_counter() - start_s
+    verifier.lengths[slot], alone = 0, SequenceBatch.alone(sequence)
+    while verifier.lengths[slot] < sequence.num_prompt - 1:
+        chunk = read_chunk(verifier, proposer, slot, alone, reads)
+        draft_s += chunk.draft_s
+        if chunk.step is not None:
+            first.append(chunk.step)
+            end = chunk.step.finish_reason
     if planner:
         planner.read(sequence.num_prompt - 1, draft_s if reads else None)
-    sequence.stats.prefill_s = perf_counter() - sequence.stats.start_s
+    stats.end_s = perf_counter()
+    stats.prefill_s = stats.end_s - stats.start_s
+    if end is not None:
+        return False
     batch.sequences[slot : slot + 1] = [sequence]
+    return True
 
 
 def decode_one(verifier: Verifier, proposer: Proposer, sequence: TokenSequence) -> Iterator[list[int]]:
@@ -266,12 +305,14 @@ def decode_one(verifier: Verifier, proposer: Proposer, sequence: TokenSequence) 
     Yields:
         The new tokens of each step.
     """
-    batch, engine, params = SequenceBatch([sequence], 1), verifier.engine, sequence.sampling
-    admit(verifier, proposer, batch)
-    reason = None
+    engine, params, batch = verifier.engine, sequence.sampling, SequenceBatch.alone(sequence)
+    proposer.start(0, sequence)
+    for nodes, start, outputs in verifier.prefill(0, sequence.tokens, sequence.images):
+        proposer.prefill(0, sequence, nodes, start, outputs)
+    reason, is_first = None, sequence.num_prompt > 1 and verifier.may_read_last  # the first token comes without drafts
     while reason is None:
         sequence.plan(verifier.max_seq_len)
-        tree = proposer.propose(batch)  # node 0 is the root
+        tree = batch.roots() if is_first else proposer.propose(batch)  # node 0 is the root
         lengths = verifier.lengths[:1]
         outputs = engine.run({TOKENS: tree.tokens, LENGTHS: lengths, TREE_MASK: tree.mask()})
         probs = warp(outputs[LOGITS], [params.temperature], [params.top_k], [params.top_p])
@@ -281,7 +322,10 @@ def decode_one(verifier: Verifier, proposer: Proposer, sequence: TokenSequence) 
         if params.needs_logits:
             verdict = verify_on_host(verdict, tree, batch.sequences, [0], outputs[LOGITS], draws, tree.draft_probs)
         verifier.commit(tree, verdict)
-        proposer.commit(batch, tree, verdict, outputs)
+        if is_first:
+            proposer.skip(batch, verdict, outputs)
+        else:
+            proposer.commit(batch, tree, verdict, outputs)
         [step] = emit(tree, verdict, batch)
-        reason = step.finish_reason
+        reason, is_first = step.finish_reason, False
         yield step.tokens

@@ -11,15 +11,19 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from speccompile.core.specs import NEXT_TOKEN
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
 from speccompile.runtime.loop import Round, needs_draft, run_step
 from speccompile.runtime.prefixes import MIN_SHARED
+from speccompile.runtime.prompts import read_chunk
 from speccompile.runtime.requests import StepOutput
-from speccompile.runtime.sequences import SequenceBatch
+from speccompile.runtime.sequences import SequenceBatch, Step
 from speccompile.runtime.slot_allocator import SlotAllocator
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.views import ViewKeeper
@@ -60,6 +64,7 @@ class Scheduler:
         self._broken: BaseException | None = None
         self._last_read: RequestOutput | None = None  # the one whose prompt is being read, or was read last
         self._draft_reads = False  # the prompt that is being read
+        self._alone = SequenceBatch((), 1)  # its sequence
         self._handles: dict[int, RequestHandle] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
         engine.reset()
@@ -119,19 +124,20 @@ class Scheduler:
     def _read_prompts(self) -> list[Event]:
         """Reads prompts until the chunk is used up; a sequence whose prompt is read joins the active ones."""
         left = self.prefill_chunk
+        events: list[Event] = []
         while left > 0:
             try:
                 if self.allocator.reading is None:
                     if not self.queue or not self.allocator.has_room:
                         break
                     self._open(self.queue.popleft())
-                left -= self._read(left)
+                left -= self._read(left, events)
             except FAULTS as fault:
-                return self._fail(fault)
-        return []
+                return events + self._fail(fault)
+        return events
 
     def _open(self, output: RequestOutput) -> None:
-        self._last_read = output
+        self._last_read, self._alone = output, SequenceBatch.alone(output.sequence)
         output.started_s = output.sequence.stats.start_s = output.sequence.stats.end_s = self._clock()
         self._stop_waiting(output.handle)
         self._draft_reads = needs_draft(self.engine.proposer, self.planner, self.batch, output.sequence)
@@ -147,37 +153,47 @@ class Scheduler:
         self.num_waiting -= handle.is_waiting
         handle.is_waiting = False
 
-    def _read(self, most: int) -> int:
-        """Reads at most `most` tokens of the current prompt; returns how many."""
+    def _read(self, most: int, events: list[Event]) -> int:
+        """Reads at most `most` tokens of the current prompt, its last one not counted.
+
+        Args:
+            most: at least 1.
+            events: the first step output is added, where the prompt's end gives a first token.
+
+        Returns:
+            How many were read.
+        """
         start_s = self._clock()
         allocator, verifier, proposer = self.allocator, self.engine.verifier, self.engine.proposer
         output, slot = allocator.reading, allocator.reading_slot
         assert output is not None
-        self._last_read = output
-        tokens, start = output.sequence.tokens, int(verifier.lengths[slot])
-        num = 0
-        if start < len(tokens) - 1:
+        self._last_read, sequence, alone = output, output.sequence, self._alone
+        num_last, num, chunk = sequence.num_prompt - 1, 0, None
+        if verifier.lengths[slot] < num_last:
             proposer.flush()
-            nodes, outputs = verifier.read(slot, tokens, most, output.sequence.images)
-            if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
-                self._clear(slot)
-                raise NotFinite(start + nodes.shape[1])
-            draft_start_s = perf_counter()
-            if self._draft_reads:
-                proposer.prefill(slot, output.sequence, nodes, start, outputs)
-            draft_s = perf_counter() - draft_start_s
-            num = nodes.shape[1]
-            self.planner.read(num, draft_s if self._draft_reads else None)
-            self.counters.num_prefill_tokens += num
-        if start + num == len(tokens) - 1:
+            chunk = read_chunk(verifier, proposer, slot, alone, self._draft_reads, most, is_checked=True)
+            num = chunk.num - (chunk.step is not None)
+            self.planner.read(num, chunk.draft_s if self._draft_reads else None)
+            self.counters.num_prefill_tokens += chunk.num
+        sequence.stats.end_s = self._clock()
+        sequence.stats.prefill_s += sequence.stats.end_s - start_s
+        step = None if chunk is None else chunk.step
+        if verifier.lengths[slot] >= num_last and (step is None or step.finish_reason is None):
             allocator.join()
-        output.sequence.stats.prefill_s += self._clock() - start_s
+        if step is not None and chunk is not None:
+            events.append(self._first_event(output, step, chunk.verdict))
         return num
 
-    def _clear(self, slot: int) -> None:
-        """Zeroes the caches of a slot: rows that are not finite spoil attention even where a mask hides them."""
-        for engine in self.engine.engines:
-            engine.clear_slot(slot)
+    def _first_event(self, output: RequestOutput, step: Step, verdict: Verdict | None) -> Event:
+        """Returns the step output of the token that reading a prompt gave, and frees the slot if the text has ended."""
+        self.counters.num_tokens += len(step.tokens)
+        wants = output.handle.request.wants_trace and step.finish_reason != "error"
+        root = TokenTree.chain(np.array([[output.sequence.tokens[output.sequence.num_prompt - 1]]], dtype=np.int64))
+        trace = trace_step(self.engine.tokenizer, root, verdict, 0) if wants and verdict is not None else None
+        step_output = output.step_output(step, self._clock(), trace)
+        if step.finish_reason is not None:
+            self._close(output, step_output)
+        return output.handle, step_output
 
     def _fail(self, fault: BaseException) -> list[Event]:
         """Ends the output whose prompt cannot be read, or that cannot join after it was read."""

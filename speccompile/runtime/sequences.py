@@ -191,7 +191,13 @@ class TokenSequence:
             self.max_drafts = min(self.max_drafts, limit)
 
     def emit(
-        self, new: list[int], num_drafts: int, depth: int, is_bonus: bool, logprobs: Sequence[TokenLogprobs] = ()
+        self,
+        new: list[int],
+        num_drafts: int,
+        depth: int,
+        is_bonus: bool,
+        logprobs: Sequence[TokenLogprobs] = (),
+        of_prompt: bool = False,
     ) -> Step:
         """Appends the tokens of a step, up to the end of the text.
 
@@ -201,6 +207,7 @@ class TokenSequence:
             depth: of the deepest of them.
             is_bonus: a whole path was kept.
             logprobs: of each new token; empty where they are not asked for.
+            of_prompt: they came with the prompt, not in a step.
         """
         num_accepted = len(new) - 1
         reason, text = None, ""
@@ -224,7 +231,10 @@ class TokenSequence:
         stats = self.stats
         stats.num_tokens += len(new)
         stats.num_draft_tokens += num_drafts
-        stats.outcomes[depth, num_accepted] += 1
+        if of_prompt:
+            stats.num_first_tokens += len(new)
+        else:
+            stats.outcomes[depth, num_accepted] += 1
         logprobs = logprobs[: len(new)]
         self.logprobs += logprobs
         return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason, logprobs)
@@ -287,6 +297,13 @@ class SequenceBatch:
         self.wants_logprobs = False
         self._warp: dict[str, NDArray[Any]] = {}
         self._roots: TokenTree | None = None
+
+    @classmethod
+    def alone(cls, sequence: TokenSequence) -> SequenceBatch:
+        """Returns a batch of one active sequence."""
+        (batch := cls((), 1)).sequences.append(sequence)
+        batch.changed()
+        return batch
 
     def changed(self) -> None:
         """Recomputes what depends on the sequences and their slots. Called after every change of `sequences`."""

@@ -116,7 +116,17 @@ class SequenceStats:
         now_s: `perf_counter()` at the start of its prefill.
     """
 
-    __slots__ = ("end_s", "engine_s", "num_draft_tokens", "num_tokens", "outcomes", "prefill_s", "start_s", "step_s")
+    __slots__ = (
+        "end_s",
+        "engine_s",
+        "num_draft_tokens",
+        "num_first_tokens",
+        "num_tokens",
+        "outcomes",
+        "prefill_s",
+        "start_s",
+        "step_s",
+    )
 
     def __init__(self, now_s: float) -> None:
         self.start_s = self.end_s = now_s
@@ -124,6 +134,7 @@ class SequenceStats:
         self.step_s = 0.0  # in decoding steps, prefill not counted
         self.engine_s = 0.0  # the part of it that engines took
         self.num_tokens = 0
+        self.num_first_tokens = 0  # those that reading the prompt gave, outside the steps
         self.num_draft_tokens = 0
         self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
 
@@ -137,7 +148,8 @@ class SequenceStats:
         """Returns a JSON-ready dict.
 
         Times are wall clock: `time_ms` from the start of the prefill to the last token, `step_ms` in the
-        sequence's steps, `engine_ms` the part of these in engines. `tokens_per_s` is over `step_ms`.
+        sequence's steps, `engine_ms` the part of these in engines. `num_first_tokens`, 1 or 0, are those that reading
+        the prompt gave, outside the steps. `tokens_per_s` is the others over `step_ms`.
         `acceptance_by_position` is accepted / tried at each depth, where a depth is tried when its parent was
         accepted. `mean_acceptance_length` is 1 + accepted / steps. `acceptance_histogram` counts the steps that drafted
         by the number of drafts that were accepted, from 0 to the deepest draft's depth.
@@ -151,6 +163,7 @@ class SequenceStats:
         return {
             "num_steps": steps,
             "num_tokens": self.num_tokens,
+            "num_first_tokens": self.num_first_tokens,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted": accepted,
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
@@ -164,5 +177,5 @@ class SequenceStats:
             "step_ms": self.step_s * 1e3,
             "engine_ms": self.engine_s * 1e3,
             "outside_engine_ms": (self.step_s - self.engine_s) * 1e3,
-            "tokens_per_s": self.num_tokens / self.step_s if self.step_s > 0 else 0.0,
+            "tokens_per_s": (self.num_tokens - self.num_first_tokens) / self.step_s if self.step_s > 0 else 0.0,
         }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Verifier:
         self._compacts = not engine.compacts_in_step
         self._has_states = engine.states is not None
         self._end_rows = min(END_ROWS, engine.spec.max_pending)
+        self.may_read_last = chunk > 1 and (not self._has_states or engine.spec.max_pending > END_ROWS)
         self._lengths_of: dict[int, Ints] = {}  # by batch size: a view of `lengths`, made once
 
     def may_draft(self, where: str, params: SamplingParams) -> bool:
@@ -96,51 +97,76 @@ class Verifier:
         """
         self.lengths[slot] = 0
         while (start := int(self.lengths[slot])) < len(tokens) - 1:
-            nodes, outputs = self.read(slot, tokens, images=images)
+            nodes, outputs, _ = self.read(slot, tokens, images=images)
             yield nodes, start, outputs
 
     def read(
-        self, slot: int, tokens: Sequence[int], most: int | None = None, images: PromptImages | None = None
-    ) -> tuple[Ints, Outputs]:
-        """Reads the next chunk of a prompt; the prompt's last token is never read.
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        most: int | None = None,
+        images: PromptImages | None = None,
+        alone: SequenceBatch | None = None,
+    ) -> tuple[Ints, Outputs, Verdict | None]:
+        """Reads the next chunk of a prompt, which is not read whole but for its last token.
+
+        With `alone` the last chunk holds the prompt's last token as well, so that reading gives the first new token: it
+        is the one, in bits, that a plain step would give. So it is not where the prompt's last token is all that is
+        left, where a chunk has one token, and where recurrent states could not go back to where the same prompt begins.
 
         Args:
             slot: slot index of the sequence; its cache holds the first `lengths[slot]` tokens.
             tokens: all of the prompt.
-            most: most tokens to read; None: no bound but `chunk`. An image is read whole, whatever its tokens.
+            most: most tokens to read, the prompt's last not counted; None: no bound but `chunk`. An image is read
+                whole, whatever its tokens.
             images: of the prompt; None: it has none.
+            alone: the sequence, as a batch of its own; None: the last token is left to a step.
 
         Returns:
-            The tokens of the chunk [1, nodes], and the target's outputs.
+            The tokens of the chunk [1, nodes], the target's outputs, and the verdict on the prompt's last token where
+            it was read.
         """
         row = self.lengths[slot : slot + 1]
         start = int(row[0])
-        left, num = len(tokens) - 1 - start, self.chunk if most is None else min(self.chunk, most)
-        num, sure = self._split(left, num) if self._has_states else (min(left, num), None)
+        most = self.chunk if most is None else min(self.chunk, most)
+        reads_last = alone is not None and self.may_read_last
+        num, num_sure = self._split(len(tokens) - 1 - start, most, int(reads_last))
         if images is not None:
             num = images.chunk(start, num)
         nodes = np.array([tokens[start : start + num]], dtype=np.int64)
         # One scored node, so that the LM head is computed for one row. The last node attends to all others.
         feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.array([[nodes.shape[1] - 1]], dtype=np.int64)}
-        if sure is not None:
-            feeds[SURE_NODES] = sure
+        if self._has_states:
+            feeds[SURE_NODES] = np.array([num_sure], dtype=np.int64)
         if images is not None:
             feeds |= images.feeds(start, num)
-        outputs = self.engine.run(feeds, first_slot=slot)
+        if alone is None or start + num < len(tokens):
+            outputs, verdict = self.engine.run(feeds, first_slot=slot), None
+        else:
+            tree = alone.roots()
+            feeds |= self._draw_feeds(tree, alone)
+            outputs = self.engine.run(feeds, first_slot=slot)
+            verdict = self._verdict(tree, alone, feeds, outputs)
         row += nodes.shape[1]
-        return nodes, outputs
+        return nodes, outputs, verdict
 
-    def _split(self, left: int, most: int) -> tuple[int, Ints]:
-        """Returns the size of a prompt's next chunk, and its `sure_nodes` [1]: all, but for the prompt's last rows.
+    def _split(self, left: int, most: int, num_last: int) -> tuple[int, int]:
+        """Returns how many tokens a prompt's next chunk has, and how many of them are sure.
+
+        All are, but for the prompt's last rows.
 
         Args:
-            left: tokens that are still to be read.
-            most: of the chunk.
+            left: tokens that are still to be read, the prompt's last not counted.
+            most: of the chunk, the prompt's last not counted.
+            num_last: 1: the last chunk has the prompt's last token, too.
         """
-        if left <= most:
-            return left, np.array([max(left - self._end_rows, 0)], dtype=np.int64)
-        num = max(min(most, left - self._end_rows), 1)  # so that the last chunk has them all
-        return num, np.array([num], dtype=np.int64)
+        end_rows = self._end_rows if self._has_states else 0
+        if left <= most and left + num_last <= self.chunk:
+            num = left + num_last
+            return num, max(num - num_last - end_rows, 0)
+        # So that the last chunk has all of the last rows, and a token before the prompt's last.
+        num = max(min(most, left - max(end_rows, num_last)), 1)
+        return num, num
 
     def _check_trees(self) -> None:
         if self.engine.states is not None and not self.engine.states.scores_trees:
@@ -166,11 +192,23 @@ class Verifier:
                 feeds[TREE_MASK] = tree.mask() & (np.arange(nodes) < tree.num_nodes[:, None])[:, :, None]
                 feeds[TREE_MASK] |= np.eye(nodes, dtype=np.bool_)
         if not batch.is_greedy:
-            feeds.update(batch.warp_feeds())
-            feeds[UNIFORMS] = batch.tree_uniforms(tree)
-            if tree.draft_probs is not None and batch.is_drawn(tree):
-                feeds[DRAFT_PROBS] = tree.draft_probs
-        self.outputs = outputs = self.engine.run(feeds)
+            feeds.update(self._draw_feeds(tree, batch))
+        self.outputs = self.engine.run(feeds)
+        return self._verdict(tree, batch, feeds, self.outputs)
+
+    def _draw_feeds(self, tree: TokenTree, batch: SequenceBatch) -> dict[str, NDArray[Any]]:
+        """Returns what the graph needs to draw from its distributions; nothing where all sequences are greedy."""
+        if batch.is_greedy:
+            return {}
+        feeds = {**batch.warp_feeds(), UNIFORMS: batch.tree_uniforms(tree)}
+        if tree.draft_probs is not None and batch.is_drawn(tree):
+            feeds[DRAFT_PROBS] = tree.draft_probs
+        return feeds
+
+    def _verdict(
+        self, tree: TokenTree, batch: SequenceBatch, feeds: Mapping[str, NDArray[Any]], outputs: Outputs
+    ) -> Verdict:
+        """Returns the graph's verdict, of sequences with logits processors the host's."""
         verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
         if not batch.processed:
             return verdict

@@ -58,8 +58,9 @@ def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monke
         monkeypatch.setattr(engine.proposer, "_free", [])
         tree, switched = next_drafts(engine, watched, batch)
         engine.reset()
-        anew = SequenceBatch([engine.make_sequence(0, text, asked, False)], 1)
+        anew = SequenceBatch([engine.make_sequence(0, text[:-1], asked, False)], 1)
         admit(engine.verifier, engine.proposer, anew)
+        assert anew.sequences[0].tokens == text  # the last token came with the prompt
         tree_anew, read = next_drafts(engine, watched, anew)
         monkeypatch.undo()
         monkeypatch.setattr(

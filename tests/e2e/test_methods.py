@@ -136,6 +136,22 @@ def test_the_seed_alone_decides_sampled_text(lab, method, form):
         assert [r.tokens for r in engine.generate(prompts(), asked, batch_size=batch_size)] == alone
 
 
+@pytest.mark.parametrize(("method", "form"), [pair for pair in forms() if pair[0] in ("ngram", "eagle3", "medusa")])
+def test_the_first_token_that_comes_with_the_prompt_is_that_of_a_step(lab, monkeypatch, method, form):
+    engine = lab(method, form, "onnxruntime")
+    asked = [
+        SamplingParams(max_new_tokens=6, temperature=0.3 * i, top_p=0.9 if i % 2 else 1.0, seed=i, ignore_eos=True)
+        for i in range(len(prompts()))
+    ]
+    runs = {}
+    for reads in (True, False):
+        monkeypatch.setattr(engine.verifier, "may_read_last", reads)
+        runs[reads] = engine.generate(prompts(), asked, speculative=False, batch_size=3)
+    assert [r.tokens for r in runs[True]] == [r.tokens for r in runs[False]]
+    assert sum(r.stats["num_first_tokens"] for r in runs[True]) == sum(len(p) > 1 for p in prompts()) > 3
+    assert sum(r.stats["num_first_tokens"] for r in runs[False]) == 0
+
+
 def decode_with_limits(engine, asked, batch_size, seed):
     """Returns texts of `prompts()` with random draft limits, as a clock could set them, and invariant drafts."""
     verifier, proposer, rng = engine.verifier, engine.proposer, np.random.default_rng(seed)
@@ -194,7 +210,9 @@ def test_drafts_after_steps_without_drafts_are_those_of_a_fresh_prompt(lab, meth
         retire(verifier, engine.proposer, batch, run_step(verifier, engine.proposer, batch, limit=limit).steps)
     later = {text: draft for text, draft in found.items() if len(text) < MAX_SEQ - 4}
     found.clear()
-    engine.generate([*map(list, later)], SamplingParams(max_new_tokens=2, ignore_eos=True), batch_size=SLOTS)
+    # The last token of each text is the one that reading the others gives.
+    anew = [list(text[:-1]) for text in later if len(text) > 1]
+    engine.generate(anew, SamplingParams(max_new_tokens=3, ignore_eos=True), batch_size=SLOTS)
     both = [text for text in later if text in found]
     assert len(both) >= 8
     assert [text for text in both if found[text] != later[text]] == []

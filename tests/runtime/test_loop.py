@@ -160,7 +160,7 @@ def test_drafts_are_accepted_and_counted():
     )
     for sequence in sequences:
         stats = sequence.stats.json_from_stats()
-        assert stats["num_tokens"] == stats["num_steps"] + stats["num_accepted"] == 40
+        assert stats["num_tokens"] == 1 + stats["num_steps"] + stats["num_accepted"] == 40
         assert stats["mean_acceptance_length"] == 1 + stats["num_accepted"] / stats["num_steps"] > 1.3
         assert len(stats["acceptance_by_position"]) == 4
         assert 0 < stats["num_accepted"] <= stats["num_draft_tokens"] <= 4 * stats["num_steps"]

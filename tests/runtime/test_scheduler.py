@@ -57,7 +57,7 @@ def test_the_next_turn_of_a_chat_reads_only_what_is_new():
     assert others == [greedy(numbers(20, seed), 8) for seed in (5, 6)]
     counters = bench.scheduler.json_from_scheduler()
     assert (counters["num_prefix_hits"], counters["num_prompts"], counters["num_reused_tokens"]) == (1, 4, 37)
-    assert counters["num_prefill_tokens"] == 29 + 19 + 19 + (47 - 37)
+    assert counters["num_prefill_tokens"] == 30 + 20 + 20 + (48 - 37)
 
 
 def test_nothing_is_kept_where_that_is_not_wanted():
@@ -88,7 +88,7 @@ def test_outputs_of_one_request_share_its_prompt():
         [wanted] = make_engine(max_seq=120).generate([prompt], alone, speculative=False)
         assert text == wanted.tokens
     assert len(set(map(tuple, texts))) > 1
-    assert bench.scheduler.counters.num_prefill_tokens == 49 + 3 * 1
+    assert bench.scheduler.counters.num_prefill_tokens == 50 + 3 * 2
 
 
 def test_a_system_prompt_is_copied_and_its_first_owner_keeps_its_own():

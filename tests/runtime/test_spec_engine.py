@@ -59,7 +59,8 @@ def test_plain_and_speculative_give_the_same_and_count_their_steps(engine):
     params = SamplingParams(max_new_tokens=30)
     [fast], [plain] = engine.generate("abc", params), engine.generate("abc", params, speculative=False)
     assert fast.tokens == plain.tokens
-    assert plain.stats["num_steps"] == 30 > fast.stats["num_steps"]
+    assert plain.stats["num_first_tokens"] == fast.stats["num_first_tokens"] == 1
+    assert plain.stats["num_steps"] == 29 > fast.stats["num_steps"]
     assert plain.stats["num_draft_tokens"] == 0 and plain.stats["acceptance_by_position"] == []
     for stats in (fast.stats, plain.stats):
         assert 0 < stats["engine_ms"] < stats["step_ms"] <= stats["time_ms"]
@@ -173,8 +174,11 @@ def test_a_prompt_that_fills_the_cache_gives_one_token(engine):
 def test_prompts_are_read_in_chunks_with_one_scored_node(engine):
     engine.generate([[i % VOCAB for i in range(30)]], SamplingParams(max_new_tokens=1))
     seen = engine.verifier.engine.engine.feeds_seen
-    assert [s["tokens"] for s in seen] == [(1, 7)] * 4 + [(1, 1), (1, 1)]
-    assert [s.get("scored_nodes") for s in seen] == [(1, 1)] * 5 + [None]
+    assert [s["tokens"] for s in seen] == [(1, 7)] * 4 + [(1, 2)]
+    assert [s.get("scored_nodes") for s in seen] == [(1, 1)] * 5
+    engine.generate([[i % VOCAB for i in range(29)]], SamplingParams(max_new_tokens=2))
+    later = seen[5:]  # the last chunk has two tokens at least
+    assert [s["tokens"] for s in later] == [(1, 7)] * 3 + [(1, 6), (1, 2), (1, 1)]
 
 
 def test_the_engine_says_what_it_is(engine):

@@ -49,7 +49,9 @@ def decode_many(
         for s in range(num)
     ]
     waiting = [TokenSequence(i, list(PROMPT), p, frozenset(), None) for i, p in enumerate(asked)]
-    for _ in decode(Verifier(target, max_seq_len), proposer, SequenceBatch(waiting, target.max_slots)):
+    verifier = Verifier(target, max_seq_len)
+    verifier.may_read_last = False  # so that the first of the few tokens comes with drafts, too
+    for _ in decode(verifier, proposer, SequenceBatch(waiting, target.max_slots)):
         pass
     return waiting
 

@@ -345,6 +345,6 @@ def test_a_sequence_decoded_plainly_catches_up():
         run_step(verifier, proposer, batch, limit=0)
     runs = proposer.rows.engine.num_runs
     run_step(verifier, proposer, batch)
-    assert proposer.rows.engine.num_runs == runs + 2 and proposer.rows.lengths[0] == len(PROMPTS[0]) - 1 + 16
+    assert proposer.rows.engine.num_runs == runs + 2 and proposer.rows.lengths[0] == len(PROMPTS[0]) + 16
     assert sequence.tokens[len(PROMPTS[0]) :] == TARGET.greedy(PROMPTS[0], len(sequence.tokens) - len(PROMPTS[0]))
     assert isinstance(target, MockEngine) and OnDevice.num_copies and list(PROMPT)

@@ -108,6 +108,7 @@ def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
 def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
     num, prompt, heat, top_k = 3000, list(PROMPT), 0.9, 4
     verifier, proposer, _ = make(costs, slots=20, **config)
+    verifier.may_read_last = False  # so that the first token comes with drafts, too
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     sequences = run(verifier, proposer, [prompt] * num, params, 20)
     assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0)) > LEAST
@@ -123,6 +124,7 @@ def test_the_distribution_test_notices_the_distributions_of_another_draft():
 
     num, prompt = 1500, [3, 1, 4]
     verifier, proposer, heads = make(None, slots=20)
+    verifier.may_read_last = False
     right = heads.run
 
     def wrong(feeds, first_slot=0):
@@ -160,6 +162,7 @@ def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
         return tree
 
     proposer.propose = watched
+    next(steps)  # the first tokens, which came with the prompts
     for _ in range(6):
         next(steps)
     assert copies[1:] == copies[1:2] * 5  # prompts are copied, steps are not
@@ -177,7 +180,7 @@ def test_a_prompt_of_one_token_drafts_from_its_second_step_on():
 def test_drawn_drafts_are_all_scored_and_padded_to_the_distributions_width():
     verifier, proposer, _ = make(CHEAP)
     batch = SequenceBatch(
-        [TokenSequence(0, [1, 2, 3], SamplingParams(max_new_tokens=3, temperature=1.0), frozenset(), None)], 1
+        [TokenSequence(0, [1, 2, 3], SamplingParams(max_new_tokens=4, temperature=1.0), frozenset(), None)], 1
     )
     trees = []
     propose = proposer.propose

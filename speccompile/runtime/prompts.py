@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading of prompts, chunk by chunk; the last chunk gives the first new token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import Outputs, Proposer
+from speccompile.core.specs import LOGITS, NEXT_TOKEN
+from speccompile.runtime.faults import FAULTS, NotFinite
+from speccompile.runtime.grammar_drafts import read_grammars
+from speccompile.runtime.host_verify import logprobs_of_step
+from speccompile.runtime.logprobs import TokenLogprobs
+from speccompile.runtime.sequences import SequenceBatch, Step
+from speccompile.runtime.verifier import Verifier
+
+
+class Chunk(NamedTuple):
+    """What reading a chunk of a prompt gave.
+
+    Args:
+        num: of its tokens.
+        step: with the first new token, where the prompt's last was read; it may end the sequence.
+        verdict: of that step; None without one.
+        draft_s: seconds that the draft took.
+    """
+
+    num: int
+    step: Step | None
+    verdict: Verdict | None
+    draft_s: float
+
+
+def read_chunk(
+    verifier: Verifier,
+    proposer: Proposer,
+    slot: int,
+    alone: SequenceBatch,
+    reads: bool,
+    most: int | None = None,
+    is_checked: bool = False,
+) -> Chunk:
+    """Reads the next chunk of a prompt.
+
+    Args:
+        verifier: the target.
+        proposer: the drafts.
+        slot: slot index of the sequence.
+        alone: the sequence, `SequenceBatch.alone`.
+        reads: the draft reads the chunk, too.
+        most: see `Verifier.read`.
+        is_checked: every chunk must be finite, not only the logits that a token comes from.
+
+    Raises:
+        NotFinite: a chunk is not, and `is_checked`; the slot is cleared.
+    """
+    sequence, start = alone.sequences[0], int(verifier.lengths[slot])
+    if alone.processed:
+        read_grammars(alone)
+    nodes, outputs, verdict = verifier.read(slot, sequence.tokens, most, sequence.images, alone)
+    if is_checked and NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
+        _clear(verifier, proposer, slot)
+        raise NotFinite(start + nodes.shape[1])
+    step = None
+    if verdict is not None:
+        step = _first_step(verifier, alone, outputs, verdict)
+        if verdict.spoilt() and not is_checked:
+            _clear(verifier, proposer, slot)
+    draft_start_s = perf_counter()
+    if reads and (step is None or step.finish_reason is None):
+        proposer.prefill(slot, sequence, nodes, start, outputs)
+    return Chunk(nodes.shape[1], step, verdict, perf_counter() - draft_start_s)
+
+
+def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verdict: Verdict) -> Step:
+    """Gives a sequence the token that reading its prompt gave."""
+    [sequence] = alone.sequences
+    sequence.plan(verifier.max_seq_len, 0)
+    if verdict.following[0] < 0:
+        return sequence.fail(sequence.fault or NotFinite(len(sequence.tokens)))
+    logprobs: Sequence[TokenLogprobs] = ()
+    try:
+        if alone.wants_logprobs:
+            logits = np.asarray(outputs[LOGITS])
+            logprobs = logprobs_of_step(verdict, alone.roots(), alone.sequences, logits)[0]
+        return sequence.emit([verdict.following[0]], 0, 0, False, logprobs, of_prompt=True)
+    except FAULTS as fault:
+        return sequence.fail(fault)
+
+
+def _clear(verifier: Verifier, proposer: Proposer, slot: int) -> None:
+    """Zeroes the caches of a slot: rows that are not finite spoil attention even where a mask hides them."""
+    for cache in (verifier.cache, *proposer.caches):
+        cache.engine.clear_slot(slot)
