@@ -170,8 +170,8 @@ def test_what_it_drafts_reads_the_features(bundles: dict[str, Path]) -> None:
 
     drafter.run = watched
     (result,) = engine.generate(PROMPTS[:1], greedy(12)[:1])
-    # The prompt but its last two tokens; from then on each run begins where the one before has ended.
-    assert seen[0] == (0, len(PROMPTS[0]) - 2) and seen[1] == (len(PROMPTS[0]) - 2, 1)
+    # The prompt but its last token; from then on each run begins where the one before has ended.
+    assert seen[0] == (0, len(PROMPTS[0]) - 1) and seen[1] == (len(PROMPTS[0]) - 1, 1)
     for (start, width), (following, _) in itertools.pairwise(seen[1:]):
         assert following == start + width - 1
     assert seen[-1][0] + seen[-1][1] <= len(PROMPTS[0]) + len(result.tokens)
