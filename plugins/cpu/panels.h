@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "amx.h"
 #include "kernel.h"
@@ -21,6 +22,7 @@ constexpr int kAmxSteps = 16;                     // of AMX in a stretch, 32 KB
 constexpr std::ptrdiff_t kAmxFar = 12288;         // bytes ahead of the weights that AMX reads, into the second-level cache
 constexpr int kTogether = 8;                      // panels that share a stretch of the activations, at most
 constexpr std::int64_t kSharedBytes = 1 << 20;    // of activations from which they do: more than the second-level cache keeps
+inline const auto kNumCores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
@@ -173,7 +175,8 @@ class Panels {
     std::int64_t num_tasks(std::int64_t num_rows) const {
         const std::int64_t bytes = num_panels_ * panel_bytes(), most = bytes * std::min<std::int64_t>(num_rows, 8) / kTaskBytes;
         std::int64_t count = std::max(ceil_div(bytes, kTaskBytes), std::min<std::int64_t>(most, 10));
-        if (is_shared(num_rows)) count = std::min(count, ceil_div(num_panels_, kTogether));
+        // Panels that share activations make fewer tasks, but not fewer than there are cores.
+        if (is_shared(num_rows)) count = std::min(count, std::max(ceil_div(num_panels_, kTogether), kNumCores));
         return std::min(num_panels_, count == 1 ? 1 : (count + 1) / 2 * 2);
     }
 

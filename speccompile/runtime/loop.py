@@ -63,7 +63,7 @@ def decode(
         yield steps
         if [step for step in steps if step.finish_reason is not None]:
             first = retire(verifier, proposer, batch, steps, planner)
-            if first := [*first, *admit(verifier, proposer, batch, planner)]:
+            if first := first + admit(verifier, proposer, batch, planner):
                 yield first
 
 

@@ -91,7 +91,7 @@ def test_a_prompt_that_is_not_finite_ends_alone_and_its_slot_is_cleared():
 def test_the_first_step_output_comes_when_the_prompt_has_been_read():
     bench = Bench(slots=2, max_seq=120)
     prompt = numbers(40)
-    handle = bench.submit(prompt, sampling=SamplingParams(max_new_tokens=6))
+    handle = bench.submit(prompt, sampling=SamplingParams(max_new_tokens=6), wants_trace=True)
     events = []
     while not events:  # chunks of the scheduler, and the step after the last one
         events = bench.scheduler.step()
@@ -100,6 +100,8 @@ def test_the_first_step_output_comes_when_the_prompt_has_been_read():
     assert [token for _, output in later for token in output.tokens] == greedy(prompt, 6)[
         1 : 1 + len(later[0][1].tokens)
     ]
+    assert (first.trace.tokens, first.trace.parents, first.trace.path) == ([prompt[-1]], [-1], [0])
+    assert first.trace.next_token == first.tokens[0]
     counters = bench.scheduler.counters
     assert counters.num_prefill_tokens == 40 and counters.num_tokens == 1 + sum(len(o.tokens) for _, o in later)
 

@@ -66,6 +66,7 @@ def test_plain_and_speculative_give_the_same_and_count_their_steps(engine):
         assert 0 < stats["engine_ms"] < stats["step_ms"] <= stats["time_ms"]
         assert stats["prefill_ms"] + stats["step_ms"] <= stats["time_ms"] + 1e-6
         assert stats["outside_engine_ms"] == pytest.approx(stats["step_ms"] - stats["engine_ms"])
+        assert stats["tokens_per_s"] == pytest.approx(29 / stats["step_ms"] * 1e3)  # 30 tokens, one with the prompt
 
 
 def test_streams_show_the_text_that_generate_returns(engine):
