@@ -75,16 +75,19 @@ void multiply_panels(const Activations& x, const RowBlock* blocks, int num_block
     // Many blocks amortise a longer one, whose sums are written back less often.
     // So does the next pass over the columns, where registers do not hold them all.
     const bool is_one_pass = num_blocks == 1 && Form::kWidth == kColumns;
-    const int step = is_one_pass ? units : num_blocks <= 3 ? Form::kStretch : kLonger * Form::kStretch;
+    const int step = is_one_pass ? units : std::min(units, num_blocks <= 3 ? Form::kStretch : kLonger * Form::kStretch);
     const std::ptrdiff_t distance = Form::kIsFar ? kFar : kPrefetch;
     const std::ptrdiff_t bytes = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
     const auto multiply = [&](int unit, int panel, int block) {
         const std::int64_t row = blocks[block].at;
         Stretch stretch{x.from(row), panels[panel], unit, std::min(units, unit + step), {distance, distance}, kColumns * 4,
                         sums + (panel * num_rows + row - first_row) * kColumns};
-        if (num_blocks > 1 && Form::kIsFar) {
-            // Each block fetches its part of the next stretch, the two vectors of columns half of that each, so that memory
-            // is never idle.
+        // Each block fetches its part of the next stretch, so that memory is never idle.
+        if (num_blocks > 1 && Form::kSharesFar && Form::kIsInteger) {
+            stretch.ahead[0] = stretch.ahead[1] = bytes + bytes * block / num_blocks;
+            stretch.pace = static_cast<int>(bytes / step / num_blocks);
+        } else if (num_blocks > 1 && Form::kSharesFar) {
+            // The two vectors of columns fetch half of it each.
             const bool is_next_panel = panel + 1 < num_panels;
             const std::ptrdiff_t apart = static_cast<const char*>(panels[is_next_panel ? panel + 1 : 0].values) - static_cast<const char*>(panels[panel].values);
             const std::ptrdiff_t next = apart + (is_next_panel ? 0 : bytes);
@@ -96,7 +99,8 @@ void multiply_panels(const Activations& x, const RowBlock* blocks, int num_block
             stretch.ahead[0] = block == 0 ? bytes : 0;
             stretch.ahead[1] = block == 1 ? bytes : 0;
         }
-        kTiles<Form>[static_cast<std::size_t>(blocks[block].count - 1)](stretch);
+        const auto at = static_cast<std::size_t>(blocks[block].count - 1);
+        num_blocks > 1 ? kTiles<Form, Form::kSharesFar>[at](stretch) : kTiles<Form, Form::kIsFar>[at](stretch);
     };
     std::memset(sums, 0, static_cast<std::size_t>(num_panels * num_rows * kColumns) * sizeof(float));
     for (int unit = 0; unit < units; unit += step) {

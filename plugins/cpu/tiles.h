@@ -55,7 +55,8 @@ struct Weights {
 
 // Where the weights are prefetched from: pointers of their own, so that the compiler addresses every line by a constant
 // distance and spends no registers on sums. Far: into the second-level cache, which takes more misses at a time than the
-// first. float32 weights need that (16 rows: 2.5 ms in place of 3.3 for 69 MB), the smaller ones are faster without.
+// first. float32 weights need that (16 rows: 2.5 ms in place of 3.3 for 69 MB), and int8 weights that several blocks of rows
+// read (8 rows: 3.8 ms in place of 5.3 for 117 MB); the others are faster without.
 template <bool IsFar>
 struct Fetch {
     const char* lines[2];
@@ -80,12 +81,13 @@ struct Stretch {
     int begin, end;   // units of K
     // Bytes to prefetch ahead of the even and of the odd cache lines; each step of K has two. 0: nothing new.
     std::ptrdiff_t ahead[2];
-    int pace;         // bytes that what is prefetched advances by in a unit of a float form
+    int pace;         // bytes that what is prefetched advances by in a unit; integer forms: where it is fetched far
     float* sums;      // [Rows, 32]
 };
 
 using Tile = void (*)(const Stretch&);
 
+// Of every form: kIsFar and kSharesFar say whether one block of rows, or several, fetch far (Fetch).
 struct FormF32 {
     static constexpr const char* kNames[4] = {"PackedLinearF32", "GatedPackedLinearF32", "NormPackedLinearF32", "NormGatedPackedLinearF32"};
     static constexpr const char* kExpertNames[2] = {"ExpertLinearF32", "GatedExpertLinearF32"};
@@ -94,15 +96,15 @@ struct FormF32 {
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
     static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 64;
     static constexpr int kWidth = kFloatVectors * kLanes;  // columns of one pass over the weights
-    static constexpr bool kIsInteger = false, kIsFar = true, kTakesAmx = false;
+    static constexpr bool kIsInteger = false, kIsFar = true, kSharesFar = true, kTakesAmx = false;
 
-    template <int Rows>
+    template <int Rows, bool IsFar>
     static void tile(const Stretch& s) {
         constexpr int kVectors = kFloatVectors;
         for (int column = 0; column < kColumns; column += kVectors * kLanes) {
             const float* w = static_cast<const float*>(s.panel.values) + static_cast<std::ptrdiff_t>(s.begin) * kColumns + column;
             const float* x = s.rows.values;
-            Fetch<kIsFar> fetch(reinterpret_cast<const char*>(w - column), s.ahead);
+            Fetch<IsFar> fetch(reinterpret_cast<const char*>(w - column), s.ahead);
             Float sum[Rows][kVectors];
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
@@ -134,15 +136,15 @@ struct FormBf16 {
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
     static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 64;
     static constexpr int kWidth = kPairVectors * kLanes;
-    static constexpr bool kIsInteger = false, kIsFar = false, kTakesAmx = true;
+    static constexpr bool kIsInteger = false, kIsFar = false, kSharesFar = false, kTakesAmx = true;
 
-    template <int Rows>
+    template <int Rows, bool IsFar>
     static void tile(const Stretch& s) {
         constexpr int kVectors = kPairVectors;
         for (int column = 0; column < kColumns; column += kVectors * kLanes) {
             const char* w = static_cast<const char*>(s.panel.values) + (static_cast<std::ptrdiff_t>(s.begin) * kColumns + column) * 4;
             const float* x = s.rows.values;
-            Fetch<kIsFar> fetch(w - column * 4, s.ahead);
+            Fetch<IsFar> fetch(w - column * 4, s.ahead);
             Float sum[Rows][kVectors];
             for (int r = 0; r < Rows; r++) {
                 for (int v = 0; v < kVectors; v++) sum[r][v] = load(s.sums + r * kColumns + column + v * kLanes);
@@ -173,16 +175,16 @@ struct FormBf16 {
 // multiply-add. A unit is a group.
 template <bool IsInt4>
 struct FormInteger {
-    static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = IsInt4 ? 16 : 8;  // 8 KB
+    static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = 16;  // 8 or 16 KB
     static constexpr int kWidth = kColumns;
-    static constexpr bool kIsInteger = true, kIsFar = false, kTakesAmx = false;
+    static constexpr bool kIsInteger = true, kIsFar = false, kSharesFar = !IsInt4, kTakesAmx = false;
     static constexpr int kZero = IsInt4 ? 8 : 128;
     static constexpr int kSteps = IsInt4 ? 4 : 8;                     // of 128 bytes a group
     static constexpr std::ptrdiff_t kGroupBytes = kSteps * kColumns * 4;
 
     // `record` and `w` are those of the group; sums without the scales.
-    template <int Rows>
-    static void add_group(const std::int32_t* record, const char* w, const Fetch<kIsFar>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
+    template <int Rows, bool IsFar>
+    static void add_group(const std::int32_t* record, const char* w, const Fetch<IsFar>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
         for (int r = 0; r < Rows; r++) {
             for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(record[kOffset * Rows + r]);
         }
@@ -216,7 +218,7 @@ struct FormInteger {
         }
     }
 
-    template <int Rows>
+    template <int Rows, bool IsFar>
     static void tile(const Stretch& s) {
         constexpr int kTileWidth = kIntVectors * kLanes;
         constexpr bool kKeeps = kTileWidth == kColumns;  // the float sums stay in registers
@@ -230,13 +232,13 @@ struct FormInteger {
         const char* w = static_cast<const char*>(s.panel.values) + s.begin * kGroupBytes;
         const std::uint16_t* half = s.panel.scales + static_cast<std::ptrdiff_t>(s.begin) * kColumns;
         const std::int32_t* record = s.rows.records + static_cast<std::ptrdiff_t>(s.begin) * kRecord * Rows;
-        Fetch<kIsFar> fetch(w, s.ahead);
-        const std::ptrdiff_t ahead_of_scales = s.ahead[0] / (kGroupBytes / 64);
+        Fetch<IsFar> fetch(w, s.ahead);
+        const std::ptrdiff_t ahead_of_scales = IsFar ? kStretch * 64 : s.ahead[0] / (kGroupBytes / 64);
         for (int left = s.end - s.begin; left > 0; left--) {
             prefetch(reinterpret_cast<const char*>(half) + ahead_of_scales);
             for (int column = 0; column < kColumns; column += kTileWidth) {
                 QuadSum sum[Rows][kIntVectors];
-                add_group<Rows>(record, w + column * 4, fetch, column, sum);
+                add_group<Rows, IsFar>(record, w + column * 4, fetch, column, sum);
                 Float scale[kIntVectors];
                 for (int v = 0; v < kIntVectors; v++) scale[v] = load_half(half + column + v * kLanes);
                 for (int r = 0; r < Rows; r++) {
@@ -256,7 +258,7 @@ struct FormInteger {
                 }
             }
             w += kGroupBytes, half += kColumns, record += kRecord * Rows;
-            fetch.advance(kGroupBytes);
+            fetch.advance(IsFar ? s.pace : kGroupBytes);
         }
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
@@ -281,13 +283,13 @@ struct FormInt4 : FormInteger<true> {
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 4, kColumns, 4}; }
 };
 
-template <class Form, std::size_t... Index>
+template <class Form, bool IsFar, std::size_t... Index>
 constexpr std::array<Tile, sizeof...(Index)> tiles_from(std::index_sequence<Index...>) {
-    return {&Form::template tile<static_cast<int>(Index) + 1>...};
+    return {&Form::template tile<static_cast<int>(Index) + 1, IsFar>...};
 }
 
-// The tiles of a form for 1 ... kMaxRows rows.
-template <class Form>
-constexpr auto kTiles = tiles_from<Form>(std::make_index_sequence<Form::kMaxRows>());
+// The tiles of a form for 1 ... kMaxRows rows, by whether they fetch into the second-level cache.
+template <class Form, bool IsFar>
+constexpr auto kTiles = tiles_from<Form, IsFar>(std::make_index_sequence<Form::kMaxRows>());
 
 }  // namespace speccompile::cpu
