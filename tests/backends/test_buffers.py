@@ -17,6 +17,7 @@ def test_buckets_hold_their_rows_without_great_waste(rows: int) -> None:
 
 def filled(rows: int) -> CacheBuffers:
     buffers = CacheBuffers({"k": (2, 3), "v": (1, 5)}, max_slots=3, max_rows=700)
+    buffers.use(3)
     buffers.grow(rows)
     for index in range(2):
         view = buffers.view(index)
@@ -60,3 +61,31 @@ def test_moving_and_exchanging_some_rows_leaves_all_others() -> None:
         wanted[0, :, :50] = before[index][2, :, :50]
         wanted[[1, 2], :, :70] = before[index][[2, 1], :, :70]
         np.testing.assert_array_equal(buffers.view(index), wanted)
+
+
+@pytest.mark.parametrize("num_used", [0, 1, 2])
+def test_rows_of_slots_in_use_survive_changes_of_the_view_and_others_are_zero_when_they_are_used(num_used: int) -> None:
+    buffers = filled(650)
+    buffers.num_used = num_used  # the others are void
+    before = [buffers.view(index).copy() for index in range(2)]
+    buffers.shrink(130)
+    for index in range(2):
+        buffers.view(index)[num_used:] = np.nan
+    buffers.grow(400)
+    buffers.use(3)
+    for index in range(2):
+        view = buffers.view(index)
+        np.testing.assert_array_equal(view[:num_used, :, :256], before[index][:num_used, :, :256])
+        assert not view[num_used:].any() and not view[:, :, 256:].any()
+
+
+def test_a_slot_is_used_once_something_is_moved_to_it() -> None:
+    buffers = filled(128)
+    buffers.num_used = 1
+    before = buffers.view(0).copy()
+    buffers.move_slot(0, 1)
+    buffers.grow(200)
+    np.testing.assert_array_equal(buffers.view(0)[:2, :, :128], before[[0, 0]])
+    buffers.swap_slots(1, 2, 128)
+    buffers.grow(300)
+    np.testing.assert_array_equal(buffers.view(0)[2, :, :128], before[0])

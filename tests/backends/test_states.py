@@ -222,6 +222,7 @@ def test_caches_of_several_sizes_grow_and_compact(tmp_path: Path) -> None:
     path = tmp_path / "rollback.onnx"
     spec = save_rollback(dims, path)
     engine = OrtEngine(open_session(path, {"threads": 1}), spec, 2, 200, open_session(path, {"threads": 1}))
+    engine.caches.use(2)
     views = [engine.caches.view(index) for index in range(4)]
     for view in views:
         view[...] = np.random.default_rng(view.size).standard_normal(view.shape)

@@ -149,7 +149,7 @@ def test_logits_of_a_prompt_with_images_equal_transformers(
             got = _logits(engine, vision[1], tokens, chunk)
             np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE * scale)
         if number < 2:  # one array for all shapes of a step: rows of images are large
-            held = [binding.arrays[IMAGE_ROWS] for binding in engine._bindings.values()]
+            held = [binding.arrays[IMAGE_ROWS] for binding in engine._bindings]
             assert len(held) > 2 and all(np.shares_memory(rows, held[0]) for rows in held)
         for mutant in (_causal, _shifted):
             assert np.abs(_logits(engine, vision[1], tokens, len(tokens), mutant) - wanted).max() > 1e-2 * scale

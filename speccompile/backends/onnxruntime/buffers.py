@@ -2,8 +2,8 @@
 """Cache memory of an engine: one flat buffer per cache, used as [slots, kv_heads, rows, head_dim] views.
 
 ONNX Runtime's Attention computes over every row of its view, so the view grows with the context in
-use (`bucket_rows`) instead of having `max_seq` rows from the start. Growing re-strides the rows in use; it happens
-once per bucket, never per step.
+use (`bucket_rows`) instead of having `max_seq` rows from the start. Growing re-strides the rows of the slots in use; it
+happens once per bucket, never per step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ class CacheBuffers:
     Args:
         sizes: (kv_heads, head_dim) of each cache input by name, in order.
         max_slots, max_rows: capacity; memory is committed by the system when rows are first written.
+
+    Attributes:
+        rows: of the present view.
+        num_used: slots 0 ... num_used - 1 hold rows; what others hold is void, and may not be finite.
     """
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]], max_slots: int, max_rows: int) -> None:
         self.sizes, self.names = dict(sizes), tuple(sizes)
         self.max_slots, self.max_rows = max_slots, max_rows
-        self.rows = min(bucket_rows(1, max_rows), max_rows)
+        self.rows, self.num_used = min(bucket_rows(1, max_rows), max_rows), 0
         self._of = tuple(sizes.values())
         self._flat = [np.zeros(max_slots * heads * max_rows * width, np.float32) for heads, width in self._of]
         self.addresses = [flat.ctypes.data for flat in self._flat]
@@ -67,32 +71,40 @@ class CacheBuffers:
         for index in range(len(self._flat)):
             yield self.view(index)[:, :, :rows]
 
+    def use(self, num_slots: int) -> None:
+        """Zero the rows of those of the first `num_slots` slots that were not used: one may be NaN."""
+        if num_slots > self.num_used:
+            for view in self._views():
+                view[self.num_used : num_slots] = 0
+            self.num_used = num_slots
+
     def grow(self, rows: int) -> bool:
         """Make the view hold at least `rows`; returns whether it changed."""
         if rows <= self.rows:
             return False
-        new_rows = bucket_rows(rows, self.max_rows)
+        new_rows, used = bucket_rows(rows, self.max_rows), self.num_used
         for index in range(len(self._flat)):
-            old = self.view(index).copy()
-            new = self._view(index, new_rows)
+            old = self.view(index)[:used].copy()
+            new = self._view(index, new_rows)[:used]
             new[:, :, : self.rows] = old
             new[:, :, self.rows :] = 0  # other slots' rows were there, of which one may be NaN
         self.rows = new_rows
         return True
 
     def shrink(self, rows: int) -> bool:
-        """Drop to the smallest view that holds `rows`; keeps the first `rows` rows of every slot."""
-        new_rows = bucket_rows(max(rows, 1), self.max_rows)
+        """Drop to the smallest view that holds `rows`; keeps the first `rows` rows of every slot in use."""
+        new_rows, used = bucket_rows(max(rows, 1), self.max_rows), self.num_used
         if new_rows >= self.rows:
             return False
         for index in range(len(self._flat)):
-            kept = self.view(index)[:, :, :new_rows].copy()
-            self._view(index, new_rows)[:] = kept
+            kept = self.view(index)[:used, :, :new_rows].copy()
+            self._view(index, new_rows)[:used] = kept
         self.rows = new_rows
         return True
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """Copy the first `rows` rows of slot `source`, or all, over those of slot `dest`."""
+        self.use(max(source, dest) + 1)
         for view in self._views(rows):
             view[dest] = view[source]
 
@@ -108,6 +120,7 @@ class CacheBuffers:
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """Exchange the first `rows` rows of two slots."""
+        self.use(max(first, second) + 1)
         for view in self._views(rows):
             held = view[first].copy()
             view[first] = view[second]

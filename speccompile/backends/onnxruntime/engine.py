@@ -19,7 +19,8 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from speccompile.backends.base import EngineBase
-from speccompile.backends.feeds import neutral_value, shape_from_dims
+from speccompile.backends.feeds import neutral_value
+from speccompile.backends.onnxruntime.bindings import Binding, Bindings
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
 from speccompile.backends.onnxruntime.crowding import Crowding
 from speccompile.backends.onnxruntime.kernel_library import register_kernels, runnable_path
@@ -44,67 +45,6 @@ FAULTS = (
     ort_state.RuntimeException,
 )
 MAX_FALLBACK_BYTES = 1 << 30  # a second session may copy the weights: larger graphs have none
-MAX_BINDINGS = 512  # shapes seen come from few node counts, batches and buckets; a leak would show here
-
-
-class _Binding:
-    """Inputs and outputs of one combination of shapes.
-
-    Attributes:
-        fed: inputs of the step that it was last chosen for; empty where the choice depends on their values.
-        cost_size: by which the step's cost is recorded: its nodes, or slots where a graph has no caches.
-    """
-
-    def __init__(self, engine: OrtEngine, sizes: dict[str, int], first_slot: int) -> None:
-        self.io = engine.session.io_binding()
-        self.first_slot, self.fed = first_slot, frozenset[str]()
-        self.cost_size = sizes["batch"] * (sizes["nodes"] if engine.spec.caches else 1)
-        self.views, self.max_length = engine.views(), engine.max_length(sizes["nodes"])
-        self.arrays: dict[str, np.ndarray] = {}
-        self.neutral: dict[str, np.ndarray] = {}
-        self.changed: set[str] = set()
-        self.outputs: dict[str, np.ndarray] = {}
-        for spec in engine.plain_inputs:
-            shape = shape_from_dims(spec, sizes)
-            self.neutral[spec.name], array = engine.input_arrays(spec, shape)
-            self.arrays[spec.name] = array
-            self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for spec in engine.plain_outputs:
-            shape = shape_from_dims(spec, sizes)
-            self.outputs[spec.name] = array = engine.output_array(spec, shape)
-            self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for cache in engine.bound:
-            shape, start = cache.shape(sizes["batch"]), cache.address(first_slot)
-            self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
-            if cache.name in engine.spec.caches:
-                self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
-        for name, array in (engine.states.arrays if engine.states is not None else {}).items():
-            shape, start = (sizes["batch"], *array.shape[1:]), array[first_slot:].ctypes.data
-            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
-            self.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
-
-    def fits(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> bool:
-        """Returns whether a step has the inputs and shapes of the one before, and its rows are within the views."""
-        if feeds.keys() != self.fed or first_slot != self.first_slot:
-            return False
-        for name, value in feeds.items():
-            if value.shape != self.arrays[name].shape:
-                return False
-        for buffers, rows in self.views:
-            if buffers.rows != rows:
-                return False
-        return self.max_length is None or max(feeds[specs.LENGTHS].tolist()) <= self.max_length
-
-    def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
-        """Copy `feeds` in; inputs that were set before and have no feed now become neutral again."""
-        if self.changed:
-            for name in self.changed.difference(feeds):
-                self.arrays[name][...] = self.neutral[name]
-            self.changed.clear()
-        for name, value in feeds.items():
-            self.arrays[name][...] = value
-            if name != specs.TOKENS and name != specs.LENGTHS:
-                self.changed.add(name)
 
 
 class OrtEngine(EngineBase[ort.InferenceSession]):
@@ -139,8 +79,8 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self.bound += bind_borrowed(spec, shared, max_slots, max_rows)
         self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
         self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in spec.caches))
-        self._bindings: dict[tuple[int, ...], _Binding] = {}
-        self._last: _Binding | None = None
+        self._bindings = Bindings()
+        self._last: Binding | None = None
         self._logits: np.ndarray = np.zeros(0, np.float32)
         self._image_rows: np.ndarray = np.zeros(0, np.float32)
         self._crowding: Crowding | None = None
@@ -182,22 +122,22 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self._observe(binding.cost_size, perf_counter() - start)
         return binding.outputs
 
-    def _binding(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> _Binding:
-        """Returns the binding for a step, with caches grown to its rows.
+    def _binding(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> Binding:
+        """Returns the binding for a step, with caches grown to its slots and rows.
 
         Raises:
             RuntimeFault: see `check_step`.
         """
         sizes, rows = self.check_step(feeds, first_slot)
-        if any(rows > buffers.rows for buffers in self._written):
-            self._grow(rows)
+        for buffers in self._buffers:
+            buffers.use(first_slot + sizes["batch"])
+        for buffers in self._written:
+            buffers.grow(rows)
         # Memory never moves, so a binding depends only on the shapes and the rows of each view.
         key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
         binding = self._bindings.get(key)
         if binding is None:
-            if len(self._bindings) >= MAX_BINDINGS:
-                self._unbind()
-            binding = self._bindings[key] = _Binding(self, sizes, first_slot)
+            binding = self._bindings.add(key, Binding(self, sizes, first_slot))
         depends_on_values = self.spec.gives_probs and specs.TEMPERATURE in feeds
         binding.fed = frozenset() if depends_on_values else frozenset(feeds)
         return binding
@@ -242,20 +182,19 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self._logits = np.zeros(size, spec.dtype)
         return self._logits[:size].reshape(shape)
 
-    def _grow(self, rows: int) -> None:
-        for buffers in self._written:
-            buffers.grow(rows)
-        self._unbind()
-
     @property
     def view_rows(self) -> int:
         """Returns the rows of its own caches that every step works on."""
         return self.caches.rows
 
+    def reset(self, rows: int = 1) -> None:
+        """See `speccompile.core.protocols.Engine.reset`."""
+        self.caches.num_used, self._last = 0, None
+        super().reset(rows)
+
     def shrink(self, rows: int) -> None:
         """See `speccompile.core.protocols.Engine.shrink`."""
-        if self.caches.shrink(rows):
-            self._unbind()
+        self.caches.shrink(rows)
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """See `speccompile.core.protocols.Engine.move_slot`."""

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs and outputs of a session, bound once for every combination of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from speccompile.backends.feeds import shape_from_dims
+from speccompile.core import specs
+from speccompile.core.specs import updated_cache_name
+
+if TYPE_CHECKING:
+    from speccompile.backends.onnxruntime.engine import OrtEngine
+
+# Shapes come from few node counts, batches and rows of the views; making a binding takes about as long as a short step.
+MAX_BINDINGS = 512
+MAX_BYTES = 1 << 28  # of their arrays
+SHARED = (specs.LOGITS, specs.IMAGE_ROWS)  # large ones that all bindings of an engine share
+
+
+class Binding:
+    """Inputs and outputs of one combination of shapes.
+
+    Attributes:
+        fed: inputs of the step that it was last chosen for; empty where the choice depends on their values.
+        cost_size: by which the step's cost is recorded: its nodes, or slots where a graph has no caches.
+        num_bytes: of the arrays that it shares with no other.
+    """
+
+    def __init__(self, engine: OrtEngine, sizes: dict[str, int], first_slot: int) -> None:
+        self.io = engine.session.io_binding()
+        self.first_slot, self.fed = first_slot, frozenset[str]()
+        self.cost_size = sizes["batch"] * (sizes["nodes"] if engine.spec.caches else 1)
+        self.views, self.max_length = engine.views(), engine.max_length(sizes["nodes"])
+        self.arrays: dict[str, np.ndarray] = {}
+        self.neutral: dict[str, np.ndarray] = {}
+        self.changed: set[str] = set()
+        self.outputs: dict[str, np.ndarray] = {}
+        for spec in engine.plain_inputs:
+            shape = shape_from_dims(spec, sizes)
+            self.neutral[spec.name], array = engine.input_arrays(spec, shape)
+            self.arrays[spec.name] = array
+            self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        for spec in engine.plain_outputs:
+            shape = shape_from_dims(spec, sizes)
+            self.outputs[spec.name] = array = engine.output_array(spec, shape)
+            self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        for cache in engine.bound:
+            shape, start = cache.shape(sizes["batch"]), cache.address(first_slot)
+            self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
+            if cache.name in engine.spec.caches:
+                self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
+        for name, array in (engine.states.arrays if engine.states is not None else {}).items():
+            shape, start = (sizes["batch"], *array.shape[1:]), array[first_slot:].ctypes.data
+            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
+            self.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
+        named = (*self.arrays.items(), *self.outputs.items())
+        self.num_bytes = sum(array.nbytes for name, array in named if name not in SHARED)
+
+    def fits(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> bool:
+        """Returns whether a step has the inputs and shapes of the one before, and its rows are within the views."""
+        if feeds.keys() != self.fed or first_slot != self.first_slot:
+            return False
+        for name, value in feeds.items():
+            if value.shape != self.arrays[name].shape:
+                return False
+        for buffers, rows in self.views:
+            if buffers.rows != rows:
+                return False
+        return self.max_length is None or max(feeds[specs.LENGTHS].tolist()) <= self.max_length
+
+    def fill(self, feeds: Mapping[str, np.ndarray]) -> None:
+        """Copy `feeds` in; inputs that were set before and have no feed now become neutral again."""
+        if self.changed:
+            for name in self.changed.difference(feeds):
+                self.arrays[name][...] = self.neutral[name]
+            self.changed.clear()
+        for name, value in feeds.items():
+            self.arrays[name][...] = value
+            if name != specs.TOKENS and name != specs.LENGTHS:
+                self.changed.add(name)
+
+
+class Bindings:
+    """Bindings by their shapes; where there would be too many, all are made anew."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, ...], Binding] = {}
+        self._num_bytes = 0
+
+    def __iter__(self) -> Iterator[Binding]:
+        return iter(self._held.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: tuple[int, ...]) -> Binding | None:
+        """Returns the binding of these shapes; None: there is none."""
+        return self._held.get(key)
+
+    def add(self, key: tuple[int, ...], binding: Binding) -> Binding:
+        """Keeps a new binding, and returns it."""
+        if len(self._held) >= MAX_BINDINGS or self._num_bytes + binding.num_bytes > MAX_BYTES:
+            self.clear()
+        self._held[key] = binding
+        self._num_bytes += binding.num_bytes
+        return binding
+
+    def clear(self) -> None:
+        """Drops all bindings."""
+        self._held.clear()
+        self._num_bytes = 0
