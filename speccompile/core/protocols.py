@@ -223,7 +223,7 @@ class Proposer(Protocol):
     of engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
     """
 
-    # It reads missed tokens before it drafts: it needs no `prefill`.
+    # It reads missed tokens before it drafts: it needs no `prefill`, `skip` or `flush`.
     catches_up: bool
 
     @property

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from speccompile.core.protocols import TokenSequence
+from speccompile.runtime.lookup_watch import LookupWatch
+
 PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
 PROBE_LENGTH = 1  # of chains that measure the cost of drafts where the budget drafts nothing
 TURN = 6  # steps with drafts, and as many without, in a comparison
@@ -23,6 +26,9 @@ MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake
 # lookup finds little in a text that has just begun. It decides earlier once drafts have lost the time of `FIRST_LOSS`
 # plain steps.
 FIRST_STEPS, FIRST_LOSS = 64, 10
+# Where a `LookupWatch` finds drafts faster by `CLOSE` while they are off, the batch size begins like a new one. Such a
+# trial loses as much; where it ends without drafts, the next one waits until that is `MAX_LOSS` of the steps.
+TRIAL_PAUSE = round(FIRST_LOSS / MAX_LOSS)
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
@@ -36,9 +42,12 @@ class Comparison:
     Args:
         smaller: of a smaller batch. Where drafts are clearly slower there, this one begins with what it knows.
         num_slots: sequences of the batch.
+        watch: what lookups would bring while drafts are off; None: the method has none.
     """
 
-    def __init__(self, smaller: Comparison | None = None, num_slots: int = 1) -> None:
+    def __init__(
+        self, smaller: Comparison | None = None, num_slots: int = 1, watch: LookupWatch | None = None
+    ) -> None:
         self.is_on = True
         self.num_steps = self.num_plain = 0
         # Decaying sums over the steps that the budget decided: tokens per sequence, steps.
@@ -48,7 +57,8 @@ class Comparison:
         self._num_compared = 0
         self._turn = TURN
         self._left = 2 * TURN  # steps until the next comparison ends; its last `_turn` are plain
-        self._first_steps = FIRST_STEPS // num_slots  # after the first look at plain steps; 0: it was taken
+        self._num_first = FIRST_STEPS // num_slots  # steps of a start after the first look at plain ones
+        self._is_new = True  # that look was not taken
         self._first_plain_s = self._first_lost_s = 0.0  # of a plain step; by drafts since then
         self._times: tuple[list[float], list[float]] = ([], [])  # of its steps with drafts, and without, in seconds
         self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
@@ -57,12 +67,13 @@ class Comparison:
         self._waited_s = 0.0  # in which drafts read prompts for the next comparison alone
         self._last_pause = LEAST_PAUSE
         self._num_known = 0  # steps of smaller batches
+        self._watch, self._is_trial, self._next_trial = watch, False, 0  # drafts are on as the watch said so
         if smaller is not None and smaller.is_clearly_off:
             self.is_on, self._log_ratio, self._num_compared = False, smaller._log_ratio, smaller._num_compared
             self._tokens, self._num_drafting = smaller._tokens, smaller._num_drafting
             self._last_pause, self._num_known = smaller._last_pause, smaller._num_known + smaller.num_steps
             self._left += self._last_pause
-            self._first_steps = 0
+            self._is_new = False
 
     @property
     def is_clearly_off(self) -> bool:
@@ -86,12 +97,24 @@ class Comparison:
         """Whether the next step is plain and only counted: drafts are off until the next comparison."""
         return not (self.is_on or self.is_comparing)
 
-    def rest(self, step_s: float) -> None:
-        """Counts such a step and its seconds."""
+    def rest(self, step_s: float, watched: TokenSequence | None = None) -> None:
+        """Counts such a step and its seconds.
+
+        Args:
+            step_s: of the step.
+            watched: a sequence that has made it, on which lookups are counted; None: there is none.
+        """
         self._in_use.add(step_s)
         self.num_steps += 1
         self.num_plain += 1
         self._left -= 1
+        watch = self._watch
+        if watch is not None and watched is not None:
+            watch.observe(watched, step_s)
+            if watch.gain >= CLOSE and self.num_steps >= self._next_trial and self.is_resting:
+                watch.forget()
+                self.is_on = self._is_trial = True
+                self._begin_start(self._in_use.mean)
 
     def wait(self, draft_s: float) -> None:
         """Adds the seconds in which a draft read a prompt, as all sequences need one for the next comparison."""
@@ -163,6 +186,8 @@ class Comparison:
                 # While drafts are off, the tokens and times of comparisons alone are new, and weigh alike.
                 share = min(1.0, TURN / self._num_drafting) if not is_on else 1.0
                 self._tokens, self._num_drafting = share * self._tokens, share * self._num_drafting
+                self._next_trial = self.num_steps + (TRIAL_PAUSE if self._is_trial and not is_on else 0)
+            self._is_trial = self._is_trial and self._is_unconfirmed
         is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
         if not again:
@@ -179,16 +204,22 @@ class Comparison:
 
     def _goes_on(self, plain_s: float) -> bool:
         """Returns whether a new batch size goes on with drafts before it decides, as `FIRST_STEPS` says."""
-        num_steps, self._first_steps = self._first_steps, 0
-        if not num_steps or plain_s == 0:
+        is_new, self._is_new = self._is_new and self._num_first > 0, False
+        if not is_new or plain_s == 0:
             return False
-        # The first steps were slow, as memory was laid out for them. From here on times are averaged over as many steps
-        # as tokens are until it decides: a budget that stops drafting changes both.
-        self._first_plain_s, self._in_use = plain_s, _Mean(MEMORY)
-        self._tokens = self._num_drafting = 0.0
-        self._left = 2 * self._turn + num_steps
-        self._begin_turns()
+        self._begin_start(plain_s)
         return True
+
+    def _begin_start(self, plain_s: float) -> None:
+        """Begins the steps with drafts before a decision.
+
+        The first steps were slow, as memory was laid out for them. From here on times are averaged over as many steps
+        as tokens are until it decides: a budget that stops drafting changes both.
+        """
+        self._first_plain_s, self._first_lost_s, self._in_use = plain_s, 0.0, _Mean(MEMORY)
+        self._tokens = self._num_drafting = 0.0
+        self._turn, self._left = TURN, 2 * TURN + self._num_first
+        self._begin_turns()
 
     def _pause(self, drafting_s: float, plain_s: float, max_loss: float) -> int:
         """Returns steps to the next comparison, so that comparisons lose `max_loss` of the time.

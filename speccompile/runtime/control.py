@@ -14,6 +14,9 @@ faster.
 The more sequences, the more a draft token costs and the longer it takes until all of them have a draft to compare with.
 So where drafts are clearly slower, a larger batch that is new begins without them, as if it had been compared itself.
 
+While drafts are off, what lookups would bring is counted on the text (`speccompile.runtime.lookup_watch`), so that they
+come back soon where a text begins to repeat itself.
+
 Only batches whose text does not depend on drafts may have a controller, as its decisions depend on measured times.
 """
 
@@ -22,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from speccompile.core.protocols import StepTimes
+from speccompile.core.protocols import Proposer, StepTimes
+from speccompile.drafting.lookup import LooksUp
 from speccompile.runtime.comparison import METHOD_DEFAULT, PLAIN, Comparison, Reading
+from speccompile.runtime.lookup_watch import LookUp, LookupWatch
 from speccompile.runtime.sequences import Step, TokenSequence
 
 
@@ -119,10 +124,28 @@ def bucket_of(batch: int) -> int:
     return top
 
 
-class Controller:
-    """See `Planner`."""
+def _watched(sequences: Sequence[TokenSequence]) -> TokenSequence | None:
+    """Returns the first sequence on which lookups can be counted; None: there is none."""
+    for sequence in sequences:
+        if sequence.has_draft and sequence.speculation == "auto" and sequence.grammar is None:
+            return sequence
+    return None
 
-    def __init__(self) -> None:
+
+def controller_of(proposer: Proposer) -> Controller:
+    """Returns a controller that knows whether a proposer looks up."""
+    return Controller(proposer.look_up if isinstance(proposer, LooksUp) else None)
+
+
+class Controller:
+    """See `Planner`.
+
+    Args:
+        look_up: what the method's lookups would draft; None: it has none.
+    """
+
+    def __init__(self, look_up: LookUp | None = None) -> None:
+        self._look_up = look_up
         self._sizes: dict[tuple[int, bool], Comparison] = {}  # by batch size, and whether some must draft
         self._reading = Reading()
         self._at: Comparison | None = None  # of this step; None: no sequence has `auto`
@@ -158,12 +181,13 @@ class Controller:
     def _first(self, size: int, is_forced: bool) -> Comparison:
         """Returns the comparison of a batch size that is new: it knows what the next smaller one has found."""
         smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
-        return Comparison(self._sizes[max(smaller), is_forced] if smaller else None, size)
+        watch = None if self._look_up is None else LookupWatch(self._look_up, size)
+        return Comparison(self._sizes[max(smaller), is_forced] if smaller else None, size, watch)
 
     def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
         if self._at is not None and self._at.is_resting:
-            self._at.rest(times.step_s)
+            self._at.rest(times.step_s, None if self._look_up is None else _watched(sequences))
             self._reading.decoded(len(steps))
             self._was_plain = True
             return

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.control import Controller, Planner
+from speccompile.runtime.control import Planner, controller_of
 from speccompile.runtime.engine import load
 from speccompile.runtime.faults import FAULTS
 from speccompile.runtime.handles import RequestHandle, open_outputs
@@ -94,7 +94,7 @@ class Service:
         self, engine: SpecEngine, options: ServiceOptions | None = None, planner: Planner | None = None
     ) -> None:
         self.engine, self.options = engine, options or ServiceOptions()
-        planner = planner or Controller()
+        planner = planner or controller_of(engine.proposer)
         self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # over what follows; never held during a step

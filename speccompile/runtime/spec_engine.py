@@ -18,7 +18,7 @@ from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
-from speccompile.runtime.control import Controller
+from speccompile.runtime.control import Controller, controller_of
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
 from speccompile.runtime.logprobs import TokenLogprobs
@@ -123,7 +123,7 @@ class SpecEngine:
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
         self._num_runs = 0
-        self.controller: Controller | None = Controller() if may_stop else None
+        self.controller: Controller | None = controller_of(proposer) if may_stop else None
 
     def __repr__(self) -> str:
         sizes = f"{self.context.max_slots} slots of {self.context.max_seq_len} tokens"
@@ -268,6 +268,8 @@ class SpecEngine:
         max_slots = batch_size or most
         run = self.reset(max((sequence.num_prompt for sequence in sequences[:max_slots]), default=1))
         planner = self.controller if speculative else None
+        for sequence in sequences if not speculative else ():
+            sequence.speculation = "off"
         waiting = SequenceBatch(sequences, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
         for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
             yield steps

@@ -25,6 +25,7 @@ from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.lookup import LooksUp, Lookup
 from speccompile.speculators.hybrid.branch import Branches
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer, choose
 from speccompile.speculators.hybrid.merge import merge_trees
@@ -123,6 +124,7 @@ class HybridProposer:
         self.drafters = tuple(drafters)
         self.catches_up = any(drafter.proposer.catches_up for drafter in drafters)
         self.caches: tuple[CacheRows, ...] = tuple(c for drafter in drafters for c in drafter.proposer.caches)
+        self._held = [index for index, drafter in enumerate(drafters) if not drafter.proposer.catches_up]
         self._free = [index for index, drafter in enumerate(drafters) if drafter.costs is None]
         self._costly = [(index, drafter.costs) for index, drafter in enumerate(drafters) if drafter.costs is not None]
         most = context.max_draft_nodes
@@ -311,27 +313,38 @@ class HybridProposer:
             sequence.num_missed = missed if pick == index else sequence.num_missed + 1 + missed
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Gives every drafter the step."""
-        for drafter, part in zip(self.drafters, self._batches(batch), strict=True):
-            drafter.proposer.skip(part, verdict, outputs)
-            for sequence, num in zip(part.parts, verdict.num_accepted.tolist(), strict=True):
-                sequence.num_missed += 1 + num
+        """Gives the step to every drafter that needs it."""
+        for index in self._held:
+            part = PartBatch(batch, [sequence.draft_state[index] for sequence in batch.sequences])
+            self.drafters[index].proposer.skip(part, verdict, outputs)
+        for sequence, num in zip(batch.sequences, verdict.accepted, strict=True):
+            for own in sequence.draft_state:
+                own.num_missed += 1 + num
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs of all; a drafter's own ones count its own drafting alone."""
         self.budget.observe(num_slots, num_nodes, times)
         for index, drafter in enumerate(self.drafters):
             own_s = self._seconds[index]
-            drafter.proposer.observe(
-                num_slots, num_nodes, times._replace(propose_s=own_s, step_s=times.step_s - times.propose_s + own_s)
-            )
+            own = StepTimes(own_s, times.score_s, times.step_s - times.propose_s + own_s)
+            drafter.proposer.observe(num_slots, num_nodes, own)
         if self._ran >= 0 and self._ran in self._picks:
             costs = self.drafters[self._ran].costs
             assert costs is not None
             costs.observe(num_slots, *self._run, self._seconds[self._ran])
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
 
+    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
+        """See `speccompile.drafting.lookup.LooksUp`: the longest draft of those that look up."""
+        best = Lookup([], 1.0)
+        for index in self._free:
+            proposer = self.drafters[index].proposer
+            if isinstance(proposer, LooksUp):
+                found = proposer.look_up(sequence.draft_state[index], num_slots)
+                best = max(best, found, key=lambda lookup: len(lookup.tokens))
+        return best
+
     def flush(self) -> None:
-        """Reads what is left of the target's outputs for every drafter."""
-        for drafter in self.drafters:
-            drafter.proposer.flush()
+        """Reads what is left of the target's outputs for every drafter that needs it."""
+        for index in self._held:
+            self.drafters[index].proposer.flush()

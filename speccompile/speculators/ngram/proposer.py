@@ -17,6 +17,7 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emi
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.grammars import num_allowed
+from speccompile.drafting.lookup import Lookup, lookup_from_chain
 
 if TYPE_CHECKING:
     from speccompile.speculators.ngram.config import NgramConfig
@@ -147,6 +148,19 @@ class NgramProposer:
         if len(rows) == 1:
             return TokenTree.chain(tokens)
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
+
+    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
+        """See `speccompile.drafting.lookup.LooksUp`."""
+        state: NgramState = sequence.draft_state
+        position, size = state.index.find(sequence.tokens)
+        if size == 0:
+            return Lookup([], 1.0)
+        tokens = _draft(sequence.tokens, position, self.max_drafts)[1:]
+        if self.budget.weighs_time:
+            prob = state.estimate.prob(FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1)
+            return lookup_from_chain(self.budget, tokens, [prob**num for num in range(1, len(tokens) + 1)], num_slots)
+        per_match = self.config.tokens_per_match
+        return Lookup(tokens[: size * (TOKENS_PER_MATCH if per_match == "auto" else per_match)], 1.0)
 
     def _restrict(self, slot: int, sequence: TokenSequence) -> None:
         """Cuts the draft of a sequence where its grammar refuses it; what must follow comes before any match."""

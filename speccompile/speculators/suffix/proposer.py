@@ -14,6 +14,7 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emi
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.grammars import FORCED, drafts_within
+from speccompile.drafting.lookup import Lookup, first_path, lookup_from_chain
 from speccompile.speculators.suffix.tree import Cursor, SuffixTree
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class SuffixProposer:
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the most frequent continuations of the longest match."""
         self.budget.is_forced = batch.is_forced
-        self._drafts = [self._find(sequence) for sequence in batch.sequences]
+        self._drafts = [self._find(sequence, sequence.max_drafts) for sequence in batch.sequences]
         pairs = zip(batch.sequences, self._drafts, strict=True)
         self.offered = offered = [
             found if sequence.grammar is None else self._with_forced(sequence, found) for sequence, found in pairs
@@ -116,14 +117,21 @@ class SuffixProposer:
             chain.add(depth, [token], [FORCED])
         return chain
 
-    def _find(self, sequence: TokenSequence) -> Candidates:
-        """Returns the drafts of a sequence; the root alone where nothing matches."""
+    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
+        """See `speccompile.drafting.lookup.LooksUp`."""
+        found = self._find(sequence, self.max_drafts)
+        path = first_path(found)
+        tokens, paths = [found.tokens[c] for c in path], [found.paths[c] for c in path]
+        return lookup_from_chain(self.budget, tokens, paths, num_slots)
+
+    def _find(self, sequence: TokenSequence, most: int) -> Candidates:
+        """Returns the drafts of a sequence, `most` on a path; the root alone where nothing matches."""
         state, config, found = sequence.draft_state, self.config, Candidates.from_root(sequence.tokens[-1])
         self._read(state, sequence.tokens)
         tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)
         if state.shared is not None and self.shared is not None and (length := self.shared.match(state.shared)) > size:
             tree, cursor, size = self.shared, state.shared, length
-        depth = min(self.max_drafts, sequence.max_drafts)
+        depth = min(self.max_drafts, most)
         if config.tokens_per_match != "auto":
             depth = min(depth, int(size * config.tokens_per_match + 1e-6))
         elif not self.budget.weighs_time:
