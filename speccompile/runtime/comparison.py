@@ -27,8 +27,9 @@ MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake
 # plain steps.
 FIRST_STEPS, FIRST_LOSS = 64, 10
 # Where a `LookupWatch` finds drafts faster by `CLOSE` while they are off, the batch size begins like a new one. Such a
-# trial loses as much; where it ends without drafts, the next one waits until that is `MAX_LOSS` of the steps.
-TRIAL_PAUSE = round(FIRST_LOSS / MAX_LOSS)
+# trial loses as much, and half of that again in the two comparisons that end it; the next one then waits until that is
+# less than `MAX_LOSS` of the steps.
+TRIAL_PAUSE = round(2 * FIRST_LOSS / MAX_LOSS)
 LEAST_PAUSE, MAX_PAUSE = 256, 40_000  # steps between comparisons
 GROWTH = 4  # a pause has at most so many times as many steps as there were before it
 NEW_WEIGHT = 0.5  # of one comparison in the ratio of step times
@@ -45,9 +46,7 @@ class Comparison:
         watch: what lookups would bring while drafts are off; None: the method has none.
     """
 
-    def __init__(
-        self, smaller: Comparison | None = None, num_slots: int = 1, watch: LookupWatch | None = None
-    ) -> None:
+    def __init__(self, smaller: Comparison | None = None, num_slots: int = 1, watch: LookupWatch | None = None) -> None:
         self.is_on = True
         self.num_steps = self.num_plain = 0
         # Decaying sums over the steps that the budget decided: tokens per sequence, steps.
