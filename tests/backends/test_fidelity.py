@@ -91,7 +91,10 @@ def test_without_kernels_the_packed_form_is_not_tried(
     backend = OnnxRuntimeBackend()
     report = backend.compile(model, verified_spec(decoder_spec("target", dims)), tmp_path)
     assert report["form"] == "fp32" and report["forms_measured"] == {}
-    assert backend.depends_on(CompileOptions())["cpu_kernels"] is False
+    assert backend.depends_on(CompileOptions())["cpu_kernels"] is None
+    for name in ("cpu-1", "cpu-2"):  # other kernels: forms and costs are measured again
+        monkeypatch.setattr(kernel_library, "find_library", lambda name=name: tmp_path / f"{name}.so")
+        assert backend.depends_on(CompileOptions())["cpu_kernels"] == name
 
 
 def test_of_kernels_for_the_same_far_weights_the_fastest_is_taken() -> None:

@@ -112,12 +112,13 @@ class OnnxRuntimeBackend(Backend):
         return save_rollback(dims, dest / GRAPH_FILE)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """Returns what else a compiled graph depends on: the machine, as kernel forms are chosen by measuring."""
+        """Returns what else a compiled graph depends on: machine and kernels, as forms are chosen by measuring."""
         from speccompile.backends.onnxruntime.kernel_library import find_library
         from speccompile.backends.onnxruntime.tune import cpu_name
 
         del options
-        return {"machine": cpu_name(), "cpu_kernels": find_library() is not None}
+        library = find_library()
+        return {"machine": cpu_name(), "cpu_kernels": None if library is None else library.stem}
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""
