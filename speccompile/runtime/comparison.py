@@ -94,7 +94,7 @@ class Comparison:
     @property
     def is_resting(self) -> bool:
         """Whether the next step is plain and only counted: drafts are off until the next comparison."""
-        return not (self.is_on or self.is_comparing)
+        return not self.is_on and self._left > 2 * self._turn
 
     def rest(self, step_s: float, watched: TokenSequence | None = None) -> None:
         """Counts such a step and its seconds.

@@ -22,6 +22,7 @@ Only batches whose text does not depend on drafts may have a controller, as its 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -33,7 +34,13 @@ from speccompile.runtime.sequences import Step, TokenSequence
 
 
 class Planner(Protocol):
-    """Decides before each step whether it may draft, and learns from it afterwards. Called on one thread."""
+    """Decides before each step whether it may draft, and learns from it afterwards. Called on one thread.
+
+    Attributes:
+        rests: drafts are off for many steps; the one last planned need not correct the method's costs.
+    """
+
+    rests: bool
 
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """Returns the most draft tokens on one path in the next step.
@@ -92,6 +99,8 @@ class FixedLength:
         limit: see `Planner.plan`.
     """
 
+    rests = False
+
     def __init__(self, limit: int | None = METHOD_DEFAULT) -> None:
         self.limit = limit
 
@@ -124,7 +133,13 @@ def bucket_of(batch: int) -> int:
     return top
 
 
-def _watched(sequences: Sequence[TokenSequence]) -> TokenSequence | None:
+def _are_same(known: Sequence[TokenSequence], sequences: Sequence[TokenSequence]) -> bool:
+    if len(known) != len(sequences):
+        return False
+    return known[0] is sequences[0] if len(known) == 1 else all(map(operator.is_, known, sequences))
+
+
+def _first_to_watch(sequences: Sequence[TokenSequence]) -> TokenSequence | None:
     """Returns the first sequence on which lookups can be counted; None: there is none."""
     for sequence in sequences:
         if sequence.has_draft and sequence.speculation == "auto" and sequence.grammar is None:
@@ -152,9 +167,15 @@ class Controller:
         self._waiting: Comparison | None = None  # drafts are off, and it wants all sequences to have one
         self._is_plain = False  # this step
         self._was_plain = False  # the step before it
+        self.rests = False
+        self._seen: tuple[TokenSequence, ...] = ()  # by the last plan that looked at all sequences
+        self._watched: TokenSequence | None = None  # of these, the one on which lookups are counted
 
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """See `Planner.plan`."""
+        if self.rests and self._at is not None and self._at.is_resting and _are_same(self._seen, sequences):
+            return PLAIN
+        self._seen, self._watched, self.rests = tuple(sequences), None, False
         num_auto = num_ready = 0
         is_forced = False
         for sequence in sequences:
@@ -176,6 +197,9 @@ class Controller:
             return METHOD_DEFAULT if at.is_on and num_ready else PLAIN
         self._at, limit = at, at.next_limit
         self._is_plain = limit == PLAIN
+        self.rests = at.is_resting
+        if self._look_up is not None:
+            self._watched = _first_to_watch(sequences)
         return limit
 
     def _first(self, size: int, is_forced: bool) -> Comparison:
@@ -186,8 +210,8 @@ class Controller:
 
     def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
-        if self._at is not None and self._at.is_resting:
-            self._at.rest(times.step_s, None if self._look_up is None else _watched(sequences))
+        if self._at is not None and self.rests:
+            self._at.rest(times.step_s, self._watched)
             self._reading.decoded(len(steps))
             self._was_plain = True
             return

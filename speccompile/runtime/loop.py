@@ -58,7 +58,8 @@ def decode(
         round_ = run_step(verifier, proposer, batch, engines, limit)
         steps = round_.steps
         if planner and active:
-            proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
+            if not planner.rests:
+                proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
             planner.observe(active, steps, round_.times)
         yield steps
         if [step for step in steps if step.finish_reason is not None]:

@@ -137,7 +137,7 @@ def test_acceptance_is_learned_by_drafter_and_sequence():
 def test_what_a_drafter_missed_counts():
     hybrid, _, _, batch = scripted([1.0], 1.0)
     assert hybrid.propose(batch).tokens[0, 1] == 8
-    batch.sequences[0].draft_state[1].num_missed = 800
+    batch.sequences[0].draft_state[1].num_read = -800
     assert hybrid.propose(batch).tokens[0, 1] == 7
 
 

@@ -43,14 +43,19 @@ class PartSequence:
         has_draft: whether the drafter can draft for it.
     """
 
-    __slots__ = ("draft_state", "estimate", "grammar", "has_draft", "max_drafts", "num_missed", "sampling", "tokens")
+    __slots__ = ("draft_state", "estimate", "grammar", "has_draft", "max_drafts", "num_read", "sampling", "tokens")
 
     def __init__(self, sequence: TokenSequence, estimate: AcceptanceEstimate, has_draft: bool) -> None:
         self.tokens, self.sampling = sequence.tokens, sequence.sampling  # the list that the sequence goes on with
         self.estimate, self.has_draft, self.grammar = estimate, has_draft, sequence.grammar
         self.draft_state: Any = None
         self.max_drafts = 0
-        self.num_missed = len(sequence.tokens) - 1  # tokens before the root that it has not read yet
+        self.num_read = 0  # tokens before the root that it has read
+
+    @property
+    def num_missed(self) -> int:
+        """Tokens before the root that it has not read yet."""
+        return len(self.tokens) - 1 - self.num_read
 
 
 class PartBatch:
@@ -170,7 +175,7 @@ class HybridProposer:
         end, last = start + tokens.shape[1], len(sequence.tokens) - 1
         for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
             drafter.proposer.prefill(slot, part, tokens, start, outputs)
-            part.has_draft, part.num_missed = part.has_draft or end == last, last - end
+            part.has_draft, part.num_read = part.has_draft or end == last, end
 
     def _batches(self, batch: Batch) -> list[PartBatch]:
         return [
@@ -305,21 +310,17 @@ class HybridProposer:
             self._learn(index, part, verdict)
 
     def _learn(self, index: int, part: PartBatch, verdict: Verdict) -> None:
-        accepted = verdict.num_accepted.tolist()
         for slot, (sequence, pick) in enumerate(zip(part.parts, self._picks, strict=True)):
             own = len(own_path(verdict, slot, self._num_nodes[index][slot])) - 1 if pick == index else 0
             sequence.estimate.learn_length(pick == index, own)
-            missed = accepted[slot] - own  # drafts of others
-            sequence.num_missed = missed if pick == index else sequence.num_missed + 1 + missed
+            if pick == index:
+                sequence.num_read = len(sequence.tokens) + own
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Gives the step to every drafter that needs it."""
         for index in self._held:
             part = PartBatch(batch, [sequence.draft_state[index] for sequence in batch.sequences])
             self.drafters[index].proposer.skip(part, verdict, outputs)
-        for sequence, num in zip(batch.sequences, verdict.accepted, strict=True):
-            for own in sequence.draft_state:
-                own.num_missed += 1 + num
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs of all; a drafter's own ones count its own drafting alone."""
