@@ -27,11 +27,12 @@ class Lookup(NamedTuple):
 class LooksUp(Protocol):
     """A proposer that finds drafts in the text alone, with no graph and no outputs of the target."""
 
-    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
-        """Returns what it would draft next; a later `propose` is not changed by it.
+    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
+        """Returns what it would draft after the first tokens of a sequence; a later `propose` is not changed by it.
 
         Args:
             sequence: after `start`, whatever steps it has made.
+            length: how many of its tokens are looked at, the prompt and those of the last call at least.
             num_slots: sequences of the batch.
         """
         ...

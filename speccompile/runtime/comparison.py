@@ -94,22 +94,28 @@ class Comparison:
     @property
     def is_resting(self) -> bool:
         """Whether the next step is plain and only counted: drafts are off until the next comparison."""
-        return not self.is_on and self._left > 2 * self._turn
+        return self.num_rests > 0
 
-    def rest(self, step_s: float, watched: TokenSequence | None = None) -> None:
-        """Counts such a step and its seconds.
+    @property
+    def num_rests(self) -> int:
+        """How many such steps follow each other."""
+        return 0 if self.is_on else max(self._left - 2 * self._turn, 0)
+
+    def rest(self, num_steps: int, seconds: float, watched: TokenSequence | None = None) -> None:
+        """Counts such steps.
 
         Args:
-            step_s: of the step.
-            watched: a sequence that has made it, on which lookups are counted; None: there is none.
+            num_steps: at most `num_rests`.
+            seconds: of all of them.
+            watched: a sequence that has made them, on which lookups are counted; None: there is none.
         """
-        self._in_use.add(step_s)
-        self.num_steps += 1
-        self.num_plain += 1
-        self._left -= 1
+        self._in_use.add(seconds / num_steps, num_steps)
+        self.num_steps += num_steps
+        self.num_plain += num_steps
+        self._left -= num_steps
         watch = self._watch
         if watch is not None and watched is not None:
-            watch.observe(watched, step_s)
+            watch.observe(watched, seconds, num_steps)
             if watch.gain >= CLOSE and self.num_steps >= self._next_trial and self.is_resting:
                 watch.forget()
                 self.is_on = self._is_trial = True
@@ -255,10 +261,13 @@ class _Mean:
     def mean(self) -> float:
         return self._sum / self.num
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Adds a number of seconds so many times."""
         most_s = MAX_STEP * self.mean if self.num else seconds
-        self._sum = self.memory * self._sum + min(seconds, most_s)
-        self.num = self.memory * self.num + 1
+        fade = self.memory**count
+        weight = (1 - fade) / (1 - self.memory)  # of `count` numbers, which fade one after the other
+        self._sum = fade * self._sum + weight * min(seconds, most_s)
+        self.num = fade * self.num + weight
 
 
 class Reading:

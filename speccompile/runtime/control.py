@@ -22,7 +22,6 @@ Only batches whose text does not depend on drafts may have a controller, as its 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -32,15 +31,18 @@ from speccompile.runtime.comparison import METHOD_DEFAULT, PLAIN, Comparison, Re
 from speccompile.runtime.lookup_watch import LookUp, LookupWatch
 from speccompile.runtime.sequences import Step, TokenSequence
 
+MOST_RESTS = 16  # see `Planner.num_rests`: asking and telling costs a percent of a step of 0.3 ms
+
 
 class Planner(Protocol):
     """Decides before each step whether it may draft, and learns from it afterwards. Called on one thread.
 
     Attributes:
-        rests: drafts are off for many steps; the one last planned need not correct the method's costs.
+        num_rests: after `plan`: drafts are off, and so many steps of the same sequences, that one included, need
+            neither `plan` nor `observe` nor the proposer's `observe`, but `rested`; 0: none.
     """
 
-    rests: bool
+    num_rests: int
 
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """Returns the most draft tokens on one path in the next step.
@@ -65,6 +67,16 @@ class Planner(Protocol):
             sequences: as given to `plan`.
             steps: results, one for each of them.
             times: of the step.
+        """
+        ...
+
+    def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
+        """Updates the planner with plain steps.
+
+        Args:
+            sequences: as given to `plan`; all have made all of them.
+            num_steps: at most `num_rests`.
+            seconds: of all of them.
         """
         ...
 
@@ -99,7 +111,7 @@ class FixedLength:
         limit: see `Planner.plan`.
     """
 
-    rests = False
+    num_rests = 0
 
     def __init__(self, limit: int | None = METHOD_DEFAULT) -> None:
         self.limit = limit
@@ -109,6 +121,9 @@ class FixedLength:
         return self.limit
 
     def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
+        """Does nothing."""
+
+    def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
         """Does nothing."""
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
@@ -131,12 +146,6 @@ def bucket_of(batch: int) -> int:
     while top < batch:
         top += max(top // 3, 1)
     return top
-
-
-def _are_same(known: Sequence[TokenSequence], sequences: Sequence[TokenSequence]) -> bool:
-    if len(known) != len(sequences):
-        return False
-    return known[0] is sequences[0] if len(known) == 1 else all(map(operator.is_, known, sequences))
 
 
 def _first_to_watch(sequences: Sequence[TokenSequence]) -> TokenSequence | None:
@@ -167,16 +176,11 @@ class Controller:
         self._waiting: Comparison | None = None  # drafts are off, and it wants all sequences to have one
         self._is_plain = False  # this step
         self._was_plain = False  # the step before it
-        self.rests = False
-        self._seen: tuple[TokenSequence, ...] = ()  # by the last plan that looked at all sequences
-        self._watched: TokenSequence | None = None  # of these, the one on which lookups are counted
+        self.num_rests = 0
 
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         """See `Planner.plan`."""
-        if self.rests and self._at is not None and self._at.is_resting and _are_same(self._seen, sequences):
-            return PLAIN
-        self._seen, self._watched, self.rests = tuple(sequences), None, False
-        num_auto = num_ready = 0
+        num_auto = num_ready = self.num_rests = 0
         is_forced = False
         for sequence in sequences:
             if sequence.speculation == "auto":
@@ -197,9 +201,7 @@ class Controller:
             return METHOD_DEFAULT if at.is_on and num_ready else PLAIN
         self._at, limit = at, at.next_limit
         self._is_plain = limit == PLAIN
-        self.rests = at.is_resting
-        if self._look_up is not None:
-            self._watched = _first_to_watch(sequences)
+        self.num_rests = min(at.num_rests, MOST_RESTS)
         return limit
 
     def _first(self, size: int, is_forced: bool) -> Comparison:
@@ -210,11 +212,6 @@ class Controller:
 
     def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
         """See `Planner.observe`."""
-        if self._at is not None and self.rests:
-            self._at.rest(times.step_s, self._watched)
-            self._reading.decoded(len(steps))
-            self._was_plain = True
-            return
         num_accepted = num_drafts = num_emitted = 0
         for step in steps:
             num_accepted += step.num_accepted
@@ -231,6 +228,13 @@ class Controller:
             read_s = 0.0 if self._is_plain else self._reading.s_per_token(len(steps)) * tokens * len(steps)
             self._at.observe(times.step_s, read_s, tokens, is_first=is_first, has_drafts=num_drafts > 0)
         self._was_plain = self._is_plain
+
+    def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
+        """See `Planner.rested`."""
+        assert self._at is not None
+        self._at.rest(num_steps, seconds, None if self._look_up is None else _first_to_watch(sequences))
+        self._reading.decoded(num_steps * len(sequences))
+        self._was_plain = True
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
         """See `Planner.read`."""

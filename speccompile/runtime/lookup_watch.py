@@ -15,7 +15,7 @@ from time import perf_counter
 from speccompile.core.protocols import TokenSequence
 from speccompile.drafting.lookup import Lookup
 
-LookUp = Callable[[TokenSequence, int], Lookup]
+LookUp = Callable[[TokenSequence, int, int], Lookup]
 
 SHARE = 0.005  # of the time of plain steps that lookups may take
 FIRST_STEPS = 4  # plain steps whose time they may take besides, at first
@@ -25,7 +25,7 @@ LEAST_STEPS = 16.0  # such steps before anything is said
 
 
 class LookupWatch:
-    """Counts on one sequence at a time. Called after every plain step while drafts are off.
+    """Counts on one sequence at a time, while drafts are off.
 
     Args:
         look_up: see `speccompile.drafting.lookup.LooksUp`.
@@ -53,37 +53,41 @@ class LookupWatch:
         self._lookup, self._sequence = None, None
         self._tokens = self._cost = self._num = 0.0
 
-    def observe(self, sequence: TokenSequence, step_s: float) -> None:
-        """Counts a plain step that has ended.
+    def observe(self, sequence: TokenSequence, seconds: float, num_steps: int) -> None:
+        """Counts plain steps that have ended, one after the other.
 
         Args:
-            sequence: with the token that the step gave.
-            step_s: its seconds.
+            sequence: with the tokens that the steps gave.
+            seconds: of all of them.
+            num_steps: how many they are.
         """
+        step_s = seconds / num_steps
         if self._credit_s is None:
             self._credit_s = FIRST_STEPS * step_s
-        self._credit_s += SHARE * step_s
-        length = len(sequence.tokens)
-        if sequence is not self._sequence or length != self._length + 1:
+        tokens = sequence.tokens
+        start = len(tokens) - num_steps
+        if sequence is not self._sequence or start != self._length:
             self._sequence, self._lookup = sequence, None
-        self._length = length
-        if self._waits:
-            if self._credit_s < RUN * self._look_s:
-                return
-            self._waits = False
-        elif self._lookup is not None and self._goes_on(self._lookup, sequence.tokens[-1]):
-            return
-        if self._credit_s < 0:
-            self._waits, self._lookup = True, None
-            return
-        start_s = perf_counter()
-        self._lookup, self._start = self._look_up(sequence, self._num_slots), length
-        self._look_s = perf_counter() - start_s
-        self._credit_s -= self._look_s
+        self._length = len(tokens)
+        for length in range(start + 1, len(tokens) + 1):
+            self._credit_s += SHARE * step_s
+            if self._waits:
+                if self._credit_s < RUN * self._look_s:
+                    continue
+                self._waits = False
+            elif self._lookup is not None and self._goes_on(self._lookup, length, tokens[length - 1]):
+                continue
+            if self._credit_s < 0:
+                self._waits, self._lookup = True, None
+                continue
+            start_s = perf_counter()
+            self._lookup, self._start = self._look_up(sequence, length, self._num_slots), length
+            self._look_s = perf_counter() - start_s
+            self._credit_s -= self._look_s
 
-    def _goes_on(self, lookup: Lookup, token: int) -> bool:
+    def _goes_on(self, lookup: Lookup, length: int, token: int) -> bool:
         """Returns whether the step would have given the newest token and more; counts it where it ends with that."""
-        num = self._length - self._start
+        num = length - self._start
         if num <= len(lookup.tokens) and lookup.tokens[num - 1] == token:
             return True
         self._tokens = MEMORY * self._tokens + num

@@ -51,18 +51,26 @@ def decode(
     """
     if first := admit(verifier, proposer, batch, planner):
         yield first
+    limit, num_rests, num_rested, rested_s = None, 0, 0, 0.0  # see `Planner.num_rests`
     while batch.sequences:
         # Where drafts are drawn the text depends on them, so a planner, which uses measured times, must not decide.
-        active = None if planner is None or batch.may_draw else batch.sequences
-        limit = planner.plan(active) if planner and active else None
+        asked, active = None if batch.may_draw else planner, batch.sequences
+        if num_rested == 0:
+            limit = asked.plan(active) if asked else None
+            num_rests = asked.num_rests if asked else 0
         round_ = run_step(verifier, proposer, batch, engines, limit)
         steps = round_.steps
-        if planner and active:
-            if not planner.rests:
-                proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
-            planner.observe(active, steps, round_.times)
+        is_end = bool([step for step in steps if step.finish_reason is not None])
+        if asked and num_rests:
+            num_rested, rested_s = num_rested + 1, rested_s + round_.times.step_s
+            if is_end or num_rested == num_rests:
+                asked.rested(active, num_rested, rested_s)
+                num_rested, rested_s = 0, 0.0
+        elif asked:
+            proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
+            asked.observe(active, steps, round_.times)
         yield steps
-        if [step for step in steps if step.finish_reason is not None]:
+        if is_end:
             first = retire(verifier, proposer, batch, steps, planner)
             if first := first + admit(verifier, proposer, batch, planner):
                 yield first

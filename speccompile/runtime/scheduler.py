@@ -215,8 +215,10 @@ class Scheduler:
         self.counters.count_step(round_.steps, round_.times.step_s)
         events = self._deliver(decoding, round_)
         self.views.after_step()
-        if not self.planner.rests:
-            engine.proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
+        if self.planner.num_rests:
+            self.planner.rested(sequences, 1, perf_counter() - start_s)
+            return events
+        engine.proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
         times = round_.times._replace(step_s=perf_counter() - start_s)
         self.planner.observe(sequences, round_.steps, times)
         return events

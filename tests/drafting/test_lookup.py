@@ -48,7 +48,7 @@ def test_what_is_looked_up_is_what_is_drafted(name: str, config: dict[str, Any],
         for proposer, batch in (looks, drafts):
             proposer.start(0, batch.sequences[0])
         for _ in range(3):
-            found = looks[0].look_up(looks[1].sequences[0], 1)
+            found = looks[0].look_up(looks[1].sequences[0], len(text), 1)
         wanted, got = drafts[0].propose(drafts[1]), looks[0].propose(looks[1])
         np.testing.assert_array_equal(got.tokens, wanted.tokens)
         np.testing.assert_array_equal(got.parents, wanted.parents)
@@ -68,7 +68,7 @@ def test_a_combination_looks_up_with_the_drafter_that_finds_more() -> None:
         for name, config in (LOOKUPS[0], LOOKUPS[1], LOOKUPS[3]):
             proposer, batch = make(name, config), batch_of(text)
             proposer.start(0, batch.sequences[0])
-            lengths.append(len(proposer.look_up(batch.sequences[0], 1).tokens))
+            lengths.append(len(proposer.look_up(batch.sequences[0], len(text), 1).tokens))
         assert lengths[2] == max(lengths[:2])
         longest = max(longest, lengths[2])
     assert longest > 1
@@ -95,3 +95,17 @@ def test_only_methods_that_look_up_are_watched() -> None:
     looking, plain = make("ngram", {}), make("none", {})
     assert isinstance(looking, LooksUp) and not isinstance(plain, LooksUp)
     assert controller_of(looking)._look_up == looking.look_up and controller_of(plain)._look_up is None
+
+
+@pytest.mark.parametrize(("name", "config"), LOOKUPS)
+def test_what_comes_after_the_length_is_not_seen(name: str, config: dict[str, Any]) -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(20):
+        text = rng.integers(0, 3, 60).tolist()
+        whole, grown = (make(name, config), batch_of(text)), (make(name, config), batch_of(text[:20]))
+        for proposer, batch in (whole, grown):
+            proposer.start(0, batch.sequences[0])
+        for length in range(20, 60, 3):
+            grown[1].sequences[0].tokens[:] = text[:length]
+            wanted = grown[0].look_up(grown[1].sequences[0], length, 1)
+            assert whole[0].look_up(whole[1].sequences[0], length, 1) == wanted

@@ -19,6 +19,7 @@ from speccompile.runtime import comparison
 from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
 from speccompile.runtime.sequences import Step, TokenSequence
+from tests.runtime.control_lab import sequences, tell
 from tests.runtime.test_scheduler import Bench
 
 MAX_DRAFTS = 8
@@ -43,13 +44,6 @@ def tokens_of(rate: float, length: int) -> float:
 
 
 @functools.cache
-def sequences(num: int, speculation: str = "auto") -> list[TokenSequence]:
-    made = [TokenSequence(i, [1], SamplingParams(), frozenset(), None) for i in range(num)]
-    for sequence in made:
-        sequence.speculation = speculation
-    return made
-
-
 class Sim:
     """A method whose drafts are each kept at `rate` and know it, on a machine whose steps are noisy."""
 
@@ -81,7 +75,7 @@ class Sim:
         for num in kept:
             self.known.learn_length(self.num_runs > 0, num)
         steps = [Step(i, [0] * (k + 1), length, k, False, "", None) for i, k in enumerate(kept)]
-        self.controller.observe(active, steps, times)
+        tell(self.controller, active, steps, times)
         return sum(times_ms), length
 
     def choose(self, most: int) -> int:
@@ -146,7 +140,7 @@ class Ways:
             kept = [0 if is_plain else int(self.rng.integers(0, 3)) for _ in range(self.batch)]
             step_s = (1.0 if is_plain else cost(at)) * float(np.exp(0.1 * self.rng.normal()))
             steps = [Step(i, [7] * (k + 1), 0 if is_plain else 2, k, False, "", None) for i, k in enumerate(kept)]
-            self.controller.observe(sequences(self.batch), steps, StepTimes(0.0, step_s, step_s))
+            tell(self.controller, sequences(self.batch), steps, StepTimes(0.0, step_s, step_s))
             total_s, tokens = total_s + step_s, tokens + sum(k + 1 for k in kept)
             drafted.append(not is_plain)
         return tokens / total_s / self.batch, drafted
@@ -187,7 +181,7 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
         kept = 0 if controller.plan(sequences(1)) == PLAIN else 1
         step_s = cost if kept else 1.0
         step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
         drafted.append(kept > 0)
     return drafted
 
@@ -215,7 +209,7 @@ def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down
         kept = 0 if is_plain or at % 10 else 1
         step_s = 1.0 if is_plain else 4.0 if kept else 1.05
         step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
     assert num_plain > 3000
 
 
@@ -229,7 +223,7 @@ def share_of_plain(slow_steps: int) -> float:
         kept = 0 if is_plain else 1
         step_s = 2 / 0.95 if kept else 1.15 if num_settled <= slow_steps else 1.0
         step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
-        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
     return num_plain / 20_000
 
 
@@ -279,7 +273,7 @@ def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> Non
         missed[0] += is_plain
         num_drafting += not is_plain
         step = Step(0, [7] if is_plain else [7, 7], 0 if is_plain else 1, 0 if is_plain else 1, False, "", None)
-        ways.controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        tell(ways.controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
         total_s += step_s
     assert num_drafting <= 3 * TURN  # twice at most after the first time: 200 s lost may be 1 / 200 of the time
     assert total_s < 1.15 * 6000
@@ -290,7 +284,7 @@ def test_a_budget_that_drafts_nothing_is_shown_what_drafts_cost() -> None:
     for _ in range(3 * (2 * TURN + LEAST_PAUSE)):
         limits.append(controller.plan(sequences(4)))
         steps = [Step(i, [7], 0, 0, False, "", None) for i in range(4)]
-        controller.observe(sequences(4), steps, StepTimes(0.0, 1.0, 1.0))
+        tell(controller, sequences(4), steps, StepTimes(0.0, 1.0, 1.0))
     assert limits.count(1) == TURN * (limits.count(1) // TURN) > 0
 
 
@@ -299,11 +293,11 @@ def test_steps_with_forced_requests_alone_are_not_learnt_from() -> None:
     steps = [Step(i, [7], 0, 0, False, "", None) for i in range(3)]
     for _ in range(20):
         assert controller.plan(sequences(3, "off")) is None
-        controller.observe(sequences(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
+        tell(controller, sequences(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
     assert controller.decisions() == {}
     some = [*sequences(1, "on"), *sequences(2)]
     controller.plan(some)
-    controller.observe(some, steps, StepTimes(0.0, 1.0, 1.0))
+    tell(controller, some, steps, StepTimes(0.0, 1.0, 1.0))
     assert list(controller.decisions()) == ["3, some forced"]
 
 
@@ -314,13 +308,13 @@ def test_the_first_drafts_after_steps_that_were_told_to_be_plain_do_not_count() 
     for at in range(2 * TURN):
         if at in (2, 4):  # others, who want no drafts, are decoded in between
             controller.plan(sequences(1, "off"))
-            controller.observe(sequences(1, "off"), [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
+            tell(controller, sequences(1, "off"), [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
             missed = True
         is_plain = controller.plan(sequences(1)) == PLAIN
         step_s = 1.0 if is_plain else 200.0 if missed else 1.2
         missed, kept = missed and is_plain, 0 if is_plain else 1
         steps = [Step(0, [7] * (1 + kept), kept, kept, False, "", None)]
-        controller.observe(sequences(1), steps, StepTimes(0, 0, step_s))
+        tell(controller, sequences(1), steps, StepTimes(0, 0, step_s))
     assert controller.decisions()["1"]["drafts"] is True
     assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
 
@@ -337,7 +331,7 @@ def step_of(controller: Controller, active: list[TokenSequence], slow: float = 2
     limit = controller.plan(active)
     kept = [int(limit != PLAIN and sequence.has_draft) for sequence in active]
     steps = [Step(i, [7] * (1 + num), num, num, False, "", None) for i, num in enumerate(kept)]
-    controller.observe(active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
+    tell(controller, active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
     return limit
 
 

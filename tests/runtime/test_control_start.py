@@ -9,7 +9,8 @@ from speccompile.runtime import comparison
 from speccompile.runtime.comparison import FIRST_LOSS, FIRST_STEPS, LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller
 from speccompile.runtime.sequences import Step
-from tests.runtime.test_control import Ways, sequences
+from tests.runtime.control_lab import sequences, tell
+from tests.runtime.test_control import Ways
 
 NUM_COLD = 6  # steps with drafts that take longer: drafters are tried, shapes are new
 
@@ -37,7 +38,7 @@ def share_of_drafts(seed: int, *, most: int, cold_s: float, prompt_s: float = 0.
         step_s = 1.0 if is_plain else cold_s if num_drafted < NUM_COLD else 1.5
         step_s *= float(np.exp(0.05 * rng.normal()))
         steps = [Step(0, [7] * (1 + kept), 0 if is_plain else 5, kept, False, "", None)]
-        controller.observe(sequences(1), steps, StepTimes(0.0, step_s, step_s))
+        tell(controller, sequences(1), steps, StepTimes(0.0, step_s, step_s))
         num_left -= 1 + kept
         num_drafted += not is_plain
         drafted.append(not is_plain)
@@ -105,7 +106,7 @@ def test_tokens_and_times_are_of_the_same_steps_where_a_budget_stops_drafting() 
         kept = int(not is_plain and (num_allowed < 36 or num_allowed % 10 == 0))
         step_s = 1.0 if is_plain else 2.2 if kept else 1.1
         steps = [Step(0, [7] * (1 + kept), kept, kept, False, "", None)]
-        controller.observe(sequences(1), steps, StepTimes(0.0, step_s, step_s))
+        tell(controller, sequences(1), steps, StepTimes(0.0, step_s, step_s))
         num_allowed += not is_plain
         allowed.append(not is_plain)
     assert np.mean(allowed[100:]) < 0.05

@@ -16,7 +16,7 @@ from speccompile.runtime.comparison import MAX_LOSS, PLAIN
 from speccompile.runtime.control import Controller
 from speccompile.runtime.lookup_watch import FIRST_STEPS, LEAST_STEPS, RUN, SHARE, LookupWatch
 from speccompile.runtime.sequences import Step
-from tests.runtime.test_control import sequences
+from tests.runtime.control_lab import sequences, tell
 
 COST = 1.5
 
@@ -25,12 +25,13 @@ def watched(tokens: list[int]) -> Any:
     return SimpleNamespace(tokens=tokens)
 
 
-def give(watch: LookupWatch, text: list[int], step_s: float = 1.0) -> None:
-    """Decodes a text plainly, token by token, after a prompt of one token."""
+def give(watch: LookupWatch, text: list[int], at_once: int = 1) -> None:
+    """Decodes a text plainly after a prompt of one token; so many steps of 1 s are told together."""
     sequence = watched([0])
-    for token in text:
-        sequence.tokens.append(token)
-        watch.observe(sequence, step_s)
+    for start in range(0, len(text), at_once):
+        new = text[start : start + at_once]
+        sequence.tokens += new
+        watch.observe(sequence, float(len(new)), len(new))
 
 
 @pytest.fixture
@@ -47,20 +48,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("clock")
-def test_steps_are_counted_as_they_would_have_been_made() -> None:
+@pytest.mark.parametrize("at_once", [1, 5, 16])
+def test_steps_are_counted_as_they_would_have_been_made(at_once: int) -> None:
     """Chains of three that are right for two tokens: three tokens a step, which ends with the first other token."""
     starts: list[int] = []
 
-    def look_up(sequence: Any, num_slots: int) -> Lookup:
+    def look_up(sequence: Any, length: int, num_slots: int) -> Lookup:
         assert num_slots == 2
-        starts.append(len(sequence.tokens))
-        last = sequence.tokens[-1]
+        starts.append(length)
+        last = sequence.tokens[length - 1]
         return Lookup([last + 1, last + 2, 99], COST)
 
     watch = LookupWatch(look_up, 2)
-    give(watch, list(range(1, 1 + 3 * int(LEAST_STEPS))))
+    give(watch, list(range(1, 1 + 3 * int(LEAST_STEPS))), at_once)
     assert watch.gain == 0  # one step less than is needed
-    give(watch, list(range(1, 200)))
+    give(watch, list(range(1, 200)), at_once)
     assert watch.gain == pytest.approx(3 / COST)
     assert starts[:3] == [2, 5, 8]
 
@@ -68,21 +70,23 @@ def test_steps_are_counted_as_they_would_have_been_made() -> None:
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("drafts", "tokens"), [(0, 1), (1, 2), (4, 5)])
 def test_a_whole_chain_brings_one_more(drafts: int, tokens: int) -> None:
-    watch = LookupWatch(lambda s, _: Lookup([s.tokens[-1] + at for at in range(1, 1 + drafts)], COST), 1)
+    watch = LookupWatch(
+        lambda s, at_length, _: Lookup([s.tokens[at_length - 1] + at for at in range(1, 1 + drafts)], COST), 1
+    )
     give(watch, list(range(1, 400)))
     assert watch.gain == pytest.approx(tokens / COST)
 
 
 @pytest.mark.usefixtures("clock")
 def test_a_step_ends_with_its_sequence_and_with_steps_that_were_not_plain() -> None:
-    watch = LookupWatch(lambda s, _: Lookup([s.tokens[-1] + at for at in range(1, 12)], 1.0), 1)
+    watch = LookupWatch(lambda s, end, _: Lookup([s.tokens[end - 1] + at for at in range(1, 12)], 1.0), 1)
     for _ in range(20):
         give(watch, list(range(1, 10)))  # each text is shorter than a step
     assert watch.gain == 0 and watch._num == 0
     sequence = watched([0])
     for at in range(1, 400, 2):
-        sequence.tokens += [at, at + 1]  # two tokens between two calls
-        watch.observe(sequence, 1.0)
+        sequence.tokens += [at, at + 1]  # one of the two came with a draft
+        watch.observe(sequence, 1.0, 1)
     assert watch._num == 0
 
 
@@ -94,7 +98,7 @@ def test_lookups_take_half_a_percent_of_the_time(clock: Any, look_s: float) -> N
     sequence = watched([0])
     for _ in range(num_steps):
         sequence.tokens.append(1)
-        watch.observe(sequence, 1.0)
+        watch.observe(sequence, 1.0, 1)
     num = next(calls)
     assert num * look_s <= FIRST_STEPS + SHARE * num_steps + (RUN + 1) * look_s
     assert num >= min(0.7 * SHARE * num_steps / look_s, 0.9 * num_steps)
@@ -117,7 +121,8 @@ class Text:
         self.drafted: list[bool] = []
         self.coming: list[int] = []  # tokens of the text after the last one
 
-    def look_up(self, sequence: Any, num_slots: int) -> Lookup:
+    def look_up(self, sequence: Any, length: int, num_slots: int) -> Lookup:
+        assert length == len(sequence.tokens)
         while len(self.coming) < 9:
             self.coming.append(len(sequence.tokens) + len(self.coming))
         return Lookup([*self.coming[: self.found(self.num_steps)], -1], COST)
@@ -131,7 +136,7 @@ class Text:
         new, self.coming = self.coming[: kept + 1], self.coming[kept + 1 :]
         self.sequence.tokens += new
         step = Step(0, new, 0 if is_plain else 5, kept, False, "", None)
-        self.controller.observe([self.sequence], [step], StepTimes(0.0, step_s, step_s))
+        tell(self.controller, [self.sequence], [step], StepTimes(0.0, step_s, step_s))
         self.num_steps, self.total_s = self.num_steps + 1, self.total_s + step_s
         self.num_tokens += len(new)
         self.drafted.append(not is_plain)

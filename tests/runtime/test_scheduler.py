@@ -144,7 +144,7 @@ def test_a_cache_that_waiting_requests_will_overwrite_is_not_kept_for_long():
 
 def test_a_forbidden_or_bounded_draft_gives_the_same_text():
     class Planner:
-        limit, rests, seen, reads = 0, False, [], []
+        limit, num_rests, seen, reads = 0, 0, [], []
 
         def plan(self, sequences):
             return self.limit

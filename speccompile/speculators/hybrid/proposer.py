@@ -335,13 +335,13 @@ class HybridProposer:
             costs.observe(num_slots, *self._run, self._seconds[self._ran])
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
 
-    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
+    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
         """See `speccompile.drafting.lookup.LooksUp`: the longest draft of those that look up."""
         best = Lookup([], 1.0)
         for index in self._free:
             proposer = self.drafters[index].proposer
             if isinstance(proposer, LooksUp):
-                found = proposer.look_up(sequence.draft_state[index], num_slots)
+                found = proposer.look_up(sequence.draft_state[index], length, num_slots)
                 best = max(best, found, key=lambda lookup: len(lookup.tokens))
         return best
 

@@ -149,13 +149,14 @@ class NgramProposer:
             return TokenTree.chain(tokens)
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
 
-    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
+    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
         """See `speccompile.drafting.lookup.LooksUp`."""
         state: NgramState = sequence.draft_state
-        position, size = state.index.find(sequence.tokens)
+        text = sequence.tokens[:length]
+        position, size = state.index.find(text)
         if size == 0:
             return Lookup([], 1.0)
-        tokens = _draft(sequence.tokens, position, self.max_drafts)[1:]
+        tokens = _draft(text, position, self.max_drafts)[1:]
         if self.budget.weighs_time:
             prob = state.estimate.prob(FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1)
             return lookup_from_chain(self.budget, tokens, [prob**num for num in range(1, len(tokens) + 1)], num_slots)

@@ -96,7 +96,7 @@ class SuffixProposer:
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the most frequent continuations of the longest match."""
         self.budget.is_forced = batch.is_forced
-        self._drafts = [self._find(sequence, sequence.max_drafts) for sequence in batch.sequences]
+        self._drafts = [self._find(sequence, sequence.tokens, sequence.max_drafts) for sequence in batch.sequences]
         pairs = zip(batch.sequences, self._drafts, strict=True)
         self.offered = offered = [
             found if sequence.grammar is None else self._with_forced(sequence, found) for sequence, found in pairs
@@ -117,17 +117,20 @@ class SuffixProposer:
             chain.add(depth, [token], [FORCED])
         return chain
 
-    def look_up(self, sequence: TokenSequence, num_slots: int) -> Lookup:
+    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
         """See `speccompile.drafting.lookup.LooksUp`."""
-        found = self._find(sequence, self.max_drafts)
+        found = self._find(sequence, sequence.tokens[:length], self.max_drafts)
         path = first_path(found)
         tokens, paths = [found.tokens[c] for c in path], [found.paths[c] for c in path]
         return lookup_from_chain(self.budget, tokens, paths, num_slots)
 
-    def _find(self, sequence: TokenSequence, most: int) -> Candidates:
-        """Returns the drafts of a sequence, `most` on a path; the root alone where nothing matches."""
-        state, config, found = sequence.draft_state, self.config, Candidates.from_root(sequence.tokens[-1])
-        self._read(state, sequence.tokens)
+    def _find(self, sequence: TokenSequence, text: list[int], most: int) -> Candidates:
+        """Returns the drafts after `text`, the tokens of a sequence or the first ones of these.
+
+        They are at most `most` on a path; the root alone where nothing matches.
+        """
+        state, config, found = sequence.draft_state, self.config, Candidates.from_root(text[-1])
+        self._read(state, text)
         tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)
         if state.shared is not None and self.shared is not None and (length := self.shared.match(state.shared)) > size:
             tree, cursor, size = self.shared, state.shared, length
@@ -139,10 +142,10 @@ class SuffixProposer:
         if size < config.min_match or depth == 0:
             return found
         if config.tree == "chain":
-            tokens, shares = tree.chain(cursor, sequence.tokens, depth, config.min_prob)
+            tokens, shares = tree.chain(cursor, text, depth, config.min_prob)
             parents = list(range(-1, len(tokens) - 1))
         else:
-            tokens, parents, shares = tree.branches(cursor, sequence.tokens, self.max_drafts, depth, config.min_prob)
+            tokens, parents, shares = tree.branches(cursor, text, self.max_drafts, depth, config.min_prob)
         chosen, starts = drafts_within(sequence.grammar, tokens, [parent + 1 for parent in parents])
         tokens, shares = [tokens[draft] for draft in chosen], [shares[draft] for draft in chosen]
         prob, rate, rank = state.estimate.prob, FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1
