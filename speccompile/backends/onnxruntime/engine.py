@@ -129,9 +129,8 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             RuntimeFault: see `check_step`.
         """
         sizes, rows = self.check_step(feeds, first_slot)
-        for buffers in self._buffers:
-            buffers.use(first_slot + sizes["batch"])
         for buffers in self._written:
+            buffers.use(first_slot + sizes["batch"])
             buffers.grow(rows)
         # Memory never moves, so a binding depends only on the shapes and the rows of each view.
         key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
