@@ -20,6 +20,9 @@ MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer,
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
 LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
+TURN_LOSS = (
+    8  # plain steps whose time the steps with drafts of a comparison may lose while drafts are off: then it ends
+)
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
 # A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a
@@ -165,12 +168,21 @@ class Comparison:
             self._spent[is_plain].append(step_s + read_s)
             self._brought[is_plain].append(tokens)
         self._left -= 1
+        if self._left > self._turn and not is_plain and self._has_lost():
+            self._left = self._turn
         if self._first_plain_s:
             self._first_lost_s += step_s + read_s - tokens * self._first_plain_s
             if self._first_lost_s > FIRST_LOSS * self._first_plain_s or self.is_comparing:
                 self._left, self._first_plain_s = min(self._left, 2 * self._turn), 0.0
         if self._left == 0:
             self._compare()
+
+    def _has_lost(self) -> bool:
+        """Returns whether the steps with drafts of a comparison have cost too much while drafts are off."""
+        if self.is_on or not self.is_comparing or not self._in_use.num or len(self._times[0]) < 2:
+            return False
+        plain_s = self._in_use.mean
+        return sum(self._spent[0]) - sum(self._brought[0]) * plain_s > TURN_LOSS * plain_s
 
     def _compare(self) -> None:
         drafting, plain = (_typical(times) for times in self._times)

@@ -349,7 +349,7 @@ def test_a_comparison_waits_until_every_sequence_has_a_draft() -> None:
         for _ in range(3 * TURN):
             assert step_of(controller, active, slow=1.0) == PLAIN
     assert controller.decisions() == before and controller.expects_drafts(2)
-    assert [step_of(controller, read, slow=4.0) for _ in range(2 * TURN)] == [None] * TURN + [PLAIN] * TURN
+    assert [step_of(controller, read, slow=2.5) for _ in range(2 * TURN)] == [None] * TURN + [PLAIN] * TURN
     assert not controller.expects_drafts(2)
 
 

@@ -110,3 +110,13 @@ def test_tokens_and_times_are_of_the_same_steps_where_a_budget_stops_drafting() 
         num_allowed += not is_plain
         allowed.append(not is_plain)
     assert np.mean(allowed[100:]) < 0.05
+
+
+@pytest.mark.parametrize(("lost_s", "most"), [(1.2, TURN), (3.0, 4), (6.0, 3), (20.0, 3)])
+def test_a_comparison_that_has_lost_enough_ends_early(lost_s: float, most: int) -> None:
+    """A step with drafts takes so much longer than its tokens, 2 on average, take without."""
+    _, drafted = Ways().run(40_000, lambda _: 2.0 + lost_s)
+    text = "".join("d" if has_drafts else "." for has_drafts in drafted[400:])
+    counts = [len(turn) for turn in text.split(".") if turn]
+    assert len(counts) > 1 and max(counts) <= TURN
+    assert most - 1 <= np.median(counts) <= most
