@@ -81,6 +81,7 @@ def _result(steps: Steps, start: float, end: float, eos_token_ids: Sequence[int]
         "tokens": tokens,
         "total_s": end - start,
         "prefill_s": max(prefill_s, 0.0),
+        "first_token_s": first_s,
         "num_steps": len(steps.times),
         "num_accepted": max(len(tokens) - len(steps.times), 0),
         "outside_s": None,

@@ -222,8 +222,8 @@ def comparison_rows(
         else:  # plain, speculative, or "<method> speculative"
             kind = method if name == "speculative" else name.removesuffix(" speculative")
             row = {"engine": "speccompile", "precision": precision, "form": precision, "mode": kind}
-        figures = {key: mode[key] for key in ("tokens_per_s", "tokens_per_s_all", "exact_share", "peak_rss_bytes")}
-        rows.append({**row, **figures})
+        names = ("tokens_per_s", "tokens_per_s_all", "first_token_ms", "exact_share", "peak_rss_bytes")
+        rows.append({**row, **{key: mode[key] for key in names}})
     ours = {row["mode"]: row["tokens_per_s_all"] for row in rows if row["engine"] == "speccompile"}
     for row in rows:
         mine = ours.get(row["mode"]) if row["precision"] == precision else None
@@ -235,12 +235,13 @@ def comparison_rows(
 def markdown_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table of `comparison_rows`."""
     lines = [
-        "| engine | precision | form | mode | tokens/s | of ours | texts equal to fp32's |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | precision | form | mode | tokens/s | of ours | ms to first token | texts equal to fp32's |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [row["engine"], row["precision"], row["form"], row["mode"], f"{row['tokens_per_s']:.1f}"]
         cells.append("" if row["of_ours"] is None else f"{row['of_ours']:.2f}")
+        cells.append(f"{row['first_token_ms']:.1f}")
         cells.append("" if row["exact_share"] is None else f"{100 * row['exact_share']:.0f} %")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

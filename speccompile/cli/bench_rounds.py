@@ -144,9 +144,10 @@ def summary_from_runs(runs: Runs, eos_token_ids: Sequence[int] = ()) -> dict[str
     """Returns the modes' figures and their ratios.
 
     `tokens_per_s` is decoding alone, the prompt's own time and the tokens that came with it (`num_first_tokens`) taken
-    out, as medians over rounds; the figure with both is `tokens_per_s_with_prefill`. `exact`: all tokens equal those of
-    transformers' greedy decoding, or of plain decoding where transformers was not run. An end token of `eos_token_ids`
-    does not count: some engines leave it out.
+    out, as medians over rounds; the figure with both is `tokens_per_s_with_prefill`. `first_token_ms`: from the call to
+    the first new token, the median over all texts. `exact`: all tokens equal those of transformers' greedy decoding, or
+    of plain decoding where transformers was not run. An end token of `eos_token_ids` does not count: some engines leave
+    it out.
     """
     oracle = next((mode for mode in REFERENCES if mode in runs), None)
     truth = None if oracle is None else [_text(result, eos_token_ids) for result in runs[oracle][0]]
@@ -187,6 +188,7 @@ def _mode(
         "tokens_per_s": median(speeds),
         "tokens_per_s_all": speeds,
         "tokens_per_s_with_prefill": median(speeds_with_prefill),
+        "first_token_ms": median(result["first_token_s"] for result in results) * 1e3,
         "mean_acceptance_length": 1 + sum(result["num_accepted"] for result in results) / max(steps, 1),
         "exact": all(same) if same else None,
         "exact_share": sum(same) / len(same) if same else None,

@@ -68,6 +68,7 @@ def test_a_worker_answers_in_lines_and_ends_texts_at_the_end_token(peer):
     result = json.loads(result)
     assert result["tokens"] == [6, 7, 9] and result["num_steps"] == 2 and result["num_accepted"] == 1
     assert 0 <= result["prefill_s"] <= result["total_s"] and result["outside_s"] is None
+    assert result["prefill_s"] <= result["first_token_s"] <= result["total_s"]
 
 
 def test_what_cannot_be_installed_is_recorded_with_its_reason(tmp_path, monkeypatch, capsys):
@@ -110,7 +111,7 @@ def test_every_peer_has_a_worker_and_pinned_packages():
 def report(precision):
     def row(engine, mode, speed):
         return {"engine": engine, "precision": precision, "form": "F", "mode": mode, "tokens_per_s": speed,
-                "of_ours": None, "exact_share": None}  # fmt: skip
+                "first_token_ms": 12.0, "of_ours": None, "exact_share": None}  # fmt: skip
 
     environment = {"bundle": "b", "cpu": "C", "threads": 2, "num_prompts": 3, "max_new_tokens": 4, "repeats": 5,
                    "versions": {"speccompile": "0"}}  # fmt: skip

@@ -22,7 +22,7 @@ for line in sys.stdin:
     mode, prompt = json.loads(line)
     n = prompt + 2
     print(json.dumps({"tokens": [n] * n, "total_s": job["s"][mode] * n + 0.5, "prefill_s": 0.5, "num_steps": 1,
-                      "num_accepted": n - 1, "outside_s": 0.1, "peak_rss_bytes": 7}), flush=True)
+                      "first_token_s": 0.6 + prompt / 10, "num_accepted": n - 1, "outside_s": 0.1, "peak_rss_bytes": 7}), flush=True)
 """
 
 
@@ -52,6 +52,7 @@ def test_modes_take_turns_and_their_ratio_leaves_the_prefill_out(fake_worker, gr
     assert plain["tokens_per_s_all"] == pytest.approx([5.0, 5.0])
     assert fast["tokens_per_s"] == pytest.approx(10.0)
     assert fast["tokens_per_s_with_prefill"] == pytest.approx(5 / 1.5)
+    assert fast["first_token_ms"] == pytest.approx(650)
     assert report["ratios"] == {"speculative/plain": pytest.approx(2.0)}
     assert fast["mean_acceptance_length"] == 1 + 3 / 2
     assert fast["exact"] is True and fast["exact_against"] == "plain"
@@ -61,7 +62,7 @@ def test_modes_take_turns_and_their_ratio_leaves_the_prefill_out(fake_worker, gr
 def test_a_mode_that_differs_is_not_exact():
     def result(tokens):
         return {"tokens": tokens, "total_s": 1, "prefill_s": 0, "num_steps": 1, "num_accepted": 0, "outside_s": None,
-                "peak_rss_bytes": 1}  # fmt: skip
+                "first_token_s": 0.1, "peak_rss_bytes": 1}  # fmt: skip
 
     report = summary_from_runs({"transformers": [[result([1]), result([2])]], "plain": [[result([1]), result([3])]]})
     assert report["modes"]["plain"]["exact"] is False

@@ -42,7 +42,8 @@ for line in sys.stdin:
     seconds = {"plain": 0.5, "draft_model": 0.25, "ngram": 0.1}[mode]
     last = [9] if mode == "plain" else []
     print(json.dumps({"tokens": [1, 2, 3, 4 + (form == "int8" and prompt)] + last, "total_s": 4 * seconds + 1,
-                      "prefill_s": 1, "num_steps": 4, "num_accepted": 0, "outside_s": None, "peak_rss_bytes": 5}),
+                      "prefill_s": 1, "first_token_s": 1.5, "num_steps": 4, "num_accepted": 0, "outside_s": None,
+                      "peak_rss_bytes": 5}),
           flush=True)
 """
 FORMS = {p: {"name": p.upper(), "modes": ["plain", "draft_model", "ngram"]} for p in ("fp32", "16bit", "int8", "int4")}
@@ -160,7 +161,7 @@ def test_a_precision_that_a_peer_lacks_is_named(folder, job):
 
 def run_of(tokens, seconds):
     return [{"tokens": tokens, "total_s": len(tokens) * seconds + 1, "prefill_s": 1, "num_steps": 1, "num_accepted": 0,
-             "outside_s": None, "peak_rss_bytes": 5}] * 2  # fmt: skip
+             "first_token_s": seconds / 10, "outside_s": None, "peak_rss_bytes": 5}] * 2  # fmt: skip
 
 
 @pytest.fixture
@@ -198,9 +199,9 @@ def test_an_end_token_that_an_engine_leaves_out_makes_no_difference(rows):
 
 def test_the_table_has_a_line_for_each_row(rows):
     lines = markdown_from_rows(list(rows.values())).splitlines()
-    assert len(lines) == 2 + len(rows) and all(line.count("|") == 8 for line in lines)
-    assert "| openvino | int8 | INT8 | plain | 5.0 | 1.25 | 0 % |" in lines
-    assert "| transformers, here | fp32 | fp32 | plain | 1.0 |  | 100 % |" in lines
+    assert len(lines) == 2 + len(rows) and all(line.count("|") == 9 for line in lines)
+    assert "| openvino | int8 | INT8 | plain | 5.0 | 1.25 | 20.0 | 0 % |" in lines
+    assert "| transformers, here | fp32 | fp32 | plain | 1.0 |  | 100.0 | 100 % |" in lines
 
 
 @pytest.mark.parametrize(
