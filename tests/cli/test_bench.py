@@ -22,7 +22,8 @@ for line in sys.stdin:
     mode, prompt = json.loads(line)
     n = prompt + 2
     print(json.dumps({"tokens": [n] * n, "total_s": job["s"][mode] * n + 0.5, "prefill_s": 0.5, "num_steps": 1,
-                      "first_token_s": 0.6 + prompt / 10, "num_accepted": n - 1, "outside_s": 0.1, "peak_rss_bytes": 7}), flush=True)
+                      "first_token_s": 0.6 + prompt / 10, "num_accepted": n - 1, "outside_s": 0.1,
+                      "peak_rss_bytes": 7}), flush=True)
 """
 
 
