@@ -26,7 +26,7 @@ from typing import Any
 import speccompile
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.control import Controller, FixedLength, Planner
+from speccompile.runtime.control import Controller, FixedLength, Planner, controller_of
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
@@ -115,7 +115,7 @@ def make_ways(args: argparse.Namespace) -> dict[str, Way]:
     engine = speccompile.load(args.bundle, verify=False)
     planners: dict[str, Planner] = {"plain": FixedLength(0)}
     planners |= {f"fixed {length}": FixedLength(length) for length in args.fixed}
-    planners["controller"] = Controller()
+    planners["controller"] = controller_of(engine.proposer)
     return {name: Way(engine, planner, requests) for name, planner in planners.items()}
 
 

@@ -58,4 +58,4 @@ def _cheap(cheap_measurements: None) -> None:
 @pytest.fixture(autouse=True)
 def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets no clock decide whether to draft: on targets as small as these plain decoding is often faster."""
-    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+    monkeypatch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)

@@ -33,7 +33,8 @@ def bundle(tmp_path_factory):
 def test_greedy_text_is_transformers_own(bundle, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)  # no clock decides to draft
+    # No clock decides to draft.
+    monkeypatch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
     engine = speccompile.load(bundle, verify=False)
     prompts = [engine.encode(text) for text in ("def read(path):\n    ", "class Stack:\n", "import os\n", "for i in")]
     model = AutoModelForCausalLM.from_pretrained(MODELS / "pycode-hybrid", dtype=torch.float32).eval()

@@ -85,7 +85,7 @@ def expected(vlm: tuple[Path, Any]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def engine(bundle: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:  # no clock decides whether to draft
-        patch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+        patch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
         yield speccompile.load(bundle)
 
 
@@ -97,7 +97,7 @@ def _tokens(engine: Any, **options: Any) -> list[list[int]]:
 def test_greedy_text_equals_transformers(
     bundle: Path, expected: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+    monkeypatch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
     engine = speccompile.load(bundle, method=method, verify=False)
     for batch_size in (1, 4):
         results = engine.generate(TEXTS, PARAMS, images=IMAGES, batch_size=batch_size)

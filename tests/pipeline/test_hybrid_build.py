@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, speculator: Any = NGRAM) -> Any:
     # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
-    monkeypatch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+    monkeypatch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
     recipe = folder / f"{quantization}.yaml"
     engine = "{max_batch_size: 4, max_seq_len: 64, max_draft_nodes: 8, threads: 1}"
     recipe.write_text(

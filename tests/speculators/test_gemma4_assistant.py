@@ -173,7 +173,7 @@ def built(folder: Path, shape: str) -> Iterator[Any]:
         bundle = build(fakes.make_plan(recipe), folder / shape.split(":")[0], cache=StageCache(folder / "cache"))
     with pytest.MonkeyPatch.context() as patch:
         # On a target as small as this plain decoding is often faster: no clock decides whether to draft.
-        patch.setattr("speccompile.runtime.spec_engine.Controller", lambda: None)
+        patch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
         patch.setattr("speccompile.drafting.budget.Budget.weighs_time", False)
         yield speccompile.load(bundle.path)
 
