@@ -192,10 +192,12 @@ class Comparison:
         if self._in_use.num > TURN:
             drafting, plain = (self._in_use.mean, plain) if self.is_on else (drafting, self._in_use.mean)
         if drafting > 0 and plain > 0 and not self._is_probe:
-            found, known = math.log(drafting / plain), self._log_ratio
+            # A step with drafts does all that a plain one does: where it seems faster, the plain ones were held up.
+            found, known = max(math.log(drafting / plain), 0.0), self._log_ratio
             self._log_ratio = found if known is None else known + NEW_WEIGHT * (found - known)
             self._num_compared += 1
             is_on = self.gain >= (1.0 if self.is_on else LEAST_GAIN)
+            is_on = is_on and self._tokens >= LEAST_GAIN * self._num_drafting  # more than a plain step's one token
             # Other processes may have disturbed a single comparison: a change is confirmed by a second one.
             self._is_unconfirmed = is_on != self.is_on and self._num_compared > 1 and not self._is_unconfirmed
             if not self._is_unconfirmed and is_on != self.is_on:

@@ -120,3 +120,15 @@ def test_a_comparison_that_has_lost_enough_ends_early(lost_s: float, most: int) 
     counts = [len(turn) for turn in text.split(".") if turn]
     assert len(counts) > 1 and max(counts) <= TURN
     assert most - 1 <= np.median(counts) <= most
+
+
+@pytest.mark.parametrize("held_up", [0, 76, 352, 700])
+def test_plain_steps_that_were_held_up_keep_no_drafts_that_bring_nothing(held_up: int) -> None:
+    """Steps that may draft, but never do, take 1.15 s, plain ones 1 s; some turns of these take half as long again."""
+    controller, drafted, active = Controller(), [], sequences(1)
+    while len(drafted) < 6000:
+        is_plain = controller.plan(active) == PLAIN
+        step_s = 1.15 if not is_plain else 1.5 if held_up <= len(drafted) < held_up + 60 else 1.0
+        tell(controller, active, [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, step_s, step_s))
+        drafted.append(not is_plain)
+    assert np.mean(drafted[600:]) < 0.1
