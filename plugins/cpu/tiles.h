@@ -56,7 +56,7 @@ struct Weights {
 // Where the weights are prefetched from: pointers of their own, so that the compiler addresses every line by a constant
 // distance and spends no registers on sums. Far: into the second-level cache, which takes more misses at a time than the
 // first. float32 weights need that (16 rows: 2.5 ms in place of 3.3 for 69 MB), and int8 weights that several blocks of rows
-// read (8 rows: 3.8 ms in place of 5.3 for 117 MB); the others are faster without.
+// read (8 rows: 3.6 ms in place of 5.3 for 117 MB); the others are faster without.
 template <bool IsFar>
 struct Fetch {
     const char* lines[2];

@@ -20,9 +20,7 @@ MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer,
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
 LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
-TURN_LOSS = (
-    8  # plain steps whose time the steps with drafts of a comparison may lose while drafts are off: then it ends
-)
+TURN_LOSS = 8  # plain steps whose time a comparison's steps with drafts may lose while drafts are off: then they end
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
 MAX_CLEAR_LOSS = 0.002  # the same where the gain is not `CLOSE` to 1: a mistake is less likely
 # A new batch size decides after so many steps of a sequence: the first ones try drafters and lay out memory, and a

@@ -66,6 +66,8 @@ class LookupWatch:
             self._credit_s = FIRST_STEPS * step_s
         tokens = sequence.tokens
         start = len(tokens) - num_steps
+        if sequence is self._sequence:
+            start = max(start, self._length)  # a step that fails gives no token
         if sequence is not self._sequence or start != self._length:
             self._sequence, self._lookup = sequence, None
         self._length = len(tokens)

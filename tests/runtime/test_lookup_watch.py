@@ -90,6 +90,20 @@ def test_a_step_ends_with_its_sequence_and_with_steps_that_were_not_plain() -> N
     assert watch._num == 0
 
 
+def test_a_step_that_gave_no_token_makes_no_lookup_look_back() -> None:
+    lengths: list[int] = []
+
+    def look_up(sequence: Any, length: int, num_slots: int) -> Lookup:
+        lengths.append(length)
+        return Lookup([], 1.0)
+
+    watch, sequence = LookupWatch(look_up, 1), watched([0])
+    for num_tokens in (3, 3, 2, 0):
+        sequence.tokens += [1] * num_tokens
+        watch.observe(sequence, 3.0, 3)
+    assert lengths == sorted(set(lengths)) and lengths[-1] == len(sequence.tokens)
+
+
 @pytest.mark.parametrize("look_s", [0.01, 0.3, 5.0])
 def test_lookups_take_half_a_percent_of_the_time(clock: Any, look_s: float) -> None:
     clock.seconds, calls = look_s, count()
