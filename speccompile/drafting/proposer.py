@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
@@ -77,6 +77,15 @@ class DraftRows(Scorer, Protocol):
 
     def flush(self) -> None:
         """Copies what is still needed of the target's last outputs: they become invalid."""
+        ...
+
+
+@runtime_checkable
+class DropsDrafts(Protocol):
+    """A proposer of several drafters, some of which cannot catch up."""
+
+    def drop_draft(self, sequence: TokenSequence) -> None:
+        """Leaves a sequence to the drafters that catch up: the others have no further part in it."""
         ...
 
 

@@ -15,21 +15,26 @@ The more sequences, the more a draft token costs and the longer it takes until a
 So where drafts are clearly slower, a larger batch that is new begins without them, as if it had been compared itself.
 
 While drafts are off, what lookups would bring is counted on the text (`speccompile.runtime.lookup_watch`), so that they
-come back soon where a text begins to repeat itself.
+come back soon where a text begins to repeat itself. A draft that cannot read missed tokens later is told of every plain
+step, which takes a tenth of a step of 0.25 ms: it has no further part in a sequence that ends before the next
+comparison, nor in any where drafts are known to be slower. New sequences have one again when it is time to compare.
 
 Only batches whose text does not depend on drafts may have a controller, as its decisions depend on measured times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from speccompile.core.protocols import Proposer, StepTimes
 from speccompile.drafting.lookup import LooksUp
+from speccompile.drafting.proposer import DropsDrafts
 from speccompile.runtime.comparison import METHOD_DEFAULT, PLAIN, Comparison, Reading
 from speccompile.runtime.lookup_watch import LookUp, LookupWatch
 from speccompile.runtime.sequences import Step, TokenSequence
+
+DropDraft = Callable[[TokenSequence], None]
 
 MOST_RESTS = 64  # see `Planner.num_rests`: asking and telling takes 17 us, in caches that the target has filled
 
@@ -157,8 +162,16 @@ def _first_to_watch(sequences: Sequence[TokenSequence]) -> TokenSequence | None:
 
 
 def controller_of(proposer: Proposer) -> Controller:
-    """Returns a controller that knows whether a proposer looks up."""
-    return Controller(proposer.look_up if isinstance(proposer, LooksUp) else None)
+    """Returns a controller that knows whether a proposer looks up, and how it drops the draft of a sequence."""
+    look_up = proposer.look_up if isinstance(proposer, LooksUp) else None
+
+    def drop_draft(sequence: TokenSequence) -> None:
+        proposer.flush()  # what it still has of the target's outputs will be void
+        sequence.has_draft = False
+
+    if isinstance(proposer, DropsDrafts):
+        return Controller(look_up, proposer.drop_draft)
+    return Controller(look_up, None if proposer.catches_up else drop_draft)
 
 
 class Controller:
@@ -166,10 +179,11 @@ class Controller:
 
     Args:
         look_up: what the method's lookups would draft; None: it has none.
+        drop_draft: called with a sequence whose plain steps the draft need no longer be told of; None: it never is.
     """
 
-    def __init__(self, look_up: LookUp | None = None) -> None:
-        self._look_up = look_up
+    def __init__(self, look_up: LookUp | None = None, drop_draft: DropDraft | None = None) -> None:
+        self._look_up, self._drop_draft = look_up, drop_draft
         self._sizes: dict[tuple[int, bool], Comparison] = {}  # by batch size, and whether some must draft
         self._reading = Reading()
         self._at: Comparison | None = None  # of this step; None: no sequence has `auto`
@@ -202,6 +216,12 @@ class Controller:
         self._at, limit = at, at.next_limit
         self._is_plain = limit == PLAIN
         self.num_rests = min(at.num_rests, MOST_RESTS)
+        if self.num_rests and self._drop_draft is not None:
+            for sequence in sequences:
+                num_left = sequence.num_prompt + sequence.sampling.max_new_tokens - len(sequence.tokens)
+                is_useless = at.is_clearly_off or at.num_rests >= num_left
+                if is_useless and sequence.has_draft and sequence.speculation == "auto":
+                    self._drop_draft(sequence)
         return limit
 
     def _first(self, size: int, is_forced: bool) -> Comparison:

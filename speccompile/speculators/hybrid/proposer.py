@@ -319,8 +319,16 @@ class HybridProposer:
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Gives the step to every drafter that needs it."""
         for index in self._held:
-            part = PartBatch(batch, [sequence.draft_state[index] for sequence in batch.sequences])
-            self.drafters[index].proposer.skip(part, verdict, outputs)
+            parts: list[PartSequence] = [sequence.draft_state[index] for sequence in batch.sequences]
+            if any(part.has_draft for part in parts):
+                self.drafters[index].proposer.skip(PartBatch(batch, parts), verdict, outputs)
+
+    def drop_draft(self, sequence: TokenSequence) -> None:
+        """See `speccompile.drafting.proposer.DropsDrafts`."""
+        self.flush()  # what they still have of the target's outputs will be void
+        sequence.has_draft = self.catches_up
+        for index in self._held:
+            sequence.draft_state[index].has_draft = False
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs of all; a drafter's own ones count its own drafting alone."""
