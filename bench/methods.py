@@ -5,9 +5,10 @@
     python bench/methods.py --prompts PROMPTS [--target FOLDER] [--rows prophet:auto,...] [--json OUT]
 
 Builds recipes/pycode-<name>.yaml once a row with the settings of that row (under --work, kept between runs), runs
-`speccompile bench` on each, and prints a Markdown table. Plain and speculative rounds are interleaved within a row;
-rows follow one another, so compare ratios, not tokens/s, between rows. Costs that were recorded on a busy machine
-mislead what is `auto`: --build-only builds, and --retune measures the costs anew before each row.
+`speccompile bench` on each, and prints a Markdown table. Plain and speculative rounds are interleaved within a row,
+and the ratio is the median of the rounds', with its standard error; rows follow one another, so compare ratios, not
+tokens/s, between rows. Costs that were recorded on a busy machine mislead what is `auto`: --build-only builds, and
+--retune measures the costs anew before each row.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from speccompile.backends.onnxruntime.tune import measure_graph
@@ -63,6 +66,7 @@ INSIDE = {"hybrid-mtp": ROOT / "examples/models/pycode-hybrid"}
 ROWS["hybrid-mtp"] = {"chain": {}}
 RECIPES = {"draft": "pycode"}  # the others are pycode-<name>
 HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "ratio to plain", "text")
+MEDIAN_ERROR = 1.2533  # times a mean's: the standard error of a median, sqrt(pi / 2), of numbers spread normally
 
 
 def build(name: str, form: str, settings: dict[str, Any], target: Path, work: Path, extra: list[str]) -> Path:
@@ -124,8 +128,11 @@ def row_from_report(name: str, form: str, report: dict[str, Any]) -> tuple[str, 
     plain, spec = report["modes"]["plain"], report["modes"]["speculative"]
     text = "equal" if spec["exact"] else f"equal for {spec['exact_share']:.0%}"
     speeds = (f"{plain['tokens_per_s']:.1f}", f"{spec['tokens_per_s']:.1f}")
-    ratio = report["ratios"]["speculative/plain"]
-    return (name, form, f"{spec['mean_acceptance_length']:.2f}", *speeds, f"{ratio:.2f}", text)
+    rounds = [a / b for a, b in zip(spec["tokens_per_s_all"], plain["tokens_per_s_all"], strict=True)]
+    ratio = f"{report['ratios']['speculative/plain']:.3f}"
+    if len(rounds) > 1:
+        ratio += f" +-{MEDIAN_ERROR * stdev(rounds) / math.sqrt(len(rounds)):.3f}"
+    return (name, form, f"{spec['mean_acceptance_length']:.2f}", *speeds, ratio, text)
 
 
 def main() -> None:
