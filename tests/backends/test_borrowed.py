@@ -114,7 +114,7 @@ def addresses(kind, engine, names):
         return [engine.bound[name][1].ctypes.data for name in names]
     if kind == "onnxruntime":
         by_name = {cache.name: cache for cache in engine.bound}
-        return [by_name[name].address(1) for name in names]
+        return [by_name[name].view(1, 1).ctypes.data for name in names]
     found = engine.runner.bound[0].addresses(1, frozenset(names))
     return [found[name] for name in names]
 

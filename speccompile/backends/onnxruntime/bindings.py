@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnxruntime as ort
 
 from speccompile.backends.feeds import shape_from_dims
+from speccompile.backends.onnxruntime.buffers import BoundCache
 from speccompile.core import specs
 from speccompile.core.specs import updated_cache_name
 
@@ -48,11 +50,10 @@ class Binding:
             shape = shape_from_dims(spec, sizes)
             self.outputs[spec.name] = array = engine.output_array(spec, shape)
             self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for cache in engine.bound:
-            shape, start = cache.shape(sizes["batch"]), cache.address(first_slot)
-            self.io.bind_input(cache.name, "cpu", 0, np.float32, shape, start)
+        for cache, value in zip(engine.bound, engine.cache_values.get(first_slot, sizes["batch"]), strict=True):
+            self.io.bind_ortvalue_input(cache.name, value)
             if cache.name in engine.spec.caches:
-                self.io.bind_output(updated_cache_name(cache.name), "cpu", 0, np.float32, shape, start)
+                self.io.bind_ortvalue_output(updated_cache_name(cache.name), value)
         for name, array in (engine.states.arrays if engine.states is not None else {}).items():
             shape, start = (sizes["batch"], *array.shape[1:]), array[first_slot:].ctypes.data
             self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
@@ -82,6 +83,57 @@ class Binding:
             self.arrays[name][...] = value
             if name != specs.TOKENS and name != specs.LENGTHS:
                 self.changed.add(name)
+
+
+class CacheValues:
+    """Views of caches as ONNX Runtime's tensors: to bind one takes a tenth of the time that its address and shape take.
+
+    Args:
+        bound: the caches; each is float32, and its memory never moves.
+    """
+
+    def __init__(self, bound: Sequence[BoundCache]) -> None:
+        self._bound = tuple(bound)
+        self._buffers = tuple(dict.fromkeys(cache.buffers for cache in bound))
+        self._held: dict[tuple[int, ...], list[ort.OrtValue]] = {}
+
+    def get(self, first_slot: int, batch: int) -> list[ort.OrtValue]:
+        """Returns the present views of slots first_slot .. first_slot + batch - 1, in the order of the caches."""
+        key = (first_slot, batch, *[buffers.rows for buffers in self._buffers])
+        values = self._held.get(key)
+        if values is None:
+            if len(self._held) >= MAX_BINDINGS:
+                self._held.clear()
+            views = [cache.view(first_slot, batch) for cache in self._bound]
+            values = self._held[key] = [ort.OrtValue.ortvalue_from_numpy(view) for view in views]
+        return values
+
+
+class Compaction:
+    """Inputs and outputs of a rollback graph for one combination of shapes, bound once.
+
+    Args:
+        session: of the graph.
+        shapes: of its inputs `lengths` and `path`.
+        caches: names and present views.
+    """
+
+    def __init__(
+        self, session: ort.InferenceSession, shapes: Sequence[tuple[int, ...]], caches: Mapping[str, ort.OrtValue]
+    ) -> None:
+        self._session, self._io = session, session.io_binding()
+        self._arrays = [np.zeros(shape, np.int64) for shape in shapes]
+        for name, array in zip((specs.LENGTHS, specs.PATH), self._arrays, strict=True):
+            self._io.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
+        for name, value in caches.items():
+            self._io.bind_ortvalue_input(name, value)
+            self._io.bind_ortvalue_output(updated_cache_name(name), value)
+
+    def run(self, lengths: np.ndarray, path: np.ndarray) -> None:
+        """Keeps the rows of a path."""
+        for array, value in zip(self._arrays, (lengths, path), strict=True):
+            array[...] = value
+        self._session.run_with_iobinding(self._io)
 
 
 class Bindings:

@@ -8,7 +8,6 @@ happens once per bucket, never per step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,16 +36,6 @@ class CacheBuffers:
         self.rows, self.num_used = min(bucket_rows(1, max_rows), max_rows), 0
         self._of = tuple(sizes.values())
         self._flat = [np.zeros(max_slots * heads * max_rows * width, np.float32) for heads, width in self._of]
-        self.addresses = [flat.ctypes.data for flat in self._flat]
-
-    def shape(self, index: int, batch: int) -> tuple[int, int, int, int]:
-        """Returns the shape of the present view of cache `index` with `batch` slots."""
-        heads, width = self._of[index]
-        return batch, heads, self.rows, width
-
-    def address(self, index: int, first_slot: int) -> int:
-        """Returns the address of slot `first_slot` in the present view of cache `index`."""
-        return self.addresses[index] + 4 * first_slot * math.prod(self.shape(index, 1))
 
     @property
     def num_bytes(self) -> int:
@@ -151,19 +140,15 @@ class BoundCache:
     buffers: CacheBuffers
     index: int
 
-    def shape(self, batch: int) -> tuple[int, int, int, int]:
-        """Returns the shape of the present view with `batch` slots."""
-        return self.buffers.shape(self.index, batch)
-
-    def address(self, first_slot: int) -> int:
-        """Returns the address of slot `first_slot` in the present view."""
-        return self.buffers.address(self.index, first_slot)
+    def view(self, first_slot: int, batch: int) -> np.ndarray:
+        """Returns `batch` slots of the present view, [batch, kv_heads, rows, head_dim]; shares memory."""
+        return self.buffers.view(self.index)[first_slot : first_slot + batch]
 
 
 def bind_borrowed(
     spec: GraphSpec, owners: Mapping[str, CacheBuffers], max_slots: int, max_rows: int
 ) -> list[BoundCache]:
-    """Binds the inputs that are caches of other engines to their addresses.
+    """Binds the inputs that are caches of other engines to their memory.
 
     Args:
         spec: of the borrower.

@@ -20,14 +20,14 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from speccompile.backends.base import EngineBase
 from speccompile.backends.feeds import neutral_value
-from speccompile.backends.onnxruntime.bindings import Binding, Bindings
+from speccompile.backends.onnxruntime.bindings import MAX_BINDINGS, Binding, Bindings, CacheValues, Compaction
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
 from speccompile.backends.onnxruntime.crowding import Crowding
 from speccompile.backends.onnxruntime.kernel_library import register_kernels, runnable_path
 from speccompile.backends.states import HostStates, host_states
 from speccompile.core import specs
 from speccompile.core.jobs import StepCosts
-from speccompile.core.specs import GraphSpec, updated_cache_name
+from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 
 _CPU = ("CPUExecutionProvider",)
@@ -79,7 +79,9 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self.bound += bind_borrowed(spec, shared, max_slots, max_rows)
         self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
         self._written = tuple(dict.fromkeys(cache.buffers for cache in self.bound if cache.name in spec.caches))
+        self.cache_values = CacheValues(self.bound)
         self._bindings = Bindings()
+        self._compactions: dict[tuple[int, ...], Compaction] = {}  # by shape of the path, and rows of the view
         self._last: Binding | None = None
         self._logits: np.ndarray = np.zeros(0, np.float32)
         self._image_rows: np.ndarray = np.zeros(0, np.float32)
@@ -225,17 +227,14 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
     def compact_with(self, rollback: ort.InferenceSession, lengths: np.ndarray, path: np.ndarray) -> None:
         """See `speccompile.backends.base.EngineBase.compact_with`."""
-        io = rollback.io_binding()
-        caches = self.caches
-        feeds = {specs.LENGTHS: lengths, specs.PATH: path}
-        arrays = {name: np.ascontiguousarray(value, np.int64) for name, value in feeds.items()}
-        for name, array in arrays.items():
-            io.bind_input(name, "cpu", 0, np.int64, array.shape, array.ctypes.data)
-        for index, (name, address) in enumerate(zip(caches.names, caches.addresses, strict=True)):
-            shape = caches.shape(index, len(lengths))
-            io.bind_input(name, "cpu", 0, np.float32, shape, address)
-            io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, address)
-        rollback.run_with_iobinding(io)
+        key = (*path.shape, self.caches.rows)
+        compaction = self._compactions.get(key)
+        if compaction is None:
+            if len(self._compactions) >= MAX_BINDINGS:
+                self._compactions.clear()
+            own = zip(self.caches.names, self.cache_values.get(0, len(lengths)), strict=False)  # borrowed ones follow
+            compaction = self._compactions[key] = Compaction(rollback, (lengths.shape, path.shape), dict(own))
+        compaction.run(lengths, path)
 
 
 class StateOrtEngine(OrtEngine):
