@@ -105,7 +105,8 @@ def bench_command(
     jobs = [_job(modes, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for modes in groups]
     base = _job([], opened, None, num_threads, ids, max_new_tokens, assistant_tokens)
     more = [name.strip() for name in (also or "").split(",") if name.strip()]
-    jobs += [{**base, "modes": ["speculative"], "method": name, "prefix": f"{name} "} for name in more]
+    # Each of them beside plain decoding of its own process: two processes of one graph differ by up to 25 %.
+    jobs += [{**base, "modes": ["plain", "speculative"], "method": name, "prefix": f"{name} "} for name in more]
     if peers:
         jobs += _jobs_of_peers(base, opened, installed, peer_precisions, peers_dir, left_out)
     environment = _environment(opened, num_threads, threads, len(ids), max_new_tokens, repeats, assistant_tokens)

@@ -197,7 +197,10 @@ def peer_jobs(
 def comparison_rows(
     modes: Mapping[str, Mapping[str, Any]], method: str, precision: str, peers: Sequence[Peer]
 ) -> list[dict[str, Any]]:
-    """Returns the rows of the table: engine, precision, form, mode, speed, its ratio to ours, share of equal texts.
+    """Returns the rows of the table: engine, precision, form, mode, speed, its ratios, share of equal texts.
+
+    The ratios are medians over rounds: `of_ours`, to ours of the same mode, and `of_plain`, to plain decoding in the
+    same process; None where there is none.
 
     Args:
         modes: of a report; see `summary_from_runs`.
@@ -207,6 +210,9 @@ def comparison_rows(
     """
     rows: list[dict[str, Any]] = []
     for name, mode in modes.items():
+        if name.removesuffix(" plain") + " speculative" in modes:
+            continue  # plain decoding again, in the process of another method
+        plain = modes.get(name.rpartition(" ")[0] + " plain" if " " in name else "plain")
         peer = next((p for p in peers if name.startswith(f"{p.name} ")), None)
         if peer is not None:
             form, kind = name.removeprefix(f"{peer.name} ").split(" ", 1)
@@ -223,24 +229,33 @@ def comparison_rows(
             kind = method if name == "speculative" else name.removesuffix(" speculative")
             row = {"engine": "speccompile", "precision": precision, "form": precision, "mode": kind}
         names = ("tokens_per_s", "tokens_per_s_all", "first_token_ms", "exact_share", "peak_rss_bytes")
-        rows.append({**row, **{key: mode[key] for key in names}})
+        is_here = plain is not None and row["engine"] != "transformers, here"
+        of_plain = (
+            _ratio(mode["tokens_per_s_all"], plain["tokens_per_s_all"]) if plain is not None and is_here else None
+        )
+        rows.append({**row, **{key: mode[key] for key in names}, "of_plain": of_plain})
     ours = {row["mode"]: row["tokens_per_s_all"] for row in rows if row["engine"] == "speccompile"}
     for row in rows:
         mine = ours.get(row["mode"]) if row["precision"] == precision else None
-        pairs = [] if mine is None else list(zip(row["tokens_per_s_all"], mine, strict=True))
-        row["of_ours"] = median(a / b for a, b in pairs) if pairs else None
+        row["of_ours"] = None if mine is None else _ratio(row["tokens_per_s_all"], mine)
     return sorted(rows, key=lambda row: (PRECISIONS.index(row["precision"]), row["engine"] != "speccompile"))
+
+
+def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
+    """Returns the median of the ratios of rounds that were measured beside each other."""
+    return median(a / b for a, b in zip(speeds, others, strict=True))
 
 
 def markdown_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table of `comparison_rows`."""
     lines = [
-        "| engine | precision | form | mode | tokens/s | of ours | ms to first token | texts equal to fp32's |",
-        "|---|---|---|---|---|---|---|---|",
+        "| engine | precision | form | mode | tokens/s | of ours | of its plain | ms to first token "
+        "| texts equal to fp32's |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [row["engine"], row["precision"], row["form"], row["mode"], f"{row['tokens_per_s']:.1f}"]
-        cells.append("" if row["of_ours"] is None else f"{row['of_ours']:.2f}")
+        cells += ["" if row[key] is None else f"{row[key]:.2f}" for key in ("of_ours", "of_plain")]
         cells.append(f"{row['first_token_ms']:.1f}")
         cells.append("" if row["exact_share"] is None else f"{100 * row['exact_share']:.0f} %")
         lines.append(f"| {' | '.join(cells)} |")

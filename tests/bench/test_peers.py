@@ -111,7 +111,7 @@ def test_every_peer_has_a_worker_and_pinned_packages():
 def report(precision):
     def row(engine, mode, speed):
         return {"engine": engine, "precision": precision, "form": "F", "mode": mode, "tokens_per_s": speed,
-                "first_token_ms": 12.0, "of_ours": None, "exact_share": None}  # fmt: skip
+                "first_token_ms": 12.0, "of_ours": None, "of_plain": None, "exact_share": None}  # fmt: skip
 
     environment = {"bundle": "b", "cpu": "C", "threads": 2, "num_prompts": 3, "max_new_tokens": 4, "repeats": 5,
                    "versions": {"speccompile": "0"}}  # fmt: skip

@@ -171,6 +171,7 @@ def rows(folder):
         "transformers": [run_of([1, 2, 3, 4, 9], 1.0)],
         "plain": [run_of([1, 2, 3, 4], 0.25)],
         "speculative": [run_of([1, 2, 3, 4], 0.125)],
+        "ngram plain": [run_of([1, 2, 3, 4], 0.2)],
         "ngram speculative": [run_of([1, 2, 3, 4], 0.1)],
         "openvino fp32 plain": [run_of([1, 2, 3, 4, 9], 0.5)],
         "openvino int8 draft_model": [run_of([1, 2, 3, 5], 0.5)],
@@ -191,6 +192,19 @@ def test_rows_compare_with_our_mode_of_the_same_precision(rows):
     assert rows["openvino", "fp32", "plain"]["of_ours"] is None
 
 
+def test_rows_compare_with_plain_decoding_of_their_own_process(rows):
+    ours = [key[2] for key in rows if key[0] == "speccompile"]
+    assert ours == ["plain", "draft_model", "ngram"]  # of plain decoding one row
+    assert (
+        rows["speccompile", "int8", "plain"]["tokens_per_s"] == 4
+        and rows["speccompile", "int8", "plain"]["of_plain"] == 1
+    )
+    assert rows["speccompile", "int8", "draft_model"]["of_plain"] == 2
+    assert rows["speccompile", "int8", "ngram"]["of_plain"] == pytest.approx(2)  # not 2.5, of the other process
+    assert rows["openvino", "int8", "draft_model"]["of_plain"] == pytest.approx(0.4)
+    assert rows["transformers, here", "fp32", "plain"]["of_plain"] is None
+
+
 def test_an_end_token_that_an_engine_leaves_out_makes_no_difference(rows):
     assert rows["speccompile", "int8", "plain"]["exact_share"] == 1
     assert rows["openvino", "fp32", "plain"]["exact_share"] == 1
@@ -199,9 +213,9 @@ def test_an_end_token_that_an_engine_leaves_out_makes_no_difference(rows):
 
 def test_the_table_has_a_line_for_each_row(rows):
     lines = markdown_from_rows(list(rows.values())).splitlines()
-    assert len(lines) == 2 + len(rows) and all(line.count("|") == 9 for line in lines)
-    assert "| openvino | int8 | INT8 | plain | 5.0 | 1.25 | 20.0 | 0 % |" in lines
-    assert "| transformers, here | fp32 | fp32 | plain | 1.0 |  | 100.0 | 100 % |" in lines
+    assert len(lines) == 2 + len(rows) and all(line.count("|") == 10 for line in lines)
+    assert "| openvino | int8 | INT8 | plain | 5.0 | 1.25 | 1.00 | 20.0 | 0 % |" in lines
+    assert "| transformers, here | fp32 | fp32 | plain | 1.0 |  |  | 100.0 | 100 % |" in lines
 
 
 @pytest.mark.parametrize(
