@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """While drafts are off, the loop tells its planner of many steps at once, and none is lost."""
 
+from time import sleep
 from typing import Any
 
 import pytest
@@ -64,6 +65,35 @@ def plain_texts(params: list[SamplingParams]) -> list[list[int]]:
     waiting = [TokenSequence(i, p, params[i], frozenset(), None) for i, p in enumerate(some_prompts(4))]
     list(decode(make_verifier(), make_proposer("none"), SequenceBatch(waiting, 1)))
     return [sequence.tokens for sequence in waiting]
+
+
+class Alternating(FixedLength):
+    """Lets every other step draft; notes the time of each, and takes long to do so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 0
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether it was plain
+
+    def plan(self, active: Any) -> int | None:
+        self.limit = None if self.limit == 0 else 0
+        return self.limit
+
+    def observe(self, active: Any, steps: Any, times: StepTimes) -> None:
+        self.seconds[self.limit == 0].append(times.step_s)
+        sleep(0.02)
+
+
+def test_what_it_takes_to_learn_from_steps_with_drafts_is_a_part_of_their_time() -> None:
+    """Plain steps in rests take none of it, so plain steps that are compared with drafts do not count it either."""
+    planner, proposer = Alternating(), make_proposer("draft", num_draft_tokens=3)
+    proposer.observe = lambda slots, nodes, times: sleep(0.01)
+    waiting = [TokenSequence(0, some_prompts(1)[0], SamplingParams(max_new_tokens=24), frozenset(), None)]
+    list(decode(make_verifier(), proposer, SequenceBatch(waiting, 1), planner=planner))
+    drafted, plain = planner.seconds[False], planner.seconds[True]
+    assert len(drafted) > 3 and len(plain) > 3
+    assert drafted[0] > 0.01 and min(drafted[1:]) > 0.03  # the proposer's time, and the planner's for the last step
+    assert min(plain) < 0.03
 
 
 def test_sampled_text_whose_drafts_are_drawn_asks_nobody() -> None:
