@@ -212,7 +212,6 @@ def comparison_rows(
     for name, mode in modes.items():
         if name.removesuffix(" plain") + " speculative" in modes:
             continue  # plain decoding again, in the process of another method
-        plain = modes.get(name.rpartition(" ")[0] + " plain" if " " in name else "plain")
         peer = next((p for p in peers if name.startswith(f"{p.name} ")), None)
         if peer is not None:
             form, kind = name.removeprefix(f"{peer.name} ").split(" ", 1)
@@ -229,16 +228,21 @@ def comparison_rows(
             kind = method if name == "speculative" else name.removesuffix(" speculative")
             row = {"engine": "speccompile", "precision": precision, "form": precision, "mode": kind}
         names = ("tokens_per_s", "tokens_per_s_all", "first_token_ms", "exact_share", "peak_rss_bytes")
-        is_here = plain is not None and row["engine"] != "transformers, here"
-        of_plain = (
-            _ratio(mode["tokens_per_s_all"], plain["tokens_per_s_all"]) if plain is not None and is_here else None
-        )
+        plain = modes.get(_plain_beside(name))
+        of_plain = None if plain is None else _ratio(mode["tokens_per_s_all"], plain["tokens_per_s_all"])
         rows.append({**row, **{key: mode[key] for key in names}, "of_plain": of_plain})
     ours = {row["mode"]: row["tokens_per_s_all"] for row in rows if row["engine"] == "speccompile"}
     for row in rows:
         mine = ours.get(row["mode"]) if row["precision"] == precision else None
         row["of_ours"] = None if mine is None else _ratio(row["tokens_per_s_all"], mine)
     return sorted(rows, key=lambda row: (PRECISIONS.index(row["precision"]), row["engine"] != "speccompile"))
+
+
+def _plain_beside(name: str) -> str:
+    """Returns the name of plain decoding in the process of a mode; empty: it has none."""
+    if " " in name:
+        return name.rpartition(" ")[0] + " plain"
+    return "plain" if name in ("plain", "speculative") else ""
 
 
 def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:

@@ -195,10 +195,8 @@ def test_rows_compare_with_our_mode_of_the_same_precision(rows):
 def test_rows_compare_with_plain_decoding_of_their_own_process(rows):
     ours = [key[2] for key in rows if key[0] == "speccompile"]
     assert ours == ["plain", "draft_model", "ngram"]  # of plain decoding one row
-    assert (
-        rows["speccompile", "int8", "plain"]["tokens_per_s"] == 4
-        and rows["speccompile", "int8", "plain"]["of_plain"] == 1
-    )
+    plain = rows["speccompile", "int8", "plain"]
+    assert plain["tokens_per_s"] == 4 and plain["of_plain"] == 1
     assert rows["speccompile", "int8", "draft_model"]["of_plain"] == 2
     assert rows["speccompile", "int8", "ngram"]["of_plain"] == pytest.approx(2)  # not 2.5, of the other process
     assert rows["openvino", "int8", "draft_model"]["of_plain"] == pytest.approx(0.4)
