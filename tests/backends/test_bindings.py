@@ -66,3 +66,18 @@ def test_rows_that_an_earlier_run_left_are_not_read(open_engine: Any) -> None:
     np.testing.assert_array_equal(read_text(engine), wanted)
     engine.run(feed(TOKENS[:5], 0), first_slot=1)
     assert np.isfinite(engine.run(feed(TOKENS[:5], 0), first_slot=2)[specs.LOGITS]).all()
+
+
+def test_a_path_is_kept_in_every_view(open_engine: Any) -> None:
+    """The same shapes of lengths and path in a view of 128 rows, in one of 256, and in the first one again."""
+    engine = open_engine(form="fp32")
+    for num in (100, 200, 90):
+        engine.reset()
+        engine.run(feed(TOKENS[:num], 0))
+        before = {name: rows.copy() for name, rows in engine.read_caches(0, num).items()}
+        engine.compact(np.array([num - 5]), np.array([[0, 2, 4]]))
+        for name, rows in engine.read_caches(0, num).items():
+            kept = before[name][:, [num - 5, num - 3, num - 1]]
+            np.testing.assert_array_equal(rows[:, num - 5 : num - 2], kept)
+            np.testing.assert_array_equal(rows[:, : num - 5], before[name][:, : num - 5])
+            assert not np.array_equal(kept, before[name][:, num - 5 : num - 2])
