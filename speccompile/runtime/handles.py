@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,14 @@ class RequestOutput:
 
     Args:
         handle: of the request.
+        request: that it is an output of.
         sequence: its sequence, whose `index` is that of the output.
     """
 
-    __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "sequence", "started_s")
+    __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "request", "sequence", "started_s")
 
-    def __init__(self, handle: RequestHandle, sequence: TokenSequence) -> None:
-        self.handle, self.sequence = handle, sequence
+    def __init__(self, handle: RequestHandle, request: Request, sequence: TokenSequence) -> None:
+        self.handle, self.request, self.sequence = handle, request, sequence
         self.num_reused = 0  # prompt tokens that a cache already had
         self.started_s: float | None = None  # when reading of its prompt began; None: not yet
         self.first_s: float | None = None  # time of its first tokens; None: none yet
@@ -77,7 +78,7 @@ class RequestOutput:
 
 
 class RequestHandle:
-    """A request that was accepted; used to cancel it.
+    """A request that was accepted, or several that were submitted as one; used to cancel it.
 
     Args:
         request: as submitted.
@@ -85,6 +86,7 @@ class RequestHandle:
         submitted_s: time of submission.
         timeout_s: seconds that it may take; None: no limit.
         on_output: called with each of its step outputs.
+        more: requests after the first; their outputs are numbered after its own.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class RequestHandle:
         submitted_s: float,
         timeout_s: float | None,
         on_output: Callable[[StepOutput], None],
+        more: Sequence[Request] = (),
     ) -> None:
+        self.requests = (request, *more)
         self.request, self.number, self.submitted_s, self.on_output = request, number, submitted_s, on_output
         self.deadline_s = None if timeout_s is None else submitted_s + timeout_s
         self.open: list[RequestOutput] = []  # outputs that have not ended
@@ -113,17 +117,17 @@ def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation
         RuntimeFault: the prompt is empty, too long or not of the vocabulary; its images cannot be read; or stop
             strings without a tokenizer.
     """
-    request = handle.request
-    images = engine.read_images(request.images)
-    prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)
-    for index in range(request.num_outputs):
-        sampling = request.sampling
-        if index:
-            sampling = replace(sampling, seed=(sampling.seed + index) % 2**64)
-        sequence = engine.make_sequence(0, prompt, sampling, with_text=True, images=images)
-        sequence.index = index
-        sequence.speculation = default if request.speculation == "auto" else request.speculation
-        handle.open.append(RequestOutput(handle, sequence))
+    for request in handle.requests:
+        images = engine.read_images(request.images)
+        prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)
+        for index in range(request.num_outputs):
+            sampling = request.sampling
+            if index:
+                sampling = replace(sampling, seed=(sampling.seed + index) % 2**64)
+            sequence = engine.make_sequence(0, prompt, sampling, with_text=True, images=images)
+            sequence.index = len(handle.open)
+            sequence.speculation = default if request.speculation == "auto" else request.speculation
+            handle.open.append(RequestOutput(handle, request, sequence))
 
 
 def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, slot: int) -> StepTrace:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from speccompile.errors import RuntimeFault
 from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Request, StepOutput
@@ -18,8 +17,8 @@ from speccompile.runtime.requests import Request, StepOutput
 class Submits(Protocol):
     """The part of `Service` that a stream needs."""
 
-    def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
-        """Submits a request."""
+    def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle:
+        """Submits requests."""
         ...
 
     def cancel(self, handle: RequestHandle) -> None:
@@ -69,23 +68,12 @@ class OutputStream:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, StepOutput]] = asyncio.Queue()
-        self._handles: list[RequestHandle] = []
         self.num_outputs = self._num_open = sum(request.num_outputs for request in requests)
-        first = 0
-        try:
-            for request in requests:
-                self._handles.append(service.submit(request, self._receiver(first)))
-                first += request.num_outputs
-        except RuntimeFault:
-            self.close()
-            raise
+        self._handle = service.submit(requests[0], self._receive, *requests[1:])
 
-    def _receiver(self, first: int) -> Callable[[StepOutput], None]:
-        def receive(step_output: StepOutput) -> None:  # on the scheduler's thread
-            with suppress(RuntimeError):  # the loop was closed: no reader is left
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + step_output.output_index, step_output))
-
-        return receive
+    def _receive(self, step_output: StepOutput) -> None:  # on the scheduler's thread
+        with suppress(RuntimeError):  # the loop was closed: no reader is left
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (step_output.output_index, step_output))
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -100,8 +88,7 @@ class OutputStream:
     def close(self) -> None:
         """Cancels what has not ended. May be called any number of times."""
         if self._num_open:
-            for handle in self._handles:
-                self._service.cancel(handle)
+            self._service.cancel(self._handle)
 
     async def __aenter__(self) -> OutputStream:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from time import perf_counter
@@ -17,6 +16,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
+from speccompile.runtime.fair_queue import FairQueue
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
 from speccompile.runtime.loop import Round, needs_draft, run_step
@@ -52,7 +52,7 @@ class Scheduler:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.engine, self.planner, self.prefill_chunk = engine, planner or FixedLength(), prefill_chunk
-        self.queue: deque[RequestOutput] = deque()
+        self.queue = FairQueue()
         # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
         # planner.
         self.batch = SequenceBatch((), engine.context.max_slots, True, engine.context.max_draft_nodes)
@@ -77,7 +77,7 @@ class Scheduler:
     def add(self, handle: RequestHandle) -> None:
         """Adds a request handle with its outputs."""
         self._handles[handle.number] = handle
-        self.queue.extend(handle.open)
+        self.queue.add(handle)
         self.counters.num_requests += 1
         self.num_waiting += 1
         if handle.deadline_s is not None:
@@ -130,7 +130,7 @@ class Scheduler:
                 if self.allocator.reading is None:
                     if not self.queue or not self.allocator.has_room:
                         break
-                    self._open(self.queue.popleft())
+                    self._open(self.queue.take())
                 left -= self._read(left, events)
             except FAULTS as fault:
                 return events + self._fail(fault)
@@ -187,7 +187,7 @@ class Scheduler:
     def _first_event(self, output: RequestOutput, step: Step, verdict: Verdict | None) -> Event:
         """Returns the step output of the token that reading a prompt gave, and frees the slot if the text has ended."""
         self.counters.num_tokens += len(step.tokens)
-        wants = output.handle.request.wants_trace and step.finish_reason != "error"
+        wants = output.request.wants_trace and step.finish_reason != "error"
         root = TokenTree.chain(np.array([[output.sequence.tokens[output.sequence.num_prompt - 1]]], dtype=np.int64))
         trace = trace_step(self.engine.tokenizer, root, verdict, 0) if wants and verdict is not None else None
         step_output = output.step_output(step, self._clock(), trace)
@@ -227,7 +227,7 @@ class Scheduler:
         """Returns the step outputs of a step, and frees the slots of outputs that have ended, the last slot first."""
         events, now_s = [], self._clock()
         for slot, (output, step) in enumerate(zip(decoding, round_.steps, strict=True)):
-            wants = output.handle.request.wants_trace and step.finish_reason != "error"
+            wants = output.request.wants_trace and step.finish_reason != "error"
             trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, slot) if wants else None
             events.append((output.handle, output.step_output(step, now_s, trace)))
         for slot in reversed(range(len(decoding))):
@@ -245,7 +245,7 @@ class Scheduler:
         reading = self.allocator.reading
         self.allocator.clear()
         if reading is not None:
-            self.queue.appendleft(reading)
+            self.queue.put_back(reading)
         self.engine.reset(clears=True)
         return events
 
@@ -264,8 +264,8 @@ class Scheduler:
                 self.allocator.leave(output, keeps=step_output.finish_reason != "error" and self._may_be_reused(output))
             except FAULTS as fault:
                 self._broken = fault
-        elif output in self.queue:  # one that was taken out and has no slot yet is in neither
-            self.queue.remove(output)
+        else:  # one that was taken out and has no slot yet is not in the queue either
+            self.queue.discard(output)
         if not handle.open:
             del self._handles[handle.number]
             self._stop_waiting(handle)

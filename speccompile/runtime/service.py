@@ -139,11 +139,13 @@ class Service:
         """Cancels the requests that `close` lets finish. May be called on any thread, and in a signal handler."""
         self._commands.put(_Close(perf_counter()))
 
-    def submit(self, request: Request, on_output: Callable[[StepOutput], None]) -> RequestHandle:
+    def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle:
         """Submits a request. May be called on any thread.
 
         Args:
             request: the request.
+            more: others that are accepted with it or not at all, and that wait as one: they have one place in the queue
+                and one turn at the slots, and their outputs are numbered after its own. The shortest time-out holds.
             on_output: called with each step output, on the scheduler's thread. It must not block. Where it raises, the
                 request is cancelled, without a report.
 
@@ -154,8 +156,9 @@ class Service:
             RuntimeFault: the request is wrong; see `SpecEngine.generate`.
             Busy: too many requests wait, or the service does not run.
         """
-        timeout_s = self.options.timeout_s if request.timeout_s is None else request.timeout_s
-        handle = RequestHandle(request, 0, perf_counter(), timeout_s, on_output)
+        limits = [self.options.timeout_s if one.timeout_s is None else one.timeout_s for one in (request, *more)]
+        timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        handle = RequestHandle(request, 0, perf_counter(), timeout_s, on_output, more)
         open_outputs(handle, self.engine, self.options.speculation)
         with self._lock:
             if not self._is_open:

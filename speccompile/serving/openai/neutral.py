@@ -65,13 +65,11 @@ BODY: Mapping[str, Neutral] = {
     "modalities": Neutral(_TEXT, (["text"],)),
     "audio": Neutral(_TEXT),
     "prediction": Neutral("the bundle's own speculator drafts"),
-    "reasoning_effort": Neutral(_TEMPLATE),
     "verbosity": Neutral(_TEMPLATE, ("medium",)),
     "web_search_options": Neutral("nothing is looked up"),
     "moderation": Neutral("nothing is moderated"),
     # vLLM's.
     "prompt_logprobs": Neutral("prompts are read without their probabilities"),
-    "min_tokens": Neutral("use ignore_eos, or forbid the end with logit_bias", (0,)),
     "use_beam_search": Neutral(_USE_BEAMS, (False,)),
     "length_penalty": Neutral(_USE_BEAMS, (1,)),
     "early_stopping": Neutral(_USE_BEAMS, (False,)),
@@ -103,6 +101,7 @@ COMPLETION: Mapping[str, Neutral] = {
     "tool_choice": Neutral(_TOOLS, ("none", "auto")),
     "parallel_tool_calls": Neutral(_TOOLS, (True, False)),
     "top_logprobs": Neutral("completions ask by `logprobs`", (0,)),
+    "reasoning_effort": Neutral("it is for chat templates"),
 }
 CHAT: Mapping[str, Neutral] = {
     **BODY,

@@ -102,6 +102,7 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    min_tokens: int = Field(0, ge=0, description="Beside `ignore_eos` alone.")
     structured_outputs: dict[str, Any] | None = None
     # Our own.
     speculation: Speculation = Field("auto", description="on, off, or auto: as the server was started.")
@@ -280,6 +281,7 @@ class ChatBody(Sampled):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = Field(None, description="For the chat template.")
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True

@@ -27,6 +27,13 @@ from speccompile.serving.openai.tools import ChatFormats, plan_chat
 
 MAX_CHOICES = 128  # of one request
 _SHORT = 4096  # characters that are encoded faster than a thread is woken
+# Variables of templates that requests set otherwise, and options of transformers' function that are none.
+_RESERVED = {
+    "messages": "use the field `messages`",
+    "tools": "use the field `tools`",
+    "chat_template": "the template is the bundle's own",
+    "tokenize": "prompts are always tokenized",
+}
 _NO_TEMPLATE = (
     "This model has no chat template, so that it is unknown how it wants messages to be written. "
     "Use /v1/completions, or build the bundle from a checkpoint whose tokenizer has a chat_template."
@@ -51,9 +58,26 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
         given["logprobs"] = body.num_logprobs
     given.setdefault("seed", secrets.randbits(63))
     try:
-        return replace(defaults, **given)
+        sampling = replace(defaults, **given)
     except RuntimeFault as fault:
         raise error_from_fault(fault) from fault
+    _check_min_tokens(body.min_tokens, sampling)
+    return sampling
+
+
+def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
+    """Refuses a least length that the end of a text could undercut: texts have `max_tokens` where nothing ends them.
+
+    Raises:
+        ApiError: something may end the text before.
+    """
+    ends = [] if sampling.ignore_eos else ["texts that may end with a token: add `ignore_eos: true`"]
+    ends += ["`stop` or `stop_token_ids`: leave these out"] * bool(sampling.stop or sampling.stop_token_ids)
+    if num > sampling.max_new_tokens:
+        ends = [f"max_tokens of {sampling.max_new_tokens}: raise it"]
+    if num and ends:
+        message = f"`min_tokens`: it is not supported beside {' and '.join(ends)}."
+        raise ApiError(400, message, param="min_tokens", code="unsupported_field")
 
 
 async def constrained(
@@ -125,7 +149,7 @@ async def request_from_chat(
     images = await read_images([url for message in body.messages for url in message.image_urls()], engine)
     messages = [message.for_template() for message in body.messages]
     plan = plan_chat(body, formats, template, structured_from_body(body))
-    prompt = template.render(messages, body.add_generation_prompt, {**plan.variables, **body.chat_template_kwargs})
+    prompt = template.render(messages, *_template_variables(body, plan.variables))
     sampling = await constrained(sampling_from_body(body, engine.defaults), plan.constraint, engine)
     read = plan.reader
     if read is not None:
@@ -137,6 +161,26 @@ async def request_from_chat(
         raise error_from_images(fault) from fault
     # Templates write special tokens themselves.
     return request_from_tokens(await encode(engine, prompt, special=False), body, sampling, images), reader
+
+
+def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Returns whether the template opens the assistant's turn, and its variables.
+
+    Raises:
+        ApiError: `chat_template_kwargs` has a name that is not the template's to read.
+    """
+    given = {**variables, **body.chat_template_kwargs}
+    opens = given.pop("add_generation_prompt", body.add_generation_prompt)
+    wrong = next((name for name in _RESERVED if name in body.chat_template_kwargs), None)
+    if wrong is not None:
+        message = f"it is not supported here: {_RESERVED[wrong]}."
+    elif not isinstance(opens, bool):
+        wrong, message = "add_generation_prompt", f"got {opens!r:.50}; expected true or false. Correct it."
+    if wrong is not None:
+        field = f"chat_template_kwargs.{wrong}"
+        raise ApiError(400, f"`{field}`: {message}", param=field, code="unsupported_field")
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return opens, {**effort, **given}
 
 
 def request_from_tokens(

@@ -47,7 +47,7 @@ class Exchange:
 
     def __init__(self, reply: Reply, request_id: str, answer: Answer) -> None:
         self.reply, self.request_id, self.answer = reply, request_id, answer
-        self.handles: list[Any] = []
+        self.handle: Any = None
         self.is_over = False
 
 
@@ -140,24 +140,28 @@ class EnginePart:
         with self._lock:
             self._open.add(exchange)
         try:
-            for row, wanted in enumerate(call.rows):
-                exchange.handles.append(self._service.submit(wanted, self._sink(exchange, row)))
+            exchange.handle = self._service.submit(call.rows[0], self._sink(exchange), *call.rows[1:])
         except RuntimeFault:
             self._drop(exchange)
             raise
-        if exchange.is_over:  # a first row failed while later ones were handed in
+        if exchange.is_over:  # a row failed before the handle was there
             self._drop(exchange)
 
-    def _sink(self, exchange: Exchange, row: int) -> Callable[[StepOutput], None]:
-        return lambda step_output: self._events.put(Event(exchange, row, step_output))
+    def _sink(self, exchange: Exchange) -> Callable[[StepOutput], None]:
+        owners = [(row, at) for row, wanted in enumerate(exchange.answer.call.rows) for at in range(wanted.num_outputs)]
+
+        def take(step_output: StepOutput) -> None:
+            row, at = owners[step_output.output_index]
+            self._events.put(Event(exchange, row, step_output._replace(output_index=at)))
+
+        return take
 
     def _stop(self, request_id: str) -> None:
         """Ends the request of the same id, as the input `stop` of the removed backend does."""
         with self._lock:
             meant = [exchange for exchange in self._open if request_id and exchange.request_id == request_id]
         for exchange in meant:
-            for handle in exchange.handles:
-                self._service.cancel(handle)
+            self._cancel(exchange.handle)
 
     def _answer(self) -> None:
         """Runs on the thread that answers. However it ends, every open request gets an answer."""
@@ -220,14 +224,17 @@ class EnginePart:
 
     def _drop(self, exchange: Exchange) -> None:
         """Stops answering an exchange, and cancels what still runs for it."""
-        handles = exchange.handles
+        handle = exchange.handle
         self._finish(exchange)
-        for handle in handles:
+        self._cancel(handle)
+
+    def _cancel(self, handle: Any) -> None:
+        if handle is not None:  # it is not there yet, or was dropped
             self._service.cancel(handle)
 
     def _finish(self, exchange: Exchange) -> None:
         exchange.is_over = True
-        exchange.handles = []  # a request handle refers to its exchange by its callback
+        exchange.handle = None  # a request handle refers to its exchange by its callback
         with self._lock:
             self._open.discard(exchange)
 
@@ -237,8 +244,7 @@ class EnginePart:
             still = list(self._open)
         for exchange in still:
             if exchange.reply.is_cancelled():
-                for handle in exchange.handles:
-                    self._service.cancel(handle)
+                self._cancel(exchange.handle)
 
 
 def _options(settings: Settings) -> ServiceOptions:

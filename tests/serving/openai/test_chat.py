@@ -15,7 +15,8 @@ PATH = "/v1/chat/completions"
 # One letter for each role, so that the mock's tokenizer can read it.
 LETTERS = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ message.role[0] }}{{ message.content }}{% endfor %}{% if add_generation_prompt %}{{ turn or 'x' }}{% endif %}"
+    "{{ message.role[0] }}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ turn or reasoning_effort or 'x' }}{% endif %}"
 )
 CHATML = """{{ bos_token }}{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -102,6 +103,18 @@ def test_an_answer_may_be_sent_back_as_it_came(app):
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_value"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_field"),
         ({"prompt": "b"}, "prompt", "unknown_field"),
+        *(
+            ({"chat_template_kwargs": {name: value}}, f"chat_template_kwargs.{name}", "unsupported_field")
+            for name, value in [
+                ("messages", []),
+                ("tools", []),
+                ("chat_template", "x"),
+                ("tokenize", False),
+                ("add_generation_prompt", "no"),
+                ("add_generation_prompt", None),
+            ]
+        ),
+        ({"reasoning_effort": 3}, "reasoning_effort", "invalid_value"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(app, change, param, code):
@@ -131,8 +144,10 @@ def test_a_template_gets_variables_of_the_request(app):
     body = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 4}
     one = post(app, PATH, {**body, "chat_template_kwargs": {"turn": "wvw"}}).json()
     assert one["usage"]["prompt_tokens"] == 5
-    none = post(app, PATH, {**body, "add_generation_prompt": False}).json()
-    assert none["usage"]["prompt_tokens"] == 2
+    effort = post(app, PATH, {**body, "reasoning_effort": "low"}).json()
+    assert effort["usage"]["prompt_tokens"] == 5
+    for fields in ({"add_generation_prompt": False}, {"chat_template_kwargs": {"add_generation_prompt": False}}):
+        assert post(app, PATH, {**body, **fields}).json()["usage"]["prompt_tokens"] == 2
 
 
 def test_without_a_template_there_is_no_chat():

@@ -65,6 +65,36 @@ def test_a_seed_draws_the_same_text_and_no_seed_another(app):
     assert post(app, PATH, {**body, "seed": -1}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ignore_eos": True}, None),
+        ({"ignore_eos": True, "min_tokens": 13}, "max_tokens of 12: raise it"),
+        ({}, "add `ignore_eos: true`"),
+        ({"ignore_eos": True, "stop": "b"}, "beside `stop` or `stop_token_ids`: leave these out"),
+        ({"ignore_eos": True, "stop_token_ids": [1]}, "beside `stop` or `stop_token_ids`: leave these out"),
+        ({"min_tokens": 0, "stop": "?"}, None),
+    ],
+)
+def test_a_least_length_goes_with_texts_that_nothing_ends(app, fields, message):
+    """Load testers send both, so that answers have one length."""
+    reply = post(app, PATH, {"prompt": "bcd", "max_tokens": 12, "min_tokens": 12, **fields})
+    if message is None:
+        assert reply.json()["usage"]["completion_tokens"] == 12
+    else:
+        error = error_of(reply, 400)
+        assert error["param"] == "min_tokens" and message in error["message"]
+
+
+def test_many_prompts_have_one_place_in_the_queue():
+    with serving(service_options=ServiceOptions(max_queue=2)) as (app, service, _):
+        answer = post(app, PATH, {"prompt": ["bcd"] * 65, "max_tokens": 2})
+        assert answer.status == 200 and len(answer.json()["choices"]) == 65
+        assert {choice["text"] for choice in answer.json()["choices"]} == {text_of("bcd", 2)}
+        error = error_of(post(app, PATH, {"prompt": ["b", "c", [99]], "max_tokens": 2}), 400)
+        assert error["param"] == "prompt" and service.stats()["num_requests"] == 1
+
+
 def test_a_stop_string_ends_the_text_before_it(app):
     whole = text_of("bcd", 20)
     stop = whole[6:8]
