@@ -19,7 +19,7 @@ from speccompile.bundling.manifest import RECIPE
 from speccompile.bundling.stage_cache import BUNDLES, StageCache
 from speccompile.bundling.stages import Progress
 from speccompile.bundling.tokenizers import TOKENIZER_FILES
-from speccompile.checkpoints.checkpoint import GGUF
+from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.core import registry
 from speccompile.errors import BundleError, RecipeError
@@ -59,7 +59,7 @@ def is_model(source: str) -> bool:
     if path.is_dir():
         return (path / "config.json").is_file() and not (path / MANIFEST).exists()
     if path.exists() or path.suffix in RECIPES:
-        return path.suffix.lower() == GGUF  # refused with what to do
+        return find_gguf(path) is not None  # refused with what to do
     return is_hub_id(source)
 
 
@@ -86,7 +86,9 @@ def check_source(source: str) -> None:
 
 
 def _todo_for_folder(path: Path, files: Sequence[str]) -> str:
-    """Returns which folders in a folder have one of these files."""
+    """Returns which folders in a folder have one of these files, or what to do with a GGUF file in it."""
+    if gguf := find_gguf(path):
+        return todo_for_gguf(gguf)
     inside = sorted(str(path / found.parent.name) for name in files for found in path.glob(f"*/{name}"))
     return f"Did you mean {' or '.join(inside[:_MAX_NAMED])}?" if inside else "Check the path."
 

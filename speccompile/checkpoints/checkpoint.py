@@ -12,6 +12,7 @@ from typing import Any
 
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
+from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config
 from speccompile.checkpoints.mamba_sizes import with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
@@ -35,8 +36,6 @@ _NAMES = {
 MAX_SIZE = 2**31 - 1
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
-GGUF = ".gguf"
-GGUF_TODO = "Make a checkpoint of the GGUF file first: speccompile convert FILE.gguf -o FOLDER."
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_SHOWN = 255  # also of a file's name, in bytes
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "backbone.embeddings.weight")
@@ -65,7 +64,7 @@ def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
         return folder
     is_there = os.path.exists(folder)
     if is_there or folder.is_absolute() or model.startswith(".") or not HUB_ID.fullmatch(model):
-        got = "a file" if is_there else "no such folder"
+        got = ("a GGUF file" if find_gguf(folder) else "a file") if is_there else "no such folder"
         raise CheckpointError(shown_path(model), got, "a checkpoint folder or a hub id like owner/name", hint(model))
     from huggingface_hub import snapshot_download
 
@@ -82,8 +81,8 @@ def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
 
 def hint(model: str) -> str:
     """Returns the advice for a model that is no folder and no hub id."""
-    if model.lower().endswith(GGUF):
-        return GGUF_TODO
+    if (gguf := find_gguf(Path(os.path.expanduser(model)))) is not None:
+        return todo_for_gguf(gguf)
     if os.path.isfile(os.path.expanduser(model)):
         return "Give the folder that contains the file."
     if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}", model):
@@ -105,8 +104,9 @@ def read_config(source: Path) -> dict[str, Any]:
     """
     path = source / "config.json"
     if not path.exists():
-        expected = "the config of a transformers checkpoint"
-        raise CheckpointError(str(path), "no such file", expected, "Check the folder's path.")
+        expected, gguf = "the config of a transformers checkpoint", find_gguf(source)
+        got = f"no such file, but {gguf.name}" if gguf else "no such file"
+        raise CheckpointError(str(path), got, expected, todo_for_gguf(gguf) if gguf else "Check the folder's path.")
     return read_json_object(path, CheckpointError, "Download the file again.")
 
 
@@ -122,11 +122,6 @@ def read_text_config(source: Path) -> dict[str, Any]:
 def layers_key(config: Mapping[str, Any]) -> str:
     """Returns the key under which a config has its number of layers."""
     return next(n for n in _NAMES["num_layers"] if config.get(n) is not None)
-
-
-def first_gguf(source: Path) -> str | None:
-    """Returns the name of a GGUF file in a folder, the first in order; None where there is none."""
-    return min((f.name for f in source.iterdir() if f.name.lower().endswith(GGUF)), default=None)
 
 
 def _size(path: Path, config: Mapping[str, Any], field: str) -> int:
@@ -250,11 +245,13 @@ def list_stored(source: Path) -> dict[str, TensorHeader]:
         return read_header(source / _SINGLE)
     if not (source / _INDEX).is_file():
         pickled = next((n for n in _PICKLED if (source / n).exists()), None)
-        gguf = first_gguf(source)
+        gguf = find_gguf(source)
         todo = "Only safetensors are read, as unpickling runs code: convert with transformers' save_pretrained."
         if pickled is None:
-            todo = GGUF_TODO if gguf else "Check the path, or build with random weights."
-        raise CheckpointError(str(source), pickled or gguf or "no weights", f"{_SINGLE} or {_INDEX}", todo)
+            todo = todo_for_gguf(gguf) if gguf else "Check the path, or build with random weights."
+        raise CheckpointError(
+            str(source), pickled or (gguf.name if gguf else "no weights"), f"{_SINGLE} or {_INDEX}", todo
+        )
     tensors: dict[str, TensorHeader] = {}
     by_shard: dict[str, list[str]] = defaultdict(list)
     for key, shard in read_index(source / _INDEX).items():

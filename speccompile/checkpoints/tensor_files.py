@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.checkpoint import GGUF_TODO, first_gguf, list_stored, read_index, scheme_of
+from speccompile.checkpoints.checkpoint import list_stored, read_index, scheme_of
+from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.checkpoints.packed_schemes import Scheme
 from speccompile.checkpoints.packed_weights import numbers, plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header
@@ -126,9 +127,9 @@ def open_files(folder: Path) -> TensorFiles:
         paths = sorted(folder.glob("*.safetensors"))
     pickles = [] if paths else sorted(p for p in folder.iterdir() if _is_pickle(p))
     if not paths and not pickles:
-        gguf = first_gguf(folder)
-        todo = GGUF_TODO if gguf else "Check the path; a download may have left the weights out."
-        raise CheckpointError(str(folder), gguf or "no weights", "*.safetensors, *.pt or *.bin", todo)
+        gguf = find_gguf(folder)
+        todo = todo_for_gguf(gguf) if gguf else "Check the path; a download may have left the weights out."
+        raise CheckpointError(str(folder), gguf.name if gguf else "no weights", "*.safetensors, *.pt or *.bin", todo)
     headers: dict[str, TensorHeader] = {}
     files: dict[str, Path] = {}
     tensors: dict[str, Any] = {}

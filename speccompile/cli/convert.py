@@ -32,7 +32,9 @@ def convert_command(
     With a target, rows of the vocabulary that only pad it are cut, and the layouts that name their target name it.
     A GGUF file becomes a transformers checkpoint with float32 weights, which a recipe can name.
     """
-    if speculator.lower().endswith(".gguf"):
+    from speccompile.checkpoints.gguf_header import find_gguf
+
+    if not Path(speculator).is_dir() and find_gguf(Path(speculator).expanduser()):
         _convert_gguf(Path(speculator).expanduser(), output, as_json)
         return
     from speccompile.bundling.guard import claim_folder

@@ -231,23 +231,29 @@ def _unpacked(source: Path) -> dict[str, torch.Tensor]:
     return {key: files.tensor(key) for key in files.headers}
 
 
-def check_loading(source: Path, info: Mapping[str, Any]) -> None:
+def check_loading(
+    source: Path,
+    info: Mapping[str, Any],
+    config: str = "config.json",
+    todo: str = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again.",
+) -> None:
     """Refuse a model of which transformers did not find every weight in the checkpoint.
 
     Args:
-        source: the folder, for the message.
+        source: the folder or file, for the message.
         info: transformers' loading info.
+        config: what the shapes follow from, for the message.
+        todo: what to do, for the message.
 
     Raises:
         CheckpointError: missing, left-over or mismatched weights.
     """
-    todo = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again."
     mismatched = sorted(str(m) for m in info.get("mismatched_keys", ()))
     missing = sorted(info.get("missing_keys", ()))
     unexpected = [k for k in sorted(info.get("unexpected_keys", ())) if not k.endswith(_COMPUTED)]
     for keys, got, expected in (
         (missing, "missing weights", "every weight of the architecture"),
-        (mismatched, "weights of another shape", "the shapes that config.json implies"),
+        (mismatched, "weights of another shape", f"the shapes that {config} implies"),
         (unexpected, "weights that the architecture does not have", "only weights that it uses"),
     ):
         if keys:

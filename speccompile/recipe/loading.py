@@ -15,7 +15,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from speccompile.checkpoints.checkpoint import GGUF, GGUF_TODO, hint
+from speccompile.checkpoints.checkpoint import hint
+from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.common.json_reader import shown
 from speccompile.core import registry
 from speccompile.errors import RecipeError
@@ -83,8 +84,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        todo = GGUF_TODO if path.suffix.lower() == GGUF else "Check the path."
-        raise RecipeError(str(path), str(error), "a readable YAML file", todo) from error
+        gguf = find_gguf(path)
+        got, todo = ("a GGUF file", todo_for_gguf(gguf)) if gguf else (str(error), "Check the path.")
+        raise RecipeError(str(path), got, "a readable YAML file", todo) from error
     raw = parse_recipe(text, str(path), path.resolve().parent)
     for override in overrides:
         apply_override(raw, override)
@@ -322,7 +324,8 @@ def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
         if os.path.isdir(candidate):
             return str(candidate.resolve())
         if os.path.exists(candidate):
-            got, expected = f"{shown(model)}, a file", "a checkpoint folder or a hub id like owner/name"
+            kind = "a GGUF file" if find_gguf(Path(candidate)) else "a file"
+            got, expected = f"{shown(model)}, {kind}", "a checkpoint folder or a hub id like owner/name"
             raise RecipeError(raw.where(path), got, expected, hint(str(candidate)))
     if _HUB_ID.fullmatch(model) is None:
         tried = "" if os.path.isabs(os.path.expanduser(model)) else f" at {' or '.join(map(str, candidates))}"

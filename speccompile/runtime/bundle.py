@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.common.json_reader import read_json_object, shown
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError
@@ -116,8 +117,10 @@ def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
     """
     path = Path(path)
     if not path.is_dir():
-        got = "a file" if path.exists() else "no such folder"
-        raise BundleError(str(path), got, "the folder of a bundle", "Build it first: speccompile build RECIPE -o DIR.")
+        gguf = find_gguf(path) if path.exists() else None
+        got = "a GGUF file" if gguf else "a file" if path.exists() else "no such folder"
+        todo = todo_for_gguf(gguf) if gguf else "Build it first: speccompile build RECIPE -o DIR."
+        raise BundleError(str(path), got, "the folder of a bundle", todo)
     if not (path / MANIFEST).exists() and (path / "config.json").is_file():
         got = "a checkpoint (config.json, no manifest.json)"
         raise BundleError(str(path), got, "the folder of a bundle", todo_for_checkpoint(path))

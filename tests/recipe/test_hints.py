@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speccompile.checkpoints.checkpoint import list_tensors, resolve_checkpoint
+from speccompile.checkpoints.checkpoint import list_tensors, read_config, resolve_checkpoint
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.errors import BundleError, CheckpointError, RecipeError
+from speccompile.prepare import check_source, plan_from_source
 from speccompile.recipe import load_recipe
+from speccompile.recipe.model_recipe import ModelOptions
 from speccompile.runtime.bundle import read_bundle
 
 
@@ -48,10 +52,11 @@ def test_another_folder_given_as_a_recipe_is_no_checkpoint(tmp_path: Path) -> No
         load_recipe(tmp_path)
 
 
-@pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf"])
+@pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf", "./sha256-of-ollama"])
 def test_gguf_is_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    for name in ("model.Q4_K_M.gguf", "sha256-of-ollama"):
+        (tmp_path / name).write_bytes(b"GGUF\xff")
     (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
     if not model.startswith("absent"):
         with pytest.raises(CheckpointError, match="speccompile convert"):
@@ -60,10 +65,26 @@ def test_gguf_is_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyP
             load_recipe(tmp_path / "r.yaml")
 
 
+def test_a_gguf_file_where_anything_else_is_expected_is_named(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"GGUF\xff")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "model.gguf").write_bytes(b"GGUF\xff")
+    readers: list[tuple[Callable[[str], Any], type[Exception], str]] = [
+        (read_bundle, BundleError, "blob"), (load_recipe, RecipeError, "blob"),
+        (resolve_checkpoint, CheckpointError, "blob"),
+        (lambda path: plan_from_source(path, ModelOptions()), CheckpointError, "blob"),
+        (lambda path: plan_from_source(path, ModelOptions()), RecipeError, "alone"),
+        (lambda path: read_config(Path(path)), CheckpointError, "alone"), (check_source, BundleError, "alone"),
+    ]  # fmt: skip
+    for read, kind, name in readers:
+        with pytest.raises(kind, match=r"speccompile convert .*(blob|alone/model\.gguf) -o FOLDER"):
+            read(str(tmp_path / name))
+
+
 def test_a_folder_with_gguf_alone_is_said_to_have_it(checkpoint: Path) -> None:
     (checkpoint / "model.gguf").write_bytes(b"GGUF")
     for read in (list_tensors, open_files):
-        with pytest.raises(CheckpointError, match=r"got model\.gguf; .* speccompile convert FILE.gguf"):
+        with pytest.raises(CheckpointError, match=r"got model\.gguf; .* speccompile convert '.*model\.gguf'"):
             read(checkpoint)
 
 
