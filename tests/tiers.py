@@ -37,6 +37,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "bench/test_pad_checkpoint.py",
         "bench/test_pairs.py",
         "certificate/test_probe.py",
+        "certificate/test_tokenizers.py",
         "e2e/*",
         "examples/test_eagle_recipe.py",
         "examples/test_hybrid.py",

@@ -18,7 +18,8 @@ import speccompile
 from speccompile.cli.bench_peers import ENVIRONMENTS, PEERS, PRECISIONS
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.prompts import Request, check_results, read_requests, write_results
-from speccompile.errors import RuntimeFault
+from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -169,11 +170,9 @@ def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]
     """Returns the token ids of the prompts, made by the bundle's tokenizer, for all modes."""
     if all(isinstance(prompt, list) for prompt in prompts):
         return [list(prompt) for prompt in prompts if isinstance(prompt, list)]
-    from tokenizers import Tokenizer
-
     if bundle.tokenizer_path is None:
         raise RuntimeFault(str(bundle.path), "no tokenizer", "prompts of token ids", "Write lists of ids as prompts.")
-    tokenizer = Tokenizer.from_file(str(bundle.tokenizer_path))
+    tokenizer = load_tokenizer(bundle.tokenizer_path, BundleError, "Build the bundle again.")
     return [tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

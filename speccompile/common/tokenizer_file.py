@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: Path, error: type[SpecCompileError], todo: str) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json.
+    """Returns the tokenizer of a tokenizer.json, which neither cuts nor fills up texts.
+
+    A file may hold a truncation and a padding that training left there; transformers resets both at every call.
 
     Args:
         path: the file.
@@ -27,7 +29,10 @@ def load_tokenizer(path: Path, error: type[SpecCompileError], todo: str) -> Toke
     from tokenizers import Tokenizer
 
     with _LibraryFaults(path, error, todo):
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class _LibraryFaults:

@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 
 from speccompile.certificate.tokenizers import check_tokenizer
 from tests.certificate.certificate_lab import make_engine
+from tests.common.test_tokenizer_file import CUT, FILLED
 from tests.mock_lm import VOCAB
 from tests.pipeline import fakes
 
@@ -25,6 +26,16 @@ def engine_with(tokenizer):
 def test_the_checkpoints_own_tokenizer_passes(checkpoint):
     check = check_tokenizer(engine_with(fakes.tokenizer(VOCAB)), checkpoint)
     assert check.status == "passed" and check.facts["num_entries_differing"] == 0
+    assert check.facts["reader"] == "transformers" and check.summary.startswith("15 of 15 texts")
+
+
+@pytest.mark.parametrize("stored", [{"truncation": CUT | {"max_length": 8192}}, {"padding": FILLED}])
+def test_a_tokenizer_that_cuts_or_fills_up_fails(checkpoint, stored):
+    """The checkpoint has the same setting: transformers does not follow it."""
+    changed = fakes.tokenizer(VOCAB) | stored
+    (checkpoint / "tokenizer.json").write_text(json.dumps(changed))
+    check = check_tokenizer(engine_with(changed), checkpoint)
+    assert check.status == "failed" and check.facts["num_entries_differing"] == 0
 
 
 def test_a_swapped_tokenizer_fails(checkpoint):

@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import CheckpointError
+from tests.pipeline import fakes
+
+ROOT = Path(__file__).parents[2]
+CUT = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+FILLED = {
+    "strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None,
+    "pad_id": 0, "pad_type_id": 0, "pad_token": "w0",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -32,3 +42,22 @@ def test_other_faults_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tokenizers, "Tokenizer", type("Fake", (), {"from_file": staticmethod(interrupt)}))
     with pytest.raises(KeyboardInterrupt):
         load_tokenizer(tmp_path / "x", CheckpointError, "Download it again.")
+
+
+@pytest.mark.parametrize("stored", [{"truncation": CUT}, {"padding": FILLED}, {"truncation": CUT, "padding": FILLED}])
+def test_stored_truncation_and_padding_are_reset(tmp_path: Path, stored: dict[str, object]) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(fakes.tokenizer(9) | stored))
+    tokenizer = load_tokenizer(path, CheckpointError, "")
+    assert tokenizer.encode("w1 w2 w3 w4 w5").ids == [1, 2, 3, 4, 5]
+    assert [row.ids for row in tokenizer.encode_batch(["w1", "w1 w2 w3 w4"])] == [[1], [1, 2, 3, 4]]
+
+
+def test_no_other_module_reads_a_tokenizer() -> None:
+    found = []
+    for path in (path for top in ("speccompile", "examples", "bench") for path in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("from_") and "Tokenizer" in ast.unparse(node):
+                # transformers' own classes reset both settings at every call.
+                found += [] if ast.unparse(node).endswith("from_pretrained") else [str(path.relative_to(ROOT))]
+    assert found == ["speccompile/common/tokenizer_file.py"]

@@ -14,8 +14,9 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
+from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.errors import CheckpointError
 from speccompile.speculators.mtp.config import MtpTraining
 from speccompile.speculators.mtp.trainer import MtpTrainer, TrainableMtp
 from speccompile.training.states import batch_from_outputs
@@ -72,7 +73,8 @@ def main() -> None:
     args = parser.parse_args()
     target = Target(args.model, torch.float32)
     target.model.generation_config.eos_token_id = None  # all texts weigh the same
-    module, tokenizer = load_module(target, args.depth), Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    module = load_module(target, args.depth)
+    tokenizer = load_tokenizer(args.model / "tokenizer.json", CheckpointError, "Download the file again.")
     kept, tried = torch.zeros(2, args.depth + 1, args.depth, dtype=torch.int64)
     for line in args.prompts.read_text().splitlines()[: args.num_prompts]:
         prompt = tokenizer.encode(json.loads(line)["prompt"]).ids

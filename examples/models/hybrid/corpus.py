@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
+from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.errors import CheckpointError
 from speccompile.training.corpus import find_sources
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation)\b", re.I)
@@ -49,7 +50,8 @@ def write_tokens(folder: Path, tokenizer_file: Path, max_tokens: int, max_held_o
     The documents come in the order of their digests, which is a shuffle that everyone repeats. `heldout.json` says
     how many bytes of text a held-out token is.
     """
-    tokenizer, packages = Tokenizer.from_file(str(tokenizer_file)), permissive_packages()
+    tokenizer = load_tokenizer(tokenizer_file, CheckpointError, "Download the file again.")
+    packages = permissive_packages()
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[bool, list[np.ndarray]] = {True: [], False: []}
     sizes, limits, num_bytes = {True: 0, False: 0}, {True: max_held_out, False: max_tokens}, 0

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from speccompile.errors import RuntimeFault, SpecCompileError
+from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.errors import BundleError, RuntimeFault, SpecCompileError
 from speccompile.serving.triton.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, Tensor
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.request_parsing import text_from_value
@@ -35,7 +37,7 @@ class TokenizerPart:
         check_tensors(pb)
         settings, config = settings_from_args(args)
         self._pb, self._has_batch = pb, int(config["max_batch_size"]) > 0
-        self._tokenizer = Tokenizer.from_file(settings.tokenizer)
+        self._tokenizer = load_tokenizer(Path(settings.tokenizer), BundleError, "Write the model repository again.")
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each request, or say what is wrong with it."""
