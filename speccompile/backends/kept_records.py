@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from speccompile.common.cache_root import cache_root, find_cache_folder
+from speccompile.common.code_cache import write_file
 
+_log = logging.getLogger(__name__)
 _KIND = "tuning"  # the folder in the cache
 
 
@@ -24,11 +26,10 @@ def record_file(*depends_on: object) -> Path:
 def read_kept(file: Path) -> dict[str, Any] | None:
     """Returns the kept record; None where there is none that can be read."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except OSError:
+        record = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):  # none, or damaged: the next measurement replaces it
         return None
-    record: dict[str, Any] = json.loads(text)
-    return record
+    return record if isinstance(record, dict) and record else None
 
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:
@@ -39,9 +40,10 @@ def keep(file: Path, record: Mapping[str, Any]) -> None:
     """
     if find_cache_folder(_KIND) is None:
         return
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(record), encoding="utf-8")
-    fresh.replace(file)
+    try:
+        write_file(file, json.dumps(record).encode())
+    except OSError as fault:
+        _log.warning("a measurement of this machine is not kept: %s", fault)
 
 
 def digest_of(path: Path) -> str:

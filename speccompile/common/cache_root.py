@@ -41,12 +41,23 @@ def make_cache_folder(name: str = "") -> Path:
     root = cache_root()
     folder = root / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
     except OSError as fault:
         raise _error(root, folder, fault.strerror or str(fault)) from fault
     if not os.access(folder, os.W_OK | os.X_OK):
         raise _error(root, folder, "no permission to write")
     return folder
+
+
+def make_folders(folder: Path) -> None:
+    """Makes a folder and those above it where they are not there; nobody else can read or write in them.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for path in reversed((folder, *folder.parents)):
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
 
 
 def find_cache_folder(name: str) -> Path | None:

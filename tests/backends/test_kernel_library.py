@@ -90,6 +90,39 @@ def test_a_library_that_crashes_or_has_no_kernels_is_not_used(
     assert kernel_library.find_library() is None
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b'{"fault": 3}', b'{"fault"', b"\xff", b"[" * 9999])
+def test_a_damaged_record_is_made_anew(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
+    monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: "it crashed")
+    (library := tmp_path / "cpu.so").write_bytes(b"code")
+    assert kernel_library.fault_of(library) == "it crashed"
+    [record] = (tmp_path / "kept").iterdir()
+    whole = record.read_bytes()
+    record.write_bytes(damage)
+    assert kernel_library.fault_of(library) == "it crashed" and record.read_bytes() == whole
+    monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: pytest.fail("tried again"))
+    assert kernel_library.fault_of(library) == "it crashed"
+    record.chmod(0o666)  # whoever wrote it could have said that a library works
+    monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: "tried again")
+    assert kernel_library.fault_of(library) == "tried again"
+
+
+def test_a_library_that_others_could_write_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_library(sources: Path, dest: Path, *rest: object) -> None:
+        dest.write_bytes(b"compiled")
+
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
+    monkeypatch.setattr(kernel_library, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(kernel_library, "compile_library", compile_library)
+    monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: None)
+    made = kernel_library.find_library()
+    assert made is not None
+    made.write_bytes(b"planted")
+    made.chmod(0o660)
+    kernel_library.find_library.cache_clear()
+    assert kernel_library.find_library() == made and made.read_bytes() == b"compiled"
+
+
 @pytest.mark.plan
 @needs_compiler
 def test_sources_that_do_not_compile_are_reported(

@@ -84,7 +84,7 @@ def test_loading_a_bundle_shows_the_compiling_of_kernels(
     from speccompile.backends.onnxruntime import kernel_library
     from speccompile.runtime import engine
 
-    monkeypatch.setattr(kernel_library, "cache_folder", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(kernel_library, "code_file", lambda name: tmp_path / "kernels" / name)
     monkeypatch.setattr(kernel_library, "find_compiler", lambda: "c++")
     monkeypatch.setattr(kernel_library, "compile_library", lambda sources, dest, *rest: dest.parent.mkdir())
 

@@ -76,7 +76,7 @@ def library_for(variant: str) -> Path:
     sources, compiler = kernel_library.find_sources(), kernel_build.find_compiler()
     assert sources is not None and compiler is not None
     name = "".join((f"test-{variant}", *(flag for flag in flags if flag.startswith("-O"))))
-    path = kernel_library.cache_folder() / f"{name}-{kernel_build.sources_digest(sources)[:16]}.so"
+    path = kernel_library.code_file(f"{name}-{kernel_build.sources_digest(sources)[:16]}.so")
     with store.locked(path.stem):
         if not path.is_file():
             assert kernel_build.compile_library(sources, path, compiler, flags) is None

@@ -97,6 +97,7 @@ def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[s
             if done.returncode != 0:
                 errors = [line for line in done.stderr.splitlines() if "error" in line]
                 return " | ".join(errors[:3])[:500] or f"{compiler} ended with {done.returncode}"
+            made.chmod(0o600)
             made.replace(dest)
     except (OSError, subprocess.TimeoutExpired) as fault:
         return f"{compiler}: {fault}"

@@ -9,6 +9,7 @@ process runs every kernel: a library that crashes or computes wrong numbers is n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -31,7 +32,7 @@ from speccompile.backends.onnxruntime.kernel_build import (
     native_flags,
     sources_digest,
 )
-from speccompile.common.cache_root import cache_root, find_cache_folder
+from speccompile.common.code_cache import find_code_file, write_file
 from speccompile.common.waiting import tell
 
 _log = logging.getLogger(__name__)
@@ -49,34 +50,30 @@ def find_sources() -> Path | None:
     return next((folder for folder in candidates if (folder / "library.cpp").is_file()), None)
 
 
-def cache_folder() -> Path:
-    """Returns where compiled libraries are kept: as `SWITCH` says, else `kernels` in the user's cache folder."""
+def code_file(name: str) -> Path:
+    """Returns a file where compiled libraries are kept: as `SWITCH` says, else `kernels` in the user's cache folder."""
     given = os.environ.get(SWITCH)
-    if given:
-        return Path(given)
-    return cache_root() / _KIND
+    return find_code_file(name, Path(given)) if given else find_code_file(f"{_KIND}/{name}")
 
 
 def fault_of(library: Path) -> str | None:
     """Runs every kernel in a child process, once for a library and a version of ONNX Runtime.
 
     Args:
-        library: the compiled library; the result is kept beside it, or in the cache folder.
+        library: the compiled library; the result is kept among the compiled ones.
 
     Returns:
         None for a library that works, else what is wrong.
     """
     digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
-    record = cache_folder() / f"{library.stem}-{digest}.ort-{ort.__version__}.json"
-    if record.is_file():
-        known: str | None = json.loads(record.read_text(encoding="utf-8"))["fault"]
-        return known
+    record = code_file(f"{library.stem}-{digest}.ort-{ort.__version__}.json")
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or damaged
+        known = json.loads(record.read_bytes())["fault"]
+        if known is None or isinstance(known, str):
+            return known
     fault = _run_selftest(library)
     try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        fresh = record.with_suffix(f".{os.getpid()}.tmp")
-        fresh.write_text(json.dumps({"fault": fault}), encoding="utf-8")
-        fresh.replace(record)
+        write_file(record, json.dumps({"fault": fault}).encode())
     except OSError:
         _log.debug("the result of the kernels' self-test cannot be kept in %s", record.parent)
     return fault
@@ -116,10 +113,8 @@ def _compiled() -> tuple[Path | None, str]:
     target = native_flags()
     parts = (sources_digest(sources), compiler, *FLAGS, *target, platform.machine(), *sorted(cpu_features()))
     name = f"cpu-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
-    path = cache_folder() / name
-    if not path.is_file():
-        if not os.environ.get(SWITCH):
-            find_cache_folder(_KIND)
+    path = code_file(name)
+    if not path.exists():
         _log.info("compiling the CPU kernels into %s", path)
         tell("compile the CPU kernels")
         fault = compile_library(sources, path, compiler, target)
@@ -144,11 +139,7 @@ def _candidates() -> Iterator[tuple[Path | None, str]]:
 
 @functools.cache
 def find_library() -> Path | None:
-    """Returns the library for this CPU, tried and ready; None where there is none, which is logged once.
-
-    Raises:
-        BuildError: see `find_cache_folder`.
-    """
+    """Returns the library for this CPU, tried and ready; None where there is none, which is logged once."""
     if os.environ.get(SWITCH, "").lower() == "off":
         return None
     faults = []

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -31,10 +32,11 @@ from speccompile.backends.tensorrt.launches import (
     verify_launches,
 )
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, SPEC_VERIFY
-from speccompile.common.cache_root import cache_root, find_cache_folder
+from speccompile.common.code_cache import find_code_file, write_file
 from speccompile.errors import BuildError, RuntimeFault
 
 SOURCES = {SPEC_VERIFY: "spec_verify/kernel.cuh", KV_ROLLBACK: "kv_rollback/kernel.cuh"}
+_log = logging.getLogger(__name__)
 _KIND = "kernels"  # the folder in the cache
 _OPTIONS = ("-std=c++17",)
 _INSTALL = "Install CUDA's nvcc and gcc (or pip install nvidia-cuda-nvrtc), or build with engine.plugins: none."
@@ -76,11 +78,6 @@ def find_nvcc() -> Path | None:
     return next((candidate for candidate in candidates if os.access(candidate, os.X_OK)), None)
 
 
-def cache_folder() -> Path:
-    """Returns the folder of compiled kernels, in the user's cache."""
-    return cache_root() / _KIND
-
-
 def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", wrapper: str = "") -> bytes:
     """Returns the kernels of an op, from the cache or compiled now (about 10 s for SpecVerify).
 
@@ -91,23 +88,22 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
         wrapper: CUDA source that is appended to the kernels.
 
     Raises:
-        BuildError: there is no compiler, or it fails, with its first lines; see also `find_cache_folder`.
+        BuildError: there is no compiler, or it fails, with its first lines.
     """
     nvcc = find_nvcc()
     compiler = _nvcc_version(nvcc) if nvcc else f"nvrtc {_load_nvrtc().nvrtcVersion()[1:]}"
     arch = f"{'sm' if kind == 'cubin' else 'compute'}_{capability[0]}{capability[1]}"
     identity = "\n".join((sources_digest(), compiler, arch, *_OPTIONS, wrapper))
     name = f"{op}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.{kind}"
-    cached = cache_folder() / name
-    if cached.is_file():
+    cached = find_code_file(f"{_KIND}/{name}")
+    if cached.exists():
         return cached.read_bytes()
     source = f'#include "{SOURCES[op]}"\n{wrapper}'
     code = _run_nvcc(nvcc, op, arch, kind, source) if nvcc else _run_nvrtc(op, arch, kind, source)
-    if (folder := find_cache_folder(_KIND)) is None:
-        return code
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(code)
-    Path(file.name).replace(cached)
+    try:
+        write_file(cached, code)
+    except OSError as fault:
+        _log.warning("the compiled kernels of %s are not kept: %s", op, fault)
     return code
 
 

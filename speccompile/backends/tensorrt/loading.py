@@ -7,7 +7,7 @@ Deserialising runs code that a plan may carry, so a plan's digest must have been
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +17,11 @@ from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
-from speccompile.common.cache_root import find_cache_folder
+from speccompile.common.code_cache import find_code_file, write_file
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 
+_log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
 
 
@@ -90,7 +91,8 @@ class Plan:
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if settings.get("cuda_graphs", True):
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-        if settings.get("runtime_cache", True) and (kept := _cache_file(blob)) is not None:
+        if settings.get("runtime_cache", True):
+            kept = _cache_file(blob)
             cache = config.create_runtime_cache()
             if kept.exists():
                 cache.deserialize(kept.read_bytes())  # TensorRT refuses one from elsewhere; it is then filled again
@@ -173,18 +175,14 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
             raise BundleError(f"{path} ({tensor.name})", "a tensor in host memory", "one on the device", todo)
 
 
-def _cache_file(blob: bytes) -> Path | None:
-    """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine.
-
-    Raises:
-        BuildError: see `find_cache_folder`.
-    """
+def _cache_file(blob: bytes) -> Path:
+    """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine."""
     digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
-    folder = find_cache_folder("tensorrt")
-    return None if folder is None else folder / f"{digest}.kernels"
+    return find_code_file(f"tensorrt/{digest}.kernels")
 
 
 def _keep(cache: Any, kept: Path) -> None:
-    fresh = kept.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_bytes(bytes(memoryview(cache.serialize())))
-    fresh.replace(kept)
+    try:
+        write_file(kept, bytes(memoryview(cache.serialize())))
+    except OSError as fault:
+        _log.warning("the kernels compiled for a plan are not kept: %s", fault)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
+from speccompile.common.code_cache import write_file
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import BuildError
 
@@ -176,11 +178,8 @@ def load_timing_cache(variant: Variant, config: Any, path: Path | None) -> Any:
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Keep the builder's measurements, written atomically; does nothing where the builder has no cache."""
+    """Keep the builder's measurements, written atomically, where the builder has a cache and the disk has room."""
     cache = config.get_timing_cache()
-    if cache is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(bytes(memoryview(cache.serialize())))
-    fresh.replace(path)
+    if cache is not None:
+        with contextlib.suppress(OSError):  # a plan is worth more than its timings
+            write_file(path, bytes(memoryview(cache.serialize())))

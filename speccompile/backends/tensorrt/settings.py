@@ -14,7 +14,7 @@ from speccompile.backends.tensorrt.launches import MAX_NODES, MAX_VOCAB
 from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
 from speccompile.backends.tensorrt.profiles import Profile
 from speccompile.backends.tensorrt.variants import Capabilities, Variant
-from speccompile.common.cache_root import find_cache_folder
+from speccompile.common.code_cache import find_code_file
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
@@ -96,16 +96,11 @@ def _capabilities(variant: Capabilities, wanted: Sequence[str], quantization: st
 
 
 def timing_cache_file(variant: Variant, options: CompileOptions) -> Path | None:
-    """Returns the file for kernels measured on this GPU; None where the variant, the recipe or the cache has none.
-
-    Raises:
-        BuildError: see `find_cache_folder`.
-    """
+    """Returns the file for kernels measured on this GPU; None where the variant or the recipe has none."""
     if not variant.can.supports_timing_cache or not config_from_options(options).timing_cache:
         return None
     mark = hashlib.sha256(f"{variant.name} {variant.version} {find_gpus()[:1]}".encode()).hexdigest()[:16]
-    folder = find_cache_folder("tensorrt")
-    return None if folder is None else folder / f"{mark}.timings"
+    return find_code_file(f"tensorrt/{mark}.timings")
 
 
 def memory_limit(options: CompileOptions) -> int | None:
