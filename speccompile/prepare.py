@@ -18,6 +18,7 @@ from speccompile.bundling.graphs import find_graph, needed_jobs
 from speccompile.bundling.manifest import RECIPE
 from speccompile.bundling.stage_cache import BUNDLES, StageCache
 from speccompile.bundling.stages import Progress
+from speccompile.bundling.staging import disk_faults
 from speccompile.bundling.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.common.cache_root import cache_root, make_cache_folder
@@ -191,7 +192,8 @@ def _is_whole(entry: Path) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Holds a lock file, which stays; `wait` is called first where another process holds it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with disk_faults(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,8 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from speccompile.common.disk import text_from_fault
-from speccompile.errors import BuildError
+from speccompile.common.disk import error_from_fault
 
 ALIGNMENT = 4096  # alignment of tensors in a data file, so that each can be mapped separately
 
@@ -60,8 +59,7 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
             file.unlink()
         borrower.parent.rmdir()
     except OSError as fault:
-        todo = "Free space or choose another folder."
-        raise BuildError(str(shared), text_from_fault(fault), "room and permission to write", todo) from fault
+        raise error_from_fault(fault, shared) from fault
     return shared, saved
 
 

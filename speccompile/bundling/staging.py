@@ -19,8 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from speccompile.common.disk import is_full, text_from_fault
-from speccompile.errors import BuildError
+from speccompile.common.disk import error_from_fault, is_full
 
 _MARK = ".building-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
@@ -96,10 +95,7 @@ def disk_faults(dest: Path) -> Iterator[None]:
     except OSError as fault:
         if not is_full(fault) and fault.errno not in _FORBIDDEN:
             raise
-        todo = "Free space, or choose another folder." if is_full(fault) else "Choose a folder that can be written."
-        # For a copy the first name was read, the second could not be written.
-        got = f"{text_from_fault(fault)} at {fault.filename2 or fault.filename or dest}"
-        raise BuildError(str(dest), got, "a disk with room and permission to write", todo) from fault
+        raise error_from_fault(fault, dest) from fault
 
 
 def remove_leftovers(parent: Path, name: str | None = None) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from speccompile.common.disk import text_from_fault
-from speccompile.errors import BuildError
+from speccompile.common.disk import error_from_fault
 
 INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where shape inference can read them
 
@@ -36,10 +35,5 @@ def save_model(model: ir.Model, path: Path) -> list[Path]:
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
     except OSError as fault:
-        raise BuildError(
-            str(path),
-            text_from_fault(fault),
-            "room and permission to write",
-            "Free space or choose another folder.",
-        ) from fault
+        raise error_from_fault(fault, path) from fault
     return files

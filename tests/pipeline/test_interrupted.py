@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundling.staging import disk_faults
 from speccompile.errors import BuildError
 from speccompile.pipeline import build
 from speccompile.runtime.bundle import read_bundle
@@ -192,6 +193,21 @@ def test_a_full_cache_disk_names_the_cache(exported: list[Path], recipe: Path, t
         build(make_plan(recipe), tmp_path / "outs" / "out", cache=StageCache(tmp_path / "cache"))
     assert str(tmp_path / "cache") in caught.value.where
     assert list((tmp_path / "outs").iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "speccompile cache clear"), (errno.EROFS, "Set ")])
+@pytest.mark.parametrize("place", ["cache/graphs/.x", "elsewhere"])
+def test_a_fault_of_the_cache_says_how_to_move_it(
+    number: int, says: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what is written lies elsewhere, as a bundle that is copied from the cache."""
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(BuildError) as caught, disk_faults(tmp_path / "out"):
+        raise OSError(number, os.strerror(number), str(tmp_path / place / "file"))
+    assert caught.value.where == str(tmp_path / "out") and f"at {tmp_path / place}" in caught.value.got
+    todo = caught.value.todo
+    assert (says in todo and "SPECCOMPILE_CACHE to a folder on another disk" in todo) == (place != "elsewhere")
+    assert ("Free space" in todo) == (number == errno.ENOSPC)
 
 
 def test_the_fakes_do_not_hide_a_write(exported: list[Path], recipe: Path, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speccompile.backends.onnxruntime.kernel_library import find_library, sequences_path
-from speccompile.common.disk import text_from_fault
-from speccompile.errors import BuildError
+from speccompile.common.disk import error_from_fault
 
 if TYPE_CHECKING:
     import onnx
@@ -61,8 +60,7 @@ def write_sequences(path: Path) -> int:
             file.flush()
             os.fsync(file.fileno())
     except OSError as fault:
-        expected, todo = "room and permission to write", "Free space or choose another folder."
-        raise BuildError(str(sequences_path(path)), text_from_fault(fault), expected, todo) from fault
+        raise error_from_fault(fault, sequences_path(path)) from fault
     return num
 
 

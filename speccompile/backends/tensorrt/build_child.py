@@ -26,6 +26,7 @@ from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 from speccompile.backends.tensorrt import network as networks
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt, text_from_lines
 from speccompile.backends.tensorrt.variants import Variant
+from speccompile.common.disk import error_from_fault
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError
 
@@ -42,7 +43,7 @@ def main() -> None:
     try:
         send({"result": build(request, send)})
     except OSError as fault:
-        send({"error": _json_from_error(_disk_error(Path(request["plan"]), fault))})
+        send({"error": _json_from_error(error_from_fault(fault, Path(request["plan"])))})
     except BuildError as fault:
         send({"error": _json_from_error(fault)})
 
@@ -83,7 +84,7 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     if writer.fault is not None:
-        raise _disk_error(dest, writer.fault)
+        raise error_from_fault(writer.fault, dest)
     if not built or writer.num_bytes == 0:
         raise _builder_error(variant, source)
     if cache is not None and timing_cache is not None:
@@ -203,10 +204,6 @@ def _builder_error(variant: Variant, source: Path) -> BuildError:
         "See the builder's message; engine.plugins: none and engine.tensorrt.optimization_level change what it tries."
     )
     return BuildError(f"building {source.name}", got, "a plan", todo)
-
-
-def _disk_error(dest: Path, fault: OSError) -> BuildError:
-    return BuildError(str(dest), fault.strerror or str(fault), "room and permission to write", "Free space.")
 
 
 if __name__ == "__main__":
