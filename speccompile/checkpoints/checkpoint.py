@@ -35,6 +35,7 @@ _NAMES = {
 
 MAX_SIZE = 2**31 - 1
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MODELOPT = "hf_quant_config.json"  # says of ModelOpt's weights what a `quantization_config` would
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_SHOWN = 255  # also of a file's name, in bytes
@@ -107,7 +108,12 @@ def read_config(source: Path) -> dict[str, Any]:
         expected, gguf = "the config of a transformers checkpoint", find_gguf(source)
         got = f"no such file, but {gguf.name}" if gguf else "no such file"
         raise CheckpointError(str(path), got, expected, todo_for_gguf(gguf) if gguf else "Check the folder's path.")
-    return read_json_object(path, CheckpointError, "Download the file again.")
+    config = read_json_object(path, CheckpointError, "Download the file again.")
+    if not config.get("quantization_config") and (source / _MODELOPT).is_file():
+        held = read_json_object(source / _MODELOPT, CheckpointError, "Download the file again.").get("quantization")
+        if isinstance(held, dict) and held.get("quant_algo"):
+            config["quantization_config"] = {**held, "quant_method": "modelopt"}
+    return config
 
 
 def read_text_config(source: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from speccompile.checkpoints.layer_sizes import DELTA_KINDS, DELTA_TYPES, is_latent
 from speccompile.checkpoints.mamba_sizes import MIXER_KINDS, MIXER_TYPES, mixer_kinds
-from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, method_of
+from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, error_of_method, method_of
 from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
 
@@ -91,10 +91,12 @@ def check_architecture(config: Mapping[str, Any]) -> None:
         return
     if reason is None and any(isinstance(config.get(name), Mapping) for name in _OTHER_MODALITIES):
         reason, todo = "a multimodal checkpoint", "Use its text model alone."  # of no type in `text_towers.TOWERS`
+    if reason is None and (method := method_of(config)) not in (None, MXFP4, *METHODS):
+        raise error_of_method(where, str(method), ExportError)
     if reason is None:
         reason = _property(config)
     if reason is not None:
-        raise ExportError(where, reason, "a decoder of full or sliding-window attention with unquantised weights", todo)
+        raise ExportError(where, reason, "a decoder of full or sliding-window attention", todo)
 
 
 def _property(config: Mapping[str, Any]) -> str | None:
@@ -105,8 +107,6 @@ def _property(config: Mapping[str, Any]) -> str | None:
         return "ALiBi position biases"
     if config.get("kv_lora_rank") and not is_latent(config):
         return _LATENT
-    if (method := method_of(config)) not in (None, MXFP4, *METHODS):
-        return f"weights quantised by {method}"
     known: tuple[str, ...] = DELTA_KINDS if config.get("model_type") in DELTA_TYPES else _LAYER_KINDS
     found = config.get("layer_types") or ()
     if config.get("model_type") in MIXER_TYPES:

@@ -8,12 +8,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speccompile.common.json_reader import shown, whole_number
-from speccompile.errors import CheckpointError
+from speccompile.errors import CheckpointError, SpecCompileError
 
 MXFP4 = "mxfp4"  # of experts: transformers reads them, and float32 holds every value
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _TODO = "Download the folder again, or use the unquantised checkpoint."
+_PLAIN = "Use the unquantised checkpoint."
+# Fields of compressed-tensors: those read, and those of activations, of caches and of how levels were found.
+_COMPRESSED_FIELDS = (
+    "quant_method", "format", "config_groups", "sparsity_config", "transform_config",
+    "ignore", "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version", "run_compressed",
+)  # fmt: skip
+_GROUP_FIELDS = ("weights", "format", "targets", "input_activations", "output_activations")
+_WEIGHT_FIELDS = (
+    "num_bits", "group_size", "block_structure", "type", "symmetric", "strategy",
+    "dynamic", "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
+)  # fmt: skip
+_OFFLINE = ("weight_input", "weight_output")  # of a transform: it is in the stored weights already
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,19 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     held = config.get("quantization_config")
     if not held:
         return None
-    name = held.get("quant_method") if isinstance(held, Mapping) else None
+    given: Mapping[str, Any] = held if isinstance(held, Mapping) else {}
+    name = given.get("quant_method")
+    if name is None and any(key.startswith(("load_in_", "bnb_")) for key in given):
+        name = "bitsandbytes"  # whose older files do not name it
+    if name == "modelopt" and isinstance(algorithm := given.get("quant_algo"), str):
+        return f"ModelOpt ({algorithm})"
     return name if isinstance(name, str) else "an unknown method"
+
+
+def error_of_method(where: str, method: str, kind: type[SpecCompileError] = CheckpointError) -> SpecCompileError:
+    """Returns the error of weights that are packed by a method that is not read."""
+    expected = f"plain weights, or packed by {', '.join((*METHODS, MXFP4))} (docs/families.md)"
+    return kind(where, f"weights quantised by {method}", expected, _PLAIN)
 
 
 def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
@@ -61,8 +84,7 @@ def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
         return None
     where = f"{where} (quantization_config)"
     if method not in METHODS:
-        todo = "Use the unquantised checkpoint."
-        raise CheckpointError(where, f"weights quantised by {method}", f"one of {', '.join(METHODS)}", todo)
+        raise error_of_method(where, method)
     held: Mapping[str, Any] = config["quantization_config"]
     return _SCHEMES[method](held, Scheme(method, where))
 
@@ -70,6 +92,12 @@ def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
 def _gptq_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
     bits = _one_of(base, held, "bits", (2, 4, 8), None)
     layout = _one_of(base, held, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    rules = held.get("dynamic") or {}
+    # A rule that begins with "-:" leaves layers as they are.
+    if others := [rule for rule in rules if not (isinstance(rule, str) and rule.startswith("-:"))]:
+        got = f"dynamic, which quantises layers in other ways ({shown(others[0])})"
+        raise CheckpointError(base.where, got, "bits and group_size that hold for every quantised layer", _PLAIN)
+    _refuse_others(base, "", {field: held.get(field) for field in ("adapter", "is_marlin_format")}, ())
     return replace(base, bits=bits, group_size=_group_size(base, held), zero_offset=int(layout == "gptq"))
 
 
@@ -81,22 +109,51 @@ def _awq_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
 
 def _compressed_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
     _one_of(base, held, "format", _COMPRESSED, "pack-quantized")
-    groups = held.get("config_groups")
-    described = list(groups.values()) if isinstance(groups, Mapping) else []
-    stated = [group.get("weights") for group in described if isinstance(group, Mapping)]
-    weights = [given for given in stated if isinstance(given, Mapping)]
+    _refuse_others(base, "", held, _COMPRESSED_FIELDS)
+    sparsity = _mapping(held.get("sparsity_config"))
+    _one_of(base, sparsity, "format", ("dense",), "dense")
+    _check_transforms(base, _mapping(held.get("transform_config")))
+    groups = [group for group in _mapping(held.get("config_groups")).values() if isinstance(group, Mapping)]
+    for group in groups:
+        _refuse_others(base, "config_groups.", group, _GROUP_FIELDS)
+        _one_of(base, group, "format", _COMPRESSED, "pack-quantized")
+    weights = [given for group in groups if (given := _mapping(group.get("weights")))]
+    for given in weights:
+        _refuse_others(base, "weights.", given, _WEIGHT_FIELDS)
     bits = sorted({_one_of(base, given, "num_bits", (2, 4, 8), 4) for given in weights})
     if len(bits) > 1:
         got = f"weights of {' and '.join(map(str, bits))} bits"
-        raise CheckpointError(base.where, got, "one number of bits", "Use the unquantised checkpoint.")
-    sizes = {_group_size(base, given) for given in weights if given.get("group_size") is not None}
-    blocks = [_block(base, given["block_structure"], "block_structure") for given in weights if _has_block(given)]
+        raise CheckpointError(base.where, got, "one number of bits", _PLAIN)
+    # Where layers differ, the shapes of their scales say it.
+    sizes = {_group_size(base, given) if given.get("group_size") is not None else 0 for given in weights}
+    blocks = {_block(base, b, "block_structure") for given in weights if (b := given.get("block_structure"))}
+    if len(blocks) > 1:
+        raise CheckpointError(base.where, f"blocks of {len(blocks)} sizes", "blocks of one size", _PLAIN)
     size = sizes.pop() if len(sizes) == 1 else 0
-    return replace(base, bits=bits[0] if bits else 4, group_size=size, block=blocks[0] if blocks else (0, 0))
+    return replace(base, bits=bits[0] if bits else 4, group_size=size, block=blocks.pop() if blocks else (0, 0))
 
 
-def _has_block(weights: Mapping[str, Any]) -> bool:
-    return bool(weights.get("block_structure"))
+def _check_transforms(base: Scheme, held: Mapping[str, Any]) -> None:
+    """Refuses rotations that are applied to activations at every step."""
+    _refuse_others(base, "transform_config.", held, ("config_groups",))
+    for name, group in _mapping(held.get("config_groups")).items():
+        applied = group.get("apply") if isinstance(group, Mapping) else None
+        places = [_mapping(a).get("location") for a in applied] if isinstance(applied, list) else [None]
+        if online := [place for place in places if place not in _OFFLINE]:
+            got = f"transform_config with {shown(name)} applied to {shown(online[0])}, at every step"
+            expected = f"transforms of {' and '.join(_OFFLINE)} alone, which the stored weights hold"
+            raise CheckpointError(base.where, got, expected, _PLAIN)
+
+
+def _refuse_others(base: Scheme, path: str, held: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Refuses a field that is not known and says something."""
+    for field, value in held.items():
+        if field not in known and value not in (None, False, {}, []):
+            raise CheckpointError(base.where, f"{path}{field} {shown(value)}", "fields that are read", _PLAIN)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _fp8_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
@@ -117,7 +174,7 @@ def _one_of(base: Scheme, held: Mapping[str, Any], field: str, known: tuple[Any,
     value = default if value is None else value
     if isinstance(value, bool) or value not in known:
         expected = f"{field} {' or '.join(str(v) for v in dict.fromkeys(known))}"
-        raise CheckpointError(base.where, f"{field} {shown(value)}", expected, "Use the unquantised checkpoint.")
+        raise CheckpointError(base.where, f"{field} {shown(value)}", expected, _PLAIN)
     return value
 
 

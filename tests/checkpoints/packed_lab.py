@@ -27,11 +27,13 @@ def words(levels: np.ndarray, bits: int) -> torch.Tensor:
     return torch.from_numpy(made.view(np.int32).copy())
 
 
-def grouped(weight: torch.Tensor, rng: np.random.Generator, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def grouped(
+    weight: torch.Tensor, rng: np.random.Generator, bits: int, group: int = GROUP
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns random levels and zeros as unsigned numbers, and float16 scales, by [out, in] and [out, groups]."""
     num_out, num_in = weight.shape
     levels = rng.integers(0, 1 << bits, (num_out, num_in))
-    zeros = rng.integers(1, 1 << bits, (num_out, num_in // GROUP))
+    zeros = rng.integers(1, 1 << bits, (num_out, num_in // group))
     scales = rng.uniform(0.002, 0.02, zeros.shape).astype(np.float16)
     return levels, zeros, scales
 
@@ -69,9 +71,10 @@ def awq(name: str, weight: torch.Tensor, rng: np.random.Generator) -> tuple[Tens
     return {f"{name}.{k}": v for k, v in parts.items()}, meant(levels, zeros, scales, order)
 
 
-def compressed(bits: int, *, asymmetric: bool) -> Packer:
+def compressed(bits: int, *, asymmetric: bool, whole_rows: str = "-") -> Packer:
     def pack(name: str, weight: torch.Tensor, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        levels, zeros, scales = grouped(weight, rng, bits)
+        group = weight.shape[1] if whole_rows in name else GROUP
+        levels, zeros, scales = grouped(weight, rng, bits, group)
         parts = {"weight_packed": words(levels, bits), "weight_scale": torch.from_numpy(scales).to(torch.bfloat16)}
         parts["weight_shape"] = torch.tensor(weight.shape)
         if asymmetric:
@@ -79,7 +82,7 @@ def compressed(bits: int, *, asymmetric: bool) -> Packer:
         else:
             zeros = np.full_like(zeros, 1 << (bits - 1))
         held = parts["weight_scale"].float().numpy()
-        order = np.arange(weight.shape[1]) // GROUP
+        order = np.arange(weight.shape[1]) // group
         return {f"{name}.{k}": v for k, v in parts.items()}, meant(levels, zeros, held, order)
 
     return pack
@@ -127,6 +130,10 @@ CASES: dict[str, tuple[Packer, dict[str, Any]]] = {
         gptq(8, 0, ordered=False),
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
     ),
+    "gptq 4, some layers plain": (
+        gptq(4, 1, ordered=False),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "dynamic": {"-:.*lm_head": {}}},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "compressed 4": (
         compressed(4, asymmetric=False),
@@ -134,6 +141,18 @@ CASES: dict[str, tuple[Packer, dict[str, Any]]] = {
             "quant_method": "compressed-tensors",
             "format": PACK,
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": GROUP}}},
+        },
+    ),
+    "compressed 4, some by rows": (
+        compressed(4, asymmetric=True, whole_rows="o_proj"),
+        {
+            "quant_method": "compressed-tensors",
+            "format": PACK,
+            "config_groups": {
+                "a": {"weights": {"num_bits": 4, "type": "int", "group_size": GROUP, "strategy": "group"}},
+                "b": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}},
+            },
+            "transform_config": {"config_groups": {"R1": {"apply": [{"location": "weight_output"}]}}},
         },
     ),
     "compressed 4 zeros": (compressed(4, asymmetric=True), {"quant_method": "compressed-tensors", "format": PACK}),

@@ -68,6 +68,14 @@ def test_words_are_read_lowest_bits_first(bits: int) -> None:
     np.testing.assert_array_equal(unpack_words(words(numbers, bits).numpy(), bits), numbers)
 
 
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
+
+
+def rotated(*places: str) -> dict[str, Any]:
+    group = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": place} for place in places]}
+    return COMPRESSED | {"transform_config": {"config_groups": {"R4": group}}}
+
+
 @pytest.mark.parametrize(
     ("config", "got"),
     [
@@ -84,6 +92,23 @@ def test_words_are_read_lowest_bits_first(bits: int) -> None:
             },
             "4 and 8 bits",
         ),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            "bitsandbytes; expected plain weights, or packed by gptq",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt (NVFP4)"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*mlp": {"bits": 8}}}, "dynamic, which quantises layers"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {".*mlp": {"bits": 8}}}, "('.*mlp')"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True"),
+        ({"quant_method": "gptq", "bits": 4, "adapter": {"path": "eora"}}, "adapter "),
+        (rotated("input"), "applied to 'input', at every step"),
+        (rotated("weight_input", "k_cache"), "applied to 'k_cache'"),
+        (rotated("q_attn"), "applied to 'q_attn'"),
+        (COMPRESSED | {"transform_config": {"version": 2, "fused": True}}, "transform_config.version 2"),
+        (COMPRESSED | {"config_groups": {"a": {"weights": {"scale_shift": 1}}}}, "weights.scale_shift 1"),
+        (COMPRESSED | {"config_groups": {"a": {"format": "nvfp4-pack-quantized"}}}, "nvfp4-pack-quantized"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        (COMPRESSED | {"rotation": "hadamard"}, "rotation 'hadamard'"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], got: str, tmp_path: Path) -> None:
@@ -92,6 +117,20 @@ def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], got: str, t
     (tmp_path / "config.json").write_text(json.dumps(held))
     with pytest.raises(CheckpointError, match=re.escape(got)):
         list_tensors(tmp_path)
+
+
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, "fp8 blocks")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    held = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(held))
+    with pytest.raises(CheckpointError, match=r"weights quantised by ModelOpt \(FP8\)"):
+        list_tensors(tmp_path)
+    held["quantization"] = {"quant_algo": None}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(held))
+    assert list_tensors(tmp_path)
 
 
 def test_an_unknown_method_is_an_architecture_that_is_not_exported() -> None:
