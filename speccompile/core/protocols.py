@@ -184,6 +184,14 @@ class Batch(Protocol):
         ...
 
     @property
+    def least_drafts(self) -> int:
+        """Draft tokens that every sequence has where text, context and `max_drafts` allow, whatever they cost.
+
+        Above 0 where a request asks for drafts in every step (`speculation: on`).
+        """
+        ...
+
+    @property
     def is_greedy(self) -> bool:
         """Whether every sequence has temperature 0, so that drafts do not race either."""
         ...

@@ -60,6 +60,7 @@ class Budget:
         self._is_known = self._learns = _is_measured(target) and (draft is None or _is_measured(draft))
         self.is_fixed, self._min_path = is_fixed, min_path
         self.is_forced = False  # this step drafts to the bounds, whatever the cost
+        self.least = 0  # of this step: draft tokens of a sequence, and their depth, whatever the cost
         self.costs = OnlineCosts(target, draft, max_nodes)
         # A typical tree: draft tokens per sequence, and draft runs in units of a run with one node per sequence. The
         # first values are one draft token and one run, so that drafting is tried.
@@ -90,7 +91,7 @@ class Budget:
             num_slots: sequences of the batch.
         """
         self._recorded_ms = 0.0  # the step before may have gone unobserved, as where drafts may be drawn
-        if not self.weighs_time:
+        if not self.weighs_time or self.least:
             return True
         scores = self.costs.scores(num_slots)
         more_ms = scores[min(round(self._drafts), self.max_nodes)] - scores[0]
@@ -119,7 +120,7 @@ class Budget:
         self._last_reach = reach
         if depth >= self.max_depth:
             return False
-        if not self.weighs_time:
+        if not self.weighs_time or depth < self.least:
             return True
         num_slots = len(trees)
         num, expected, cost_ms = self._best(trees, spent_ms)
@@ -155,8 +156,8 @@ class Budget:
         Such a path has `max_nodes` better ones before it, or takes more time to score than it is expected to save: a
         token of a good tree costs at most what a token costs in plain decoding.
         """
-        floor = 0.0 if self.is_forced else self._min_path
-        if self.weighs_time:
+        floor = 0.0 if self.is_forced or self.least else self._min_path
+        if self.weighs_time and not self.least:
             scores = self.costs.scores(len(trees))
             least = min((b - a for a, b in itertools.pairwise(scores)), default=0.0)
             floor = max(floor, least / scores[0])
@@ -172,7 +173,7 @@ class Budget:
             spent_ms: time that growing them took.
         """
         num, _, _ = self._best(trees, spent_ms)
-        if self.weighs_time:
+        if self.weighs_time and not self.least:
             one_ms = self.costs.draft_ms(len(trees), len(trees))
             self._drafts += (1 - TYPICAL_MEMORY) * (num - self._drafts)
             if one_ms:
@@ -208,7 +209,7 @@ class Budget:
         for num, gain in enumerate(gains, held + 1):
             expected += gain
             cost_ms = scores[num] + spent_ms
-            if expected * best_ms > best_expected * cost_ms:
+            if num <= self.least or expected * best_ms > best_expected * cost_ms:
                 best, best_expected, best_ms = num, expected, cost_ms
         return best, best_expected, best_ms
 

@@ -66,6 +66,7 @@ class TreeGrower:
         """Returns trees; a sequence that cannot or should not draft has its root alone."""
         sequences, self._trees = batch.sequences, []
         self.budget.is_forced = batch.is_forced and self.budget.width == 1
+        self.budget.least = batch.least_drafts
         rooms = [
             self.scorer.room(slot, sequence) if sequence.max_drafts > 0 else -1
             for slot, sequence in enumerate(sequences)

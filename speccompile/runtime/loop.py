@@ -121,14 +121,15 @@ def run_step(
     """
     start_s, engine_s = perf_counter(), _seconds(engines)
     # A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
-    is_forced, is_plain = not limit and "on" in [sequence.speculation for sequence in batch.sequences], True
+    is_asked, is_plain = "on" in [sequence.speculation for sequence in batch.sequences], True
+    is_forced = is_asked and not limit
     has_draft = False
     for sequence in batch.sequences:
         bound = FORCED_LENGTH if is_forced and (limit is None or sequence.speculation == "on") else limit
         sequence.plan(verifier.max_seq_len, bound)
         is_plain = is_plain and not sequence.max_drafts
         has_draft = has_draft or sequence.has_draft
-    batch.is_forced = bool(limit) or is_forced
+    batch.is_forced, batch.least_drafts = bool(limit) or is_forced, FORCED_LENGTH if is_asked else 0
     if batch.processed:
         read_grammars(batch)
     forced = forced_chains(batch) if batch.processed else None

@@ -293,6 +293,7 @@ class SequenceBatch:
         self.is_invariant = is_invariant
         self.is_greedy = True  # every sequence has temperature 0
         self.is_forced = False  # see `Batch.is_forced`
+        self.least_drafts = 0  # see `Batch.least_drafts`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self.wants_logprobs = False
         self._warp: dict[str, NDArray[Any]] = {}

@@ -67,6 +67,19 @@ def test_the_floor_leaves_out_nothing_that_would_be_scored():
             assert floor > 0 or len(whole.paths) <= 7
 
 
+def test_the_least_is_drafted_whatever_it_costs_and_is_not_typical():
+    dear = Budget(16, 4, 2, COSTS, StepCosts(((1, 30.0),)), min_path=0.5)
+    tree = Candidates.from_root(0)
+    tree.add(0, range(4), [0.3, 0.2, 0.1, 0.01], dear.floor([tree]))
+    assert len(tree.tokens) == 1 and not dear.begins(0.1, 3)
+    dear.least = 3
+    tree.add(0, range(4), [0.3, 0.2, 0.1, 0.01], dear.floor([tree]))
+    assert len(tree.tokens) == 5 and dear.begins(0.0, 3)
+    assert [dear.goes_on([tree], depth, 1e-6, 60.0) for depth in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [dear.size([tree], 90.0) for _ in range(50)] == [3] * 50
+    assert dear._drafts == 1.0
+
+
 CHEAP = (StepCosts(((1, 10.0), (16, 11.0))), StepCosts(((1, 0.1),)))
 DEAR = (StepCosts(((1, 1.0), (16, 16.0))), StepCosts(((1, 1.0),)))
 

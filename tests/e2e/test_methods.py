@@ -13,7 +13,7 @@ import pytest
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
-from speccompile.core.jobs import MethodContext
+from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.handles import RequestHandle, open_outputs
@@ -67,14 +67,14 @@ def lab(tmp_path_factory):
             engines[key] = TimedEngine(maker.load(graph_folder / maker.graph_file, source.spec(), **sizes))
         return engines[key]
 
-    def load(method, form, backend):
+    def load(method, form, backend, costs=None):
         row = ROWS[method]
         if row.write is not None and method not in models:
             row.write(folder / method, folder / "target")
         models[method] = folder / method
         target, *rest = sources(method, form, folder / "target", models[method], keep_logits=True)
         drafts = {source.job.name: engine_of(source, backend, target) for source in rest}
-        context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
+        context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES, dict.fromkeys(("target", *drafts), costs) if costs else {})
         proposer = method_of(method).make_proposer(config_of(method, form, models[method]), drafts, context)
         return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
 
@@ -180,6 +180,40 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, meth
     texts, num_accepted = decode_with_limits(engine, asked, batch_size=3, seed=3)
     assert texts == plain
     assert num_accepted >= 5
+
+
+TOO_DEAR = StepCosts(((1, 10.0), (2, 1e4), (64, 1e6)))  # no draft pays, whatever is accepted
+
+
+@pytest.mark.parametrize("limit", [None, 0, 2])
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_on_drafts_in_every_step_that_may_whatever_it_costs(lab, plain, method, form, limit):
+    """Also beside sequences with `auto`, and where a planner drafts for these or not."""
+    free, dear = (lab(method, form, "onnxruntime", costs) for costs in (None, TOO_DEAR))
+    verifier, proposer, num_drafts = dear.verifier, dear.proposer, {"on": [], "auto": []}
+    asked = [SamplingParams(max_new_tokens=14, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(6)]
+    waiting = [dear.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=False))]
+    for sequence in waiting[:4]:
+        sequence.speculation = "on"
+    wanted = [r.tokens for r in free.generate(prompts()[:6], asked, speculative=False, batch_size=1)]
+    dear.reset()
+    batch = SequenceBatch(waiting, 3, is_invariant=True)
+    admit(verifier, proposer, batch)
+    while batch.sequences:
+        first = {sequence.index for sequence in batch.sequences if len(sequence.tokens) == 1}
+        steps = run_step(verifier, proposer, batch, limit=limit).steps
+        for sequence, step in zip(batch.sequences, steps, strict=True):
+            if sequence.max_drafts and sequence.index not in first:
+                num_drafts[sequence.speculation].append(step.num_draft_tokens)
+        retire(verifier, proposer, batch, steps)
+        admit(verifier, proposer, batch)
+    assert [sequence.tokens[sequence.num_prompt :] for sequence in waiting] == wanted
+    if method in ("ngram", "suffix"):  # where nothing in the text matches, nothing can be drafted
+        assert np.count_nonzero(num_drafts["on"]) > 10
+    else:
+        assert min(num_drafts["on"]) >= 1, num_drafts["on"]
+        assert np.mean(num_drafts["on"]) > (1.5 if limit == 2 else 2)
+    assert bool(num_drafts["auto"]) == (limit != 0)
 
 
 @pytest.mark.parametrize(("method", "form"), forms())

@@ -307,7 +307,7 @@ def test_forced_tokens_come_before_a_chains_own_and_in_place_of_a_lookups():
     assert drafting.product_with_forced(sequence.grammar, [[2, 5], [3, 1]], [[0.7, 0.2]] * 2)[0] == [[5], [3, 1]]
     proposer = SuffixMethod().make_proposer(SuffixConfig(depth=5), {}, MethodContext(1, 32, 6))
     proposer.start(0, sequence)
-    batch = SimpleNamespace(sequences=[sequence], is_forced=False)
+    batch = SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)
     assert proposer.propose(batch).tokens.tolist() == [[1, 5]]
     sequence.max_drafts = 0
     assert proposer.propose(batch).tokens.tolist() == [[1]]

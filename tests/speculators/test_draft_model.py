@@ -72,7 +72,7 @@ def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0,
         SimpleNamespace(tokens=[1], sampling=params, max_drafts=9, grammar=None, draft_state=DraftState(estimate()))
         for _ in confidences
     ]
-    fields = {"may_draw": drawn, "is_greedy": not drawn, "is_forced": planned, "warp_feeds": dict}
+    fields = {"may_draw": drawn, "is_greedy": not drawn, "is_forced": planned, "least_drafts": 0, "warp_feeds": dict}
     batch = SimpleNamespace(sequences=sequences, **fields)
     batch.sibling_uniforms = lambda depth, num: np.zeros((len(sequences), num), dtype=np.float32)
     return (drafts[drawn].propose(batch).num_nodes - 1).tolist()
@@ -163,7 +163,9 @@ def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
         tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9, grammar=None
     )
     proposer.start(0, sequence)
-    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(
+        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+    )
     tree = proposer.propose(batch)
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert widths == [39, 1, 1, 1]
@@ -174,7 +176,9 @@ def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
 def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
     proposer = make_proposer(num_draft_tokens=3)
     sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(
+        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+    )
     proposer.start(0, sequence)
     for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
         tree = proposer.propose(batch)
@@ -189,7 +193,9 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
 def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
     proposer = make_proposer(num_draft_tokens=3)
     sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(
+        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+    )
     proposer.start(0, sequence)
     tree = proposer.propose(batch)
     proposer.commit(batch, tree, verdict(0), {})

@@ -78,7 +78,9 @@ def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
     for slot, sequence in enumerate(sequences):
         proposer.start(slot, sequence)
     made = proposer.propose(
-        SimpleNamespace(sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+        SimpleNamespace(
+            sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+        )
     )
     for slot, sequence in enumerate(sequences):
         depths = made.depths()[slot]
@@ -112,7 +114,9 @@ def test_the_draft_reads_little_again(tree):
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
     chain = make_proposer({"widths": [1, 1, 1, 1]})
     sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(
+        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+    )
     chain.start(0, sequence)
     chain.propose(batch)
     assert [seen["tokens"][1] for seen in chain.rows.engine.feeds_seen] == [3, 1, 1, 1]
@@ -122,7 +126,9 @@ def test_the_draft_reads_little_again(tree):
 def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
     proposer = make_proposer({"widths": [1, 1, 1]})
     sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    batch = SimpleNamespace(
+        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+    )
     proposer.start(0, sequence)
     tree = proposer.propose(batch)
     path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])

@@ -74,7 +74,9 @@ def batch_of(*texts, max_drafts=9):
     sequences = [
         SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=max_drafts, grammar=None) for t in texts
     ]
-    return SimpleNamespace(sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, warp_feeds=dict)
+    return SimpleNamespace(
+        sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
+    )
 
 
 def num_accepted(sequences):

@@ -36,7 +36,7 @@ def propose(texts, max_drafts=99, costs=None, **config):
     sequences = [SimpleNamespace(tokens=tokens, max_drafts=max_drafts, grammar=None) for tokens in texts]
     for slot, sequence in enumerate(sequences):
         proposer.start(slot, sequence)
-    return proposer.propose(SimpleNamespace(sequences=sequences))
+    return proposer.propose(SimpleNamespace(sequences=sequences, least_drafts=0))
 
 
 def test_the_latest_occurrence_wins_and_length_grows_with_the_match():
@@ -64,7 +64,7 @@ def test_rates_are_learned_by_match_length():
     context = MethodContext(1, 512, 16, {"target": StepCosts(((1, 1.0), (64, 1.1)))})
     proposer = NgramMethod().make_proposer(NgramConfig(num_draft_tokens=2, min_match=2, max_match=4), {}, context)
     sequence = SimpleNamespace(tokens=[9, 1, 2, 3, 7, 8, 4, 1, 2, 3], max_drafts=9, grammar=None)
-    batch = SimpleNamespace(sequences=[sequence])
+    batch = SimpleNamespace(sequences=[sequence], least_drafts=0)
     proposer.start(0, sequence)
 
     def probs():

@@ -31,7 +31,7 @@ def batch_of(proposer, texts, max_drafts=99, is_forced=False):
     sequences = [SimpleNamespace(tokens=list(tokens), max_drafts=max_drafts, grammar=None) for tokens in texts]
     for slot, sequence in enumerate(sequences):
         proposer.start(slot, sequence)
-    return SimpleNamespace(sequences=sequences, is_forced=is_forced)
+    return SimpleNamespace(sequences=sequences, is_forced=is_forced, least_drafts=0)
 
 
 def propose(sequences, max_drafts=99, costs=None, nodes=16, **config):
@@ -111,7 +111,7 @@ def read_all(proposer, tokens, parts):
     for num in parts:
         proposer.prefill(0, sequence, np.zeros((1, num), dtype=np.int64), start, {})
         start += num
-    return proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False)).tokens.tolist()
+    return proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)).tokens.tolist()
 
 
 def test_a_prompt_read_in_parts_is_read_once():
@@ -125,7 +125,10 @@ def test_a_prompt_read_in_parts_is_read_once():
     sequence = SimpleNamespace(tokens=tokens, max_drafts=9, grammar=None)
     assert proposer.resume(0, sequence, 5) == 5
     proposer.prefill(0, sequence, np.zeros((1, 2), dtype=np.int64), 5, {})
-    assert proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False)).tokens.tolist() == wanted
+    assert (
+        proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)).tokens.tolist()
+        == wanted
+    )
 
 
 def test_drafts_that_were_refused_are_never_counted():
@@ -153,7 +156,7 @@ def test_requests_share_outputs_only_where_the_recipe_says_so():
             sequence = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9, grammar=None)
             proposer.start(0, sequence)
             sequence.tokens = list(tokens)
-            tree = proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False))
+            tree = proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0))
         return tree.tokens.tolist()
 
     assert drafts_of(told, asked) == [[3]]

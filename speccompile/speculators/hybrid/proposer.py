@@ -81,6 +81,11 @@ class PartBatch:
         """As of the batch."""
         return self._batch.is_forced
 
+    @property
+    def least_drafts(self) -> int:
+        """As of the batch."""
+        return self._batch.least_drafts
+
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """As of the batch."""
         return self._batch.warp_feeds()

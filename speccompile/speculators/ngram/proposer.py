@@ -129,7 +129,7 @@ class NgramProposer:
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the tokens that followed the longest ending last time."""
-        sequences = batch.sequences
+        sequences, self.budget.is_forced = batch.sequences, batch.least_drafts > 0
         states: list[NgramState] = [sequence.draft_state for sequence in sequences]
         found = [state.index.find(sequence.tokens) for state, sequence in zip(states, sequences, strict=True)]
         self._matched = [size for _, size in found]
