@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from speccompile.cli.generate import STYLES, kinds_of, print_stats
 from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
+from speccompile.common.json_reader import is_unicode
 from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:
@@ -215,6 +217,17 @@ def _converse(chat: Chat, console: Console) -> None:
 
 
 def _lines(console: Console, is_live: bool) -> Iterator[str]:
+    """Yields lines to the end of the input; one that is not UTF-8 is refused, and the conversation goes on."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for line in _read_lines(console, is_live):
+        if is_unicode(line):
+            yield line
+        else:
+            typer.echo("error: a line that is not UTF-8; write it in UTF-8", err=True)
+
+
+def _read_lines(console: Console, is_live: bool) -> Iterator[str]:
     while True:
         try:
             if is_live:

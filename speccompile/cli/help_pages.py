@@ -1,18 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of `--help`: paragraphs that fill the terminal's width, and no type beside an option without a value."""
+"""Commands as a user meets them: help with whole names of options, by groups or by a word; text that is Unicode."""
 
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+from speccompile.common.json_reader import is_unicode
+
+WIDTH = 120  # of a page at most
+_WORD = "speccompile.help"  # where a context keeps the word of --help=WORD
+# Options by the groups of a page, in their order; those of no group come first.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Model and engine": (
+        *("backend", "weights", "overrides", "quantization", "lora", "num_layers", "max_seq_len", "max_batch_size"),
+        *("threads", "generation_config"),
+    ),
+    "Speculation": (
+        *("method", "speculation", "plain", "speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "assistant_tokens",
+    ),
+    "Sampling": (
+        *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "stop"),
+    ),
+    "Answers": ("tool_call_parser", "reasoning_parser", "per_request_spec_decode_metrics", "vllm_metrics"),
+    "Limits": (
+        *("max_queue", "timeout_s", "max_request_bytes", "max_connections", "header_timeout_s", "body_timeout_s"),
+        *("keep_alive_s", "write_timeout_s", "drain_s"),
+    ),
+}
+_OTHERS = "Options"
 
 
 def joined_paragraphs(text: str) -> str:
     """Returns a help text with each paragraph on one line, so that it is wrapped where the terminal ends."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def _first_sentence(text: str) -> str:
+    return text.partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def _without_flag_types(params: list[Any]) -> list[Any]:
@@ -22,8 +55,44 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
     return params
 
 
+def _records(params: Iterable[Any], ctx: Any, word: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yields (group, (name, help)) of the parameters whose name or help has a word."""
+    homes = {name: group for group, names in GROUPS.items() for name in names}
+    for param in params:
+        found = param.get_help_record(ctx)
+        if found is not None and word.lower() in " ".join(found).lower():
+            is_option = param.param_type_name == "option"
+            yield homes.get(param.name, _OTHERS) if is_option else "Arguments", found
+
+
+def _write(formatter: Any, records: Iterable[tuple[str, tuple[str, str]]], groups: Iterable[str]) -> bool:
+    """Writes the groups that have an entry; returns whether any has."""
+    by_group: dict[str, list[tuple[str, str]]] = {group: [] for group in groups}
+    for group, record in records:
+        by_group[group].append(record)
+    for group, rows in by_group.items():
+        if rows:
+            with formatter.section(group):
+                formatter.write_dl(rows)
+    return any(by_group.values())
+
+
+def _take_word(ctx: Any, args: list[str]) -> list[str]:
+    """Returns the arguments with `--help` in the place of a `--help=WORD` before all others."""
+    if args and args[0].startswith("--help="):
+        ctx.meta[_WORD] = args[0].partition("=")[2]
+        return ["--help", *args[1:]]
+    return args
+
+
+def _check_word(ctx: Any, was_found: bool) -> None:
+    if not was_found:
+        hint = f"--help={ctx.meta[_WORD]}"
+        raise typer.BadParameter(f"no option has this word; all of them: {ctx.command_path} --help", param_hint=hint)
+
+
 class TidyCommand(TyperCommand):
-    """A command whose help is laid out by the terminal's width."""
+    """A command whose help is laid out by the terminal's width, and whose values are text."""
 
     def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
         super().__init__(*args, help=None if help is None else joined_paragraphs(help), **options)
@@ -32,10 +101,55 @@ class TidyCommand(TyperCommand):
         """Returns the parameters, `--help` with them."""
         return _without_flag_types(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the arguments; text that is not UTF-8 is refused."""
+        rest: list[str] = super().parse_args(ctx, _take_word(ctx, args))
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str) and not is_unicode(text):
+                    got = f"got bytes that are not UTF-8 ({os.fsencode(text)[:40]!r})"
+                    raise typer.BadParameter(f"{got}; expected text. Write it in UTF-8.", ctx, param)
+        return rest
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the page; with `--help=WORD` the options that have the word."""
+        params = self.get_params(ctx)
+        groups = ("Arguments", _OTHERS, *GROUPS)
+        if word := ctx.meta.get(_WORD):
+            _check_word(ctx, _write(formatter, _records(params, ctx, word), groups))
+            return
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        _write(formatter, _records(params, ctx), groups)
+        formatter.write_paragraph()
+        formatter.write_text(f"{ctx.command_path} --help=WORD shows the options that have a word.")
+
 
 class TidyGroup(TyperGroup):
-    """The same for the program's own page."""
+    """The program's own page."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the parameters, `--help` with them."""
         return _without_flag_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the arguments."""
+        rest: list[str] = super().parse_args(ctx, _take_word(ctx, args))
+        return rest
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the page; with `--help=WORD` the options of all commands that have the word."""
+        commands = [self.commands[name] for name in self.list_commands(ctx)]
+        if word := ctx.meta.get(_WORD):
+            rows = [(c.name, found) for c in commands for _, found in _records(c.get_params(ctx), ctx, word)]
+            names = [command.name or "" for command in commands]
+            _check_word(ctx, _write(formatter, [(str(name), row) for name, row in rows], names))
+            return
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        rows = [("Commands", (str(command.name), _first_sentence(command.help or ""))) for command in commands]
+        _write(formatter, [*_records(self.get_params(ctx), ctx), *rows], (_OTHERS, "Commands"))
+        formatter.write_paragraph()
+        formatter.write_text(f"{ctx.command_path} [COMMAND] --help=WORD shows the options that have a word.")
+        self.format_epilog(ctx, formatter)

@@ -25,7 +25,7 @@ from speccompile.cli import (
     verify,
 )
 from speccompile.cli.endings import is_stdout_broken, print_ending, sigterm_unwinds, stdout_error
-from speccompile.cli.help_pages import TidyCommand, TidyGroup
+from speccompile.cli.help_pages import WIDTH, TidyCommand, TidyGroup
 from speccompile.cli.output import print_error, show_warnings
 from speccompile.errors import SpecCompileError
 
@@ -44,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH},
 )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.common.json_reader import parse_json
 from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import BuildError, RuntimeFault
@@ -103,7 +104,7 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
 def _read_line(where: str, line: str, folder: Path) -> Request:
     todo = 'Write a line like {"prompt": "...", "temperature": 0.8}.'
     try:
-        data = json.loads(line)
+        data = parse_json(line)
     except ValueError as fault:
         raise RuntimeFault(where, str(fault), "one JSON object", todo) from fault
     prompt: Any = data.get("prompt") if isinstance(data, dict) else None

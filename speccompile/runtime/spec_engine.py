@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
+from speccompile.common.json_reader import is_unicode
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Proposer
@@ -227,12 +228,19 @@ class SpecEngine:
         """Returns a text with the tokens of each image where its mark is; see `ImageEncoder.expand`."""
         return text if self.images is None or not num_images else self.images.expand(where, text, num_images)
 
-    def encode(self, text: str, num_images: int = 0) -> list[int]:
-        """Returns the token ids of a text, with the special tokens that the tokenizer adds, and those of its images."""
+    def encode(self, text: str, num_images: int = 0, where: str = "prompt") -> list[int]:
+        """Returns the token ids of a text, with the special tokens that the tokenizer adds, and those of its images.
+
+        Raises:
+            RuntimeFault: the bundle has no tokenizer, or the text is no Unicode; `where` names it.
+        """
         if self.tokenizer is None:
             raise RuntimeFault(
-                "prompt", "a text", "token ids", "This bundle has no tokenizer: it was built from a config."
+                where, "a text", "token ids", "This bundle has no tokenizer: it was built from a config."
             )
+        if not is_unicode(text):
+            todo = "Decode what it was made of as UTF-8."
+            raise RuntimeFault(where, "text with half of a surrogate pair", "Unicode text", todo)
         ids: list[int] = self.tokenizer.encode(self.expand_images(text, num_images)).ids
         return ids
 
@@ -324,7 +332,8 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`.
         """
-        tokens = self.encode(prompt, len(images)) if isinstance(prompt, str) else _token_ids(index, prompt)
+        is_text, where = isinstance(prompt, str), f"prompt {index}"
+        tokens = self.encode(str(prompt), len(images), where) if is_text else _token_ids(index, prompt)
         self._check_prompt(index, tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:

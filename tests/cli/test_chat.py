@@ -52,6 +52,13 @@ def test_a_pipe_gets_the_answers_alone_and_the_conversation_goes_on(talk):
     assert out == f"{first}\n{text('abc' + first + 'dab', 6)}\n"
 
 
+def test_a_line_that_is_not_utf8_is_refused_and_the_conversation_goes_on(engine, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\nabc\n"), "utf-8"))
+    assert main(["chat", "bundle", "--max-new-tokens", "6"]) == 0
+    out, err = capsys.readouterr()
+    assert out == text("abc", 6) + "\n" and err == "error: a line that is not UTF-8; write it in UTF-8\n"
+
+
 def test_commands(talk):
     code, out, err = talk("abc\n/reset\nabc\n/stats\n/nonsense\n/exit\nabc\n", "--system", "b")
     assert code == 0 and "no command /nonsense; known are /stats, /reset" in err

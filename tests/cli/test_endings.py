@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from speccompile.cli.main import app, main
 from tests.pipeline import fakes
@@ -108,8 +109,61 @@ def test_help_fills_the_line_and_shows_no_type_beside_a_flag(monkeypatch, capsys
     assert main([command, "--help"]) == 0
     page = capsys.readouterr().out
     assert "<bool>" not in page
-    prose = page.partition("╭")[0].splitlines()
+    prose = re.split(r"^\w.*:$", page, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
     words = [(line.rstrip(), after.split()) for line, after in itertools.pairwise(prose)]
     # A line ends because the next word does not fit.
     broken = [line for line, after in words if line and after and len(line) + 1 + len(after[0]) < 95]
-    assert [line for line in broken if not re.match(r" Usage:", line)] == []
+    assert [line for line in broken if not line.startswith("Usage:")] == []
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+@pytest.mark.parametrize("command", ["", *sorted(command.name or "" for command in app.registered_commands)])
+def test_help_has_whole_names_and_every_option_once(monkeypatch, capsys, command, columns):
+    group = typer.main.get_command(app)
+    params = (group.commands[command] if command else group).params
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([*([command] if command else []), "--help"]) == 0
+    lines = re.split(r"^(?=\w.*:$)", capsys.readouterr().out, maxsplit=1, flags=re.MULTILINE)[1].splitlines()
+    for names in ([*p.opts, *p.secondary_opts] for p in params if p.param_type_name == "option"):
+        in_order = sorted(map(re.escape, names), key=lambda name: name.count("-") > 1)  # short ones first
+        begin = re.compile(rf"  {'(, | / )'.join(in_order)}(\s|$)")
+        assert len([line for line in lines if begin.match(line)]) == 1, names
+    assert "…" not in "".join(lines)
+    headings = [line for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
+    assert len(headings) == len(set(headings)) and "Options:" in headings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "absent"),
+    [
+        (["serve", "--help=parser"], "Answers:\n  --tool-call-parser", "--host"),
+        (["serve", "--help=OPENAI"], None, None),
+        (["generate", "--help=temperature"], "Sampling:\n  --temperature", "--prompts"),
+        (["--help=timeout"], "triton:\n  --timeout-s", "--host"),
+        (["--help=xyzzy"], None, None),
+    ],
+)
+def test_help_of_a_word_shows_the_options_that_have_it(capsys, arguments, shown, absent):
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    if shown is None:
+        assert code == 2 and out == "" and arguments[-1] in err and "no option has this word" in " ".join(err.split())
+    else:
+        assert code == 0 and shown in out and absent not in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "b", "--prompt"],
+        ["generate", "b", "--prompt", "a", "--stop"],
+        ["chat", "b", "--system"],
+        ["build", "m", "--set"],
+        ["serve"],
+    ],
+)
+def test_text_that_is_not_utf8_is_refused(capsys, arguments):
+    assert main([*arguments, os.fsdecode(b"caf\xe9")]) == 2
+    err = " ".join(capsys.readouterr().err.replace("│", "").split())
+    option = arguments[-1] if arguments[-1].startswith("--") else "MODEL"
+    assert option in err and "bytes that are not UTF-8 (b'caf\\xe9'); expected text. Write it in UTF-8" in err

@@ -26,6 +26,8 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
     ("line", "message"),
     [
         ("{", r"p\.jsonl:2: got "),
+        (r'{"prompt": "\ud800"}', r"p\.jsonl:2: got text with half of a surrogate pair"),
+        ("[" * 9999, r"p\.jsonl:2: got values nested more than"),
         ('"text"', r"p\.jsonl:2: got .*expected an object with `prompt`"),
         ('{"text": "a"}', "expected an object with `prompt`"),
         ('{"prompt": "a", "temperature": "hot"}', r"p\.jsonl:2 \(temperature\): got 'hot'; expected a number"),

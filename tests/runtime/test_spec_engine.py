@@ -218,6 +218,11 @@ def test_prompts_of_another_type_are_named(engine, prompts, where):
         engine.generate(prompts)
 
 
+def test_a_text_that_is_no_unicode_is_named(engine):
+    with pytest.raises(RuntimeFault, match="prompt 1: got text with half of a surrogate pair; expected Unicode text"):
+        engine.generate(["abc", "ab\udcff"])
+
+
 def test_a_stream_takes_one_prompt(engine):
     with pytest.raises(RuntimeFault, match="prompt 0: got a list; expected a text, or token ids"):
         engine.stream(["a", "b"])
