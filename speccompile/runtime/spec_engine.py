@@ -334,7 +334,7 @@ class SpecEngine:
         """
         is_text, where = isinstance(prompt, str), f"prompt {index}"
         tokens = self.encode(str(prompt), len(images), where) if is_text else _token_ids(index, prompt)
-        self._check_prompt(index, tokens)
+        self.check_prompt(where, tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:
             raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
@@ -347,8 +347,13 @@ class SpecEngine:
         sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return sequence
 
-    def _check_prompt(self, index: int, tokens: list[int]) -> None:
-        where, most = f"prompt {index}", self.context.max_seq_len
+    def check_prompt(self, where: str, tokens: Sequence[int]) -> None:
+        """Refuses a prompt that is empty, too long or not of the vocabulary.
+
+        Raises:
+            RuntimeFault: one of these.
+        """
+        most = self.context.max_seq_len
         if not tokens:
             raise RuntimeFault(where, "no tokens", "at least one", "Give it some text, or the id of a first token.")
         if len(tokens) > most:

@@ -97,10 +97,10 @@ def live_process(*command: str) -> Iterator[Live]:
         reader.join(20)
 
 
-def bundle_with_template(source: Path, dest: Path) -> Path:
+def bundle_with_template(source: Path, dest: Path, template: str = CHAT_TEMPLATE) -> Path:
     """Returns a copy of a bundle with a chat template that drafts four tokens whatever this machine's step times."""
     shutil.copytree(source, dest, copy_function=os.link)
-    (dest / "tokenizer/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (dest / "tokenizer/chat_template.jinja").write_text(template)
     manifest = read_json(dest / MANIFEST)
     manifest["recipe"]["speculator"] |= {"num_draft_tokens": 4, "min_confidence": 0.0}
     manifest["files"] = digests_from_folder(dest)

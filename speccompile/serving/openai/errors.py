@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Busy, StepOutput
+from speccompile.serving.openai.unions import MARK
 
 INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
 OVERLOADED, TIMEOUT, SERVER = "overloaded_error", "timeout_error", "server_error"
@@ -28,7 +29,7 @@ _PARAMS: Mapping[str, str] = {
 }
 _COUNT = re.compile(r"\d+ tokens")
 _NAMED = re.compile(r"\((\w+)\)$")
-_ALTERNATIVE = re.compile(r"str|(list|literal)\[.*\]|ToolChoice")
+_ALTERNATIVE = re.compile(r"str|(list|literal)\[.*\]|ToolChoice|dict\[.*\]")
 
 
 class ApiError(Exception):
@@ -85,7 +86,8 @@ def error_from_fault(fault: RuntimeFault) -> ApiError:
 def error_from_validation(fault: ValidationError) -> ApiError:
     """Returns the answer to a body that is not what the API takes: its first fault."""
     errors = fault.errors(include_url=False, include_input=False)
-    first = errors[0]
+    # An object of a type that is not known lacks fields of those that are.
+    first = next((error for error in errors if error["loc"][-1:] == ("type",)), errors[0])
     param = _param((*first["loc"], *filter(None, [first.get("ctx", {}).get("param")])))
     if first["type"] == "extra_forbidden":
         message = f"Unknown field `{param}`: this server does not know it, and ignores nothing in silence."
@@ -103,7 +105,7 @@ def error_from_validation(fault: ValidationError) -> ApiError:
 
 def _param(loc: Sequence[str | int]) -> str:
     """Returns a field's path, without the names that pydantic gives to the alternatives of a type."""
-    parts = [str(part) for part in loc]
+    parts = [str(part) for part in loc if not str(part).startswith(MARK)]
     end = next((at for at, part in enumerate(parts) if at and _ALTERNATIVE.fullmatch(part)), len(parts))
     return ".".join(parts[:end])
 

@@ -19,15 +19,15 @@ _DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.IGNORECAS
 _PARAM = "messages"
 
 
-async def read_images(urls: Sequence[str], engine: SpecEngine) -> list[Image]:
-    """Returns the images of a chat, in its order.
+def files_from_urls(urls: Sequence[str], engine: SpecEngine) -> list[bytes]:
+    """Returns the files of a chat's images, in its order.
 
     Args:
         urls: data URLs of PNG, JPEG or WebP files in base64.
-        engine: prepares them.
+        engine: reads them later.
 
     Raises:
-        ApiError: the bundle reads no images, there are too many, or one is no such URL or cannot be decoded.
+        ApiError: the bundle reads no images, there are too many, or one is no such URL.
     """
     if not urls:
         return []
@@ -39,7 +39,17 @@ async def read_images(urls: Sequence[str], engine: SpecEngine) -> list[Image]:
     if len(urls) > MAX_IMAGES:
         message = f"`{_PARAM}`: got {len(urls)} images, expected at most {MAX_IMAGES}."
         raise ApiError(400, message, param=_PARAM, code="invalid_value")
-    files = [file_from_url(url) for url in urls]
+    return [file_from_url(url) for url in urls]
+
+
+async def read_images(files: Sequence[bytes], engine: SpecEngine) -> list[Image]:
+    """Returns the images of a chat, decoded.
+
+    Raises:
+        ApiError: one cannot be decoded.
+    """
+    if not files:
+        return []
     try:
         return await asyncio.to_thread(engine.read_images, files)
     except RuntimeFault as fault:

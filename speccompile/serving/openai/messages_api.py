@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/messages`: the smallest part of Anthropic's Messages API that agents need, over the chat's request."""
+"""Answers of `POST /v1/messages`, in the shape of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -10,92 +10,10 @@ from typing import Any
 
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput
-from speccompile.serving.openai.agent_fields import read_object, read_objects, required, text_of_parts, unsupported
 from speccompile.serving.openai.blocks import CALL, REASONING, Block, read_blocks
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.responses import Usage
-
-_SAME = ("model", "temperature", "top_p", "top_k", "stream", "speculation")
-_KNOWN = (*_SAME, "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "metadata", "thinking")
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-def chat_from_messages(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the body of a chat that asks for the same.
-
-    Raises:
-        ApiError: a field is unknown, missing, or asks for something else than texts and tools.
-    """
-    given = {name: value for name, value in body.items() if value is not None}
-    wrong = next((name for name in given if name not in _KNOWN), None)
-    if wrong is not None:
-        message = f"`{wrong}`: it is not supported: this is the smallest part of the API."
-        raise ApiError(400, message, param=wrong, code="unsupported_field")
-    for name in ("messages", "max_tokens"):
-        if name not in given:
-            raise ApiError(400, f"`{name}` is missing.", param=name, code="missing_field")
-    chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    chat["max_tokens"] = given["max_tokens"]
-    if "stop_sequences" in given:
-        chat["stop"] = given["stop_sequences"]
-    system = given.get("system")
-    messages = [] if system is None else [{"role": "system", "content": text_of_parts(system, "system")}]
-    for at, turn in enumerate(read_objects(given["messages"], "messages")):
-        messages += _messages(turn, f"messages.{at}.content")
-    chat["messages"] = messages
-    if given.get("tools"):
-        chat["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description"),
-                    "parameters": tool.get("input_schema"),
-                },
-            }
-            for tool in read_objects(given["tools"], "tools")
-        ]
-    if "tool_choice" in given:
-        choice = read_object(given["tool_choice"], "tool_choice")
-        chat["tool_choice"] = _choice(choice)
-        if choice.get("disable_parallel_tool_use"):
-            chat["parallel_tool_calls"] = False
-    return chat
-
-
-def _choice(choice: dict[str, Any]) -> Any:
-    """Returns the `tool_choice` of a chat."""
-    kind = choice.get("type")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": required(choice, "name", "tool_choice")}}
-    if kind not in _CHOICES:
-        raise unsupported("tool_choice.type", repr(kind), "auto, any, tool or none")
-    return _CHOICES[kind]
-
-
-def _messages(message: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """Returns a message as those of a chat: results of tools have messages of their own."""
-    content, role = message.get("content"), message.get("role")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    results, texts, calls = [], [], []
-    for at, part in enumerate(read_objects(content, field)):
-        kind, where = part.get("type"), f"{field}.{at}"
-        if kind == "text":
-            texts.append(str(required(part, "text", where)))
-        elif kind == "tool_use":
-            function = {"name": required(part, "name", where), "arguments": json.dumps(required(part, "input", where))}
-            calls.append({"id": required(part, "id", where), "type": "function", "function": function})
-        elif kind == "tool_result":
-            text = text_of_parts(part.get("content"), f"{where}.content")
-            results.append({"role": "tool", "tool_call_id": required(part, "tool_use_id", where), "content": text})
-        elif kind not in ("thinking", "redacted_thinking"):
-            raise unsupported(where, f"a part of type {kind}", "text, tool_use or tool_result")
-    if not texts and not calls:
-        return results
-    own: dict[str, Any] = {"role": role, "content": "".join(texts)}
-    return [*results, {**own, "tool_calls": calls} if calls else own]
 
 
 def _block(block: Block, is_open: bool) -> dict[str, Any]:

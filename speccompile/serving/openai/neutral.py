@@ -86,7 +86,6 @@ BODY: Mapping[str, Neutral] = {
     "bad_words": Neutral("forbid tokens with logit_bias", ([],)),
     "allowed_token_ids": Neutral("forbid tokens with logit_bias"),
     "vllm_xargs": Neutral("there are none of them", ({},)),
-    "continue_final_message": Neutral("use /v1/completions", (False,)),
     "include_reasoning": Neutral("a message has its reasoning where the model marks it", (True,)),
     "documents": Neutral(_TEMPLATE, ([],)),
     "chat_template": Neutral("the template is the bundle's own"),
@@ -101,6 +100,7 @@ COMPLETION: Mapping[str, Neutral] = {
     "tool_choice": Neutral(_TOOLS, ("none", "auto")),
     "parallel_tool_calls": Neutral(_TOOLS, (True, False)),
     "top_logprobs": Neutral("completions ask by `logprobs`", (0,)),
+    "continue_final_message": Neutral("it is for chats", (False,)),
     "reasoning_effort": Neutral("it is for chat templates"),
 }
 CHAT: Mapping[str, Neutral] = {

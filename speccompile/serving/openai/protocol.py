@@ -6,12 +6,11 @@ A field that is not here is refused, unless it is one of `neutral` with a value 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, BodyField, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
@@ -27,6 +26,7 @@ from speccompile.serving.openai.neutral import (
     Neutral,
     drop_neutral,
 )
+from speccompile.serving.openai.unions import by_type, tag, text_or_list
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -41,7 +41,9 @@ _TYPES: Mapping[Kind, Any] = {
 }
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object of JSON whose fields are all known."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     neutral: ClassVar[Mapping[str, Neutral]] = {}
 
@@ -51,7 +53,7 @@ class _Body(BaseModel):
         return drop_neutral(data, cls.neutral)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """`stream_options`: `include_usage` asks for a last chunk that has the usage and no choice.
 
     With `continuous_usage_stats` beside it, as of vLLM, every chunk has the usage so far.
@@ -81,7 +83,7 @@ def _sampling_fields() -> Any:
         for name, declared in SAMPLING_PARAMETERS.items()
         if declared.body is not None
     }
-    return create_model("_SamplingFields", __base__=_Body, __module__=__name__, **fields)
+    return create_model("_SamplingFields", __base__=Body, __module__=__name__, **fields)
 
 
 _SamplingFields: Any = _sampling_fields()
@@ -146,7 +148,7 @@ class CompletionBody(Sampled):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A text in a message's content."""
 
     neutral: ClassVar = TEXT_PART
@@ -155,7 +157,7 @@ class TextPart(_Body):
     text: str
 
 
-class ImageUrl(_Body):
+class ImageUrl(Body):
     """A data URL: images are not fetched."""
 
     neutral: ClassVar = IMAGE_URL
@@ -163,7 +165,7 @@ class ImageUrl(_Body):
     url: str
 
 
-class ImagePart(_Body):
+class ImagePart(Body):
     """An image in a message's content."""
 
     neutral: ClassVar = TEXT_PART
@@ -172,17 +174,20 @@ class ImagePart(_Body):
     image_url: ImageUrl
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[
+    Annotated[TextPart, tag("text")] | Annotated[ImagePart, tag("image_url")], by_type("text", "image_url")
+]
+Content = Annotated[Annotated[str, tag("text")] | Annotated[list[Part], tag("list")], text_or_list()]
 
 
-class CalledFunction(_Body):
+class CalledFunction(Body):
     """The function of a tool call: arguments are JSON."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A call in an assistant's message."""
 
     id: str | None = None
@@ -193,13 +198,13 @@ class ToolCall(_Body):
     def for_template(self) -> dict[str, Any]:
         """Returns the call as a chat template reads it."""
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
+            arguments = from_json(self.function.arguments or "{}")
+        except ValueError:  # also where it is nested too deeply
             arguments = self.function.arguments
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class Function(_Body):
+class Function(Body):
     """A function that may be called."""
 
     name: str = Field(min_length=1)
@@ -208,31 +213,31 @@ class Function(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool: a function."""
 
     type: Literal["function"]
     function: Function
 
 
-class _NamedTool(_Body):
+class _NamedTool(Body):
     name: str
 
 
-class ToolChoice(_Body):
+class ToolChoice(Body):
     """One function that must be called."""
 
     type: Literal["function"]
     function: _NamedTool
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a chat."""
 
     neutral: ClassVar = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
@@ -279,7 +284,8 @@ class ChatBody(Sampled):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = None  # the same by its older name
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = Field(None, description="For the chat template.")
     tools: list[Tool] = Field(default_factory=list)
@@ -300,6 +306,18 @@ class ChatBody(Sampled):
         return self
 
     @model_validator(mode="after")
+    def _check_continued(self) -> ChatBody:
+        last = self.messages[-1]
+        wrong = {
+            "the last message is not the assistant's": last.role != "assistant",
+            "the last message has calls or images": bool(last.tool_calls or last.image_urls()),
+            "it excludes add_generation_prompt": bool(self.add_generation_prompt),
+        }
+        if self.continue_final_message and (reasons := [reason for reason, holds in wrong.items() if holds]):
+            raise PydanticCustomError("invalid_value", reasons[0], {"param": "continue_final_message"})
+        return self
+
+    @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
@@ -310,7 +328,7 @@ class ChatBody(Sampled):
         return self
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """`POST /tokenize` of a text."""
 
     model: str | None = None
@@ -319,7 +337,7 @@ class TokenizeBody(_Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: str | None = None

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speccompile.common.structured_outputs import StructuredOutputs
@@ -19,11 +19,11 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.errors import ApiError, error_from_fault
-from speccompile.serving.openai.images import error_from_images, read_images
+from speccompile.serving.openai.images import error_from_images, files_from_urls, read_images
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
 from speccompile.serving.openai.structured import compile_constraint, structured_from_body
-from speccompile.serving.openai.tools import ChatFormats, plan_chat
+from speccompile.serving.openai.tools import ChatFormats, ChatPlan, plan_chat
 
 MAX_CHOICES = 128  # of one request
 _SHORT = 4096  # characters that are encoded faster than a thread is woken
@@ -130,10 +130,50 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
             f"`prompt`: got {len(prompts)} prompts with {body.n} outputs each, expected 1 to {MAX_CHOICES} in all."
         )
         raise ApiError(400, message, param="prompt", code="invalid_value")
-    constraint = structured_from_body(body)
-    sampling = await constrained(sampling_from_body(body, engine.defaults), constraint, engine)
+    sampling, constraint = sampling_from_body(body, engine.defaults), structured_from_body(body)
     ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
+    for tokens in ids:
+        check_length(tokens, body, engine)
+    sampling = await constrained(sampling, constraint, engine)
     return [request_from_tokens(tokens, body, sampling) for tokens in ids]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt of a chat.
+
+    Args:
+        text: as the template wrote it.
+        tokens: of it, those of its images included.
+        plan: of tools, constraint and reasoning.
+        files: contents of its images.
+    """
+
+    text: str
+    tokens: list[int]
+    plan: ChatPlan
+    files: list[bytes]
+
+
+async def prompt_from_chat(
+    body: ChatBody, engine: SpecEngine, template: ChatTemplate | None, formats: ChatFormats
+) -> ChatPrompt:
+    """Returns the prompt of a chat; its images are not decoded.
+
+    Raises:
+        ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
+    """
+    if template is None:
+        raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
+    files = files_from_urls([url for message in body.messages for url in message.image_urls()], engine)
+    plan = plan_chat(body, formats, template, structured_from_body(body))
+    text = _render(body, template, plan.variables)
+    try:
+        expanded = engine.expand_images(text, len(files))
+    except RuntimeFault as fault:
+        raise error_from_images(fault) from fault
+    # Templates write special tokens themselves.
+    return ChatPrompt(text, await encode(engine, expanded, special=False), plan, files)
 
 
 async def request_from_chat(
@@ -142,25 +182,56 @@ async def request_from_chat(
     """Returns the request of a chat, as token ids, and what makes the readers of its choices; None: content alone.
 
     Raises:
-        ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
+        ApiError: as `prompt_from_chat`; or the prompt is too long, or an image cannot be read.
     """
-    if template is None:
-        raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
-    images = await read_images([url for message in body.messages for url in message.image_urls()], engine)
-    messages = [message.for_template() for message in body.messages]
-    plan = plan_chat(body, formats, template, structured_from_body(body))
-    prompt = template.render(messages, *_template_variables(body, plan.variables))
-    sampling = await constrained(sampling_from_body(body, engine.defaults), plan.constraint, engine)
-    read = plan.reader
+    prompt = await prompt_from_chat(body, engine, template, formats)
+    sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
+    check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
+    images = await read_images(prompt.files, engine)
+    sampling = await constrained(sampling, prompt.plan.constraint, engine)
     if read is not None:
         sampling = replace(sampling, skip_special_tokens=False)
-    reader = None if read is None else functools.partial(read, prompt)
+    reader = None if read is None else functools.partial(read, prompt.text)
+    return request_from_tokens(prompt.tokens, body, sampling, images), reader
+
+
+def check_length(tokens: Sequence[int], body: Sampled, engine: SpecEngine) -> None:
+    """Refuses a prompt that does not fit, and a `max_tokens` that does not fit after it.
+
+    Raises:
+        ApiError: one of these.
+    """
     try:
-        prompt = engine.expand_images(prompt, len(images))
+        engine.check_prompt("prompt", tokens)
     except RuntimeFault as fault:
-        raise error_from_images(fault) from fault
-    # Templates write special tokens themselves.
-    return request_from_tokens(await encode(engine, prompt, special=False), body, sampling, images), reader
+        raise error_from_fault(fault) from fault
+    context = engine.context.max_seq_len
+    left = context - len(tokens)
+    if body.max_tokens is not None and body.max_tokens > max(left, 1):
+        message = (
+            f"`max_tokens`: got {body.max_tokens} after a prompt of {len(tokens)} tokens; expected at most {left}, as "
+            f"the context has {context}. Lower it, or leave it out."
+        )
+        raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+
+
+def _render(body: ChatBody, template: ChatTemplate, variables: dict[str, Any]) -> str:
+    """Returns the text of a chat's prompt.
+
+    Raises:
+        ApiError: the template refuses it; or the last message is to be continued and cannot be.
+    """
+    messages = [message.for_template() for message in body.messages]
+    opens, given = _template_variables(body, variables)
+    if not body.continue_final_message:
+        return template.render(messages, opens, given)
+    end = secrets.token_hex(16)  # what the template writes after the message's text is left out
+    messages[-1]["content"] += end
+    text, found, rest = template.render(messages, False, given).partition(end)
+    if not found or end in rest:
+        message = "`continue_final_message`: the chat template does not write the text of the last message once."
+        raise ApiError(400, message, param="continue_final_message", code="chat_template")
+    return text
 
 
 def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -170,7 +241,7 @@ def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool
         ApiError: `chat_template_kwargs` has a name that is not the template's to read.
     """
     given = {**variables, **body.chat_template_kwargs}
-    opens = given.pop("add_generation_prompt", body.add_generation_prompt)
+    opens = given.pop("add_generation_prompt", body.add_generation_prompt is not False)
     wrong = next((name for name in _RESERVED if name in body.chat_template_kwargs), None)
     if wrong is not None:
         message = f"it is not supported here: {_RESERVED[wrong]}."

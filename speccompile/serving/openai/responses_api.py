@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/responses`: the smallest part of OpenAI's Responses API that agents need, over the chat's request."""
+"""Answers of `POST /v1/responses`, in the shape of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -10,82 +10,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from speccompile.runtime.output_stream import OutputStream
-from speccompile.serving.openai.agent_fields import read_object, read_objects, required, text_of_parts, unsupported
 from speccompile.serving.openai.blocks import CALL, REASONING, TEXT, Block, read_blocks
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.responses import Usage
-
-# Fields that are the same in a chat.
-_SAME = ("model", "temperature", "top_p", "stream", "user", "metadata", "parallel_tool_calls", "speculation", "seed")
-_NEUTRAL = {"store": (False, True), "truncation": ("disabled",), "background": (False,), "service_tier": ("auto",)}
-_TEXTS = ("input_text", "output_text", "text")  # types of parts
-_OTHER = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "top_logprobs", "include")
-
-
-def chat_from_responses(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the body of a chat that asks for the same.
-
-    Raises:
-        ApiError: a field is unknown, or asks for something else than a text or function calls.
-    """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name in _NEUTRAL and value in _NEUTRAL[name]:
-            continue
-        if name not in (*_SAME, *_OTHER) or (name in ("top_logprobs", "include") and value):
-            message = f"`{name}`: it is not supported: this is the smallest part of the API."
-            raise ApiError(400, message, param=name, code="unsupported_field")
-    chat = {name: given[name] for name in _SAME if name in given}
-    if "max_output_tokens" in given:
-        chat["max_completion_tokens"] = given["max_output_tokens"]
-    messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
-    items = given.get("input")
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    if not isinstance(items, list) or not items:
-        raise ApiError(400, "`input`: expected a text or a list of items.", param="input", code="invalid_value")
-    read = (_message(item, f"input.{at}") for at, item in enumerate(read_objects(items, "input")))
-    chat["messages"] = [*messages, *(message for message in read if message is not None)]
-    if given.get("tools"):
-        chat["tools"] = [
-            {"type": tool.get("type"), "function": {name: part for name, part in tool.items() if name != "type"}}
-            for tool in read_objects(given["tools"], "tools")
-        ]
-    choice = given.get("tool_choice")
-    if choice is not None:
-        is_named = isinstance(choice, dict)
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
-    if (form := _format(read_object(given.get("text", {}), "text"))) is not None:
-        schema = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-        chat["response_format"] = schema if form.get("type") == "json_schema" else form
-    return chat
-
-
-def _format(text: dict[str, Any]) -> Any:
-    """Returns `text.format`; other keys of `text` ask for nothing, or are refused."""
-    for name, value in text.items():
-        if name != "format" and value is not None and (name, value) != ("verbosity", "medium"):
-            raise unsupported(f"text.{name}", repr(value), "format alone")
-    form = text.get("format")
-    return None if form is None else read_object(form, "text.format")
-
-
-def _message(item: dict[str, Any], field: str) -> dict[str, Any] | None:
-    """Returns an item as a message of a chat; None: it is left out."""
-    kind = item.get("type", "message")
-    if kind == "reasoning":
-        return None
-    if kind == "function_call":
-        function = {name: required(item, name, field) for name in ("name", "arguments")}
-        return {"role": "assistant", "content": "", "tool_calls": [{"id": item.get("call_id"), "function": function}]}
-    if kind == "function_call_output":
-        output = text_of_parts(required(item, "output", field), f"{field}.output", _TEXTS)
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-    if kind != "message":
-        raise unsupported(field, f"an item of type {kind}", "message, function_call or function_call_output")
-    content = text_of_parts(required(item, "content", field), f"{field}.content", _TEXTS)
-    return {"role": item.get("role"), "content": content}
 
 
 def _status(is_cut: bool) -> str:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
 import speccompile
@@ -16,7 +16,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.app import OpenAIServer, read_body
 from speccompile.serving.openai.errors import ApiError, error_from_fault, error_from_validation
 from speccompile.serving.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
-from speccompile.serving.openai.requests import encode, request_from_chat
+from speccompile.serving.openai.requests import encode, prompt_from_chat
 
 
 def token_routes(server: OpenAIServer) -> APIRouter:
@@ -30,8 +30,8 @@ def token_routes(server: OpenAIServer) -> APIRouter:
         chat, gives_texts = _chat_of(await http.body())
         if chat is not None:
             server.check_model(chat.model)
-            request, _ = await request_from_chat(chat, engine, server.template, server.formats)
-            return _answer(server, cast("Sequence[int]", request.prompt), gives_texts)
+            prompt = await prompt_from_chat(chat, engine, server.template, server.formats)
+            return _answer(server, prompt.tokens, gives_texts)
         body = await read_body(http, TokenizeBody)
         server.check_model(body.model)
         tokens = await encode(engine, body.prompt, special=body.add_special_tokens)
@@ -66,14 +66,14 @@ def _chat_of(raw: bytes) -> tuple[ChatBody | None, bool]:
         ApiError: it does not have the fields and types of a chat.
     """
     try:
-        data = json.loads(raw)
+        data = from_json(raw)
     except ValueError:
         return None, False  # refused as a body of the other form
     if not isinstance(data, dict) or "messages" not in data:
         return None, False
     try:
         texts = _TokenTexts.model_validate({"return_token_strs": data.pop("return_token_strs", None)}, strict=True)
-        return ChatBody.model_validate_json(json.dumps(data)), bool(texts.return_token_strs)
+        return ChatBody.model_validate(data), bool(texts.return_token_strs)
     except ValidationError as fault:
         raise error_from_validation(fault) from fault
 

@@ -11,12 +11,20 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
+from speccompile.runtime.requests import Request
 from speccompile.serving.openai.app import OpenAIServer, read_body
-from speccompile.serving.openai.protocol import Sampled
-from speccompile.serving.openai.requests import encode, request_from_tokens, sampling_from_body
+from speccompile.serving.openai.protocol import ChatBody, Message, Sampled
+from speccompile.serving.openai.requests import (
+    check_length,
+    encode,
+    request_from_chat,
+    request_from_tokens,
+    sampling_from_body,
+)
 from speccompile.serving.openai.stream import EventStream
 from speccompile.serving.page.trace import events
 
@@ -27,6 +35,7 @@ class PageBody(Sampled):
     """`POST /page/generate`: one prompt, one output."""
 
     prompt: str
+    as_chat: bool = Field(True, description="The prompt is a user's message, where the model has a chat template.")
 
 
 def policy_from_html(html: str) -> str:
@@ -55,7 +64,21 @@ def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
         "temperature": engine.defaults.temperature,
         "max_tokens": engine.defaults.max_new_tokens,
         "speculation": server.service.options.speculation,
+        "has_template": server.template is not None,
     }
+
+
+async def _request(server: OpenAIServer, body: PageBody) -> Request:
+    """Returns the request of a prompt, as a chat's where the model has a template."""
+    engine = server.service.engine
+    if body.as_chat and server.template is not None:
+        given = body.model_dump(exclude={"prompt", "as_chat", "n", "stream", "stream_options"}, exclude_unset=True)
+        chat = ChatBody(messages=[Message(role="user", content=body.prompt)], **given)
+        request, _ = await request_from_chat(chat, engine, server.template, server.formats)
+        return request
+    tokens = await encode(engine, body.prompt, special=True)
+    check_length(tokens, body, engine)
+    return request_from_tokens(tokens, body.model_copy(update={"n": 1}), sampling_from_body(body, engine.defaults))
 
 
 def page_routes(server: OpenAIServer) -> APIRouter:
@@ -76,11 +99,9 @@ def page_routes(server: OpenAIServer) -> APIRouter:
     async def generate(http: HttpRequest) -> Response:
         body = await read_body(http, PageBody)
         engine = server.service.engine
-        tokens = await encode(engine, body.prompt, special=True)
-        sampling = sampling_from_body(body, engine.defaults)
-        asked = request_from_tokens(tokens, body.model_copy(update={"n": 1}), sampling)
+        asked = await _request(server, body)
         step_outputs = server.submit([replace(asked, wants_trace=True)])
-        painter = engine.text_sink(sampling)
-        return EventStream(events(step_outputs, painter, engine.tokenizer, len(tokens)), step_outputs.close)
+        painter = engine.text_sink(asked.sampling)
+        return EventStream(events(step_outputs, painter, engine.tokenizer, len(asked.prompt)), step_outputs.close)
 
     return router

@@ -9,11 +9,13 @@ import pytest
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.agent_routes import agent_routes
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.serving.openai.token_routes import token_routes
 from speccompile.serving.openai.tool_formats import REASONING
 from speccompile.serving.openai.tools import ChatFormats
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import get, post
-from tests.serving.openai.test_tools import TEMPLATE, TOOLS, WEATHER
+from tests.serving.openai.test_tools import PATH, TEMPLATE, TOOLS, WEATHER
 
 pytest.importorskip("llguidance")
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
@@ -35,7 +37,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def app(server):
-    return make_app(server, [agent_routes])
+    return make_app(server, [agent_routes, token_routes])
 
 
 def respond(app, **fields):
@@ -174,28 +176,76 @@ def test_a_message_is_streamed_in_blocks(server, app, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/v1/messages", {"messages": []}, "max_tokens"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "mood": 1}, "mood"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 3}, "image"),
-        ("/v1/messages", {"messages": 3, "max_tokens": 3}, "`messages`: got 3; expected a list of objects"),
-        ("/v1/messages", {"messages": ["a"], "max_tokens": 3}, "`messages.0`: got a text; expected an object"),
-        ("/v1/messages", {**SAID, "tool_choice": "auto"}, "`tool_choice`: got a text; expected an object"),
-        ("/v1/messages", {**SAID, "tool_choice": {"type": "all"}}, "`tool_choice.type`: got 'all'; expected auto"),
-        ("/v1/messages", {**SAID, "tools": {}, "tool_choice": {"type": {}}}, "another type"),
-        ("/v1/messages", {**SAID, "system": [{"type": "image"}]}, "`system.0`: got a part of type image"),
-        (
-            "/v1/messages",
-            {**SAID, "messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
-            "`messages.0.content.0.input` is missing",
+        ("/v1/messages", {"messages": SAID["messages"]}, "`max_tokens` is missing"),
+        ("/v1/messages", {**SAID, "messages": []}, "`messages`: List should have at least 1 item"),
+        ("/v1/messages", {**SAID, "mood": 1}, "Unknown field `mood`"),
+        ("/v1/messages", {**SAID, "messages": 3}, "`messages`: Input should be a valid array"),
+        ("/v1/messages", {**SAID, "messages": ["a"]}, "`messages.0`: expected an object whose `role` is user or"),
+        ("/v1/messages", {**SAID, "tool_choice": "auto"}, "`tool_choice`: Input should be an object"),
+        ("/v1/messages", {**SAID, "tool_choice": {"type": "all"}}, "`tool_choice.type`: Input should be 'auto', 'any'"),
+        ("/v1/messages", {**SAID, "tool_choice": {"type": "tool"}}, "`tool_choice.name`: it goes with the type `tool`"),
+        ("/v1/messages", {**SAID, "system": [{"type": "image"}]}, "`system.0.type`: Input should be 'text'"),
+        ("/v1/messages", {**SAID, "thinking": {"type": "enabled", "depth": 1}}, "Unknown field `thinking.depth`"),
+        ("/v1/messages", {**SAID, "service_tier": "priority"}, "`service_tier`: it is not supported"),
+        ("/v1/messages", {**SAID, "tools": [{"type": "web_search_20250305", "name": "a"}]}, "`tools.0.type`: Input"),
+        ("/v1/messages", {**SAID, "tools": [{"name": "a"}]}, "`tools.0.input_schema` is missing"),
+        ("/v1/messages", {**SAID, "tools": [{**CLAUDE_TOOLS[0], "mood": 1}]}, "Unknown field `tools.0.mood`"),
+        *(
+            ("/v1/messages", {**SAID, "messages": [{"role": role, "content": [block]}]}, message)
+            for role, block, message in [
+                (
+                    "user",
+                    {"type": "image"},
+                    "`messages.0.content.0`: expected an object whose `type` is text or",
+                ),
+                ("user", {"type": "tool_use", "id": "a", "name": "b", "input": {}}, "`messages.0.content.0`: expected"),
+                ("user", {"type": "text", "text": "a", "mood": 1}, "Unknown field `messages.0.content.0.mood`"),
+                (
+                    "user",
+                    {"type": "text", "text": "a", "citations": [1]},
+                    "content.0.citations`: it is not",
+                ),
+                ("user", {"type": "text"}, "`messages.0.content.0.text` is missing"),
+                ("user", {"type": "tool_result", "tool_use_id": "a", "is_wrong": True}, "0.content.0.is_wrong`"),
+                ("assistant", {"type": "tool_use", "id": "a", "name": "b"}, "`messages.0.content.0.input` is missing"),
+                ("assistant", {"type": "redacted_thinking", "data": "a"}, "type` is text or tool_use or thinking"),
+                ("assistant", {"type": "tool_use", "id": "a", "name": "b", "input": {}}, "goes on from texts alone"),
+            ]
         ),
-        ("/v1/responses", {"input": "a", "previous_response_id": "x"}, "previous_response_id"),
-        ("/v1/responses", {"input": []}, "input"),
-        ("/v1/responses", {"input": [3]}, "`input.0`: got 3; expected an object"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "x"}, "`previous_response_id`: it is not supported"),
+        ("/v1/responses", {"input": "a", "mood": 1}, "Unknown field `mood`"),
+        ("/v1/responses", {"input": []}, "`input`: expected a text or a list of items"),
+        ("/v1/responses", {"input": [3]}, "`input.0`: expected an object"),
         ("/v1/responses", {"input": [{"role": "user"}]}, "`input.0.content` is missing"),
-        ("/v1/responses", {"input": [{"type": "item_reference"}]}, "`input.0`: got an item of type item_reference"),
-        ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "`input.0.content.0`: got a part of"),
-        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "`text.verbosity`: got 'low'"),
-        ("/v1/responses", [], "no JSON object"),
+        ("/v1/responses", {"input": [{"type": "item_reference"}]}, "`input.0`: expected an object whose `type` is"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "`input.0.content.0.type",
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a", "mood": 1}]}, "Unknown field `input.0.mood`"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "reasoning", "id": "a", "encrypted_content": "b"}]},
+            "0.encrypted_content`",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "mood": 1}]}]},
+            "Unknown field `input.0.content.0.mood`",
+        ),
+        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "`text.verbosity`: it is not supported"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "mood": 1}}}, "`text.format.mood`"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "web_search"}]},
+            "`tools.0.type`: Input should be 'function'",
+        ),
+        ("/v1/responses", {"input": "a", "tools": [{**FLAT[0], "mood": 1}]}, "Unknown field `tools.0.mood`"),
+        ("/v1/responses", {"input": "a", "include": ["web_search_call.results"]}, "`include`: it is not supported"),
+        ("/v1/responses", {"input": "a", "reasoning": {"mood": 1}}, "Unknown field `reasoning.mood`"),
+        ("/v1/responses", [], "Input should be an object"),
+        ("/v1/messages/count_tokens", SAID, "Unknown field `max_tokens`"),
     ],
 )
 def test_what_they_do_not_read_is_refused(app, path, body, message):
@@ -232,3 +282,82 @@ def test_a_reasoning_is_a_block_of_its_own(server, app, monkeypatch):
     monkeypatch.setattr(server, "_formats", ChatFormats(None, ("<", "}")))
     output = respond(app, input="a<", max_output_tokens=9).output
     assert [(item.type, item.status) for item in output] == [("reasoning", "completed"), ("message", "incomplete")]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize", PATH])
+@pytest.mark.parametrize("field", ["input", "messages", "tools", "system"])
+def test_a_hundred_thousand_brackets_are_refused(app, path, field):
+    reply = post(app, path, f'{{"{field}": {"[" * 100_000}'.encode() + b"]" * 100_000 + b"}")
+    assert reply.status == 400 and "JSON" in reply.json()["error"]["message"]
+
+
+def test_deep_json_in_a_text_stays_a_text(app):
+    call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "[" * 100_000}
+    assert post(app, "/v1/responses", {"input": [{"role": "user", "content": "a"}, call]}).status == 200
+
+
+def test_an_answer_goes_on_from_a_turn_of_the_assistant(app):
+    """The text of that turn is not in the answer, and what the template writes after it not in the prompt."""
+    turns = [
+        *SAID["messages"],
+        {"role": "assistant", "content": [{"type": "text", "text": "b "}, {"type": "text", "text": "cd"}]},
+    ]
+    answer = post(app, "/v1/messages", {"max_tokens": 9, "messages": turns}).json()
+    prompt = post(app, "/tokenize", {"prompt": "ab cd", "add_special_tokens": False}).json()["tokens"]
+    [same] = post(app, "/v1/completions", {"prompt": prompt, "max_tokens": 9}).json()["choices"]
+    assert answer["content"] == [{"type": "text", "text": same["text"]}]
+    chat = {"messages": [*SAID["messages"], {"role": "assistant", "content": "b cd"}], "continue_final_message": True}
+    assert post(app, PATH, {**chat, "max_tokens": 9}).json()["choices"][0]["message"]["content"] == same["text"]
+    for fields, message in [
+        ({"add_generation_prompt": True}, "excludes add_generation_prompt"),
+        ({"messages": SAID["messages"]}, "not the assistant's"),
+    ]:
+        reply = post(app, PATH, {**chat, **fields})
+        assert reply.status == 400 and message in reply.json()["error"]["message"]
+
+
+def test_a_template_that_does_not_write_the_last_turn_cannot_be_continued(server, app, monkeypatch):
+    monkeypatch.setattr(server, "template", ChatTemplate("{{ messages[0].content }}"))
+    turns = [*SAID["messages"], {"role": "assistant", "content": "b"}]
+    reply = post(app, "/v1/messages", {**SAID, "messages": turns})
+    assert reply.status == 400 and "does not write the text of the last message" in reply.json()["error"]["message"]
+
+
+def test_what_is_sent_back_reaches_the_template(server, app, monkeypatch):
+    """Reasoning, calls and failed results, in both shapes, are one assistant's message and those of its tools."""
+    monkeypatch.setattr(server, "template", ChatTemplate("{{ messages | tojson }}"))
+    seen = []
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, messages, *rest: seen.append(messages) or "a")
+    use = {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "ab"}}
+    said = [{"type": "thinking", "thinking": "t", "signature": ""}, {"type": "text", "text": "b"}, use]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "d", "is_error": True}
+    turns = [*SAID["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    assert post(app, "/v1/messages", {**SAID, "messages": turns}).status == 200
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "t"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": "b"},
+        {
+            "type": "function_call",
+            "call_id": "c",
+            "name": "weather",
+            "arguments": '{"city": "ab"}',
+            "status": "completed",
+        },
+        {"type": "function_call_output", "call_id": "c", "output": "Error: d"},
+    ]
+    assert post(app, "/v1/responses", {"input": items, "max_output_tokens": 3}).status == 200
+    assert seen[0] == seen[1]
+    assert [message["role"] for message in seen[0]] == ["user", "assistant", "tool"]
+    assert (seen[0][1]["reasoning_content"], seen[0][1]["content"], seen[0][2]["content"]) == ("t", "b", "Error: d")
+    assert seen[0][1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "ab"}}
+
+
+def test_tokens_of_a_message_are_counted_without_an_answer(server, app):
+    before = server.service.stats()["num_requests"]
+    asked = {"messages": SAID["messages"], "system": "b", "tools": CLAUDE_TOOLS}
+    count = post(app, "/v1/messages/count_tokens", asked).json()
+    assert server.service.stats()["num_requests"] == before
+    answer = post(app, "/v1/messages", {**asked, "max_tokens": 2}).json()
+    assert count == {"input_tokens": answer["usage"]["input_tokens"]}
+    assert post(app, "/v1/messages/count_tokens", {**asked, "model": "other"}).json()["type"] == "error"

@@ -71,6 +71,9 @@ def page(browser, live):
     theme(browser, "light")
     browser.get(live.url)
     wait(browser, "return !document.getElementById('model').hidden")
+    assert browser.execute_script("return !document.getElementById('as_chat-row').hidden")  # it has a template
+    prompt = browser.execute_script("return document.getElementById('prompt').defaultValue")
+    fill(browser, as_chat="no", prompt=prompt)
     yield browser
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
@@ -203,6 +206,14 @@ def test_a_generation_can_be_stopped(page, live):
     while live.metric("active_outputs"):
         pass
     assert live.metric("generated_tokens_total") - before < 440
+
+
+def test_a_chat_model_gets_a_message(page, pair):
+    spans = generate(page, as_chat="yes", prompt="def add(a, b):", max_tokens="12", temperature="0")
+    tokens = load(pair).encode("<s># user: def add(a, b):\n# assistant:")
+    offline = load(pair).generate([tokens], SamplingParams(max_new_tokens=12))[0]
+    assert spans[0] == ["prompt", "def add(a, b):\n\n"]
+    assert "".join(text for _, text in spans[1:]) == offline.text
 
 
 def test_markup_in_prompts_and_texts_stays_text(page):

@@ -9,8 +9,9 @@ from importlib.resources import files
 import pytest
 
 from speccompile.runtime.requests import StepOutput
-from speccompile.serving.openai.app import ServerOptions
-from speccompile.serving.page.routes import policy_from_html
+from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.serving.page.routes import page_routes, policy_from_html
 from speccompile.serving.page.trace import kinds_from_step_output
 from tests.serving.asgi_lab import get, post
 from tests.serving.mock_service import serving, text_of
@@ -55,6 +56,24 @@ def test_steps_add_up_to_the_text_and_their_trees_to_the_tokens(app):
         assert tree["parents"][0] == -1 and tree["path"][0] == 0
         assert step["is_bonus"] == (step["tokens"][-1][1] == "bonus")
     assert [step["time_ms"] for step in steps] == sorted(step["time_ms"] for step in steps)
+
+
+def test_where_the_model_has_a_template_the_prompt_is_a_message():
+    with serving() as (_, service, _):
+        server = OpenAIServer(service, ServerOptions("mock"))
+        server.template = ChatTemplate("{{ messages[0].content }}{% if add_generation_prompt %}bc{% endif %}")
+        app = make_app(server, [page_routes])
+        body = {"prompt": "dd", "max_tokens": 9, "temperature": 0, "seed": 1, "speculation": "on"}
+        start, *steps, end = post(app, "/page/generate", body).events()
+        text = "".join(text for step in steps for text, _ in step["tokens"]) + end["tail"]
+        chat = {"messages": [{"role": "user", "content": "dd"}], "max_tokens": 9}
+        answer = post(app, "/v1/chat/completions", chat).json()
+        assert text == answer["choices"][0]["message"]["content"]
+        assert start["num_prompt_tokens"] == answer["usage"]["prompt_tokens"] == 4
+        plain = post(app, "/page/generate", {**body, "as_chat": False}).events()
+        assert plain[0]["num_prompt_tokens"] == 3
+        assert get(app, "/page/facts").json()["has_template"]
+        assert post(app, "/page/generate", {**body, "max_tokens": 61}).status == 400
 
 
 def test_a_refused_request_is_reported_before_the_stream(app):
