@@ -32,9 +32,11 @@ setup: $(STAMP)  ## Create .venv with speccompile in it (again only when pyproje
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "speccompile needs Python 3.11 or newer; $(PYTHON) is older. Try: make setup PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV): torch, transformers, ONNX Runtime and what tests need; several GB, some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[build,ort,tensorrt-rtx,train,serve,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[build,ort,tensorrt-rtx,train,serve,dev]'
 	@touch $@
+	@echo "Set up. To have the command at hand: source $(BIN)/activate"
 
 demo: setup  ## Build recipes/pycode.yaml, generate live, compare plain with speculative decoding
 	$(BIN)/python examples/demo.py

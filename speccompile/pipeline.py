@@ -48,6 +48,8 @@ def build(
     _check_device(plan, backend)
     claim = claim_folder(Path(dest), BUNDLE)
     with staged_folder(claim.path, claim.hold) as folder:
+        with log.stage("prepare kernels"):
+            backend.prepare()
         with log.stage("check checkpoints"):
             graphs = _check_checkpoints(plan, backend, log)
         graphs_folder = folder / "graphs"

@@ -69,6 +69,10 @@ class Backend(ABC):
         del device
         return self
 
+    def prepare(self) -> None:
+        """Makes what a machine needs once to build with it, as kernels for its CPU; by default nothing."""
+        return
+
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
         """Refuses what cannot be compiled, before anything is exported; by default nothing.
 

@@ -34,7 +34,7 @@ def lower_and_save(
         model: left unchanged.
         table: the passes.
         path: the .onnx file.
-        progress: called with the name of each pass.
+        progress: called with the name of each pass, and of the writing.
         dialect: which function bodies are attached, see `attach_functions`.
         max_nodes: see `attach_functions`.
         finish: passes on the graph with its bodies attached.
@@ -51,7 +51,7 @@ def lower_and_save(
     after = histogram_from_model(work)
     attach_functions(work, dialect, max_nodes)
     traces += run_pipeline(work, finish, progress)
-    save_model(work, path)
+    save_model(work, path, progress)
     passes = [trace.json_from_trace() for trace in traces]
     return {"passes": passes, "op_histogram": {"before": before, "after": after}}
 

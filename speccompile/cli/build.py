@@ -68,6 +68,10 @@ def build_command(
     An existing bundle is replaced in one step when the new one is complete, and only where no file in it was added
     or edited. A build that fails or is stopped leaves no files; what a killed one leaves is removed by the
     next. Stages whose inputs did not change come from $SPECCOMPILE_CACHE (~/.cache/speccompile).
+
+    Stages: prepare kernels (for this CPU, once), check checkpoints, export (the model as a graph), compile (passes,
+    then the backend; rollback is the graph that keeps one path of a tree in the cache), share weights, tune (the time
+    of steps by their size, which decides how far to draft), check graphs. See docs/flow.md.
     """
     from speccompile.prepare import plan_from_source
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -104,12 +105,16 @@ class TidyCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the arguments; text that is not UTF-8 is refused."""
         rest: list[str] = super().parse_args(ctx, _take_word(ctx, args))
-        for param in self.params:
+        params: list[Any] = self.params
+        for param in params:
             value = ctx.params.get(param.name)
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str) and not is_unicode(text):
                     got = f"got bytes that are not UTF-8 ({os.fsencode(text)[:40]!r})"
-                    raise typer.BadParameter(f"{got}; expected text. Write it in UTF-8.", ctx, param)
+                    names = param.opts if param.param_type_name == "option" else [param.metavar or param.name]
+                    raise typer.BadParameter(
+                        f"{got}; expected text. Write it in UTF-8.", ctx, param_hint=" / ".join(names)
+                    )
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -148,8 +153,8 @@ class TidyGroup(TyperGroup):
             return
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
-        rows = [("Commands", (str(command.name), _first_sentence(command.help or ""))) for command in commands]
-        _write(formatter, [*_records(self.get_params(ctx), ctx), *rows], (_OTHERS, "Commands"))
+        found = (("Commands", (str(command.name), _first_sentence(command.help or ""))) for command in commands)
+        _write(formatter, itertools.chain(_records(self.get_params(ctx), ctx), found), (_OTHERS, "Commands"))
         formatter.write_paragraph()
         formatter.write_text(f"{ctx.command_path} [COMMAND] --help=WORD shows the options that have a word.")
         self.format_epilog(ctx, formatter)

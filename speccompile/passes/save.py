@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
+from onnx_ir.external_data import CallbackInfo
 
 from speccompile.common.disk import error_from_fault
 
 INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where shape inference can read them
 
 
-def save_model(model: ir.Model, path: Path) -> list[Path]:
+def save_model(model: ir.Model, path: Path, progress: Callable[[str], None] | None = None) -> list[Path]:
     """Save to `path` and `path`.data (external data), both flushed to the disk.
 
     Args:
         model: weights may be lazy; each is materialised only while it is written.
         path: the .onnx file; its folder is made when missing.
+        progress: called with "write weights DONE/TOTAL": passes leave work on weights to this moment.
 
     Returns:
         The files written.
@@ -26,10 +30,16 @@ def save_model(model: ir.Model, path: Path) -> list[Path]:
     Raises:
         BuildError: the disk is full or not writable.
     """
-    data = path.with_name(path.name + ".data")
+    data, options = path.with_name(path.name + ".data"), {"size_threshold_bytes": INLINE_BYTES}
+    done = itertools.count()
+
+    def tell(tensor: ir.TensorProtocol, info: CallbackInfo) -> None:
+        if progress is not None:
+            progress(f"write weights {next(done)}/{info.total}")
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        ir.save(model, path, external_data=data.name, size_threshold_bytes=INLINE_BYTES, max_in_flight_bytes=1 << 28)
+        ir.save(model, path, external_data=data.name, callback=tell, max_in_flight_bytes=1 << 28, **options)
         files = [f for f in (path, data) if f.exists()]
         for file in files:
             with file.open("rb") as handle:

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from speccompile.core import registry
 from speccompile.core.method import Method
@@ -47,6 +49,13 @@ class TrainingPlan:
         section = self.section.model_dump(mode="json", exclude={"output", "save_every", "threads"})
         return {"target": self.target, **section, "heads": dataclasses.asdict(self.heads)}
 
+    def stage_settings(self, stages: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns what the weights after each stage depend on, besides the stages before it; JSON-ready."""
+        settings = self.json_from_plan()
+        own = {name: {name: settings.pop(name)} for name in ("plain", "generated")}
+        del settings["measure_every"]
+        return [{**own[name], **({} if index else settings)} for index, name in enumerate(stages)]
+
 
 def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan:
     """Decide everything. Pure.
@@ -65,16 +74,41 @@ def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan
     if recipe.target.lora is not None:
         todo = "Merge it with PEFT (merge_and_unload, save_pretrained) and train for the merged checkpoint."
         raise RecipeError("target.lora", "an adapter in a training run", "a target as it is", todo)
+    method = registry.trained_method(section.method)
+    assert method.TrainingConfig is not None
+    with naming_defaults(section):
+        _check_steps(section)
+        heads = _heads_config(method.TrainingConfig, section.heads)
+    return TrainingPlan(recipe.target.model, method, heads, output or Path(section.output), section)
+
+
+def _check_steps(section: TrainingSection) -> None:
     generated = section.generated
     if generated.steps and generated.prompt_tokens >= generated.seq_len:
         got = f"{generated.prompt_tokens} with seq_len {generated.seq_len}"
         raise RecipeError("training.generated.prompt_tokens", got, "room for new tokens", "Lower it.")
     if not section.plain.steps and not generated.steps:
         raise RecipeError("training.plain.steps", "0 in both stages", "at least one step", "Raise one of them.")
-    method = registry.trained_method(section.method)
-    assert method.TrainingConfig is not None
-    heads = _heads_config(method.TrainingConfig, section.heads)
-    return TrainingPlan(recipe.target.model, method, heads, output or Path(section.output), section)
+
+
+@contextlib.contextmanager
+def naming_defaults(section: TrainingSection) -> Iterator[None]:
+    """Says in an error about a key of the section that nobody wrote that it is about its default."""
+    try:
+        yield
+    except RecipeError as fault:
+        node: Any = section
+        first, *path = fault.where.split(".")
+        for name in path if first == "training" else ():
+            known = dict(node) if isinstance(node, BaseModel) else node
+            written = node.model_fields_set if isinstance(node, BaseModel) else known
+            if not isinstance(known, dict):
+                break
+            node = known.get(name)
+            if name not in written:
+                got = f"{fault.got}, by default: {fault.where} is not written"
+                raise RecipeError(fault.where, got, fault.expected, fault.todo) from fault
+        raise
 
 
 def _heads_config(config: type[Any], given: dict[str, Any]) -> Any:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
+import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,6 +21,7 @@ from speccompile.bundling.staging import disk_faults
 from speccompile.errors import BuildError
 
 CHECKPOINT, LOG, STATES, EVENTS = "checkpoint.pt", "log.jsonl", "states.json", "events"
+STAGE_END = "checkpoint-stage-1.pt"  # of a run with two: from there stage 2 can begin anew
 
 
 @dataclass
@@ -25,7 +29,7 @@ class RunRecord:
     """The progress of a run.
 
     Args:
-        digest: of the plan, the text and the number of processes.
+        settings: for each stage, what its weights depend on besides the stages before it.
         stage: index of the current stage.
         step: steps of that stage that are done.
         rows: the curve: a dict for each step and measurement.
@@ -35,7 +39,7 @@ class RunRecord:
         optimizer: state_dict of the optimizer.
     """
 
-    digest: str
+    settings: list[dict[str, Any]]
     stage: int = 0
     step: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +55,7 @@ def check_run_folder(folder: Path) -> None:
     Raises:
         BuildError: it holds files with a run's names that no run wrote.
     """
-    check_names(folder, (CHECKPOINT, LOG, STATES, EVENTS), RUN)
+    check_names(folder, (CHECKPOINT, STAGE_END, LOG, STATES, EVENTS), RUN)
 
 
 def make_run_folder(folder: Path) -> None:
@@ -61,26 +65,56 @@ def make_run_folder(folder: Path) -> None:
         write_mark(folder, RUN)
 
 
-def open_record(folder: Path, digest: str) -> RunRecord:
-    """Returns the record in `folder`, or a new one where there is none.
+def open_record(folder: Path, settings: list[dict[str, Any]]) -> tuple[RunRecord, str]:
+    """Returns the record in `folder` that a run can go on from, or a new one where there is none.
+
+    A stage whose settings changed begins anew, after the stages before it, which are kept.
+
+    Args:
+        folder: of the run.
+        settings: of its stages, see `RunRecord`.
+
+    Returns:
+        The record, and the setting that changed since it was written; "" where none did.
 
     Raises:
-        BuildError: it is damaged, or of another run.
+        BuildError: it is damaged, or a setting changed on which all of it depends.
     """
-    path = folder / CHECKPOINT
-    if not path.is_file():
-        return RunRecord(digest)
     todo = f"Remove {folder} to begin anew, or give another output."
+    changes = []
+    for path in (folder / CHECKPOINT, folder / STAGE_END):
+        if path.is_file():
+            record = _read_record(path, todo)
+            changes.append(_change(record.settings, settings))
+            num_begun = record.stage + bool(record.step)
+            if record.settings[:num_begun] == settings[:num_begun]:
+                record.settings = settings
+                return record, changes[0]
+    if not changes:
+        return RunRecord(settings), ""
+    got = f"the checkpoint of a run with another setting: {changes[0]}"
+    raise BuildError(str(folder), got, "one of this run", todo)
+
+
+def _read_record(path: Path, todo: str) -> RunRecord:
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-        record = RunRecord(**{**held, "rows": json.loads(held["rows"])})
+        return RunRecord(**{**held, "rows": json.loads(held["rows"]), "settings": json.loads(held["settings"])})
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as fault:
         got = f"a file that cannot be read ({type(fault).__name__})"
         raise BuildError(str(path), got, "the checkpoint of a run", todo) from fault
-    if record.digest != digest:
-        got = "the checkpoint of a run with another recipe, text, target or number of processes"
-        raise BuildError(str(path), got, "one of this run", todo)
-    return record
+
+
+def _change(before: Any, now: Any, where: str = "") -> str:
+    """Returns the first value that differs, with its key; "" where none does."""
+    if isinstance(before, list) and isinstance(now, list) and where == "":
+        stages: Iterable[tuple[Any, Any]] = itertools.zip_longest(before, now, fillvalue={})
+        return next(filter(None, (_change(*stage) for stage in stages)), "")
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*now, *(key for key in before if key not in now)]
+        pairs = ((before.get(key), now.get(key), f"{where}.{key}" if where else str(key)) for key in keys)
+        return next(filter(None, (_change(*pair) for pair in pairs)), "")
+    return "" if before == now else f"{where} was {before}, is {now}"
 
 
 class _Writer:
@@ -123,23 +157,29 @@ def _save(file: IO[bytes], values: dict[str, Any]) -> None:
 
 
 def save_record(folder: Path, record: RunRecord) -> None:
-    """Writes the checkpoint, and the curve as JSON lines beside it.
+    """Writes the checkpoint, and the curve as JSON lines beside it; the end of stage 1 is kept while stage 2 goes on.
 
     Raises:
         BuildError: the disk is full, or the folder cannot be written.
     """
     with disk_faults(folder):
         make_run_folder(folder)
-        part = folder / f".{CHECKPOINT}.{os.getpid()}"
-        shallow = {name: getattr(record, name) for name in asdict(RunRecord(""))}
+        part, copy = (folder / f".{name}.{os.getpid()}" for name in (CHECKPOINT, STAGE_END))
+        shallow = {name: getattr(record, name) for name in asdict(RunRecord([]))}
+        texts = {name: json.dumps(getattr(record, name)) for name in ("rows", "settings")}
+        has_ended = (record.stage, record.step) == (1, 0) and len(record.settings) > 1
         try:
             with part.open("wb") as file:
-                _save(file, {**shallow, "rows": json.dumps(record.rows)})
+                _save(file, {**shallow, **texts})
                 file.flush()
                 os.fsync(file.fileno())
+            if has_ended:
+                shutil.copyfile(part, copy)
+                copy.replace(folder / STAGE_END)
             part.replace(folder / CHECKPOINT)
         finally:
             part.unlink(missing_ok=True)
+            copy.unlink(missing_ok=True)
         lines = folder / f".{LOG}.{os.getpid()}"
         lines.write_text("".join(json.dumps(row) + "\n" for row in record.rows), encoding="utf-8")
         lines.replace(folder / LOG)

@@ -8,13 +8,13 @@ documents are never trained on: losses and acceptance are measured there.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speccompile.common.json_reader import JsonFault, parse_json
 from speccompile.errors import RecipeError
 
 HELD_OUT_SHARE = 0.03
@@ -136,11 +136,21 @@ def _raws(path: Path) -> Iterator[tuple[int, bytes]]:
         yield 0, raw
         return
     for number, line in enumerate(raw.splitlines(), 1):
-        try:
-            text = json.loads(line)["text"] if line.strip() else ""
-        except (ValueError, KeyError, TypeError) as fault:
-            got = f"{path}:{number}: {type(fault).__name__} {fault}"
-            expected, todo = 'an object {"text": ...} a line', "Correct the line."
-            raise RecipeError("training.text.files", got, expected, todo) from fault
-        if text:
-            yield number, str(text).encode()
+        if text := _text_of_line(f"{path}:{number}", line) if line.strip() else "":
+            yield number, text.encode()
+
+
+def _text_of_line(where: str, line: bytes) -> str:
+    todo = "Correct the line."
+    try:
+        found = parse_json(line)
+        if isinstance(found, dict) and isinstance(found.get("text"), str):
+            return str(found["text"])
+        got = f"a {type(found).__name__}"
+        if isinstance(found, dict):
+            got = f"`text` of {type(found['text']).__name__}" if "text" in found else f"the keys {', '.join(found)}"
+            if {"messages", "conversations"} & found.keys():
+                todo = "Conversations are not read: write each as the text that the model's chat template makes of it."
+    except JsonFault as fault:
+        got = str(fault)
+    raise RecipeError("training.text.files", f"{where}: {got[:200]}", 'an object {"text": "..."} a line', todo)

@@ -21,7 +21,7 @@ from speccompile.checkpoints.checkpoint import resolve_checkpoint
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.models import Recipe
 from speccompile.recipe.training import TrainingSection
-from speccompile.recipe.training_plan import TrainingPlan
+from speccompile.recipe.training_plan import TrainingPlan, naming_defaults
 from speccompile.training.checkpoints import (
     EVENTS,
     STATES,
@@ -84,7 +84,8 @@ def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, A
         torch.set_num_threads(section.threads)
     with join_team(section.device) as team:
         active = listener if team.is_first else Listener()
-        return _Run(recipe, plan, claim, team, active).run()
+        with naming_defaults(section):
+            return _Run(recipe, plan, claim, team, active).run()
 
 
 def _run_folder(plan: TrainingPlan) -> Path:
@@ -112,10 +113,10 @@ class _Run:
         trained = TrainedModule(trainable, options, target.dims.vocab_size).to(self.section.device)
         module = self.team.shard(trained)
         optimizer = make_optimizer(module, self.section.weight_decay)
-        record = self._open_record([book.digest(name) for name in stages])
+        record, change = self._open_record(stages, [book.digest(name) for name in stages])
         if record.model:
             self.team.load(module, optimizer, record.model, record.optimizer)
-            self._report_start(stages, record)
+            self._report_start(stages, record, change)
         for index, name in list(enumerate(stages))[record.stage :]:
             windows = self._windows(book, name)
             stage = self._stage(name, windows, book.digest(name), target, needs)
@@ -164,13 +165,15 @@ class _Run:
     def _report_states(self, name: str) -> Callable[[int, int], None]:
         return lambda done, total: self.listener.stage(f"{name}: the target's outputs {done}/{total}")
 
-    def _open_record(self, digests: list[str]) -> RunRecord:
-        sections = self.plan.json_from_plan()
-        digest = digest_from_json({"plan": sections, "texts": digests, "processes": self.team.size})
-        return open_record(self.folder, digest)
+    def _open_record(self, stages: list[str], digests: list[str]) -> tuple[RunRecord, str]:
+        parts = zip(self.plan.stage_settings(stages), digests, strict=True)
+        settings = [{"training": part, "text": digest, "processes": self.team.size} for part, digest in parts]
+        return open_record(self.folder, json.loads(json.dumps(settings)))
 
-    def _report_start(self, stages: list[str], record: RunRecord) -> None:
-        """Reports the checkpoint that the run resumes from."""
+    def _report_start(self, stages: list[str], record: RunRecord, change: str) -> None:
+        """Reports the checkpoint that the run resumes from, and a setting that changed since."""
+        if change:
+            self.listener.stage(f"{change}: what does not depend on it is kept")
         name = stages[min(record.stage, len(stages) - 1)]
         steps = getattr(self.section, name).steps
         step = record.step if record.stage < len(stages) else steps

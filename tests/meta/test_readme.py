@@ -3,6 +3,7 @@
 
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_every_make_target_that_needs_the_venv_sets_up_first():
     rules = dict(re.findall(r"^([a-z]+):(.*?)(?:##.*)?$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for name in ("demo", "test", "lint", "golden"):
         assert "setup" in rules[name].split(), name
+
+
+def test_setup_says_what_it_does_and_that_it_takes_minutes():
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    said, installs = shown.index("some minutes"), shown.index("pip install")
+    assert said < installs < shown.index("source .venv/bin/activate")
+    assert "--quiet" not in shown  # pip names each package as it comes
 
 
 COMMANDS = ("build", "verify", "generate", "chat", "serve", "triton", "bench", "train", "inspect", "doctor", "convert")

@@ -48,7 +48,7 @@ def test_a_bundle_holds_what_its_manifest_says(
     assert "tokenizer/tokenizer.json" in on_disk and "report.html" in on_disk
     assert exported == [recipe.parent / "big", recipe.parent / "small"]
     stages = [s["name"] for s in manifest["stages"]]
-    assert stages[:3] == ["check checkpoints", "export target", "compile target"]
+    assert stages[:4] == ["prepare kernels", "check checkpoints", "export target", "compile target"]
     assert set(stages) <= set(messages)
     assert all(s["peak_rss_bytes"] > 1e6 and s["seconds"] >= 0 for s in manifest["stages"])
 

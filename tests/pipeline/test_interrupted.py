@@ -25,6 +25,7 @@ from tests.pipeline.fakes import make_plan
 CHILD = Path(__file__).with_name("build_child.py")
 RunChild = Callable[[Path, Path, Path, str], subprocess.CompletedProcess[str]]
 STAGES = (
+    "prepare kernels",
     "check checkpoints",
     "export target",
     "compile target",
@@ -196,17 +197,17 @@ def test_a_full_cache_disk_names_the_cache(exported: list[Path], recipe: Path, t
 
 
 @pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "speccompile cache clear"), (errno.EROFS, "Set ")])
-@pytest.mark.parametrize("place", ["cache/graphs/.x", "elsewhere"])
+@pytest.mark.parametrize("name", ["cache/graphs/.x", "elsewhere"])
 def test_a_fault_of_the_cache_says_how_to_move_it(
-    number: int, says: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, says: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where what is written lies elsewhere, as a bundle that is copied from the cache."""
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(BuildError) as caught, disk_faults(tmp_path / "out"):
-        raise OSError(number, os.strerror(number), str(tmp_path / place / "file"))
-    assert caught.value.where == str(tmp_path / "out") and f"at {tmp_path / place}" in caught.value.got
+        raise OSError(number, os.strerror(number), str(tmp_path / name / "file"))
+    assert caught.value.where == str(tmp_path / "out") and f"at {tmp_path / name}" in caught.value.got
     todo = caught.value.todo
-    assert (says in todo and "SPECCOMPILE_CACHE to a folder on another disk" in todo) == (place != "elsewhere")
+    assert (says in todo and "SPECCOMPILE_CACHE to a folder on another disk" in todo) == (name != "elsewhere")
     assert ("Free space" in todo) == (number == errno.ENOSPC)
 
 

@@ -17,17 +17,56 @@ def record(size: int) -> RunRecord:
     weights = torch.arange(size, dtype=torch.float32)
     times = {"seconds": {"plain": 1.5}, "cpu_seconds": {"plain": 1.25}}
     return RunRecord(
-        "digest", 1, 5, [{"step": 5}], **times, model={"weight": weights}, optimizer={"state": {0: weights + 1}}
+        [{"a": 1}, {"b": 2}],
+        1,
+        5,
+        [{"step": 5}],
+        **times,
+        model={"weight": weights},
+        optimizer={"state": {0: weights + 1}},
     )
 
 
 def test_a_checkpoint_is_read_back(tmp_path):
     save_record(tmp_path / "run", record(100))
-    found = open_record(tmp_path / "run", "digest")
+    found, change = open_record(tmp_path / "run", [{"a": 1}, {"b": 2}])
     assert (found.stage, found.step, found.rows, found.seconds) == (1, 5, [{"step": 5}], {"plain": 1.5})
+    assert change == "" and found.settings == [{"a": 1}, {"b": 2}]
     assert found.cpu_seconds == {"plain": 1.25}
     assert torch.equal(found.model["weight"], torch.arange(100.0))
     assert torch.equal(found.optimizer["state"][0], torch.arange(100.0) + 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "progress", "change"),
+    [
+        ([{"a": 1}, {"b": 3}], (1, 0), "b was 2, is 3"),  # of stage 2, which begins anew
+        ([{"a": 1}, {"b": 2, "c": 5}], (1, 0), "c was None, is 5"),
+        ([{"a": 1}], (1, 0), "b was 2, is None"),  # without it
+        ([{"a": 1}, {"b": 2}], (2, 0), ""),
+        ([{"a": 7}, {"b": 2}], None, "a was 1, is 7"),
+        ([{"b": 2}], None, "b was None, is 2"),
+    ],
+)
+def test_a_changed_setting_costs_the_stages_that_depend_on_it(tmp_path, settings, progress, change):
+    run = record(4)
+    for run.stage, run.step in ((0, 4), (1, 0), (1, 4), (2, 0)):
+        save_record(tmp_path, run)
+    if progress is None:
+        with pytest.raises(BuildError) as caught:
+            open_record(tmp_path, settings)
+        assert caught.value.got == f"the checkpoint of a run with another setting: {change}"
+        assert caught.value.todo == f"Remove {tmp_path} to begin anew, or give another output."
+        return
+    found, changed = open_record(tmp_path, settings)
+    assert ((found.stage, found.step), changed, found.settings) == (progress, change, settings)
+
+
+def test_a_stage_can_be_added_to_a_finished_run(tmp_path):
+    run = RunRecord([{"a": 1}], 1, 0)
+    save_record(tmp_path, run)
+    found, changed = open_record(tmp_path, [{"a": 1}, {"b": 2}])
+    assert (found.stage, found.step, changed) == (1, 0, "b was None, is 2")
 
 
 @pytest.mark.parametrize("limit", [1, 100_000, 390_000])

@@ -18,6 +18,8 @@ from speccompile.training import run as run_module
 pytest.importorskip("matplotlib")
 pytest.importorskip("tensorboard")
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
     recipe, output = write_recipe("mlp", "command", steps=4), folder / "elsewhere"
@@ -90,6 +92,30 @@ def test_a_recipe_that_cannot_be_trained_is_refused(write_recipe, override, wher
     assert where in caught.value.where and got in caught.value.got
 
 
+@pytest.mark.parametrize(
+    ("method", "override", "where", "got"),
+    [
+        ("medusa", "training.generated={steps: 1, seq_len: 20}", "training.generated.prompt_tokens", "48 with seq_len"),
+        ("mlp", "training.heads={tie_weights: true, num_heads: 1}", "training.heads.num_heads", None),
+        ("prophet", "training.heads={num_heads: 5}", "training.heads.num_kv_heads", "2 for 5 heads"),
+        ("draft_model", "training.heads={num_kv_heads: 3}", "training.heads.num_heads", "4 heads, 3 key heads"),
+    ],
+)
+def test_an_error_about_a_default_says_so(write_recipe, method, override, where, got):
+    with pytest.raises(RecipeError) as caught:
+        resolve_training(load_recipe(write_recipe(method, "defaults"), [override]))
+    assert caught.value.where == where and (got or "") in caught.value.got
+    assert (f"by default: {where} is not written" in caught.value.got) == (got is not None)
+
+
+def test_a_default_that_the_target_refuses_is_named_so(write_recipe):
+    """The published choice of three layers needs a deeper target."""
+    recipe = load_recipe(write_recipe("eagle3", "shallow", steps=1), ["training.heads={draft_vocab_size: 20}"])
+    with pytest.raises(RecipeError) as caught:
+        run_module.train(recipe, resolve_training(recipe), run_module.Listener())
+    assert caught.value.got == "(1, 1, 0), by default: training.heads.layers is not written"
+
+
 def test_prompts_need_room(write_recipe):
     settings = ["training.generated.steps=1", "training.generated.prompt_tokens=20"]
     with pytest.raises(RecipeError, match="room for new tokens"):
@@ -103,8 +129,9 @@ def test_a_recipe_without_the_section_says_so(tmp_path: Path, target: Path):
         resolve_training(load_recipe(recipe))
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("recipes/train/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/train/*.yaml")), ids=lambda p: p.stem)
 def test_every_training_recipe_resolves(path: Path):
     plan = resolve_training(load_recipe(path))
     assert plan.section.method == plan.method.name and registry.method(plan.method.name).trainer
-    assert plan.output.parent.name == "speculators"
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert plan.output.parent == ROOT / "trained" and "/trained/" in ignored

@@ -77,13 +77,26 @@ def test_a_line_of_a_file_is_a_document(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "body", "got"),
-    [("a.jsonl", '{"txt": 1}', "a.jsonl:1: KeyError"), ("a.csv", "x", "a.csv"), ("a.jsonl", "{", "a.jsonl:1: JSON")],
+    [
+        ("a.jsonl", '{"txt": 1, "id": 2}', "a.jsonl:1: the keys txt, id"),
+        ("a.jsonl", '{"text": "a"}\n\n{"messages": []}', "a.jsonl:3: the keys messages"),
+        ("a.jsonl", '{"conversations": [], "id": 1}', "a.jsonl:1: the keys conversations, id"),
+        ("a.jsonl", '{"text": null}', "a.jsonl:1: `text` of NoneType"),
+        ("a.jsonl", '{"text": ["a"]}', "a.jsonl:1: `text` of list"),
+        ("a.jsonl", '["text"]', "a.jsonl:1: a list"),
+        ("a.jsonl", r'{"text": "\ud800"}', "a.jsonl:1: text with half of a surrogate pair"),
+        ("a.jsonl", "[" * 9999, "a.jsonl:1: values nested more than"),
+        ("a.jsonl", "{", "a.jsonl:1: no JSON"),
+        ("a.csv", "x", "a.csv"),
+    ],
 )
 def test_text_that_cannot_be_read_is_named(tmp_path: Path, name: str, body: str, got: str):
     (tmp_path / name).write_text(body)
     with pytest.raises(RecipeError) as caught:
         find_sources([str(tmp_path / name)], python_sources=False)
     assert got in caught.value.got and caught.value.where == "training.text.files"
+    assert ("chat template" in caught.value.todo) == ("messages" in body or "conversations" in body)
+    assert name == "a.csv" or caught.value.expected == 'an object {"text": "..."} a line'
 
 
 def test_too_little_text_is_an_error():

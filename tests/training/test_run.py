@@ -92,13 +92,27 @@ def test_a_stopped_run_goes_on_with_the_same_numbers(whole, write_recipe, states
 
 def test_a_checkpoint_of_another_run_is_refused(whole, write_recipe, folder):
     recipe = write_recipe("medusa", "whole", steps=8)
-    with pytest.raises(BuildError, match="another recipe"):
+    with pytest.raises(BuildError, match=r"another setting: training\.seed was 0, is 1; expected one of this run"):
         run(recipe, "training.seed=1")
     damaged = folder / "out" / "damaged.run"
     make_run_folder(damaged)
     (damaged / "checkpoint.pt").write_bytes(b"nothing")
     with pytest.raises(BuildError, match="cannot be read"):
         run(write_recipe("medusa", "damaged", steps=8))
+
+
+def test_stage_2_begins_anew_after_the_kept_stage_1_where_its_settings_change(write_recipe):
+    recipe = write_recipe("medusa", "corrected", steps=4, generated=4)
+    first, output = run(recipe), resolve_training(load_recipe(recipe)).output
+    before = rows(output)
+    shown = []
+    loaded = load_recipe(recipe, ["training.generated.learning_rate=0.001", "training.measure_every=2"])
+    second = run_module.train(loaded, resolve_training(loaded), run_module.Listener(shown.append))
+    assert "training.generated.learning_rate was 0.003, is 0.001: what does not depend on it is kept" in shown
+    assert f"go on from the checkpoint in {output}.run, generated 0/4" in shown
+    after = rows(output)
+    assert after[:5] == before[:5] and after[5:] != before[5:] and len(after) == len(before)
+    assert second["seconds"]["plain"] == first["seconds"]["plain"]
 
 
 def test_a_finished_run_is_written_again_over_its_own_output_alone(whole, write_recipe):

@@ -111,6 +111,12 @@ class OnnxRuntimeBackend(Backend):
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
+    def prepare(self) -> None:
+        """Compiles and tries the CPU kernels, where this machine has not done so."""
+        from speccompile.backends.onnxruntime.kernel_library import find_library
+
+        find_library()
+
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """Returns what else a compiled graph depends on: machine and kernels, as forms are chosen by measuring."""
         from speccompile.backends.onnxruntime.kernel_library import find_library

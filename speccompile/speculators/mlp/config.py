@@ -49,7 +49,8 @@ class MlpTraining:
     def __post_init__(self) -> None:
         least = 2 if self.tie_weights else 1
         if not least <= self.num_heads <= 64:
-            where, expected = "training.heads.num_heads", f"{least} to 64"
+            where, ties = "training.heads.num_heads", f" with tie_weights: {str(self.tie_weights).lower()}"
+            expected = f"{least} to 64{ties}"
             raise RecipeError(where, f"{self.num_heads}", expected, "Correct the recipe.")
         if self.inner_size < 0:
             raise RecipeError("training.heads.inner_size", f"{self.inner_size}", "0 or more", "Correct the recipe.")
