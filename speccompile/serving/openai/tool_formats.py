@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
+from speccompile.common.structured_outputs import StructuredOutputs
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -111,6 +115,23 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
     call = f"{_named(form.begin[0], special)} {around} %json {schema} {around} {_named(form.end, special)}"
     more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
     return f"%llguidance {{}}\nstart: call{more}\ncall: {call}"
+
+
+def grammar_of_calls_or(calls: str, wanted: StructuredOutputs) -> str | None:
+    """Returns a Lark grammar of texts that are calls, or what a constraint asks for.
+
+    Args:
+        calls: from `grammar_from_tools`.
+        wanted: the constraint.
+
+    Returns:
+        The grammar; None where the constraint is not one of JSON.
+    """
+    if wanted.json is None and not wanted.json_object:
+        return None  # lexemes of other texts and of calls could begin alike, which llguidance does not tell apart
+    schema = {"type": "object"} if wanted.json is None else from_json(str(wanted.json))
+    value = json.dumps({**_SPACES, **schema} if isinstance(schema, dict) else schema)
+    return f"{calls.replace('start:', 'calls:', 1)}\nstart: calls | value\nvalue: %json {value}"
 
 
 def _named(text: str, special: Any) -> str:

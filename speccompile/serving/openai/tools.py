@@ -20,6 +20,7 @@ from speccompile.serving.openai.tool_formats import (
     ToolFormat,
     format_from_template,
     grammar_from_tools,
+    grammar_of_calls_or,
     markers_from_template,
 )
 
@@ -116,11 +117,13 @@ def plan_chat(
     else:
         form = _format(body, formats, template)
         variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools]}
-        if choice != AUTO:
-            if constraint is not None:
-                message = f"`tool_choice`: got a call that must be made and {constraint[0]}; expected one of them. "
-                raise ApiError(400, f"{message}Leave one out.", param="tool_choice", code="invalid_value")
+        if choice == AUTO:
+            constraint = _calls_or(body, form, formats, constraint)
+        elif constraint is None or constraint[0] == "response_format":  # that of an answer without calls
             constraint = ("tool_choice", StructuredOutputs(grammar=_grammar(body, form, formats)))
+        else:
+            message = f"`tool_choice`: got a call that must be made and {constraint[0]}; expected one of them. "
+            raise ApiError(400, f"{message}Leave one out.", param="tool_choice", code="invalid_value")
     markers = formats.markers
     if constraint is not None and markers is not None:
         field, wanted = constraint
@@ -155,6 +158,26 @@ def _format(body: ChatBody, formats: ChatFormats, template: ChatTemplate) -> Too
         )
         raise ApiError(400, message, param="tools", code="no_tool_parser")
     return formats.tools
+
+
+def _calls_or(
+    body: ChatBody, form: ToolFormat, formats: ChatFormats, constraint: tuple[str, StructuredOutputs] | None
+) -> tuple[str, StructuredOutputs] | None:
+    """Returns the constraint of answers that are calls, or texts of another constraint.
+
+    Raises:
+        ApiError: it has no such form.
+    """
+    if constraint is None:
+        return None
+    field, wanted = constraint
+    if (grammar := grammar_of_calls_or(_grammar(body, form, formats), wanted)) is None:
+        message = (
+            f"`{field}`: got a {wanted.kind} beside tools that the model may call; expected a JSON schema. "
+            "Send `tool_choice: none`, or leave one out."
+        )
+        raise ApiError(400, message, param=field, code="invalid_value")
+    return field, StructuredOutputs(grammar=grammar)
 
 
 def _grammar(body: ChatBody, form: ToolFormat, formats: ChatFormats) -> str:

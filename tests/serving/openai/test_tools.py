@@ -127,6 +127,56 @@ def test_of_calls_that_the_model_decides_on_one_is_told_where_no_more_are_wanted
     assert [call["function"] for call in calls] == [{"name": "clock", "arguments": "{}"}] * (1 + is_parallel)
 
 
+ANSWER = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANSWER}}
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        *((form, FORMAT) for form in ("hermes", "llama3_json", "mistral", "gemma", "functiongemma")),
+        ("hermes", {"type": "json_object"}),
+    ],
+)
+def test_beside_a_format_the_model_may_call(server, app, form, wanted, monkeypatch):
+    """Of many seeds some answers are calls and the others of the format, whole and streamed."""
+    monkeypatch.setattr(server, "_formats", ChatFormats(TOOL_FORMATS[form], None))
+    reasons = set()
+    for seed in range(12):
+        asked = {"seed": seed, "temperature": 100.0, "parallel_tool_calls": False, "response_format": wanted}
+        answer = ask(app, **asked)
+        [choice] = answer.choices
+        reasons.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            [call] = choice.message.tool_calls
+            check_call(call.function.name, call.function.arguments)
+            assert choice.message.content is None
+        else:
+            assert choice.finish_reason == "stop" and isinstance(json.loads(choice.message.content), dict)
+            assert set(json.loads(choice.message.content)) == {"ok"} or wanted != FORMAT
+        text = "".join(
+            chunk.choices[0].delta.content or ""
+            for chunk in ask(
+                app, seed=seed, temperature=100.0, parallel_tool_calls=False, stream=True, response_format=wanted
+            )
+        )
+        assert text == (choice.message.content or "")
+    assert reasons == {"tool_calls", "stop"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made_leaves_a_format_to_later_answers(app, choice):
+    [made] = ask(app, tool_choice=choice, response_format=FORMAT, parallel_tool_calls=False).choices
+    assert made.finish_reason == "tool_calls" and made.message.content is None
+    [free] = ask(app, tool_choice="none", response_format=FORMAT).choices
+    assert set(json.loads(free.message.content)) == {"ok"} and not free.message.tool_calls
+
+
 def test_an_answer_and_a_result_are_sent_back(app):
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "bonn"}'}}
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -155,6 +205,13 @@ def test_reasoning_is_content_of_its_own_and_the_grammar_begins_after_it(server,
         ({"tool_choice": {"type": "function"}}, "tool_choice", "or Field required"),
         ({"tools": [{"type": "web"}]}, "tools.0.type", "`tools.0.type`: Input should be 'function'."),
         ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice", "and guided_regex; expected one of them"),
+        (
+            {"guided_regex": "a"},
+            "guided_regex",
+            "got a regex beside tools that the model may call; expected",
+        ),
+        ({"guided_choice": ["a"]}, "guided_choice", "got a choice beside tools"),
+        ({"guided_grammar": "start: /a/"}, "guided_grammar", "Send `tool_choice: none`, or leave one out"),
         ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools.0.function.name", "missing"),
         (
             {
