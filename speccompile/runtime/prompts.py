@@ -84,9 +84,9 @@ def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verd
     if verdict.following[0] < 0:
         return sequence.fail(sequence.fault or NotFinite(len(sequence.tokens)))
     logprobs: Sequence[TokenLogprobs] = ()
+    logits = np.asarray(outputs[LOGITS]) if alone.wants_logprobs else None
     try:
-        if alone.wants_logprobs:
-            logits = np.asarray(outputs[LOGITS])
+        if logits is not None:
             logprobs = logprobs_of_step(verdict, alone.roots(), alone.sequences, logits)[0]
         return sequence.emit([verdict.following[0]], 0, 0, False, logprobs, of_prompt=True)
     except FAULTS as fault:

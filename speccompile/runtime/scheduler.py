@@ -14,6 +14,7 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
+from speccompile.errors import DeviceLost
 from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
 from speccompile.runtime.fair_queue import FairQueue
@@ -41,6 +42,9 @@ class Scheduler:
         prefill_chunk: prompt tokens read between two decoding steps.
         keep_prefixes: reuse caches for prompts with the same prefix, those of ended requests and those of active ones.
         clock: monotonic, in seconds.
+
+    Attributes:
+        lost: why the engine cannot be used any more; all outputs have ended then.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class Scheduler:
         self.counters = Counters()
         self.num_waiting = 0  # request handles whose outputs all wait for a slot
         self._clock = clock
+        self.lost: str | None = None
         self._broken: BaseException | None = None
+        self._events: list[Event] = []  # made and not yet taken: none is lost where a step raises
         self._last_read: RequestOutput | None = None  # the one whose prompt is being read, or was read last
         self._draft_reads = False  # the prompt that is being read
         self._alone = SequenceBatch((), 1)  # its sequence
@@ -71,8 +77,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any output has not ended."""
-        return bool(self._handles)
+        """Whether any output has not ended, or the caches must be reset."""
+        return bool(self._handles) or self._broken is not None
 
     def add(self, handle: RequestHandle) -> None:
         """Adds a request handle with its outputs."""
@@ -83,58 +89,69 @@ class Scheduler:
         if handle.deadline_s is not None:
             heapq.heappush(self._deadlines, (handle.deadline_s, handle.number))
 
-    def cancel(self, handle: RequestHandle, reason: str = "cancelled") -> list[Event]:
+    def take_events(self) -> list[Event]:
+        """Returns the step outputs that were made since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, handle: RequestHandle) -> list[Event]:
         """Ends all open outputs of a request handle; none where it has ended already."""
-        return [self._end(output, reason) for output in tuple(handle.open)]
+        self._cancel(handle, "cancelled")
+        return self.take_events()
+
+    def _cancel(self, handle: RequestHandle, reason: str) -> None:
+        for output in tuple(handle.open):
+            self._end(output, reason)
 
     def cancel_all(self) -> list[Event]:
         """Ends all open outputs."""
-        return [event for handle in tuple(self._handles.values()) for event in self.cancel(handle)]
+        for handle in tuple(self._handles.values()):
+            self._cancel(handle, "cancelled")
+        return self.take_events()
 
     def abandon(self, error: str) -> list[Event]:
-        """Returns last step outputs of all open outputs, without using the engine: a bug ended the scheduler."""
+        """Returns last step outputs of all open outputs, without using the engine: it or the scheduler has failed."""
         handles, now_s = tuple(self._handles.values()), self._clock()
         self._handles.clear()
-        return [
+        return self.take_events() + [
             (handle, output.last_step_output("error", now_s, error)) for handle in handles for output in handle.open
         ]
 
     def step(self) -> list[Event]:
         """Reads a chunk of prompts and decodes one step; returns the step outputs in order."""
-        events = self._expire()
-        events += self._recover()
-        events += self._read_prompts()
+        self._expire()
+        self._recover()
+        self._read_prompts()
         if self.allocator.active:
-            events += self._decode()
-        return events + self._recover()
+            self._decode()
+        self._recover()
+        return self.take_events()
 
-    def _recover(self) -> list[Event]:
+    def _recover(self) -> None:
         """Restarts where a cache could not be moved, as no slot can be trusted then."""
         fault, self._broken = self._broken, None
-        return [] if fault is None else self._restart(fault)
+        if fault is not None:
+            self._restart(fault)
 
-    def _expire(self) -> list[Event]:
-        events: list[Event] = []
+    def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, number = heapq.heappop(self._deadlines)
             if number in self._handles:
-                events += self.cancel(self._handles[number], "timeout")
-        return events
+                self._cancel(self._handles[number], "timeout")
 
-    def _read_prompts(self) -> list[Event]:
+    def _read_prompts(self) -> None:
         """Reads prompts until the chunk is used up; a sequence whose prompt is read joins the active ones."""
         left = self.prefill_chunk
-        events: list[Event] = []
         while left > 0:
             try:
                 if self.allocator.reading is None:
                     if not self.queue or not self.allocator.has_room:
-                        break
+                        return
                     self._open(self.queue.take())
-                left -= self._read(left, events)
+                left -= self._read(left)
             except FAULTS as fault:
-                return events + self._fail(fault)
-        return events
+                self._fail(fault)
+                return
 
     def _open(self, output: RequestOutput) -> None:
         self._last_read, self._alone = output, SequenceBatch.alone(output.sequence)
@@ -153,12 +170,8 @@ class Scheduler:
         self.num_waiting -= handle.is_waiting
         handle.is_waiting = False
 
-    def _read(self, most: int, events: list[Event]) -> int:
-        """Reads at most `most` tokens of the current prompt, its last one not counted.
-
-        Args:
-            most: at least 1.
-            events: the first step output is added, where the prompt's end gives a first token.
+    def _read(self, most: int) -> int:
+        """Reads at most `most` (at least 1) tokens of the current prompt, its last one not counted.
 
         Returns:
             How many were read.
@@ -181,29 +194,33 @@ class Scheduler:
         if verifier.lengths[slot] >= num_last and (step is None or step.finish_reason is None):
             allocator.join()
         if step is not None and chunk is not None:
-            events.append(self._first_event(output, step, chunk.verdict))
+            self._deliver_first(output, step, chunk.verdict)
         return num
 
-    def _first_event(self, output: RequestOutput, step: Step, verdict: Verdict | None) -> Event:
-        """Returns the step output of the token that reading a prompt gave, and frees the slot if the text has ended."""
+    def _deliver_first(self, output: RequestOutput, step: Step, verdict: Verdict | None) -> None:
+        """Makes the step output of the token that reading a prompt gave, and frees the slot if the text has ended."""
         self.counters.num_tokens += len(step.tokens)
         wants = output.request.wants_trace and step.finish_reason != "error"
         root = TokenTree.chain(np.array([[output.sequence.tokens[output.sequence.num_prompt - 1]]], dtype=np.int64))
         trace = trace_step(self.engine.tokenizer, root, verdict, 0) if wants and verdict is not None else None
         step_output = output.step_output(step, self._clock(), trace)
+        self._events.append((output.handle, step_output))
         if step.finish_reason is not None:
             self._close(output, step_output)
-        return output.handle, step_output
 
-    def _fail(self, fault: BaseException) -> list[Event]:
+    def _fail(self, fault: BaseException) -> None:
         """Ends the output whose prompt cannot be read, or that cannot join after it was read."""
         if not isinstance(fault, NotFinite):
             self.counters.num_engine_faults += 1
             self.allocator.kept.clear()  # caches may be incompletely moved
+        if isinstance(fault, DeviceLost):
+            self._lose(fault)
+            return
         output, self._last_read = self._last_read, None
-        return [] if output is None else [self._end(output, "error", text_from_fault(fault))]
+        if output is not None:
+            self._end(output, "error", text_from_fault(fault))
 
-    def _decode(self) -> list[Event]:
+    def _decode(self) -> None:
         engine, batch, start_s = self.engine, self.batch, perf_counter()
         decoding = tuple(self.allocator.active)
         sequences = tuple(batch.sequences)
@@ -211,49 +228,67 @@ class Scheduler:
             limit = self.planner.plan(sequences)
             round_ = run_step(engine.verifier, engine.proposer, batch, engine.engines, limit)
         except FAULTS as fault:
-            return self._restart(fault)
+            self._restart(fault)
+            return
         self.counters.count_step(round_.steps, round_.times.step_s)
-        events = self._deliver(decoding, round_)
-        self.views.after_step()
+        self._deliver(decoding, round_)
+        try:
+            self.views.after_step()
+        except FAULTS as fault:
+            self._restart(fault)
+            return
         if self.planner.num_rests:
             self.planner.rested(sequences, 1, perf_counter() - start_s)
-            return events
+            return
         engine.proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
         times = round_.times._replace(step_s=perf_counter() - start_s)
         self.planner.observe(sequences, round_.steps, times)
-        return events
 
-    def _deliver(self, decoding: tuple[RequestOutput, ...], round_: Round) -> list[Event]:
-        """Returns the step outputs of a step, and frees the slots of outputs that have ended, the last slot first."""
+    def _deliver(self, decoding: tuple[RequestOutput, ...], round_: Round) -> None:
+        """Makes the step outputs of a step, and frees the slots of outputs that have ended, the last slot first."""
         events, now_s = [], self._clock()
         for slot, (output, step) in enumerate(zip(decoding, round_.steps, strict=True)):
             wants = output.request.wants_trace and step.finish_reason != "error"
             trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, slot) if wants else None
             events.append((output.handle, output.step_output(step, now_s, trace)))
+        self._events += events
         for slot in reversed(range(len(decoding))):
             step_output = events[slot][1]
             if step_output.finish_reason is not None:
                 self._close(decoding[slot], step_output)
-        return events
 
-    def _restart(self, fault: BaseException) -> list[Event]:
+    def _restart(self, fault: BaseException) -> None:
         """Resets the caches after a step failed: active outputs end, and a prompt that was being read starts again."""
         self.counters.num_engine_faults += 1
+        if isinstance(fault, DeviceLost):
+            self._lose(fault)
+            return
         error = text_from_fault(fault)
         _log.warning("a step failed, %d sequences end and the caches are reset: %s", len(self.allocator.active), error)
-        events = [self._end(output, "error", error) for output in reversed(tuple(self.allocator.active))]
+        for output in reversed(tuple(self.allocator.active)):
+            self._end(output, "error", error)
         reading = self.allocator.reading
         self.allocator.clear()
         if reading is not None:
             self.queue.put_back(reading)
-        self.engine.reset(clears=True)
-        return events
+        try:
+            self.engine.reset(clears=True)
+        except FAULTS as other:
+            self._lose(other)
 
-    def _end(self, output: RequestOutput, reason: str, error: str | None = None) -> Event:
+    def _lose(self, fault: BaseException) -> None:
+        """Ends all outputs without using the engine, which no request can use any more."""
+        self.lost, self._broken = text_from_fault(fault), None
+        _log.error("the engine cannot be used any more, all requests end: %s", self.lost)
+        self.allocator.clear()
+        self.queue = FairQueue()
+        self._events = self.abandon(self.lost)
+
+    def _end(self, output: RequestOutput, reason: str, error: str | None = None) -> None:
         """Ends an output between steps, whether it waits, reads or decodes."""
         step_output = output.last_step_output(reason, self._clock(), error)
+        self._events.append((output.handle, step_output))
         self._close(output, step_output)
-        return output.handle, step_output
 
     def _close(self, output: RequestOutput, step_output: StepOutput) -> None:
         """Frees what an output holds, and counts it."""

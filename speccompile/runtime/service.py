@@ -210,7 +210,7 @@ class Service:
         fault: str | None = "a bug in the service"
         try:
             self._run()
-            fault = None
+            fault = self._scheduler.lost
         finally:
             if (bug := sys.exc_info()[1]) is not None:
                 fault = f"a bug in the service: {type(bug).__name__}: {bug}"
@@ -223,7 +223,7 @@ class Service:
                 self._on_fault()
 
     def watch(self, on_fault: Callable[[], None]) -> None:
-        """Registers a function to call when a bug ends the service, which is not started again.
+        """Registers a function to call when a bug or a lost device ends the service, which is not started again.
 
         Args:
             on_fault: called once, on the scheduler's thread, or at once where the service has ended; it must not raise.
@@ -236,7 +236,7 @@ class Service:
 
     @property
     def fault(self) -> str | None:
-        """The bug that ended the service; None: no bug did."""
+        """The bug, or the fault of the device, that ended the service; None: neither did."""
         return self._fault
 
     def _run(self) -> None:
@@ -249,6 +249,8 @@ class Service:
             if end_s is not None and (not self._scheduler.has_work or perf_counter() >= end_s):
                 return
             self._deliver(self._scheduler.step())
+            if self._scheduler.lost is not None:
+                return
 
     def _next_commands(self, is_busy: bool) -> list[_Command]:
         """Returns all commands that have arrived; waits for one unless the scheduler has work."""

@@ -7,17 +7,18 @@ be used from one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.errors import RuntimeFault
+from speccompile.errors import DeviceLost, RuntimeFault, SpecCompileError
 
 ALIGNMENT = 256  # bytes; alignment of cudaMalloc, required by TensorRT for every address
 _ON_CPU = "build with engine.backend: onnxruntime and engine.device: cpu"
@@ -27,6 +28,10 @@ _TODO = {
     "cudaErrorInsufficientDriver": f"Install an NVIDIA driver that is as new as CUDA 13, or {_ON_CPU}.",
     "cudaErrorInvalidDevice": "Name a device that is there: cuda:0 is the first one.",
 }
+# Statuses after which CUDA's documentation says that the process must be started again; and memory or links that have
+# failed (214, 220), a context that is gone (709), an unknown failure (999).
+_LOST = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
+_START_AGAIN = "Start the process again; lines with Xid in the driver's log (dmesg) give the cause."
 _ANY_FAULT = "See the message; if it comes again, run with CUDA_LAUNCH_BLOCKING=1 to find the step it belongs to."
 
 
@@ -123,6 +128,7 @@ class Device:
 
     def __init__(self, api: Any, ordinal: int = 0) -> None:
         self.api, self.ordinal = api, ordinal
+        self._lost: DeviceLost | None = None
         count = self.call("cudaGetDeviceCount")
         if ordinal >= count:
             got, expected = f"device {ordinal}", f"a number below {count}"
@@ -136,17 +142,43 @@ class Device:
 
         Raises:
             RuntimeFault: its status is not success.
+            DeviceLost: no later call can succeed. It is raised from then on, without a call.
         """
+        results = self._call(function, *arguments)
+        return results[0] if results else None
+
+    def _call(self, function: str, *arguments: Any) -> list[Any]:
+        if (lost := self._lost) is not None:
+            raise DeviceLost(lost.where, lost.got, lost.expected, lost.todo)
         status, *results = getattr(self.api, function)(*arguments)
         if int(status) != 0:
             self._fail(function, status)
-        return results[0] if results else None
+        return results
 
-    def _fail(self, function: str, status: Any) -> None:
+    def _fail(self, function: str, status: Any) -> NoReturn:
         name = self.api.cudaGetErrorName(status)[1].decode()
         text = self.api.cudaGetErrorString(status)[1].decode()
-        todo = _TODO.get(name, _ANY_FAULT)
-        raise RuntimeFault(f"cuda:{self.ordinal}, {function}", f"{name}: {text}", "success", todo)
+        where, got = f"cuda:{self.ordinal}, {function}", f"{name}: {text}"
+        if int(status) in _LOST:
+            self._lost = DeviceLost(where, got, "success", _START_AGAIN)
+            raise self._lost
+        raise RuntimeFault(where, got, "success", _TODO.get(name, _ANY_FAULT))
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Asks the device after an error of a library that uses it, which may not tell why it failed.
+
+        Raises:
+            DeviceLost: the device had failed.
+        """
+        try:
+            yield
+        except (SpecCompileError, RuntimeError):
+            if self._lost is None:
+                status, *_ = self.api.cudaStreamSynchronize(self.stream)
+                if int(status) in _LOST:
+                    self._fail("cudaStreamSynchronize", status)
+            raise
 
     def activate(self) -> None:
         """Make it the calling thread's device."""
@@ -168,9 +200,7 @@ class Device:
 
     def memory_bytes(self) -> tuple[int, int]:
         """Returns free and total bytes of the device."""
-        status, free_bytes, total_bytes = self.api.cudaMemGetInfo()
-        if int(status) != 0:
-            self._fail("cudaMemGetInfo", status)
+        free_bytes, total_bytes = self._call("cudaMemGetInfo")
         return int(free_bytes), int(total_bytes)
 
     def allocate(self, num_bytes: int) -> Memory:
@@ -223,15 +253,20 @@ class Device:
         """
         # Relaxed: TensorRT may touch other streams and allocate while it enqueues.
         self.call("cudaStreamBeginCapture", self.stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+        is_whole = False
         try:
             work()
+            is_whole = True
         finally:  # the stream must leave capture mode, even after an exception
             status, graph = self.api.cudaStreamEndCapture(self.stream)
+            if int(status) == 0 and not is_whole:
+                self.api.cudaGraphDestroy(graph)
         if int(status) != 0:
             self._fail("cudaStreamEndCapture", status)
-        handle = self.call("cudaGraphInstantiate", graph, 0)
-        self.call("cudaGraphDestroy", graph)
-        return Graph(self, handle)
+        try:
+            return Graph(self, self.call("cudaGraphInstantiate", graph, 0))
+        finally:
+            self.api.cudaGraphDestroy(graph)
 
 
 def aligned(num_bytes: int) -> int:

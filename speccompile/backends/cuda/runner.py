@@ -101,8 +101,13 @@ class Runner:
 
         Raises:
             RuntimeFault: the shapes fit no profile, or the run failed.
+            DeviceLost: see `Device.call`.
         """
         self.device.activate()
+        with self.device.watched():
+            return self._run(feeds, sizes, first_slot)
+
+    def _run(self, feeds: Mapping[str, Any], sizes: Mapping[str, int], first_slot: int) -> Mapping[str, Any]:
         shared, copied = self._split(feeds)
         layouts = [part.layout for part in self.bound]
         key = (*sizes.values(), first_slot, *layouts, *((n, a.address) for n, a in (*shared.items(), *copied.items())))

@@ -136,8 +136,9 @@ def load_cuda_engine(
     """
     gpu = open_device(ordinal_from_name(device))
     gpu.activate()
-    plan = open_plan(path, spec, gpu, settings)
     # A rollback overwrites rows that it reads: run several times, as in a capture, it would move them again.
     plain = {**settings, "cuda_graphs": False}
-    compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, plain)
-    return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, owners)
+    with gpu.watched():
+        plan = open_plan(path, spec, gpu, settings)
+        compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, plain)
+        return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, owners)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.cuda.device import open_device, ordinal_from_name
+from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
 from speccompile.backends.cuda.engine import CudaEngine
 from speccompile.backends.cuda.kv_caches import Caches, cache_bytes, rollback_spec_of
 from speccompile.backends.kv_rows import bucket_rows
@@ -81,9 +81,24 @@ def load_engine(
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
         BuildError: TensorRT is not installed.
         RuntimeFault: no GPU, or not enough memory.
+        DeviceLost: see `Device.call`.
     """
     gpu = open_device(ordinal_from_name(device))
     gpu.activate()
+    with gpu.watched():
+        return _load(gpu, path, spec, max_slots, max_rows, settings, rollback, owners)
+
+
+def _load(
+    gpu: Device,
+    path: Path,
+    spec: GraphSpec,
+    max_slots: int,
+    max_rows: int,
+    settings: Mapping[str, Any],
+    rollback: Path | None,
+    owners: Mapping[str, TrtEngine] | None,
+) -> TrtEngine:
     variant = load_tensorrt(str(settings.get("variant", "auto")))
     if settings.get("plugins"):
         _register_plugins(variant)

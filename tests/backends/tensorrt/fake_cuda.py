@@ -8,6 +8,8 @@ belong to memory that is allocated, fresh memory is full of NaN, freed memory is
 from __future__ import annotations
 
 import ctypes
+import inspect
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
@@ -25,8 +27,24 @@ class Status(IntEnum):
     cudaErrorInvalidValue = 1
     cudaErrorMemoryAllocation = 2
     cudaErrorNoDevice = 100
+    cudaErrorECCUncorrectable = 214
+    cudaErrorNvlinkUncorrectable = 220
+    cudaErrorContained = 226
     cudaErrorIllegalAddress = 700
+    cudaErrorLaunchTimeout = 702
+    cudaErrorContextIsDestroyed = 709
+    cudaErrorAssert = 710
+    cudaErrorHardwareStackError = 714
+    cudaErrorIllegalInstruction = 715
+    cudaErrorMisalignedAddress = 716
+    cudaErrorInvalidAddressSpace = 717
+    cudaErrorInvalidPc = 718
+    cudaErrorLaunchFailure = 719
+    cudaErrorTensorMemoryLeak = 721
+    cudaErrorMpsClientTerminated = 810
     cudaErrorStreamCaptureUnsupported = 900
+    cudaErrorExternalDevice = 911
+    cudaErrorUnknown = 999
 
 
 class FakeCuda:
@@ -195,3 +213,42 @@ class FakeCuda:
         self.num_launches += 1
         self.queue += graph
         return (Status.cudaSuccess,)
+
+
+class FailingCuda(FakeCuda):
+    """A device that fails at one call.
+
+    Args:
+        fails_at: (function, how many calls of it come before); None: none fails.
+        status: of that call.
+        lasts: all later calls fail as well, as on a GPU.
+
+    Attributes:
+        calls: how often each function was called.
+        has_failed: it did.
+    """
+
+    def __init__(self, fails_at=None, status=Status.cudaErrorIllegalAddress, lasts=True):
+        super().__init__()
+        self.fails_at, self.status, self.lasts = fails_at, status, lasts
+        self.calls, self.has_failed, self._is_inside = Counter(), False, False
+
+    def __getattribute__(self, name):
+        value = super().__getattribute__(name)
+        if not name.startswith("cuda") or name.startswith("cudaGetError") or not inspect.ismethod(value):
+            return value
+        return lambda *arguments: self._answer(name, value, arguments)
+
+    def _answer(self, name, function, arguments):
+        if self._is_inside:  # a call by the fake itself
+            return function(*arguments)
+        fails = self.fails_at == (name, self.calls[name])
+        self.calls[name] += 1
+        if fails or (self.lasts and self.has_failed):
+            self.has_failed = True
+            return self.status, None
+        self._is_inside = True
+        try:
+            return function(*arguments)
+        finally:
+            self._is_inside = False

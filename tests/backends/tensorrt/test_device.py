@@ -9,8 +9,8 @@ import pytest
 from speccompile.backends.cuda import device as device_module
 from speccompile.backends.cuda.arrays import DeviceArray, host_dtype, item_bytes
 from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
-from speccompile.errors import RuntimeFault
-from tests.backends.tensorrt.fake_cuda import FakeCuda
+from speccompile.errors import DeviceLost, RuntimeFault
+from tests.backends.tensorrt.fake_cuda import FailingCuda, FakeCuda, Status
 
 
 @pytest.fixture
@@ -52,6 +52,57 @@ def test_the_real_bindings_have_every_function_that_is_called(cuda):
     names = {name for name in vars(FakeCuda) if name.startswith("cuda")}
     assert len(names) > 20
     assert {name for name in names if not hasattr(runtime, name)} == set()
+
+
+LOST = [status for status in Status if 200 < status < 900 or status in (911, 999)]
+
+
+@pytest.mark.parametrize("status", LOST)
+def test_a_device_that_is_lost_is_not_called_again(status):
+    cuda = FailingCuda(("cudaMemsetAsync", 1), status, lasts=False)
+    device = Device(cuda)
+    memory = device.allocate_zeroed(64)
+    with pytest.raises(DeviceLost, match=rf"cuda:0, cudaMemsetAsync: got {status.name}: .*Start the process again"):
+        device.clear(memory.address, 64)
+    calls = cuda.calls.copy()
+    for call in (device.synchronize, device.activate, device.memory_bytes, lambda: device.allocate(1)):
+        with pytest.raises(DeviceLost, match=status.name):
+            call()
+    assert cuda.calls == calls
+
+
+def test_every_status_that_asks_for_a_new_process_loses_the_device():
+    """By the documentation that the real bindings carry."""
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    asks = {int(s) for s in runtime.cudaError_t if "terminated and relaunched" in " ".join((s.__doc__ or "").split())}
+    assert len(asks) > 10 and asks <= set(map(int, LOST))
+
+
+@pytest.mark.parametrize("status", [Status.cudaErrorInvalidValue, Status.cudaErrorMemoryAllocation])
+def test_a_device_goes_on_after_other_faults(status):
+    device = Device(FailingCuda(("cudaMemsetAsync", 0), status, lasts=False))
+    with pytest.raises(RuntimeFault, match=status.name) as caught:
+        device.allocate_zeroed(64)
+    assert not isinstance(caught.value, DeviceLost)
+    device.allocate_zeroed(64)
+    device.synchronize()
+
+
+@pytest.mark.parametrize("fails_at", ["cudaGraphInstantiate", None])
+def test_a_capture_that_fails_leaves_no_graph(fails_at):
+    cuda = FailingCuda(fails_at and (fails_at, 0), Status.cudaErrorMemoryAllocation, lasts=False)
+    device = Device(cuda)
+    memory = device.allocate_zeroed(64)
+
+    def work():
+        device.clear(memory.address, 64)
+        if fails_at is None:
+            raise RuntimeError("a library that fails")
+
+    with pytest.raises((RuntimeFault, RuntimeError), match=r"cudaErrorMemoryAllocation|a library"):
+        device.capture(work)
+    assert cuda.captured is None and cuda.calls["cudaGraphDestroy"] == 1
+    device.synchronize()
 
 
 def test_cuda_python_that_is_not_installed_is_named(monkeypatch):

@@ -30,10 +30,11 @@ class Lab:
         monkeypatch: puts it in place.
         folder: for plans.
         variant: tensorrt or tensorrt_rtx.
+        cuda: the device; None: a new one of the sizes `more`.
     """
 
-    def __init__(self, monkeypatch: Any, folder: Any, variant: str = "tensorrt", **cuda: Any) -> None:
-        self.cuda, self.folder, self.num_plans = FakeCuda(**cuda), folder, 0
+    def __init__(self, monkeypatch: Any, folder: Any, variant: str = "tensorrt", cuda: Any = None, **more: Any) -> None:
+        self.cuda, self.folder, self.num_plans = cuda or FakeCuda(**more), folder, 0
         self.trt = FakeTrt(self.cuda, variant)
         monkeypatch.setenv("SPECCOMPILE_CACHE", str(folder / "cache"))
         self.device = Device(self.cuda)
