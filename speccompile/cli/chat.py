@@ -140,6 +140,7 @@ class Chat:
         system: the first message's text; None: there is none.
         messages: so far.
         stats: of the answers so far.
+        prompt: of the latest answer, as token ids.
     """
 
     service: Service
@@ -148,6 +149,7 @@ class Chat:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     stats: list[dict[str, Any]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[StepOutput, None, None]:
         """Yields the steps of the answer to a message; both are in the conversation when it has ended.
@@ -161,9 +163,9 @@ class Chat:
 
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._prompt([*first, *messages])
+        self.prompt = self._prompt([*first, *messages])
         steps: SimpleQueue[StepOutput] = SimpleQueue()
-        handle = self.service.submit(Request(prompt, self.sampling), steps.put)
+        handle = self.service.submit(Request(self.prompt, self.sampling), steps.put)
         parts: list[str] = []
         step = None
         try:
@@ -244,10 +246,12 @@ def _read_lines(console: Console, is_live: bool) -> Iterator[str]:
 
 def _answer(chat: Chat, message: str, console: Console, is_live: bool) -> None:
     """Prints an answer as it comes; Ctrl-C ends it, and the message is forgotten."""
-    sink = chat.service.engine.text_sink(chat.sampling) if is_live else None
+    sink = None
     steps = chat.ask(message)
     try:
         for step in steps:
+            if is_live and sink is None:
+                sink = chat.service.engine.text_sink(chat.sampling, chat.prompt)
             if sink is None:
                 print(step.text, end="", flush=True)
                 continue

@@ -152,7 +152,7 @@ def _generate_live(
             console.print(Text(f"--- {index}", style="dim"))
         stream = engine.stream(prompt, params, images=found, speculative=speculative)
         if console.is_terminal:
-            _paint(console, prompt, stream, engine.text_sink(params))
+            _paint(console, prompt, stream, engine.text_sink(params, stream.prompt))
         else:
             _write(prompt, stream)
         if stream.generation is not None:

@@ -12,7 +12,7 @@ from speccompile.core.tree import TokenTree
 from speccompile.runtime.requests import Request, Speculation, StepOutput, StepTrace
 from speccompile.runtime.sequences import Step, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.text import Tokenizer
+from speccompile.runtime.text import Tokenizer, text_of_token
 
 
 class RequestOutput:
@@ -134,6 +134,6 @@ def trace_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, s
     """Returns the tree of one sequence in one step."""
     num = int(tree.num_nodes[slot])
     tokens = tree.tokens[slot, :num].tolist()
-    texts = [] if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    texts = [] if tokenizer is None else [text_of_token(tokenizer, token) for token in tokens]
     path, following = verdict.nodes_kept(slot), int(verdict.next_token[slot])
     return StepTrace(tokens, tree.parents[slot, :num].tolist(), path, following, texts)

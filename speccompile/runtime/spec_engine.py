@@ -26,7 +26,7 @@ from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
-from speccompile.runtime.text import TextSink
+from speccompile.runtime.text import TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
 Prompt = str | Sequence[int]
@@ -75,6 +75,11 @@ class Stream(Iterator[Step]):
     ) -> None:
         self._sequence, self._decoded, self._finish = sequence, decoded, finish
         self.generation: Generation | None = None  # set after the last step
+
+    @property
+    def prompt(self) -> list[int]:
+        """Its tokens."""
+        return self._sequence.tokens[: self._sequence.num_prompt]
 
     def __next__(self) -> Step:
         [step] = next(self._decoded)
@@ -244,11 +249,12 @@ class SpecEngine:
         ids: list[int] = self.tokenizer.encode(self.expand_images(text, num_images)).ids
         return ids
 
-    def text_sink(self, params: SamplingParams) -> TextSink | None:
-        """Returns a sink that makes text of a request's tokens; None without a tokenizer."""
+    def text_sink(self, params: SamplingParams, prompt: Sequence[int]) -> TextSink | None:
+        """Returns a sink that makes text of a request's tokens after those of its prompt; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        return TextSink(self.tokenizer, params.stop, None if params.skip_special_tokens else self.eos_token_ids)
+        hidden = None if params.skip_special_tokens else self.eos_token_ids
+        return TextSink(self.tokenizer, params.stop, hidden, prompt)
 
     def reset(self, rows: int = 1, clears: bool = False) -> int:
         """Ends earlier runs and invalidates their caches. Returns the number of the new run.
@@ -338,7 +344,7 @@ class SpecEngine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:
             raise RuntimeFault(f"prompt {index}", "stop strings", "a bundle with a tokenizer", "Use stop_token_ids.")
-        sink = self.text_sink(params) if with_text or params.stop or not params.skip_special_tokens else None
+        sink = self.text_sink(params, tokens) if with_text or params.stop or not params.skip_special_tokens else None
         sequence = TokenSequence(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
             sequence.images = self.images.locate(f"prompt {index}", tokens, images)
@@ -379,7 +385,8 @@ class SpecEngine:
         if sequence.sink is not None:
             text = sequence.sink.text
         else:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else ""
+            prompt = sequence.tokens[: sequence.num_prompt]
+            text = text_of_tokens(self.tokenizer, tokens, prompt) if self.tokenizer is not None else ""
         logprobs = None if sequence.sampling.logprobs is None else sequence.logprobs
         return Generation(text, tokens, reason, sequence.stats.json_from_stats(), sequence.error, logprobs)
 

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
 
 WINDOW = 16  # tokens: decoding so many takes little longer than decoding one
+MAX_BYTES = 4  # of a character in UTF-8
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not (yet) a character
 
 
@@ -19,40 +23,166 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """Turns tokens into parts of text whose concatenation is the text of all tokens.
+    """Turns tokens into parts of text: what they add to the text of the prompt, however they are cut into parts.
 
-    Only a window of the latest tokens is decoded each time: from `_start` to the end; its text up to `_read` is known.
-    A window that ends inside a character is held back; after one that became too long, a new one begins.
+    Only a window is decoded each time: tokens whose text is known, and those that have none yet. It tells decoders that
+    treat the beginning of a text in another way (SentencePiece's drop its first space) that this is none. Bytes that
+    are no whole character are held back while they may become one; what they can no longer become is U+FFFD.
 
     Args:
         tokenizer: decodes runs of tokens.
         skips_special: leave special tokens out.
+        prompt: tokens before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skips_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skips_special: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._skips = tokenizer, skips_special
-        self._tokens: list[int] = []
-        self._start = self._read = 0  # tokens before _read have been emitted; decoding starts at _start
-        self._known = ""  # text of the tokens from _start to _read
+        self._context = self._end_of(prompt)  # tokens whose text is known
+        self._known = self._decode(self._context)
+        self._last = 0  # where the tokens of the context begin that gave text latest
+        self._held: list[int] = []  # tokens after them, whose text is not known yet
+        # SentencePiece's decoders read a run of bytes as a whole: it is broken, all of it, by one that does not fit.
+        self._are_runs = hasattr(tokenizer, "token_to_id") and tokenizer.token_to_id("<0x80>") is not None
+        while self._are_runs and self._known.endswith(REPLACEMENT):
+            self._held.insert(0, self._context.pop())
+            self._known = self._decode(self._context)
+        self._num_old = self._num_of_bytes() or 0  # of these are the prompt's: it ended within a character
+        self._held = self._held[len(self._held) - self._num_old :]
 
     def push(self, tokens: Sequence[int]) -> str:
         """Returns the text that these tokens complete."""
-        self._tokens += tokens
-        return self._advance(is_last=False)
+        text = self._decode([*self._context, *self._held, *tokens])
+        at = self._end_of_known(text)
+        if at is not None and REPLACEMENT not in text[at:]:
+            self._held += tokens
+            return self._take(text, at)
+        return "".join(self._push_one(token) for token in tokens)
 
     def finish(self) -> str:
-        """Returns the text that was held back."""
-        return self._advance(is_last=True)
-
-    def _advance(self, is_last: bool) -> str:
-        known, text = self._known, self._tokenizer.decode(self._tokens[self._start :], skip_special_tokens=self._skips)
-        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and not is_last):
+        """Returns the text that was held back, without a character of which only a part is there."""
+        if not self._held:
             return ""
-        start, self._read, self._known = self._read, len(self._tokens), text
-        if self._read - self._start > WINDOW:
-            self._start = start
-            self._known = self._tokenizer.decode(self._tokens[start:], skip_special_tokens=self._skips)
-        return text[len(known) :]
+        text = self._decode(self._context + self._held)
+        at = self._end_of_known(text)
+        new = REPLACEMENT * len(self._held) if at is None else text[at:]
+        new = self._without_old(new[: len(new) - self._num_of_half(new)])
+        self._held = []
+        return new
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the last tokens of a prompt: with text, and not from within a character."""
+        num = WINDOW // 2
+        while num < len(prompt):
+            text = self._decode(prompt[-num:])
+            if text and (num >= 2 * WINDOW or not text.startswith(REPLACEMENT)):
+                break
+            num = num + 1 if text else 2 * num
+        found = list(prompt[-num:])
+        return found if self._decode(found) else found[-WINDOW:]
+
+    def _end_of_known(self, text: str) -> int | None:
+        """Returns where the text after the known one begins; None: bytes of both were read as one broken run."""
+        known = self._known
+        if text.startswith(known):
+            return len(known)
+        whole = known.removesuffix(REPLACEMENT)  # the prompt ended within a character
+        if len(whole) < len(known) and text.startswith(whole):
+            return len(whole)
+        same = next((at for at, (one, other) in enumerate(zip(text, known, strict=False)) if one != other), len(text))
+        return None if REPLACEMENT in text[same:] else len(known)
+
+    def _push_one(self, token: int) -> str:
+        if not self._decode((token, token)):
+            return ""  # it is left out
+        self._held.append(token)
+        text = self._decode(self._context + self._held)
+        at = self._end_of_known(text)
+        is_open = text.endswith(REPLACEMENT) and at != len(text)
+        if at is not None and not is_open:
+            return self._take(text, at)
+        if is_open and len(self._held) < MAX_BYTES:
+            return ""
+        if at is not None and not self._are_runs:  # all of the text but its last character is final
+            return self._take(text, at, num_open=1)
+        _, *rest = self._held  # a byte a token, and the first begins no character
+        self._held = []
+        self._num_old, shown = max(self._num_old - 1, 0), "" if self._num_old else REPLACEMENT
+        return shown + "".join(self._push_one(token) for token in rest)
+
+    def _take(self, text: str, at: int, num_open: int = 0) -> str:
+        """Makes the text from `at` on known, but for its last `num_open` letters, and its tokens a part of the context.
+
+        Returns:
+            The text that became known.
+        """
+        new, num_before = text[at : len(text) - num_open], len(self._context)
+        if new or num_before <= 2 * WINDOW:  # else special tokens without end
+            self._context, self._known = self._context + self._held, text[: len(text) - num_open]
+        self._held = []
+        if new:
+            last, self._last = self._last, num_before
+            if len(self._context) > WINDOW:
+                self._context, self._last = self._context[last:], num_before - last
+                self._known = self._decode(self._context)
+                self._known = self._known[: len(self._known) - num_open]
+        return self._without_old(new)
+
+    def _without_old(self, text: str) -> str:
+        num, self._num_old = self._num_old, 0
+        return text.removeprefix(REPLACEMENT * num)
+
+    def _num_of_half(self, text: str) -> int:
+        """Returns how many replacements at the end of a text that was held back stand for a part of a character."""
+        num = len(text) - len(text.rstrip(REPLACEMENT))
+        is_run = num == len(self._held)  # one for each byte, as byte-fallback decoders write them
+        half = self._num_of_bytes()
+        if half is None:
+            return num if is_run else min(num, 1)
+        return half if self._are_runs else min(half, 1)
+
+    def _num_of_bytes(self) -> int | None:
+        """Returns how many bytes at the end of what is held back begin a character; None: tokens have no bytes."""
+        found = [bytes_of_token(self._tokenizer, token) for token in self._held]
+        parts = [part for part in found if part is not None]
+        reader = getincrementaldecoder("utf-8")("replace")
+        reader.decode(b"".join(parts))
+        return None if len(parts) < len(found) else len(reader.getstate()[0])
+
+
+@cache
+def bytes_by_letter() -> Mapping[str, int]:
+    """Returns the byte that each letter of a byte-level vocabulary stands for (the GPT-2 alphabet)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(hidden)}
+
+
+def bytes_of_token(tokenizer: Any, token: int) -> bytes | None:
+    """Returns the bytes that a token is a name for, as byte-level and byte-fallback vocabularies have them."""
+    name = tokenizer.id_to_token(token) if hasattr(tokenizer, "id_to_token") else None
+    if name is None:
+        return None
+    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+        return bytes([int(found[1], 16)])
+    letters = bytes_by_letter()
+    return bytes(letters[letter] for letter in name) if all(letter in letters for letter in name) else name.encode()
+
+
+def text_of_token(tokenizer: Tokenizer, token: int) -> str:
+    """Returns the text of a token inside of a text, special ones too."""
+    alone = tokenizer.decode([token], skip_special_tokens=False)
+    twice = tokenizer.decode([token, token], skip_special_tokens=False)
+    return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
+def text_of_tokens(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence[int] = ()) -> str:
+    """Returns what tokens add to the text of a prompt, without special ones; see `TextStream`."""
+    stream = TextStream(tokenizer, prompt=prompt)
+    parts = [stream.push(tokens[at : at + WINDOW]) for at in range(0, len(tokens), WINDOW)]
+    return "".join(parts) + stream.finish()
 
 
 class StopStrings:
@@ -99,10 +229,17 @@ class TextSink:
         tokenizer: decodes runs of tokens.
         stops: stop strings.
         hidden: where special tokens are shown, those that are not; None: no special token is shown.
+        prompt: tokens before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], hidden: frozenset[int] | None = None) -> None:
-        self._stream, self._stops = TextStream(tokenizer, hidden is None), StopStrings(stops)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        hidden: frozenset[int] | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._stream, self._stops = TextStream(tokenizer, hidden is None, prompt), StopStrings(stops)
         self._hidden = hidden or frozenset()
         self._one_by_one = bool(stops)
         self.text = ""

@@ -39,6 +39,22 @@ def text(prompt, num):
     return Letters().decode(TARGET.greedy(Letters().encode(prompt).ids, num))
 
 
+class Stripping(Letters):
+    """A tokenizer whose decoder drops the first letter of a text."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return super().decode(ids)[1:]
+
+
+def test_texts_are_what_tokens_add_to_the_prompts():
+    made, wanted = make_engine(Stripping()), text("bc", 12)
+    params = SamplingParams(max_new_tokens=12)
+    assert made.generate(["bc"], params)[0].text == wanted
+    assert "".join(step.text for step in made.stream("bc", params)) == wanted
+    [stopped] = made.generate(["bc"], SamplingParams(max_new_tokens=12, stop=(wanted[:2],)))
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+
+
 @pytest.fixture
 def engine():
     return make_engine()

@@ -3,24 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from speccompile.runtime.logprobs import TokenLogprobs, finite
-from speccompile.runtime.text import REPLACEMENT
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # what SentencePiece writes for a space; a decoder drops the first one of a text
-
-
-@cache
-def _bytes_of_letters() -> dict[str, int]:
-    """Returns the byte that each letter of a byte-level vocabulary stands for (the GPT-2 alphabet)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(hidden)}
+from speccompile.runtime.text import REPLACEMENT, bytes_of_token, text_of_token
 
 
 class TokenTexts:
@@ -37,24 +24,13 @@ class TokenTexts:
         """Returns the text of a token; bytes that are no character of their own are shown as one replacement."""
         if self._tokenizer is None:
             return f"token_id:{token}"
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        is_spaced = (self._name(token) or "").startswith(_SPACE) and not text.startswith(" ")
-        return f" {text}" if is_spaced else text
+        return text_of_token(self._tokenizer, token)
 
     def bytes_of(self, token: int) -> list[int]:
         """Returns the bytes of a token, also where they are a part of a character."""
-        text, name = self.text(token), self._name(token)
-        if REPLACEMENT in text and name is not None:
-            letters = _bytes_of_letters()
-            if found := _BYTE.fullmatch(name):
-                return [int(found[1], 16)]
-            if all(letter in letters for letter in name):
-                return [letters[letter] for letter in name]
-        return list(text.encode())
-
-    def _name(self, token: int) -> str | None:
-        names = getattr(self._tokenizer, "id_to_token", None)
-        return None if names is None else names(token)
+        text = self.text(token)
+        found = bytes_of_token(self._tokenizer, token) if REPLACEMENT in text else None
+        return list(text.encode() if found is None else found)
 
     def chat(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Returns the `logprobs` of a chat's choice."""

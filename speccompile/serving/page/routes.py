@@ -6,9 +6,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -101,7 +102,8 @@ def page_routes(server: OpenAIServer) -> APIRouter:
         engine = server.service.engine
         asked = await _request(server, body)
         step_outputs = server.submit([replace(asked, wants_trace=True)])
-        painter = engine.text_sink(asked.sampling)
-        return EventStream(events(step_outputs, painter, engine.tokenizer, len(asked.prompt)), step_outputs.close)
+        tokens = list(cast("Sequence[int]", asked.prompt))
+        painter = engine.text_sink(asked.sampling, tokens)
+        return EventStream(events(step_outputs, painter, engine.tokenizer, len(tokens)), step_outputs.close)
 
     return router

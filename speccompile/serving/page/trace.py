@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput, StepTrace
+from speccompile.runtime.text import text_of_token
 from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.stream import event_from_json
 
@@ -74,7 +75,7 @@ def _step(step_output: StepOutput, painter: Painter | None, tokenizer: Any, time
         "time_ms": round(time_ms, 2),
     }
     if step_output.trace is not None:
-        ids = [step_output.trace.next_token]
-        text = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer is not None else str(ids[0])
+        following = step_output.trace.next_token
+        text = text_of_token(tokenizer, following) if tokenizer is not None else str(following)
         step["tree"] = json_from_trace(step_output.trace, text)
     return step

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault, SpecCompileError
+from speccompile.runtime.text import text_of_tokens
 from speccompile.serving.triton.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, Tensor
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.request_parsing import text_from_value
@@ -125,7 +126,7 @@ def postprocess(row: Row, tokenizer: Tokenizer) -> Results:
     if "TEXT" in row:
         return {"OUTPUT": row["TEXT"]}
     sequences, lengths = row["TOKENS_BATCH"], row["SEQUENCE_LENGTH"].reshape(-1)
-    texts = [tokenizer.decode(ids[:n].tolist()).encode() for ids, n in zip(sequences, lengths, strict=True)]
+    texts = [text_of_tokens(tokenizer, ids[:n].tolist()).encode() for ids, n in zip(sequences, lengths, strict=True)]
     return {"OUTPUT": np.array(texts, dtype=np.object_)}
 
 

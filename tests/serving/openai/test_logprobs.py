@@ -94,10 +94,10 @@ class Pieces:
     """A vocabulary with bytes of two kinds and SentencePiece's space."""
 
     names = ("\u00c3\u00a9", "<0xC3>", "\u2581the", "the", "\u00e2\u0124")
-    texts = ("\u00e9", "\ufffd", "the", "the", "\ufffd")
+    texts = ("\u00e9", "\ufffd", " the", "the", "\ufffd")
 
     def decode(self, ids, skip_special_tokens=True):
-        return self.texts[ids[0]]
+        return "".join(self.texts[token] for token in ids).removeprefix(" ")
 
     def id_to_token(self, token):
         return self.names[token]

@@ -14,7 +14,7 @@ class Letters:
         ids = [0] * add_special_tokens + [ord(letter) - 96 for letter in text]
         return type("Encoding", (), {"ids": ids})()
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(96 + i) for i in ids)
 
     def get_vocab_size(self):
