@@ -5,10 +5,10 @@
     python bench/methods.py --prompts PROMPTS [--target FOLDER] [--rows prophet:auto,...] [--json OUT]
 
 Builds recipes/pycode-<name>.yaml once a row with the settings of that row (under --work, kept between runs), runs
-`speccompile bench` on each, and prints a Markdown table. Plain and speculative rounds are interleaved within a row,
-and the ratio is the median of the rounds', with its standard error; rows follow one another, so compare ratios, not
-tokens/s, between rows. Costs that were recorded on a busy machine mislead what is `auto`: --build-only builds, and
---retune measures the costs anew before each row.
+`speccompile bench` on each, and prints a Markdown table. Plain and speculative rounds are interleaved within a row, and
+the ratio is the quotient of their medians; `+-` is half of its 95 % confidence interval. Rows follow one another, so
+compare ratios, not tokens/s, between rows. Texts are compared with transformers' in float32. Costs that were recorded
+on a busy machine mislead what is `auto`: --build-only builds, and --retune measures the costs anew before each row.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 from speccompile.backends.onnxruntime.tune import measure_graph
+from speccompile.cli.bench_tables import equal_texts
 from speccompile.runtime.bundle import digest_from_manifest, read_bundle, weights_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,8 +64,7 @@ ROWS["medusa"] = {"chain": CHAIN, "tree": AUTO, "wide": forms_of(4)["wide"]}
 INSIDE = {"hybrid-mtp": ROOT / "examples/models/pycode-hybrid"}
 ROWS["hybrid-mtp"] = {"chain": {}}
 RECIPES = {"draft": "pycode"}  # the others are pycode-<name>
-HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "ratio to plain", "text")
-MEDIAN_ERROR = 1.2533  # times a mean's: the standard error of a median, sqrt(pi / 2), of numbers spread normally
+HEAD = ("method", "drafts", "acceptance length", "plain tokens/s", "tokens/s", "ratio to plain", "texts")
 
 
 def build(name: str, form: str, settings: dict[str, Any], target: Path, work: Path, extra: list[str]) -> Path:
@@ -126,13 +124,11 @@ def measure(bundle: Path, args: argparse.Namespace) -> dict[str, Any]:
 def row_from_report(name: str, form: str, report: dict[str, Any]) -> tuple[str, ...]:
     """Returns the cells of a row, see `HEAD`."""
     plain, spec = report["modes"]["plain"], report["modes"]["speculative"]
-    text = "equal" if spec["exact"] else f"equal for {spec['exact_share']:.0%}"
     speeds = (f"{plain['tokens_per_s']:.1f}", f"{spec['tokens_per_s']:.1f}")
-    rounds = [a / b for a, b in zip(spec["tokens_per_s_all"], plain["tokens_per_s_all"], strict=True)]
-    ratio = f"{report['ratios']['speculative/plain']:.3f}"
-    if len(rounds) > 1:
-        ratio += f" +-{MEDIAN_ERROR * stdev(rounds) / math.sqrt(len(rounds)):.3f}"
-    return (name, form, f"{spec['mean_acceptance_length']:.2f}", *speeds, ratio, text)
+    ratio = f"{spec['of_plain']:.3f}"
+    if spec["of_plain_spread"] is not None:
+        ratio += f" +-{spec['of_plain_spread']:.3f}"
+    return (name, form, f"{spec['mean_acceptance_length']:.2f}", *speeds, ratio, equal_texts(spec))
 
 
 def main() -> None:

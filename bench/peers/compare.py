@@ -62,12 +62,19 @@ def markdown_from_reports(reports: Sequence[Report]) -> str:
         own = [("here", *item) for item in env["versions"].items()]
         parts.append(
             f"{env['bundle']} ({peers['precision']}), {env['cpu']}, {env['threads']} threads, {env['num_prompts']} "
-            f"prompts, {env['max_new_tokens']} new tokens, medians of {env['repeats']} interleaved rounds; "
+            f"prompts, {env['max_new_tokens']} new tokens, medians of {env['repeats']} interleaved rounds with half of "
+            f"their 95 % confidence intervals; {_texts(report['reference'])}; "
             f"{', '.join(f'{name} {version} ({where})' for where, name, version in own + versions)}.\n"
         )
         parts.append(markdown_from_rows(peers["rows"]))
         parts += [f"Left out: {name}: {' '.join(reason.split())}\n" for name, reason in peers["left_out"].items()]
     return "\n".join(parts)
+
+
+def _texts(reference: Report) -> str:
+    if (why := reference.get("not_run")) is not None:
+        return f"texts not compared: {' '.join(why.split())}"
+    return f"texts: equal to those of transformers {reference['versions']['transformers']} in float32"
 
 
 def plot(reports: Sequence[Report], file: Path) -> None:

@@ -67,7 +67,8 @@ def load(job: Job) -> dict[str, Decode]:
 
         def decode(prompt: Sequence[int], max_new_tokens: int) -> Steps:
             params = og.GeneratorParams(model)
-            params.set_search_options(do_sample=False, max_length=len(prompt) + max_new_tokens)
+            # A checkpoint's own repetition penalty is no part of greedy decoding.
+            params.set_search_options(do_sample=False, max_length=len(prompt) + max_new_tokens, repetition_penalty=1.0)
             generator, steps = og.Generator(model, params), Steps()
             generator.append_tokens(np.array([prompt], dtype=np.int32))
             steps.prompt_end = time.perf_counter()  # a round's tokens come one by one: the first takes the round's time

@@ -22,7 +22,7 @@ def convert(source: Path, dest: Path, form: str) -> None:
 def load(job: Job) -> dict[str, Decode]:
     """Returns decoders that share one target."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.streamers import BaseStreamer
     from transformers.utils import logging
 
@@ -31,7 +31,9 @@ def load(job: Job) -> dict[str, Decode]:
     dtype = {"fp32": torch.float32, "16bit": torch.bfloat16}[job["form"]]
 
     def read(folder: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model.generation_config = GenerationConfig()  # a stored repetition penalty is no part of greedy decoding
+        return model
 
     class Clock(BaseStreamer):
         """Gets the prompt first, then the tokens of each step."""

@@ -12,23 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import speccompile
 from speccompile.cli.bench_peers import ENVIRONMENTS, PEERS, PRECISIONS
 from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.cli.output import print_warning
 from speccompile.cli.prompts import Request, check_results, read_requests, write_results
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from speccompile.cli.bench_peers import Peer
+    from speccompile.cli.bench_reference import Reference
+    from speccompile.cli.bench_rounds import Runs
     from speccompile.core.jobs import GraphJob
     from speccompile.runtime.bundle import Bundle
 
 MODES = ("plain", "speculative", "transformers", "transformers-assisted")
+_BUSY = "figures beside other work are those of a busy machine; end it and measure again."
 PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
 
 
@@ -51,7 +54,7 @@ def bench_command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to emit for each prompt.")] = 128,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
     modes: Annotated[str, typer.Option(help="Comma-separated modes; `all` leaves out what cannot run here.")] = "all",
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians of them, with their spread.")] = 5,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use the first prompts only; with --categories of each category.")
     ] = None,
@@ -72,24 +75,34 @@ def bench_command(
         str | None, typer.Option(help="More speculation methods of ours, comma-separated, a process each.")
     ] = None,
     peers_dir: Annotated[Path, typer.Option(help="Where `make peers` made their environments.")] = ENVIRONMENTS,
+    reference: Annotated[
+        bool,
+        typer.Option(help="Compare texts with transformers' in float32, which decodes each prompt once (kept)."),
+    ] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file, .svg or .png.")] = None,
 ) -> None:
     """Measure greedy decoding at batch 1.
 
     Plain and speculative decoding share an engine, every other mode has a process of its own; they take turns prompt by
-    prompt, and a process that waits is stopped. Sampling fields of the prompts are not used.
+    prompt, and a process that waits is stopped. Sampling fields of the prompts are not used. Whatever the bundle's
+    precision, texts are compared with transformers' greedy ones in float32.
     """
     from speccompile.cli.bench_categories import (
         Sample,
-        figures_by_group,
         groups_from_samples,
         read_lengths,
         samples_from_prompts,
     )
     from speccompile.cli.bench_peers import read_peers
-    from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
+    from speccompile.cli.bench_plot import check_plot, draw_report
+    from speccompile.cli.bench_reference import find_reference, not_run, reference_of_round
+    from speccompile.cli.bench_rounds import open_workers, run_rounds
+    from speccompile.cli.bench_tables import print_report
     from speccompile.runtime.bundle import read_bundle
 
     check_results(json_out)
+    check_plot(plot)
+    more = _read_methods(also)
     installed, left_out = read_peers(peers, peers_dir) if peers else ([], {})
     threads = usable_threads(threads)
     requests = _read_requests(prompts, categories, limit)
@@ -103,29 +116,96 @@ def bench_command(
     ids = [sample.ids for sample in samples]
     shared = [mode for mode in chosen if not mode.startswith("transformers")]
     groups = ([shared] if shared else []) + [[mode] for mode in chosen if mode not in shared]
-    jobs = [_job(modes, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for modes in groups]
     base = _job([], opened, None, num_threads, ids, max_new_tokens, assistant_tokens)
-    more = [name.strip() for name in (also or "").split(",") if name.strip()]
+    jobs = [_job(modes, opened, method, num_threads, ids, max_new_tokens, assistant_tokens) for modes in groups]
+    jobs = [{**job, "optional": modes == "all" and job["modes"] != shared} for job in jobs]
     # Each of them beside plain decoding of its own process: two processes of one graph differ by up to 25 %.
     jobs += [{**base, "modes": ["plain", "speculative"], "method": name, "prefix": f"{name} "} for name in more]
     if peers:
         jobs += _jobs_of_peers(base, opened, installed, peer_precisions, peers_dir, left_out)
     environment = _environment(opened, num_threads, threads, len(ids), max_new_tokens, repeats, assistant_tokens)
+    if (load := environment["load_average_before"]) and load[0] > (environment["num_cores"] or 1):
+        print_warning(f"the load average is {load[0]:.1f} on {environment['num_cores']} cores: {_BUSY}")
+    right = not_run("--no-reference") if not reference else None
     with Progress(console=Console(stderr=True), transient=True) as bar:
+        if right is None and MODES[2] not in chosen:
+            task = bar.add_task("texts of transformers in float32", total=len(ids))
+            right = find_reference(opened, base, lambda prompt: bar.advance(task))
+            bar.remove_task(task)
         loading = bar.add_task("load", total=None)
-        with open_workers(jobs, lambda job, error: left_out.update({job["prefix"].strip(): str(error)})) as workers:
+        with open_workers(jobs, lambda job, error: left_out.update({_name(job): str(error)})) as workers:
             bar.remove_task(loading)
             num_modes = sum(len(worker.modes) for worker in workers)
             task = bar.add_task("measure", total=num_modes * len(ids) * repeats)
             runs = run_rounds(workers, len(ids), repeats, lambda mode: bar.advance(task))
-    environment["load_average_after"] = _load_average()
-    report = {"environment": environment, **summary_from_runs(runs, opened.eos_token_ids)}
-    report |= figures_by_group(runs, groups_from_samples(samples, lengths), opened.eos_token_ids)
+    if right is None:
+        right = reference_of_round(runs[MODES[2]][0]) if MODES[2] in runs else not_run(left_out[MODES[2]])
+    report = _report(runs, right, groups_from_samples(samples, lengths), environment, opened.eos_token_ids)
+    report["left_out"] = left_out
     if peers:
         report["peers"] = _peers_report(report["modes"], opened, method, installed, left_out)
     if json_out is not None:
         write_results(json_out, report)
-    _print_report(Console(stderr=json_out is not None and str(json_out) == "-"), report)
+    if plot is not None:
+        draw_report(report, plot)
+    print_report(Console(stderr=json_out is not None and str(json_out) == "-"), report)
+
+
+def _name(job: Mapping[str, Any]) -> str:
+    """Returns the name of what is left out with a job: its peer and form, or its mode."""
+    name: str = job.get("prefix", "").strip() or job["modes"][0]
+    return name
+
+
+def _report(
+    runs: Runs,
+    reference: Reference,
+    groups: Mapping[str, Mapping[str, list[int]]],
+    environment: dict[str, Any],
+    eos_token_ids: Sequence[int],
+) -> dict[str, Any]:
+    from speccompile.cli.bench_categories import figures_by_group
+    from speccompile.cli.bench_summary import summary_from_runs
+
+    found = summary_from_runs(runs, reference.texts, eos_token_ids)
+    environment["load_average_after"] = _load_average()
+    return {
+        "environment": environment,
+        "reference": reference.record,
+        "warnings": _warnings(environment, found["modes"]),
+        **found,
+        **figures_by_group(runs, groups, reference.texts, eos_token_ids),
+    }
+
+
+def _warnings(environment: Mapping[str, Any], modes: Mapping[str, Any]) -> list[str]:
+    """Returns what makes the figures doubtful: other work on the machine."""
+    from speccompile.backends.contention import MAX_WAIT_SHARE
+
+    waited = max((mode["wait_share"] or 0.0 for mode in modes.values()), default=0.0)
+    load = "".join(f", load average {load[0]:.1f}" for load in [environment["load_average_after"]] if load)
+    told = (
+        f"threads that decode waited for a CPU in {waited:.0%} of their time ({environment['num_cores']} cores{load})"
+    )
+    return [f"{told}: {_BUSY}"] if waited > MAX_WAIT_SHARE else []
+
+
+def _read_methods(names: str | None) -> list[str]:
+    """Returns the methods of `--also`.
+
+    Raises:
+        RecipeError: there is no such method; the nearest name is suggested.
+        RuntimeFault: one of them is named twice, or drafts nothing.
+    """
+    from speccompile.core import registry
+
+    found = [name.strip() for name in (names or "").split(",") if name.strip()]
+    for name in found:
+        registry.method(name)
+    if len(set(found)) < len(found) or "none" in found:
+        expected = "speculation methods, each once"
+        raise RuntimeFault("--also", repr(names), expected, "Plain decoding stands beside each of them in any case.")
+    return found
 
 
 def _read_requests(prompts: Path | None, categories: str | None, limit: int | None) -> list[Request]:
@@ -142,28 +222,22 @@ def _read_requests(prompts: Path | None, categories: str | None, limit: int | No
 
 
 def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
+    from speccompile.cli.bench_reference import why_no_transformers
+
     is_plain = (method or bundle.recipe.method) == "none"
     possible = [m for m in MODES if not (is_plain and m in ("speculative", "transformers-assisted"))]
     if wanted == "all":
-        return [m for m in possible if not m.startswith("transformers") or _can_use_transformers(bundle)]
+        return [m for m in possible if not m.startswith("transformers") or why_no_transformers(bundle) is None]
     chosen = [m.strip() for m in wanted.split(",") if m.strip()]
     for mode in chosen:
         if mode not in possible:
             raise typer.BadParameter(f"got {mode!r}; expected some of {', '.join(possible)}", param_hint="--modes")
-        if mode.startswith("transformers") and not _can_use_transformers(bundle):
-            got = f"no transformers, or no checkpoint at {bundle.recipe.target.model}"
-            raise RuntimeFault(f"--modes {mode}", got, "both", "Install speccompile[build], or leave the mode out.")
+        if mode.startswith("transformers") and (why := why_no_transformers(bundle)) is not None:
+            raise RuntimeFault(f"--modes {mode}", why, "the target in transformers", "Mend it, or leave the mode out.")
     if not chosen or len(set(chosen)) < len(chosen):
         expected = f"some of {', '.join(possible)}, each once"
         raise typer.BadParameter(f"got {wanted!r}; expected {expected}", param_hint="--modes")
     return chosen
-
-
-def _can_use_transformers(bundle: Bundle) -> bool:
-    has_packages = all(_version(name) is not None for name in ("torch", "transformers"))
-    target = bundle.recipe.target
-    is_trained = target.weights == "checkpoint" and target.model is not None
-    return has_packages and is_trained and Path(target.model or "").is_dir()
 
 
 def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -289,33 +363,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _print_report(console: Console, report: dict[str, Any]) -> None:
-    from speccompile.cli.bench_categories import tables_from_figures
-
-    table = Table(box=None)
-    for title in ("mode", "tokens/s", "with prefill", "tokens a step", "exact", "outside the engine"):
-        is_name = title == "mode"
-        table.add_column(title, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
-    for name, mode in report["modes"].items():
-        share, outside = mode["exact_share"], mode["outside_engine_share"]
-        table.add_row(
-            name,
-            f"{mode['tokens_per_s']:.1f}",
-            f"{mode['tokens_per_s_with_prefill']:.1f}",
-            f"{mode['mean_acceptance_length']:.2f}",
-            "" if share is None else f"{100 * share:.0f} %",
-            "" if outside is None else f"{100 * outside:.1f} %",
-        )
-    console.print(table)
-    for table in tables_from_figures(report):
-        console.print(table)
-    if "peers" in report:
-        from speccompile.cli.bench_peers import markdown_from_rows
-
-        console.print(markdown_from_rows(report["peers"]["rows"]), markup=False, highlight=False, soft_wrap=True)
-        for name, reason in report["peers"]["left_out"].items():
-            console.print(f"left out: {name}: {reason}", style="yellow", markup=False, highlight=False)
-    for name, ratio in report["ratios"].items():
-        console.print(f"{name:<38} x{ratio:.2f}", highlight=False)

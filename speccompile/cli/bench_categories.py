@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from speccompile.cli.bench_rounds import Runs, summary_from_runs
+from speccompile.cli.bench_rounds import Runs
+from speccompile.cli.bench_summary import Texts, summary_from_runs
 from speccompile.cli.prompts import Request, read_requests
 from speccompile.errors import RuntimeFault
 
 FILE = Path(__file__).with_name("categories.jsonl")
 ALL = "all"
-_FIGURES = ("tokens_per_s", "mean_acceptance_length", "num_tokens", "exact_share")
+_FIGURES = (
+    *("tokens_per_s", "tokens_per_s_spread", "mean_acceptance_length", "num_tokens"),
+    *("of_plain", "of_plain_spread", "num_texts", "num_equal", "mean_first_difference"),
+)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,14 @@ def groups_from_samples(samples: Sequence[Sample], lengths: Sequence[int]) -> di
 
 
 def figures_by_group(
-    runs: Runs, groups: Mapping[str, Mapping[str, Iterable[int]]], eos_token_ids: Sequence[int] = ()
+    runs: Runs, groups: Mapping[str, Mapping[str, Iterable[int]]], reference: Texts | None, eos_token_ids: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the figures of every mode and the ratios in each group; see `bench_rounds.summary_from_runs`.
+    """Returns the figures of every mode and the ratios in each group; see `bench_summary.summary_from_runs`.
 
     Args:
         runs: of all prompts.
         groups: the prompts' indices by kind of group and its name, see `groups_from_samples`.
+        reference: the right text of each prompt; None: not run.
         eos_token_ids: of the bundle.
     """
     told: dict[str, dict[str, Any]] = {}
@@ -122,34 +125,8 @@ def figures_by_group(
         for name, indices in members.items():
             chosen = list(indices)
             part = {mode: [[one[i] for i in chosen] for one in rounds] for mode, rounds in runs.items()}
-            found = summary_from_runs(part, eos_token_ids)
+            right = None if reference is None else [reference[i] for i in chosen]
+            found = summary_from_runs(part, right, eos_token_ids)
             modes = {mode: {key: row[key] for key in _FIGURES} for mode, row in found["modes"].items()}
-            told[kind][name] = {"num_prompts": len(chosen), "modes": modes, "ratios": found["ratios"]}
+            told[kind][name] = {**found, "num_prompts": len(chosen), "modes": modes}
     return told
-
-
-def tables_from_figures(figures: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-    """Returns a table for each kind of group with more than one member."""
-    made = []
-    for kind, title in (("by_category", "category"), ("by_context", "context tokens")):
-        groups = figures.get(kind, {})
-        if len(groups) < 2:
-            continue
-        modes = list(next(iter(groups.values()))["modes"])
-        table = Table(box=None)
-        table.add_column(title, no_wrap=True)
-        table.add_column("prompts", justify="right")
-        for mode in modes:
-            table.add_column(f"{mode}: tokens/s", justify="right", overflow="fold")
-            if mode not in ("plain", "transformers"):
-                table.add_column("tokens a step", justify="right", overflow="fold")
-        for name, group in groups.items():
-            cells = [name, str(group["num_prompts"])]
-            for mode in modes:
-                row = group["modes"][mode]
-                cells.append(f"{row['tokens_per_s']:.1f}")
-                if mode not in ("plain", "transformers"):
-                    cells.append(f"{row['mean_acceptance_length']:.2f}")
-            table.add_row(*cells)
-        made.append(table)
-    return made

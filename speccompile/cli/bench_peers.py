@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from speccompile.cli.bench_tables import equal_texts, figure, ratio_text
 from speccompile.errors import BuildError, RuntimeFault
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 PEERS = ("openvino", "ort-genai", "llama.cpp", "transformers")
 PRECISIONS = ("fp32", "16bit", "int8", "int4")
 ENVIRONMENTS = Path("build/peers")
+_FIGURES = (
+    *("tokens_per_s", "tokens_per_s_spread", "tokens_per_s_all", "first_token_ms", "of_plain", "of_plain_spread"),
+    *("num_texts", "num_equal", "mean_first_difference", "peak_rss_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -197,10 +201,10 @@ def peer_jobs(
 def comparison_rows(
     modes: Mapping[str, Mapping[str, Any]], method: str, precision: str, peers: Sequence[Peer]
 ) -> list[dict[str, Any]]:
-    """Returns the rows of the table: engine, precision, form, mode, speed, its ratios, share of equal texts.
+    """Returns the rows of the table: engine, precision, form, mode, speed, its ratios, equal texts.
 
-    The ratios are medians over rounds: `of_ours`, to ours of the same mode, and `of_plain`, to plain decoding in the
-    same process; None where there is none.
+    The ratios are quotients of `tokens_per_s`: `of_ours`, to ours of the same mode, and `of_plain`, to plain decoding
+    in the same process; None where there is none.
 
     Args:
         modes: of a report; see `summary_from_runs`.
@@ -215,52 +219,38 @@ def comparison_rows(
         peer = next((p for p in peers if name.startswith(f"{p.name} ")), None)
         if peer is not None:
             form, kind = name.removeprefix(f"{peer.name} ").split(" ", 1)
-            row: dict[str, Any] = {
-                "engine": peer.name,
-                "precision": form,
-                "form": str(peer.forms[form]["name"]),
-                "mode": kind,
-            }
+            row = {"engine": peer.name, "precision": form, "form": str(peer.forms[form]["name"]), "mode": kind}
         elif name in ("transformers", "transformers-assisted"):
             kind = "plain" if name == "transformers" else "assisted"
             row = {"engine": "transformers, here", "precision": "fp32", "form": "fp32", "mode": kind}
         else:  # plain, speculative, or "<method> speculative"
             kind = method if name == "speculative" else name.removesuffix(" speculative")
             row = {"engine": "speccompile", "precision": precision, "form": precision, "mode": kind}
-        names = ("tokens_per_s", "tokens_per_s_all", "first_token_ms", "exact_share", "peak_rss_bytes")
-        plain = modes.get(_plain_beside(name))
-        of_plain = None if plain is None else _ratio(mode["tokens_per_s_all"], plain["tokens_per_s_all"])
-        rows.append({**row, **{key: mode[key] for key in names}, "of_plain": of_plain})
-    ours = {row["mode"]: row["tokens_per_s_all"] for row in rows if row["engine"] == "speccompile"}
-    for row in rows:
-        mine = ours.get(row["mode"]) if row["precision"] == precision else None
-        row["of_ours"] = None if mine is None else _ratio(row["tokens_per_s_all"], mine)
-    return sorted(rows, key=lambda row: (PRECISIONS.index(row["precision"]), row["engine"] != "speccompile"))
-
-
-def _plain_beside(name: str) -> str:
-    """Returns the name of plain decoding in the process of a mode; empty: it has none."""
-    if " " in name:
-        return name.rpartition(" ")[0] + " plain"
-    return "plain" if name in ("plain", "speculative") else ""
-
-
-def _ratio(speeds: Sequence[float], others: Sequence[float]) -> float:
-    """Returns the median of the ratios of rounds that were measured beside each other."""
-    return median(a / b for a, b in zip(speeds, others, strict=True))
+        rows.append({"name": name, **row, **{key: mode[key] for key in _FIGURES}})
+    ours = {made["mode"]: made["tokens_per_s"] for made in rows if made["engine"] == "speccompile"}
+    for made in rows:
+        mine = ours.get(made["mode"]) if made["precision"] == precision else None
+        made["of_ours"] = None if mine is None else made["tokens_per_s"] / mine
+    return sorted(rows, key=lambda made: (PRECISIONS.index(made["precision"]), made["engine"] != "speccompile"))
 
 
 def markdown_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table of `comparison_rows`."""
-    lines = [
-        "| engine | precision | form | mode | tokens/s | of ours | of its plain | ms to first token "
-        "| texts equal to fp32's |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    titles = (
+        "engine",
+        "precision",
+        "form",
+        "mode",
+        "tokens/s",
+        "of ours",
+        "of its plain",
+        "ms to first token",
+        "texts",
+    )
+    lines = [titles, ("---",) * len(titles)]
     for row in rows:
-        cells = [row["engine"], row["precision"], row["form"], row["mode"], f"{row['tokens_per_s']:.1f}"]
-        cells += ["" if row[key] is None else f"{row[key]:.2f}" for key in ("of_ours", "of_plain")]
-        cells.append(f"{row['first_token_ms']:.1f}")
-        cells.append("" if row["exact_share"] is None else f"{100 * row['exact_share']:.0f} %")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        speed = figure(row["tokens_per_s"], row["tokens_per_s_spread"])
+        ratios = (ratio_text(row["of_ours"], None), ratio_text(row["of_plain"], row["of_plain_spread"]))
+        names = (row["engine"], row["precision"], row["form"], row["mode"])
+        lines.append((*names, speed, *ratios, f"{row['first_token_ms']:.1f}", equal_texts(row)))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

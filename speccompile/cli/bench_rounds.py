@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved measurement: processes with one or more modes each, one running at a time, and the summary."""
+"""Interleaved measurement: processes with one or more modes each, one running at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from speccompile.errors import RuntimeFault
 
-REFERENCES = ("transformers", "transformers fp32 plain", "plain")  # whose texts are right, the first that was run
 Runs = dict[str, list[list[dict[str, Any]]]]  # by mode: rounds of one result a prompt
 
 
@@ -28,7 +26,7 @@ class Worker:
             `command` runs another program that talks as `bench_worker` does; `environment` is that program's.
 
     Raises:
-        RuntimeFault: the process cannot load its model.
+        RuntimeFault: the process cannot load its model: the error that it met, or the end of what it printed.
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
@@ -82,17 +80,27 @@ class Worker:
         if not line:
             self._process.wait()
             self._log.seek(0)
-            tail = self._log.read().strip()[-600:]
-            got = f"exit code {self._process.returncode}: {tail}"
+            got = f"exit code {self._process.returncode}: {_reason_from_log(self._log.read())}"
             raise RuntimeFault(
                 f"bench mode {', '.join(self.modes)}", got, "a result", "See the message, or leave the mode out."
             )
         result: dict[str, Any] = json.loads(line)
+        if "error" in result:
+            raise RuntimeFault(**result["error"])
         return result
 
     def _pause(self, is_paused: bool) -> None:
         if hasattr(signal, "SIGSTOP"):
             os.kill(self._process.pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
+
+
+def _reason_from_log(log: str) -> str:
+    """Returns why a process died: what stands after the frames of its last traceback, or the end of its output."""
+    tail = log.strip()
+    _, mark, last = tail.rpartition("Traceback (most recent call last):")
+    if mark:
+        tail = "\n".join(line for line in last.splitlines() if line.strip() and not line.startswith(" "))
+    return tail[-600:]
 
 
 @contextlib.contextmanager
@@ -138,62 +146,3 @@ def run_rounds(
                 runs[mode][-1].append(worker.run(mode, prompt))
                 progress(mode)
     return runs
-
-
-def summary_from_runs(runs: Runs, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
-    """Returns the modes' figures and their ratios.
-
-    `tokens_per_s` is decoding alone, the prompt's own time and the tokens that came with it (`num_first_tokens`) taken
-    out, as medians over rounds; the figure with both is `tokens_per_s_with_prefill`. `first_token_ms`: from the call to
-    the first new token, the median over all texts. `exact`: all tokens equal those of transformers' greedy decoding, or
-    of plain decoding where transformers was not run. An end token of `eos_token_ids` does not count: some engines leave
-    it out.
-    """
-    oracle = next((mode for mode in REFERENCES if mode in runs), None)
-    truth = None if oracle is None else [_text(result, eos_token_ids) for result in runs[oracle][0]]
-    modes = {mode: _mode(rounds, truth, oracle, eos_token_ids) for mode, rounds in runs.items()}
-    ratios = {}
-    order = [m for m in ("speculative", "plain", "transformers-assisted", "transformers") if m in modes]
-    for at, mode in enumerate(order):
-        for other in order[at + 1 :]:
-            pairs = zip(modes[mode]["tokens_per_s_all"], modes[other]["tokens_per_s_all"], strict=True)
-            ratios[f"{mode}/{other}"] = median(a / b for a, b in pairs if b > 0)
-    return {"modes": modes, "ratios": ratios}
-
-
-def _text(result: Mapping[str, Any], eos_token_ids: Sequence[int]) -> list[int]:
-    tokens: list[int] = result["tokens"]
-    return tokens[:-1] if tokens and tokens[-1] in eos_token_ids else tokens
-
-
-def _mode(
-    rounds: list[list[dict[str, Any]]], truth: list[list[int]] | None, oracle: str | None, eos_token_ids: Sequence[int]
-) -> dict[str, Any]:
-    results = [result for results in rounds for result in results]
-    speeds, speeds_with_prefill = [], []
-    for one in rounds:
-        num = sum(len(result["tokens"]) for result in one)
-        total_s = sum(result["total_s"] for result in one)
-        prefill_s = sum(result["prefill_s"] for result in one)
-        num_first = sum(result.get("num_first_tokens", 0) for result in one)
-        speeds.append((num - num_first) / max(total_s - prefill_s, 1e-9))
-        speeds_with_prefill.append(num / max(total_s, 1e-9))
-    steps = sum(result["num_steps"] for result in results)
-    same = []
-    if truth is not None:
-        same = [_text(a, eos_token_ids) == b for one in rounds for a, b in zip(one, truth, strict=True)]
-    outside = [result["outside_s"] for result in results]
-    decode_s = sum(result["total_s"] - result["prefill_s"] for result in results)
-    return {
-        "tokens_per_s": median(speeds),
-        "tokens_per_s_all": speeds,
-        "tokens_per_s_with_prefill": median(speeds_with_prefill),
-        "first_token_ms": median(result["first_token_s"] for result in results) * 1e3,
-        "mean_acceptance_length": 1 + sum(result["num_accepted"] for result in results) / max(steps, 1),
-        "exact": all(same) if same else None,
-        "exact_share": sum(same) / len(same) if same else None,
-        "exact_against": oracle,
-        "outside_engine_share": None if None in outside else sum(outside) / max(decode_s, 1e-9),
-        "num_tokens": sum(len(result["tokens"]) for result in rounds[0]),
-        "peak_rss_bytes": results[-1]["peak_rss_bytes"],
-    }

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes of a benchmark that share one loaded model, in a process of their own: JSON lines in, JSON lines out.
 
-The first line says what to load; each further one is a mode and the index of a prompt to be decoded. Plain and
+The first line says what to load; each further one is a mode and the index of a prompt to be decoded. An error of ours
+is answered with its parts, `{"error": {...}}`, and ends the process. Plain and
 speculative decoding share the same engine: where a process's weights happen to lie in memory was measured to make two
 processes with the same graph differ by up to 25 %.
 """
@@ -16,6 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from speccompile.backends.contention import WaitClock
+from speccompile.errors import SpecCompileError
 
 if TYPE_CHECKING:
     from speccompile.runtime.spec_engine import SpecEngine
@@ -75,20 +79,19 @@ class _Clock:
 
 def _transformers(job: dict[str, Any]) -> Decode:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import GenerationConfig
     from transformers.utils import logging
 
-    from speccompile.checkpoints.lora import open_lora
-    from speccompile.export.lora import merge_lora
+    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.training.target import Target
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(job["threads"])
 
     def read(model: str, lora: str | None) -> Any:
-        found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        if lora is not None:
-            merge_lora(found, open_lora(lora))
+        found = Target(resolve_checkpoint(model), torch.float32, lora=lora).model
+        found.generation_config = GenerationConfig()  # a penalty that a checkpoint stores is no part of greedy decoding
         return found
 
     target = read(job["target"], job["lora"])
@@ -158,14 +161,23 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     job = json.loads(sys.stdin.readline())
+    try:
+        _serve(job, lambda answer: print(json.dumps(answer), file=answers))
+    except SpecCompileError as fault:
+        parts = {name: getattr(fault, name) for name in ("where", "got", "expected", "todo")}
+        print(json.dumps({"error": parts}), file=answers)
+
+
+def _serve(job: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
     decode = _transformers(job) if job["modes"][0].startswith("transformers") else _speccompile(job)
     for mode in job["modes"]:  # first steps allocate; they are not what is measured
         decode(mode, job["prompts"][0], min(job["max_new_tokens"], 16))
-    print(json.dumps({"ready": True}), file=answers)
+    answer({"ready": True})
+    clock = WaitClock()
     for line in sys.stdin:
         mode, prompt = json.loads(line)
         result = decode(mode, job["prompts"][prompt], job["max_new_tokens"])
-        print(json.dumps({**result, "peak_rss_bytes": _peak_rss_bytes()}), file=answers)
+        answer({**result, "peak_rss_bytes": _peak_rss_bytes(), "wait_share": clock.share()})
 
 
 if __name__ == "__main__":

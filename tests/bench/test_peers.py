@@ -111,18 +111,22 @@ def test_every_peer_has_a_worker_and_pinned_packages():
 def report(precision):
     def row(engine, mode, speed):
         return {"engine": engine, "precision": precision, "form": "F", "mode": mode, "tokens_per_s": speed,
-                "first_token_ms": 12.0, "of_ours": None, "of_plain": None, "exact_share": None}  # fmt: skip
+                "first_token_ms": 12.0, "of_ours": None, "of_plain": None, "of_plain_spread": None, "num_equal": None,
+                "tokens_per_s_spread": None}  # fmt: skip
 
     environment = {"bundle": "b", "cpu": "C", "threads": 2, "num_prompts": 3, "max_new_tokens": 4, "repeats": 5,
                    "versions": {"speccompile": "0"}}  # fmt: skip
     rows = [row("speccompile", "plain", 10.0), row("speccompile", "draft_model", 20.0), row("openvino", "plain", 5.0)]
     peers = {"precision": precision, "rows": rows, "versions": {"openvino": {"openvino-genai": "1"}}}
-    return {"environment": environment, "peers": {**peers, "left_out": {"llama.cpp": "no\ncompiler"}}}
+    reference = {"versions": {"transformers": "5"}}
+    peers["left_out"] = {"llama.cpp": "no\ncompiler"}
+    return {"environment": environment, "reference": reference, "peers": peers}
 
 
 def test_a_comparison_names_machine_versions_and_what_is_left_out():
     text = module("compare").markdown_from_reports([report("fp32"), report("int8")])
-    assert "b (fp32), C, 2 threads, 3 prompts, 4 new tokens, medians of 5 interleaved rounds" in text
+    assert "b (fp32), C, 2 threads, 3 prompts, 4 new tokens, medians of 5 interleaved rounds with half of" in text
+    assert "texts: equal to those of transformers 5 in float32; speccompile 0 (here)" in text
     assert "speccompile 0 (here), openvino-genai 1 (openvino)." in text and "Left out: llama.cpp: no compiler" in text
     assert text.count("| speccompile | int8 | F | draft_model | 20.0 |") == 1
 

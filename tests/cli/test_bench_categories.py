@@ -23,9 +23,10 @@ from speccompile.cli.bench_categories import (
     read_categories,
     read_lengths,
     samples_from_prompts,
-    tables_from_figures,
 )
-from speccompile.cli.bench_rounds import run_rounds, summary_from_runs
+from speccompile.cli.bench_rounds import run_rounds
+from speccompile.cli.bench_summary import summary_from_runs
+from speccompile.cli.bench_tables import figure, print_report
 from speccompile.cli.bench_worker import decode_with
 from speccompile.cli.prompts import read_requests
 from speccompile.core.jobs import MethodContext
@@ -68,13 +69,16 @@ def test_figures_of_groups_are_those_of_their_prompts_alone() -> None:
     groups = groups_from_samples(samples, lengths)
     assert groups["by_category"] == {"json": [0, 2, 4, 6], "code": [1, 3, 5, 7]}
     assert groups["by_context"] == {"8": [0, 1, 2, 3], "40": [4, 5, 6, 7]}
-    figures = figures_by_group(runs, groups)
+    reference = [result["tokens"] for result in runs["plain"][0]]
+    reference[5] = [-1]  # of "code" and "40"
+    figures = figures_by_group(runs, groups, reference, ())
     for members, told in ((groups[kind][name], figures[kind][name]) for kind in groups for name in groups[kind]):
         results = [one[i] for one in runs["speculative"] for i in members]
         steps, accepted = (sum(result[key] for result in results) for key in ("num_steps", "num_accepted"))
         row = told["modes"]["speculative"]
         assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / steps) and accepted > 0
-        assert told["modes"]["plain"]["mean_acceptance_length"] == 1 and row["exact_share"] == 1
+        assert told["modes"]["plain"]["mean_acceptance_length"] == 1
+        assert row["num_equal"] == len(members) - (5 in members)
         assert row["num_tokens"] == NUM_TOKENS * len(members) and told["num_prompts"] == len(members)
         seconds = [sum(one[i]["total_s"] - one[i]["prefill_s"] for i in members) for one in runs["speculative"]]
         assert row["tokens_per_s"] == pytest.approx(
@@ -84,11 +88,6 @@ def test_figures_of_groups_are_those_of_their_prompts_alone() -> None:
     whole = summary_from_runs(runs)["modes"]["speculative"]["num_tokens"]
     for kind in figures:
         assert sum(group["modes"]["speculative"]["num_tokens"] for group in figures[kind].values()) == whole
-    out = io.StringIO()
-    for table in tables_from_figures(figures):
-        Console(file=out, width=160).print(table)
-    for name in ("json", "code", "8", "40", "category", "context tokens"):
-        assert name in out.getvalue()
 
 
 def test_contexts_are_the_last_tokens_of_alike_prompts() -> None:
@@ -106,8 +105,6 @@ def test_without_lengths_buckets_are_powers_of_two_and_categories_may_be_missing
     samples = [Sample([0] * n, None) for n in (5, 32, 33, 64, 130)]
     groups = groups_from_samples(samples, [])
     assert groups == {"by_category": {}, "by_context": {"up to 32": [0, 1], "up to 64": [2, 3], "up to 256": [4]}}
-    one = figures_by_group(run_rounds([InProcess([[1, 2]])], 1, 1), {"by_context": {"up to 32": [0]}})
-    assert tables_from_figures(one) == []
 
 
 def test_our_prompts_are_of_five_categories() -> None:
@@ -146,23 +143,30 @@ def test_a_file_of_prompts_may_have_categories(tmp_path: Path) -> None:
         read_requests(path)
 
 
-def test_the_report_has_a_table_for_each_kind_of_group() -> None:
-    row = {"tokens_per_s": 2.0, "mean_acceptance_length": 1.5, "num_tokens": 4, "exact_share": 1.0}
-    extra = {"tokens_per_s_with_prefill": 1.0, "outside_engine_share": None}
-    groups = {name: {"num_prompts": 1, "modes": {"speculative": row}, "ratios": {}} for name in ("code", "json")}
-    report = {"modes": {"speculative": {**row, **extra}}, "ratios": {}, "by_category": groups, "by_context": {}}
-    out = io.StringIO()
-    bench._print_report(Console(file=out, width=160), report)
-    assert out.getvalue().count("speculative: tokens/s") == 1 and "code" in out.getvalue()
+def report_of(names: tuple[str, ...], groups: list[str]) -> dict[str, Any]:
+    runs = {name: [[one_result(0.01 * (2 + turn))] * 2 for turn in range(3)] for name in names}
+    members = {"by_category": {name: [at] for at, name in enumerate(groups)}, "by_context": {"up to 32": [0, 1]}}
+    found = {**summary_from_runs(runs), **figures_by_group(runs, members, None, ())}
+    record = {"reference": {"not_run": "no"}, "left_out": {"openvino int4": "no kernel"}, "warnings": ["busy"]}
+    return {**found, **record, "environment": {"repeats": 3}}
 
 
-def test_nothing_of_the_report_is_cut_in_a_narrow_terminal() -> None:
-    row = {"tokens_per_s": 1234.5, "mean_acceptance_length": 2.25, "num_tokens": 4, "exact_share": 1.0}
-    names = ("plain", "speculative", "transformers", "transformers-assisted")
-    modes = {name: {**row, "tokens_per_s_with_prefill": 987.6, "outside_engine_share": 0.5} for name in names}
-    groups = {name: {"num_prompts": 1, "modes": dict.fromkeys(names, row), "ratios": {}} for name in ("code", "json")}
-    report = {"modes": modes, "ratios": {}, "by_category": groups, "by_context": {}}
+def one_result(total_s: float) -> dict[str, Any]:
+    return {"tokens": [1] * 50, "total_s": total_s, "prefill_s": 0.0, "first_token_s": 0.1, "num_steps": 25,
+            "num_accepted": 25, "outside_s": 0.001, "peak_rss_bytes": 1}  # fmt: skip
+
+
+def test_every_mode_is_a_row_and_nothing_is_cut_in_80_columns() -> None:
+    names = ("plain", "speculative", "transformers", "transformers-assisted", "ngram plain", "ngram speculative")
     out = io.StringIO()
-    bench._print_report(Console(file=out, width=80), report)
+    print_report(Console(file=out, width=80), report_of(names, ["copy-edit", "json"]))
     told = out.getvalue()
-    assert "…" not in told and "\n transformers-assisted " in told and told.count("1234.5") == 4 + 2 * 4
+    tables = told[: told.index("Medians of")].splitlines()
+    assert "…" not in told and all(len(line) <= 80 for line in tables)
+    speed = figure(50 / 0.03, None)
+    for name in names:
+        rows = [line for line in tables if f"{name} " in line and speed in line.split()]
+        rows = [line for line in rows if line.split(speed)[0].endswith(f"{name} ") or name in line.split(speed)[0]]
+        assert len([line for line in rows if f" {name} " in f" {line}"]) >= 3, name  # all prompts, and two categories
+    assert "copy-edit" in told and "context" not in told  # of one context there is no table
+    assert "left out: openvino int4: no kernel" in told and told.rstrip().endswith("busy")

@@ -17,7 +17,8 @@ from speccompile.cli.bench_peers import (
     read_peers,
     read_precisions,
 )
-from speccompile.cli.bench_rounds import open_workers, run_rounds, summary_from_runs
+from speccompile.cli.bench_rounds import open_workers, run_rounds
+from speccompile.cli.bench_summary import summary_from_runs
 from speccompile.errors import BuildError, RuntimeFault
 from speccompile.runtime.records import TargetRecord
 
@@ -177,7 +178,7 @@ def rows(folder):
         "openvino int8 draft_model": [run_of([1, 2, 3, 5], 0.5)],
         "openvino int8 plain": [run_of([1, 2, 3, 5], 0.2)],
     }
-    modes = summary_from_runs(runs, [9])["modes"]
+    modes = summary_from_runs(runs, [[1, 2, 3, 4, 9], [1, 2, 3, 6]], [9])["modes"]
     return {
         (row["engine"], row["precision"], row["mode"]): row
         for row in comparison_rows(modes, "draft_model", "int8", peers)
@@ -196,24 +197,25 @@ def test_rows_compare_with_plain_decoding_of_their_own_process(rows):
     ours = [key[2] for key in rows if key[0] == "speccompile"]
     assert ours == ["plain", "draft_model", "ngram"]  # of plain decoding one row
     plain = rows["speccompile", "int8", "plain"]
-    assert plain["tokens_per_s"] == 4 and plain["of_plain"] == 1
+    assert plain["tokens_per_s"] == 4 and plain["of_plain"] is None
     assert rows["speccompile", "int8", "draft_model"]["of_plain"] == 2
     assert rows["speccompile", "int8", "ngram"]["of_plain"] == pytest.approx(2)  # not 2.5, of the other process
     assert rows["openvino", "int8", "draft_model"]["of_plain"] == pytest.approx(0.4)
     assert rows["transformers, here", "fp32", "plain"]["of_plain"] is None
 
 
-def test_an_end_token_that_an_engine_leaves_out_makes_no_difference(rows):
-    assert rows["speccompile", "int8", "plain"]["exact_share"] == 1
-    assert rows["openvino", "fp32", "plain"]["exact_share"] == 1
-    assert rows["openvino", "int8", "plain"]["exact_share"] == 0
+def test_texts_of_every_engine_are_compared_with_the_reference(rows):
+    equal = {key: (row["num_equal"], row["num_texts"], row["mean_first_difference"]) for key, row in rows.items()}
+    assert equal["speccompile", "int8", "plain"] == (1, 2, 3)  # not with plain decoding of its own precision
+    assert equal["openvino", "fp32", "plain"] == (1, 2, 3)  # an end token that an engine leaves out does not count
+    assert equal["openvino", "int8", "plain"] == (0, 2, 3)
 
 
 def test_the_table_has_a_line_for_each_row(rows):
     lines = markdown_from_rows(list(rows.values())).splitlines()
     assert len(lines) == 2 + len(rows) and all(line.count("|") == 10 for line in lines)
-    assert "| openvino | int8 | INT8 | plain | 5.0 | 1.25 | 1.00 | 20.0 | 0 % |" in lines
-    assert "| transformers, here | fp32 | fp32 | plain | 1.0 |  |  | 100.0 | 100 % |" in lines
+    assert "| openvino | int8 | INT8 | plain | 5.00 | x1.25 |  | 20.0 | 0/2 (3) |" in lines
+    assert "| transformers, here | fp32 | fp32 | plain | 1.00 |  |  | 100.0 | 1/2 (3) |" in lines
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 """generate and bench on a real bundle, as scripts call them."""
 
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 import speccompile
+from speccompile.certificate.checkpoint import open_reference
+from speccompile.cli.bench_reference import find_reference
 from speccompile.cli.main import app
 from speccompile.core.sampling import SamplingParams
+from speccompile.errors import SpecCompileError
+from speccompile.runtime.bundle import read_bundle
 
 
 def run(*arguments):
@@ -100,9 +105,36 @@ def test_bench_measures_modes_in_one_run(pair, prompts, tmp_path):
     assert set(report["modes"]) == {"plain", "speculative", "transformers"}
     for mode in report["modes"].values():
         assert mode["tokens_per_s"] > 0 and len(mode["tokens_per_s_all"]) == 2
-        assert mode["exact"] is True and mode["exact_against"] == "transformers"
+        assert mode["num_equal"] == mode["num_texts"] == 2
+    assert report["reference"]["source"] == "transformers" and report["reference"]["dtype"] == "float32"
     lengths = {name: mode["mean_acceptance_length"] for name, mode in report["modes"].items()}
     assert lengths["plain"] == lengths["transformers"] == 1.0 <= lengths["speculative"]  # measured times decide
     assert set(report["ratios"]) == {"speculative/plain", "speculative/transformers", "plain/transformers"}
     environment = report["environment"]
     assert environment["threads"] == 1 and environment["num_prompts"] == 2 and environment["versions"]["onnxruntime"]
+
+
+def test_the_reference_of_texts_is_plain_greedy_decoding_in_float32(pair, tmp_path, monkeypatch):
+    """Whatever a checkpoint stores for `generate`; and without the mode `transformers` it is decoded once and kept."""
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
+    bundle = read_bundle(pair)
+    model = shutil.copytree(bundle.recipe.target.model, tmp_path / "model")
+    penalty = {"repetition_penalty": 8.0, "no_repeat_ngram_size": 2, "suppress_tokens": [10, 11, 12]}
+    (model / "generation_config.json").write_text(json.dumps(penalty))
+    prompts = [[0, 40, 50, 60], [0, 70, 71, 72, 73]]
+    job = {"prompts": prompts, "max_new_tokens": 12, "target": str(model), "lora": None, "draft": None, "threads": 1,
+           "eos_token_ids": []}  # fmt: skip
+    reference, why = open_reference(model)
+    assert reference is not None, why
+    wanted = [reference.greedy(prompt, 12) for prompt in prompts]
+    for source in ("run", "cache"):
+        found = find_reference(bundle, job)
+        assert found.texts == wanted and found.record["source"] == source
+        assert found.record["versions"]["transformers"]
+
+
+def test_an_error_of_a_further_method_is_ours(pair, prompts):
+    arguments = ["bench", str(pair), "--prompts", str(prompts), "--modes", "plain", "--also", "eagle3"]
+    with pytest.raises(SpecCompileError) as caught:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "Traceback" not in str(caught.value) and "eagle3" in str(caught.value)

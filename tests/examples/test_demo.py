@@ -19,21 +19,27 @@ def demo():
     return module
 
 
-def report(exact):
-    plain = {"tokens_per_s": 100.0, "mean_acceptance_length": 1.0, "exact": True}
-    fast = {"tokens_per_s": 150.0, "mean_acceptance_length": 2.25, "exact": exact}
-    return {"modes": {"plain": plain, "speculative": fast}, "ratios": {"speculative/plain": 1.5}}
+def report(**changes):
+    plain = {"tokens_per_s": 100.0, "tokens_per_s_spread": 3.0}
+    fast = {"tokens_per_s": 150.0, "tokens_per_s_spread": 4.0, "of_plain": 1.5, "of_plain_spread": 0.1,
+            "mean_acceptance_length": 2.25, "num_texts": 12, "num_equal": 12, "num_equal_to_plain": 12}  # fmt: skip
+    return {"modes": {"plain": plain, "speculative": {**fast, **changes}}, "reference": {}}
 
 
-def test_the_summary_has_speeds_ratio_and_acceptance(demo):
-    text = demo.summary_from_bench(report(exact=True))
-    assert "plain           100.0 tokens/s" in text
-    assert "speculative     150.0 tokens/s   x1.50, the same tokens" in text
+def test_the_summary_has_speeds_with_spread_ratio_and_acceptance(demo):
+    text = demo.summary_from_bench(report())
+    assert "plain              100 ±3 tokens/s" in text
+    assert "speculative        150 ±4 tokens/s   x1.50 ±0.10\n" in text
     assert "2.25 tokens per target step" in text
+    assert "texts: 12 of 12 equal plain decoding's; transformers in float32: 12 of 12 equal" in text
 
 
-def test_the_summary_does_not_hide_a_difference(demo):
-    assert "NOT the same tokens" in demo.summary_from_bench(report(exact=False))
+def test_the_summary_does_not_hide_a_difference_or_the_noise(demo):
+    text = demo.summary_from_bench(report(num_equal_to_plain=11, num_equal=10, of_plain_spread=0.6))
+    assert "x1.50 ±0.60, no difference within the noise" in text
+    assert "texts: 11 of 12 equal plain decoding's; transformers in float32: 10 of 12 equal" in text
+    told = demo.summary_from_bench({**report(num_equal=None), "reference": {"not_run": "no torch"}})
+    assert "transformers in float32: no torch" in told
 
 
 def test_a_failed_command_ends_the_demo_with_its_exit_code(tmp_path):

@@ -169,7 +169,11 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_card_says_what_was_built_and_measured(bundle: Bundle) -> None:
-    bench = {"modes": {"speculative": {"tokens_per_s": 812.34, "mean_acceptance_length": 2.5, "exact": True}}}
+    bench = {
+        "modes": {
+            "speculative": {"tokens_per_s": 812.34, "mean_acceptance_length": 2.5, "num_equal": 3, "num_texts": 4}
+        }
+    }
     card = card_from_manifest(bundle.manifest, NAME, json.loads(json.dumps(bench)))
     head = yaml.safe_load(card.split("---")[1])
     assert head == {
@@ -185,7 +189,7 @@ def test_the_card_says_what_was_built_and_measured(bundle: Bundle) -> None:
         "| caches | 8 sequences of 64 tokens |",
         "| 16 | 9.25 |",
         "KL 1.0e-04 nats, same top token 99.0%",
-        "| speculative | 812.3 | 2.50 | true |",
+        "| speculative | 812.3 | 2.50 | 3 of 4 |",
     ):
         assert line in card
     assert "bench" not in card_from_manifest(bundle.manifest, NAME) and "certificate" not in card
