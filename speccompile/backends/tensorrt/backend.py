@@ -272,11 +272,12 @@ class TensorRTBackend(Backend):
             RuntimeFault: no GPU.
         """
         from speccompile.backends.tensorrt.engine import load_engine
-        from speccompile.backends.tensorrt.records import check_record, needs_registration, read_record
+        from speccompile.backends.tensorrt.records import check_record, plugins_to_register, read_record
 
         record = read_record(path)
         check_record(path, record, max_slots)
-        settings = {**tuning, "variant": record["variant"], "plugins": needs_registration(record)}
+        others = [] if rollback is None else [read_record(rollback)]
+        settings = {**tuning, "variant": record["variant"], "plugins": plugins_to_register(record, *others)}
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
         return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, owners=owners)
 

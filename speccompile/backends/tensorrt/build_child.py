@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +68,7 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     settings, source, dest = request["settings"], Path(request["onnx"]), Path(request["plan"])
     trt, spec, form = variant.trt, spec_from_json(request["spec"]), settings["plugin_form"]
     if settings["plugins"]:
-        _register_plugins(trt, form, len(spec.caches))
+        _register_plugins(trt, settings["plugins"], form, len(spec.caches), variant.can.needs_gpu_to_build)
     builder = trt.Builder(variant.logger)
     with _stage("parse", stages, send):
         network, parser = networks.parse_network(variant, builder, source, settings["plugins"], form)
@@ -94,15 +94,19 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     return {"stages": stages, "plan_bytes": writer.num_bytes, "plugin_layers": plugin_layers, **names}
 
 
-def _register_plugins(trt: ModuleType, form: str, num_caches: int) -> None:
+def _register_plugins(trt: ModuleType, plugins: Sequence[str], form: str, num_caches: int, needs_gpu: bool) -> None:
     if form == "aot":
         from speccompile.backends.tensorrt.aot_plugins import register_aot_plugins
 
         register_aot_plugins(trt, find_compute_capabilities()[0], num_caches)
         return
+    from speccompile.backends.tensorrt.kernels import compile_kernels
     from speccompile.backends.tensorrt.plugins import register_plugins
 
     register_plugins(trt)
+    for capability in find_compute_capabilities()[:1] if needs_gpu else ():  # the builder times the plugins on it
+        for op in plugins:
+            compile_kernels(op, capability)
 
 
 @contextlib.contextmanager

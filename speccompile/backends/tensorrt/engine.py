@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,15 @@ def load_engine(
         spec: its inputs and outputs.
         max_slots: sequences decoded at once.
         max_rows: cache rows of each; the plan has at least as many.
-        settings: `variant` (default auto), `plugins` (whether plans hold plugins that are registered from Python),
-            and those of `Plan` and `Runner`.
+        settings: `variant` (default auto), `plugins` (of the plans, to register from Python), and
+            those of `Plan` and `Runner`.
         rollback: the plan that compacts trees.
         device: cuda or cuda:N.
         owners: see `TrtEngine`.
 
     Raises:
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
-        BuildError: TensorRT is not installed.
+        BuildError: TensorRT is not installed, or the plugins' kernels cannot be compiled.
         RuntimeFault: no GPU, or not enough memory.
         DeviceLost: see `Device.call`.
     """
@@ -100,8 +100,8 @@ def _load(
     owners: Mapping[str, TrtEngine] | None,
 ) -> TrtEngine:
     variant = load_tensorrt(str(settings.get("variant", "auto")))
-    if settings.get("plugins"):
-        _register_plugins(variant)
+    if plugins := settings.get("plugins"):
+        _prepare_plugins(variant, plugins, gpu)
     if spec.caches:
         _check_rows(path, spec, max_rows)
     plan = Plan(variant, path, spec, gpu, settings, cache_bytes(spec, max_slots))
@@ -112,10 +112,15 @@ def _load(
     return TrtEngine(plan, max_slots, max_rows, settings, compactor, owners)
 
 
-def _register_plugins(variant: Variant) -> None:
+def _prepare_plugins(variant: Variant, plugins: Sequence[str], gpu: Device) -> None:
+    """Registers the plugins and loads their kernels: errors inside a step would be TensorRT's, without their reason."""
+    from speccompile.backends.tensorrt.kernels import load_module
     from speccompile.backends.tensorrt.plugins import register_plugins
 
     register_plugins(variant.trt)
+    major, minor = gpu.properties()["compute_capability"]
+    for op in plugins:
+        load_module(op, (major, minor))
 
 
 def _check_rows(path: Path, spec: GraphSpec, max_rows: int) -> None:

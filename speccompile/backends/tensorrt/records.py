@@ -78,9 +78,9 @@ def plugin_abi_of(has_plugins: bool) -> dict[str, Any] | None:
     return dict(plugin_abi())
 
 
-def needs_registration(record: Mapping[str, Any]) -> bool:
-    """Whether the plan's plugins must be registered before it is loaded."""
-    return bool(record["plugins"]) and record.get("plugin_form") != "aot"
+def plugins_to_register(*records: Mapping[str, Any]) -> list[str]:
+    """Returns the plugins of plans that must be registered before they are loaded."""
+    return sorted({op for record in records if record.get("plugin_form") != "aot" for op in record["plugins"]})
 
 
 def write_record(plan: Path, record: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
 from speccompile.backends.measuring import measure_steps, measured_sizes
-from speccompile.backends.tensorrt.records import needs_registration, read_record
+from speccompile.backends.tensorrt.records import plugins_to_register, read_record
 from speccompile.core.specs import GraphSpec
 
 
@@ -27,7 +27,7 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     record = read_record(path)
     slots, rows = measured_sizes(spec)
     slots = min([slots, *(int(p["sizes"]["batch"][2]) for p in record["profiles"])])
-    settings = {"variant": record["variant"], "plugins": needs_registration(record)}
+    settings = {"variant": record["variant"], "plugins": plugins_to_register(record)}
     engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
     step_ms = measure_steps(engine, max_nodes=_max_nodes(spec, record))
     return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": step_ms}

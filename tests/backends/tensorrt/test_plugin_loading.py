@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of plugins are compiled and loaded with the engine, where what is missing can be said."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from speccompile.backends.tensorrt import backend as backend_module
+from speccompile.backends.tensorrt import kernels, plugins, records
+from speccompile.backends.tensorrt.engine import load_engine
+from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, PLUGIN_OPS, SPEC_VERIFY
+from speccompile.backends.tensorrt.specs import tensorrt_spec
+from speccompile.core.dims import ModelDims
+from speccompile.errors import BuildError
+from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
+from tests.backends.tensorrt.trt_lab import Lab
+
+ROWS = 64
+SPEC = tensorrt_spec(
+    verified_spec(decoder_spec("target", ModelDims("llama", 97, 64, 2, 4, 2, 16, ROWS))), "float16", ROWS
+)
+SIZES = {"max_slots": 1, "max_rows": ROWS}
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What was registered and loaded, in order."""
+    seen = []
+    monkeypatch.setattr(plugins, "register_plugins", lambda trt: seen.append("register"))
+    monkeypatch.setattr(kernels, "load_module", lambda op, capability: seen.append((op, capability)))
+    return seen
+
+
+@pytest.mark.parametrize("ops", [[], [KV_ROLLBACK], list(PLUGIN_OPS)])
+def test_kernels_are_loaded_before_the_plan(monkeypatch, tmp_path, loaded, ops):
+    lab = Lab(monkeypatch, tmp_path)
+    load_engine(lab.plan(None, SPEC), SPEC, **SIZES, settings={"plugins": ops})
+    assert loaded == (["register", *((op, (9, 0)) for op in ops)] if ops else [])
+
+
+def test_a_missing_compiler_is_named_when_the_engine_is_loaded(monkeypatch, tmp_path, loaded):
+    def load(op, capability):
+        raise BuildError("plugins", "no nvcc, and no NVRTC", "one of them", "Install one.")
+
+    monkeypatch.setattr(kernels, "load_module", load)
+    lab = Lab(monkeypatch, tmp_path)
+    with pytest.raises(BuildError, match="no nvcc, and no NVRTC"):
+        load_engine(lab.plan(None, SPEC), SPEC, **SIZES, settings={"plugins": [SPEC_VERIFY]})
+    assert loaded == ["register"] and lab.trt.deserialized == []
+
+
+@pytest.mark.parametrize(
+    ("ops", "form", "rollback", "wanted"),
+    [
+        ([SPEC_VERIFY], "python", None, [SPEC_VERIFY]),
+        ([SPEC_VERIFY], "python", [KV_ROLLBACK], [KV_ROLLBACK, SPEC_VERIFY]),
+        ([], "python", [KV_ROLLBACK], [KV_ROLLBACK]),  # of a draft whose steps are trees
+        ([SPEC_VERIFY], "aot", [KV_ROLLBACK], []),  # their kernels are in the plans
+        ([], "python", [], []),
+    ],
+)
+def test_the_plugins_of_both_plans_are_loaded(monkeypatch, tmp_path, ops, form, rollback, wanted):
+    given = {}
+    plans = [tmp_path / f"{name}/graph.plan" for name in ("target", "rollback")]
+    record = {"variant": "tensorrt_rtx", "version": "0.0", "plugin_form": form, "profiles": []}
+    for plan, held in zip(plans, (ops, rollback or []), strict=True):
+        plan.parent.mkdir()
+        records.write_record(plan, {**record, "plugins": held})
+    monkeypatch.setattr(records, "check_record", lambda *arguments: None)
+    monkeypatch.setattr("speccompile.backends.tensorrt.engine.load_engine", lambda *a, **more: given.update(more))
+    compactor = None if rollback is None else plans[1]
+    backend_module.TensorRTBackend().load(plans[0], SPEC, **SIZES, tuning={}, rollback=compactor)
+    assert given["settings"]["plugins"] == wanted
+
+
+def test_extras_bring_what_a_gpu_needs_beside_its_driver():
+    root = Path(__file__).parents[3]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("tensorrt", "tensorrt-rtx"):
+        assert {line.split(">")[0] for line in extras[extra]} == {"cuda-python", "nvidia-cuda-nvrtc", extra}
+    assert "onnxruntime-gpu[cuda,cudnn]" in {line.split(">")[0] for line in extras["ort-gpu"]}
+
+
+def test_nvrtc_of_the_extra_is_found_and_compiles(monkeypatch, tmp_path):
+    """The real one: cuda-python finds the wheel's library without a toolkit on the machine."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-python is not installed: NVRTC WAS NOT RUN")
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernels, "find_nvcc", lambda: None)
+    ptx = kernels.compile_kernels(KV_ROLLBACK, (9, 0), "ptx")
+    assert b".entry kv_rollback_16" in ptx and b".target sm_90" in ptx and not ptx.endswith(b"\0")
+    assert kernels.compile_kernels(KV_ROLLBACK, (12, 0)).startswith(b"\x7fELF")
