@@ -30,7 +30,7 @@ def save_model(model: ir.Model, path: Path, progress: Callable[[str], None] | No
     Raises:
         BuildError: the disk is full or not writable.
     """
-    data, options = path.with_name(path.name + ".data"), {"size_threshold_bytes": INLINE_BYTES}
+    data = path.with_name(path.name + ".data")
     done = itertools.count()
 
     def tell(tensor: ir.TensorProtocol, info: CallbackInfo) -> None:
@@ -39,7 +39,7 @@ def save_model(model: ir.Model, path: Path, progress: Callable[[str], None] | No
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        ir.save(model, path, external_data=data.name, callback=tell, max_in_flight_bytes=1 << 28, **options)
+        ir.save(model, path, None, data.name, INLINE_BYTES, callback=tell, max_in_flight_bytes=1 << 28)
         files = [f for f in (path, data) if f.exists()]
         for file in files:
             with file.open("rb") as handle:

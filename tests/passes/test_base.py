@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a pass is checked before and after it runs."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -9,6 +11,7 @@ from speccompile.errors import PassError, RecipeError
 from speccompile.passes.base import Pass, Property, count_nodes, histogram_from_model, run_pipeline
 from speccompile.passes.edit import Editor
 from speccompile.passes.pipelines import onnxruntime_table
+from speccompile.passes.save import save_model
 
 
 def make_model() -> ir.Model:
@@ -69,3 +72,13 @@ def test_unknown_quantisation_is_refused_by_name() -> None:
     spec = decoder_spec("target", ModelDims("llama", 97, 8, 1, 2, 1, 4, 64))
     with pytest.raises(RecipeError, match="int3/fp32"):
         onnxruntime_table(spec, "int3", "fp32")
+
+
+def test_writing_weights_is_told_by_how_many_are_done(tmp_path: Path) -> None:
+    """Weights are cast and quantised while they are written: on a wide model that takes longer than all passes."""
+    model, told = make_model(), list[str]()
+    edit = Editor(model)
+    for number in range(3):
+        edit.const(np.full(1024, number, np.float32), f"w{number}")
+    save_model(model, tmp_path / "graph.onnx", told.append)
+    assert told == [f"write weights {done}/3" for done in range(3)]
