@@ -27,6 +27,8 @@ class StructuredOutputs:
         grammar: in Lark's syntax as llguidance reads it, or in GBNF.
         structural_tag: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`: free text, but what follows a
             trigger is one of the structures; or `{"format": {"type", ..}}` with xgrammar's types (docs/serve.md).
+        whitespace_pattern: a regular expression of the white space that may stand between the tokens of JSON; "": none;
+            None: a space, or a line end and an indent of 20 at most.
         reasoning: markers of one token each that stand around a free text before it: ("<think>", "</think>").
 
     Raises:
@@ -39,6 +41,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    whitespace_pattern: str | None = None
     reasoning: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:

@@ -7,22 +7,29 @@ the request is submitted, and a grammar that fails later ends its sequence with 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from speccompile.common.structured_outputs import WHERE, StructuredOutputs
 from speccompile.core.tree import Bools
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.structural_tags import lark_from_structural_tag
+from speccompile.runtime.constraint_checker import Checked, ConstraintChecker, shutting_down
+from speccompile.runtime.constraint_forms import refuse
+from speccompile.runtime.constraint_limits import fault_of_matcher, make_matcher, make_vocabulary
 
-MAX_KEPT = 64  # compiled grammars
+GRAMMAR = "grammar"  # where a grammar fails
+MAX_KEPT_BYTES, _LEAST_BYTES = 64 << 20, 1 << 16  # of compiled grammars; of one
+NUM_BUILDERS = 2
+_MAX_MASK_S = 0.5  # other texts wait meanwhile
 _TAIL = 8  # tokens at a prompt's end that may open or close its reasoning
 _PACKAGE = "llguidance"
 
@@ -32,8 +39,8 @@ class GrammarFault(RuntimeFault):
 
     def __init__(self, got: str) -> None:
         super().__init__(
-            "grammar",
-            got.strip().partition("\n")[0][:200],
+            GRAMMAR,
+            got[:200],
             "tokens that may follow",
             "Simplify the schema or the grammar.",
         )
@@ -162,10 +169,13 @@ class GrammarMatcher:
                 mask = np.zeros(self._vocab_size, dtype=np.bool_)
                 mask[self._eos] = True
             else:
+                start_s = time.thread_time()
                 bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                if (took_s := time.thread_time() - start_s) > _MAX_MASK_S:
+                    raise GrammarFault(f"a token that takes {took_s:.1f} s to choose")
                 mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
             if matcher.is_error():
-                raise GrammarFault(matcher.get_error())
+                raise GrammarFault(fault_of_matcher(matcher))
         finally:
             if num:
                 matcher.rollback(num)
@@ -201,8 +211,11 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
         self._vocabulary: Any = None  # llguidance's, made at the first use
-        self._kept: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputs, tuple[Any, int]] = OrderedDict()  # with bytes
         self._lock = threading.Lock()
+        self._loading, self._is_open = threading.Lock(), True
+        self._checker = ConstraintChecker(self._source)
+        self._builders = ThreadPoolExecutor(NUM_BUILDERS, "speccompile-grammars")  # starts threads when they are needed
 
     def matcher(self, wanted: StructuredOutputs, prompt: Sequence[int]) -> GrammarMatcher:
         """Returns a matcher at the start of a text.
@@ -224,25 +237,86 @@ class Grammars:
         Raises:
             RuntimeFault: the grammar is wrong, or beyond what llguidance knows; or the bundle has no tokenizer or no
                 end-of-sequence token; or the package is not installed.
+            Busy: too many wait.
         """
-        with self._lock:
-            if wanted in self._kept:
-                self._kept.move_to_end(wanted)
-                return self._kept[wanted]
-            if self._vocabulary is None:
-                self._vocabulary = self._load_vocabulary()
-        from llguidance import LLMatcher
+        found = self._find(wanted)
+        if found is None:
+            self._load_vocabulary()
+            found = self._build(wanted, self._checker.submit(wanted).result())
+        return found
 
-        matcher = LLMatcher(self._vocabulary, grammar_from_constraint(wanted, self._vocabulary), log_level=0)
-        if matcher.is_error():
-            _refuse(wanted, matcher.get_error())
+    async def prepare(self, wanted: StructuredOutputs) -> None:
+        """Compiles a grammar for the next `matcher` of it; the event loop goes on. Cancelling ends the work.
+
+        Raises:
+            RuntimeFault, Busy: see `compile`.
+        """
+        if not self._is_open:
+            raise shutting_down()
+        if self._find(wanted) is None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._builders, self._load_vocabulary)
+            if not self._is_open:
+                raise shutting_down()
+            checked = await asyncio.wrap_future(self._checker.submit(wanted))
+            await loop.run_in_executor(self._builders, self._build, wanted, checked)
+        if wanted.reasoning is not None:
+            self._markers(wanted.reasoning)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Estimated bytes of the grammars that are kept."""
+        return sum(size for _, size in self._kept.values())
+
+    def open(self) -> None:
+        """Lets `prepare` take grammars, again after `close`."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Ends the process that tries grammars; who waits for it in `prepare`, or calls that later, gets a `Busy`."""
+        self._is_open = False
+        self._checker.close()
+
+    def _find(self, wanted: StructuredOutputs) -> Any:
         with self._lock:
-            self._kept[wanted] = matcher
-            while len(self._kept) > MAX_KEPT:
+            if wanted not in self._kept:
+                return None
+            self._kept.move_to_end(wanted)
+            return self._kept[wanted][0]
+
+    def _build(self, wanted: StructuredOutputs, checked: Checked) -> Any:
+        """Compiles once more what was tried, and keeps it: the process that tried it cannot give it away."""
+        matcher = make_matcher(self._vocabulary, checked.grammar)
+        if reason := fault_of_matcher(matcher):
+            refuse(wanted, reason)
+        with self._lock:
+            self._kept[wanted] = matcher, checked.num_bytes + 2 * len(checked.grammar) + _LEAST_BYTES
+            while len(self._kept) > 1 and self.num_kept_bytes > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
         return matcher
 
-    def _load_vocabulary(self) -> Any:
+    def _source(self) -> Mapping[str, Any]:
+        """Returns what `make_vocabulary` takes."""
+        tokenizer = self._tokenizer
+        if hasattr(tokenizer, "to_str"):
+            num = max(self._vocab_size, tokenizer.get_vocab_size())
+            return {"tokenizer": tokenizer.to_str(), "num": num, "eos": self._eos}
+        return {"tokens": [list(token) for token in tokenizer.tokens], "num": None, "eos": self._eos}
+
+    def _load_vocabulary(self) -> None:
+        with self._loading:
+            if self._vocabulary is None:
+                self._check_parts()
+                try:
+                    self._vocabulary = make_vocabulary(self._source())
+                except ValueError as fault:
+                    todo = (
+                        "Give the checkpoint a tokenizer.json with a byte-level or byte-fallback decoder; build again."
+                    )
+                    got = f"a tokenizer without bytes: {str(fault).strip().partition(chr(10))[0][:200]}"
+                    raise RuntimeFault(WHERE, got, "one that llguidance reads", todo) from fault
+
+    def _check_parts(self) -> None:
         if importlib.util.find_spec(_PACKAGE) is None:
             todo = "Install it: pip install 'speccompile[structured]'."
             raise RuntimeFault(WHERE, f"no package {_PACKAGE}", "the package of the extra [structured]", todo)
@@ -252,17 +326,6 @@ class Grammars:
         if not self._eos:
             todo = "Name one in the checkpoint's generation_config.json (eos_token_id), and build the bundle again."
             raise RuntimeFault(WHERE, "a bundle without an end-of-sequence token", "one, to end the text with", todo)
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        is_own = hasattr(self._tokenizer, "to_str")
-        num = max(self._vocab_size, self._tokenizer.get_vocab_size()) if is_own else None
-        source = self._tokenizer.to_str() if is_own else TokenizerWrapper(self._tokenizer)
-        try:
-            return LLTokenizer(source, n_vocab=num, eos_token=self._eos)
-        except ValueError as fault:
-            todo = "Give the checkpoint a tokenizer.json with a byte-level or byte-fallback decoder, and build again."
-            got = str(fault).strip().partition("\n")[0][:200]
-            raise RuntimeFault(WHERE, f"a tokenizer without bytes: {got}", "one that llguidance reads", todo) from fault
 
     def _markers(self, texts: tuple[str, str]) -> tuple[int, int]:
         found = tuple(self._tokenizer.token_to_id(text) for text in texts)
@@ -270,40 +333,3 @@ class Grammars:
             todo = "Choose the reasoning parser of this model, or none."
             raise RuntimeFault(WHERE, f"no token {' or '.join(texts)}", "markers of one token each", todo)
         return found[0], found[1]
-
-
-def _refuse(wanted: StructuredOutputs, got: str) -> NoReturn:
-    todo = f"Correct the {wanted.kind}, or leave out what llguidance does not know."
-    raise RuntimeFault(f"{WHERE} ({wanted.kind})", got.strip().partition("\n")[0], "a grammar that compiles", todo)
-
-
-def grammar_from_constraint(wanted: StructuredOutputs, vocabulary: Any) -> str:
-    """Returns a constraint as `llguidance.LLMatcher` takes it.
-
-    Raises:
-        RuntimeFault: it is no JSON, or has another form than `StructuredOutputs` says.
-    """
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    grammar: str
-    try:
-        if wanted.json_object:
-            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
-        elif wanted.json is not None:
-            schema = json.loads(str(wanted.json))
-            if not isinstance(schema, dict | bool):
-                _refuse(wanted, f"a schema of type {type(schema).__name__}")
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        elif wanted.regex is not None:
-            grammar = LLMatcher.grammar_from_regex(wanted.regex)
-        elif wanted.choice is not None:
-            grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
-        elif wanted.grammar is not None:
-            grammar = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
-        else:
-            tag = json.loads(str(wanted.structural_tag))
-            grammar = LLMatcher.grammar_from_lark(lark_from_structural_tag(tag, vocabulary))
-    except (ValueError, IndexError, KeyError, AssertionError, TypeError, AttributeError) as fault:
-        _refuse(wanted, f"{type(fault).__name__}: {fault}")
-    return grammar

@@ -114,6 +114,7 @@ class Service:
             raise RuntimeFault("service", "a second start", "one", "Make another service.")
         self._thread = threading.Thread(target=self._serve, name="speccompile-scheduler", daemon=True)
         self._is_open = self._is_running = True
+        self.engine.grammars.open()
         self._thread.start()
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -127,6 +128,7 @@ class Service:
         """
         with self._lock:
             self._is_open = False
+        self.engine.grammars.close()
         thread = self._thread
         if thread is None:
             return

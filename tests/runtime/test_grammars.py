@@ -155,12 +155,3 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(module, "_PACKAGE", "no_such_package")
     with pytest.raises(RuntimeFault, match=r"pip install 'speccompile\[structured\]'"):
         make_grammars().compile(CODE)
-
-
-def test_grammars_in_use_are_kept(grammars, monkeypatch):
-    monkeypatch.setattr(module, "MAX_KEPT", 2)
-    first = grammars.compile(StructuredOutputs(regex="x1"))
-    assert grammars.compile(StructuredOutputs(regex="x1")) is first
-    for at in range(2):
-        grammars.compile(StructuredOutputs(regex=f"y{at}"))
-    assert grammars.compile(StructuredOutputs(regex="x1")) is not first

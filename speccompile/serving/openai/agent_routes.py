@@ -45,7 +45,10 @@ def _chat(server: OpenAIServer, body: ResponsesBody | CountBody) -> ChatBody:
 
 
 async def _answer(server: OpenAIServer, http: HttpRequest, chat: ChatBody, make: _MakeAnswer) -> Response:
-    request, reader = await request_from_chat(chat, server.service.engine, server.template, server.formats)
+    made = request_from_chat(chat, server.service.engine, server.template, server.formats)
+    if (found := await unless_disconnected(http, made)) is None:
+        return Response(status_code=HUNG_UP)
+    request, reader = found
     step_outputs = server.submit([request])
     answer = make(step_outputs, reader, Usage(len(request.prompt)))
     if chat.stream:

@@ -187,7 +187,9 @@ def api_routes(server: OpenAIServer) -> APIRouter:
         """Continue one or more prompts."""
         body = await read_body(http, CompletionBody)
         server.check_model(body.model)
-        requests = await requests_from_completion(body, server.service.engine)
+        requests = await unless_disconnected(http, requests_from_completion(body, server.service.engine))
+        if requests is None:
+            return Response(status_code=HUNG_UP)
         return await server.respond(http, COMPLETION, body, requests)
 
     @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
@@ -195,8 +197,10 @@ def api_routes(server: OpenAIServer) -> APIRouter:
         """Answer the last message of a chat."""
         body = await read_body(http, ChatBody)
         server.check_model(body.model)
-        request, reader = await request_from_chat(body, server.service.engine, server.template, server.formats)
-        return await server.respond(http, CHAT, body, [request], reader)
+        made = request_from_chat(body, server.service.engine, server.template, server.formats)
+        if (found := await unless_disconnected(http, made)) is None:
+            return Response(status_code=HUNG_UP)
+        return await server.respond(http, CHAT, body, [found[0]], found[1])
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

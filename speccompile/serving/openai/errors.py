@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.grammars import GRAMMAR
 from speccompile.runtime.requests import Busy, StepOutput
 from speccompile.serving.openai.unions import MARK
 
@@ -68,6 +69,11 @@ def timeout_error(part: str) -> ApiError:
     return ApiError(408, f"The request's {part} took too long to arrive.", code="request_timeout", headers=headers)
 
 
+def request_timeout() -> ApiError:
+    """Returns the answer to a request that took longer than it may."""
+    return ApiError(504, "The request took longer than its time-out.", TIMEOUT, None, "timeout")
+
+
 def error_from_fault(fault: RuntimeFault) -> ApiError:
     """Returns the answer to a request that the runtime did not take."""
     if isinstance(fault, Busy):
@@ -113,9 +119,13 @@ def _param(loc: Sequence[str | int]) -> str:
 def error_from_step_output(step_output: StepOutput) -> ApiError | None:
     """Returns the error for an output that did not come to its end; None for `stop` and the limits."""
     if step_output.finish_reason == "timeout":
-        return ApiError(504, "The request took longer than its time-out.", TIMEOUT, None, "timeout")
+        return request_timeout()
     if step_output.finish_reason == "cancelled":
         return ApiError(503, "The server is shutting down.", OVERLOADED, None, "shutting_down")
+    if step_output.finish_reason == "error" and str(step_output.error).startswith(f"{GRAMMAR}:"):
+        return ApiError(
+            400, f"The constraint cannot be followed: {step_output.error}", INVALID, None, "invalid_grammar"
+        )
     if step_output.finish_reason == "error":
         return ApiError(500, f"The engine failed: {step_output.error}", SERVER, None, "engine_error")
     return None

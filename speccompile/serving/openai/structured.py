@@ -9,8 +9,9 @@ from typing import Any
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Busy
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.errors import ApiError, error_from_fault, request_timeout
 from speccompile.serving.openai.protocol import Sampled
 
 _GUIDED = {
@@ -77,18 +78,26 @@ def error_from_constraint(fault: RuntimeFault, field: str) -> ApiError:
     return ApiError(400, message, param=field, code="invalid_grammar")
 
 
-async def compile_constraint(engine: SpecEngine, wanted: StructuredOutputs, field: str) -> None:
-    """Compiles a constraint in a thread, so that other requests go on; it is kept for the request.
+async def compile_constraint(
+    engine: SpecEngine, wanted: StructuredOutputs, field: str, timeout_s: float | None = None
+) -> None:
+    """Compiles a constraint while other requests go on; it is kept for the request. Cancelling ends the work.
 
     Args:
         engine: whose vocabulary it is for.
         wanted: the constraint.
         field: that asks for it.
+        timeout_s: seconds that it may take.
 
     Raises:
-        ApiError: it does not compile.
+        ApiError: it does not compile, or took too long.
     """
     try:
-        await asyncio.to_thread(engine.grammars.matcher, wanted, ())
+        async with asyncio.timeout(timeout_s):
+            await engine.grammars.prepare(wanted)
+    except TimeoutError as fault:
+        raise request_timeout() from fault
+    except Busy as fault:
+        raise error_from_fault(fault) from fault
     except RuntimeFault as fault:
         raise error_from_constraint(fault, field) from fault

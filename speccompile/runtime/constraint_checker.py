@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tries constraints in a process of its own, so that none ends this one, or holds it up: see `constraint_worker`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+from speccompile.common.structured_outputs import WHERE, StructuredOutputs
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.requests import Busy
+
+_COMMAND = (sys.executable, "-m", "speccompile.runtime.constraint_worker")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A constraint that texts can follow.
+
+    Args:
+        grammar: in the language of llguidance.
+        num_bytes: that compiling it took.
+    """
+
+    grammar: str
+    num_bytes: int
+
+
+class _Process:
+    """The process, and what it is to read."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
+        self.lines: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self.child = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C reaches this process alone
+        )
+
+    def feed(self, make_source: Callable[[], Mapping[str, Any]]) -> None:
+        """Writes lines until there is a None, or nobody who reads them."""
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError), self.child.stdin as stdin:
+            line: Mapping[str, Any] | None = make_source()
+            while line is not None:
+                stdin.write(json.dumps(line).encode() + b"\n")
+                stdin.flush()
+                line = self.lines.get()
+
+
+class ConstraintChecker:
+    """Owns the process; it is started at the first constraint, and again when it has ended.
+
+    Args:
+        make_source: returns the vocabulary, see `constraint_limits.make_vocabulary`.
+    """
+
+    def __init__(self, make_source: Callable[[], Mapping[str, Any]]) -> None:
+        self._make_source = make_source
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._process: _Process | None = None
+        self._open: dict[int, tuple[_Process, StructuredOutputs, Future[Checked]]] = {}
+
+    def submit(self, wanted: StructuredOutputs) -> Future[Checked]:
+        """Returns what becomes of a constraint; a cancelled future ends its trial.
+
+        Its exception is a RuntimeFault (the constraint is wrong, or beyond the bounds), or `Busy`.
+        """
+        future: Future[Checked] = Future()
+        with self._lock:
+            number, process = next(self._numbers), self._process or self._start()
+            self._process, self._open[number] = process, (process, wanted, future)
+        process.lines.put({"job": number, "constraint": {**asdict(wanted), "reasoning": None}})
+        future.add_done_callback(lambda done: process.lines.put({"cancel": number}) if done.cancelled() else None)
+        return future
+
+    def close(self) -> None:
+        """Ends the process; open futures get a `Busy`. A later `submit` starts another one."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.child.pid, signal.SIGKILL)  # with the jobs
+
+    def _start(self) -> _Process:
+        process = _Process()
+        for work, arguments in ((process.feed, (self._make_source,)), (self._read, (process,))):
+            threading.Thread(target=work, args=arguments, name="speccompile-constraints", daemon=True).start()
+        return process
+
+    def _read(self, process: _Process) -> None:
+        """Reads answers until the process ends."""
+        assert process.child.stdout is not None
+        with process.child.stdout as stdout:
+            for line in stdout:
+                answer = json.loads(line)
+                with self._lock:
+                    _, wanted, future = self._open.pop(answer["job"])
+                _resolve(future, wanted, answer)
+        process.lines.put(None)
+        code = process.child.wait()
+        with self._lock:
+            is_closed = self._process is not process
+            self._process = None if self._process is process else self._process
+            lost = [number for number, (owner, *_) in self._open.items() if owner is process]
+            left = [self._open.pop(number) for number in lost]
+        for _, wanted, future in left:
+            _resolve(future, wanted, {"is_closed": True} if is_closed else {"died": f"its process ended with {code}"})
+
+
+def _resolve(future: Future[Checked], wanted: StructuredOutputs, answer: Mapping[str, Any]) -> None:
+    with suppress(InvalidStateError):  # cancelled meanwhile
+        if "grammar" in answer:
+            future.set_result(Checked(answer["grammar"], answer["num_bytes"]))
+        elif "is_busy" in answer:
+            todo = "Send the request again later."
+            future.set_exception(Busy("queue", "too many constraints that wait to be compiled", "less of them", todo))
+        elif "is_closed" in answer:
+            future.set_exception(shutting_down())
+        else:
+            expected, todo = "one within the bounds of docs/serve.md", f"Simplify the {wanted.kind}."
+            got = f"a {wanted.kind} that cannot be compiled: {answer.get('died')}"
+            found = {"where": f"{WHERE} ({wanted.kind})", "got": got, "expected": expected, "todo": todo, **answer}
+            future.set_exception(RuntimeFault(found["where"], found["got"], found["expected"], found["todo"]))
+
+
+def shutting_down() -> Busy:
+    """Returns the fault of a constraint that comes too late."""
+    got, todo = "a constraint to a service that does not run", "Send the request to another one, or start it again."
+    return Busy("service", got, "a running service", todo)
