@@ -60,8 +60,14 @@ class StructuredOutputs:
             object.__setattr__(self, name, value)
         else:
             is_right = value is True if name == "json_object" else isinstance(value, str) and bool(value)
+        if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
+            name, value, is_right = "whitespace_pattern", self.whitespace_pattern, False
         if not is_right:
-            others = {"choice": "a list of non-empty texts", "json_object": "true"}
+            others = {
+                "choice": "a list of non-empty texts",
+                "json_object": "true",
+                "whitespace_pattern": "a regular expression",
+            }
             expected = others.get(name, "a text that is not empty")
             raise RuntimeFault(f"{WHERE} ({name})", repr(value)[:200], expected, "Correct the request.")
 

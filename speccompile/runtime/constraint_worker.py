@@ -39,7 +39,7 @@ from speccompile.runtime.constraint_limits import (
 )
 
 _SIZE = 1 << 20
-_ENDS = {
+_ENDS: dict[int, str] = {
     signal.SIGSEGV: "it is nested too deeply",
     signal.SIGBUS: "it is nested too deeply",
     signal.SIGXCPU: f"it takes more than {MAX_CPU_S} s to compile",

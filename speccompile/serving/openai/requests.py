@@ -134,16 +134,11 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
             f"`prompt`: got {len(prompts)} prompts with {body.n} outputs each, expected 1 to {MAX_CHOICES} in all."
         )
         raise ApiError(400, message, param="prompt", code="invalid_value")
-<<<<<<< HEAD
     sampling, constraint = sampling_from_body(body, engine.defaults), structured_from_body(body)
-=======
-    constraint = structured_from_body(body)
-    sampling = await constrained(sampling_from_body(body, engine.defaults), constraint, engine, body.timeout_s)
->>>>>>> 1570348 (Try constraints in a process of their own, with bounds of time, memory and stack; keep compiled ones by bytes)
     ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
     for tokens in ids:
         check_length(tokens, body, engine)
-    sampling = await constrained(sampling, constraint, engine)
+    sampling = await constrained(sampling, constraint, engine, body.timeout_s)
     return [request_from_tokens(tokens, body, sampling) for tokens in ids]
 
 
@@ -193,22 +188,11 @@ async def request_from_chat(
     Raises:
         ApiError: as `prompt_from_chat`; or the prompt is too long, or an image cannot be read.
     """
-<<<<<<< HEAD
     prompt = await prompt_from_chat(body, engine, template, formats)
     sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
     check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
     images = await read_images(prompt.files, engine)
-    sampling = await constrained(sampling, prompt.plan.constraint, engine)
-=======
-    if template is None:
-        raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
-    images = await read_images([url for message in body.messages for url in message.image_urls()], engine)
-    messages = [message.for_template() for message in body.messages]
-    plan = plan_chat(body, formats, template, structured_from_body(body))
-    prompt = template.render(messages, body.add_generation_prompt, {**plan.variables, **body.chat_template_kwargs})
-    sampling = await constrained(sampling_from_body(body, engine.defaults), plan.constraint, engine, body.timeout_s)
-    read = plan.reader
->>>>>>> 1570348 (Try constraints in a process of their own, with bounds of time, memory and stack; keep compiled ones by bytes)
+    sampling = await constrained(sampling, prompt.plan.constraint, engine, body.timeout_s)
     if read is not None:
         sampling = replace(sampling, skip_special_tokens=False)
     reader = None if read is None else functools.partial(read, prompt.text)

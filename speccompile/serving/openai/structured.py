@@ -61,7 +61,8 @@ def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
         named = asked.get("json_schema")
         schema = named.get("schema") if isinstance(named, dict) else asked.get("schema")
         if isinstance(schema, dict):
-            return {"json": schema}
+            is_strict = (named if isinstance(named, dict) else asked).get("strict") is True
+            return {"json": schema, "whitespace_pattern": "" if is_strict else None}
         message = "`response_format`: got no json_schema.schema; expected a JSON schema, an object. Add it."
         raise ApiError(400, message, param="response_format", code="invalid_value")
     if kind == "structural_tag":

@@ -60,6 +60,26 @@ def test_every_choice_is_of_the_schema_in_whole_and_in_parts(app, path, asked):
 
 
 @pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}}, ""),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, ""),
+        ({"guided_json": {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}}, ""),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " {1,2}"}}, "( {1,2})?"),
+        ({"guided_json": SCHEMA}, r"( |\n {0,20})?"),
+        ({"response_format": {"type": "json_object"}}, r"( |\n {0,20})?"),
+    ],
+)
+def test_white_space_has_an_end(app, asked, pattern):
+    spaces = []
+    for choice in post(app, COMPLETION, {**ASK, "n": 32, "seed": 2, "logit_bias": {"1": 8}, **asked}).json()["choices"]:
+        outside = re.sub(r'"([^"\\]|\\.)*"?|[^\s"]+', "x", choice["text"])
+        spaces += re.findall(r"\s+", outside.strip())
+    assert all(re.fullmatch(pattern, space) for space in spaces), spaces
+    assert pattern == "" or spaces
+
+
+@pytest.mark.parametrize(
     ("asked", "holds"),
     [
         ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
@@ -95,6 +115,11 @@ def test_other_constraints(app, asked, holds):
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "got guided_regex and guided_choice"),
         ({"structured_outputs": {"jso": "a"}}, "structured_outputs", "expected one of json, json_object"),
         ({"structured_outputs": {}}, "structured_outputs", "got no constraint"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": 3}},
+            "structured_outputs",
+            "got 3; expected a regular expression",
+        ),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "no structures"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "got format: no type"),
         (
