@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.set-up
 TRITON_VENV ?= .venv-triton
 LOAD_VENV   ?= .venv-load
 VLLM_VENV   ?= .venv-vllm
+GPU_VENV    ?= .venv-gpu
 BUNDLE ?= bundles/pycode
 ARGS   ?=
 WORKERS ?= 2
@@ -22,7 +23,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check unmarked test fuzz triton-server test-triton load-tester test-load vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test fuzz triton-server test-triton load-tester test-load vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,8 +123,18 @@ peers:  ## Make an environment for each engine to compare with, under build/peer
 bundles/%/manifest.json: recipes/%.yaml | setup
 	$(BIN)/speccompile build $< -o $(@D)
 
-gpu-check:  ## Check and measure all that needs a CUDA GPU, in the environment at hand; writes docs/gpu.md
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu_check/main.py $(ARGS)
+gpu-env: $(GPU_VENV)/.set-up  ## Make .venv-gpu: all that gpu-check needs on a machine with an NVIDIA GPU (some 8 GB)
+
+# TensorRT-RTX has no kernels for Hopper, B200, B300 and Thor: there full TensorRT comes too, from NVIDIA's own index.
+$(GPU_VENV)/.set-up: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(GPU_VENV)
+	extras=build,serve,ort-gpu,tensorrt-rtx; \
+	if nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -qE '^(9|10|11)\.'; then extras=$$extras,tensorrt; fi; \
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$$extras]" 'httpx>=0.28'
+	@touch $@
+
+gpu-check:  ## Check and measure all that needs a CUDA GPU (after make gpu-env); one archive under build/gpu-check
+	$(or $(wildcard $(GPU_VENV)/bin/python),$(wildcard $(BIN)/python),$(PYTHON)) bench/gpu_check/main.py $(ARGS)
 
 docs: setup  ## Render docs/ to site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

@@ -35,13 +35,26 @@ def ort_cuda(work: Path) -> dict[str, Any]:
 
 
 def tensorrt(work: Path) -> dict[str, Any]:
-    """Checks and measures the variants of TensorRT that are installed."""
+    """Checks and measures full TensorRT."""
     from bench.gpu_check.plans import run
 
-    return run(work)
+    return run("tensorrt", work)
 
 
-SECTIONS = {"machine": machine, "kernels": kernels, "ort-cuda": ort_cuda, "tensorrt": tensorrt}
+def tensorrt_rtx(work: Path) -> dict[str, Any]:
+    """Checks and measures TensorRT-RTX: in a process of its own, as one holds one TensorRT."""
+    from bench.gpu_check.plans import run
+
+    return run("tensorrt_rtx", work)
+
+
+SECTIONS = {
+    "machine": machine,
+    "kernels": kernels,
+    "ort-cuda": ort_cuda,
+    "tensorrt": tensorrt,
+    "tensorrt-rtx": tensorrt_rtx,
+}
 
 
 def main() -> None:
@@ -51,7 +64,7 @@ def main() -> None:
     except SpecCompileError as fault:
         held = {"status": report.FAILED, "reason": f"{type(fault).__name__}: {fault}", "rows": []}
     except ModuleNotFoundError as fault:
-        held = report.not_run(f"no package {fault.name}: pip install it")
+        held = report.not_run(f"no package {fault.name}: run make gpu-env")
     answer.write_text(json.dumps(held, default=str), encoding="utf-8")
 
 

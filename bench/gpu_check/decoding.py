@@ -12,7 +12,7 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from speccompile.core.sampling import SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/models/pycode-16m"
 METHODS = ("none", "draft_model", "ngram")
-PAIR, HYBRID = "pycode", "pycode-hybrid-mtp"  # recipes
+PAIR, HYBRID, PLAIN = "pycode", "pycode-hybrid-mtp", "pycode-plain"  # recipes
 HYBRID_MODEL = ROOT / "examples/models/pycode-hybrid"  # its tokenizer is that of MODEL
 NUM_TOKENS, BATCHES = 128, (1, 8)
 NUM_TIMED, ROUNDS = 16, 3
@@ -192,6 +192,11 @@ def hybrid_rows(work: Path, name: str, max_tie_gap: float, *overrides: str) -> l
 def build_pair(work: Path, name: str, *overrides: str) -> Path:
     """Returns the example pair built for this machine: see `build_bundle`."""
     return build_bundle(work, name, PAIR, *overrides)
+
+
+def wide_builder(work: Path, name: str, *overrides: str) -> Callable[[Path], Path]:
+    """Returns what builds another checkpoint, without a speculator, as `build_bundle` does."""
+    return lambda model: build_bundle(work, f"{name}-wide", PLAIN, *overrides, f"target.model={model}")
 
 
 def build_bundle(work: Path, name: str, recipe: str, *overrides: str) -> Path:

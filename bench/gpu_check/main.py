@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check and measure everything that needs a CUDA GPU, and write docs/gpu.md.
+"""Check and measure everything that needs a CUDA GPU, and write one archive to send back.
 
-    python bench/gpu_check/main.py [--sections kernels,ort-cuda,tensorrt] [--work DIR] [--page docs/gpu.md]
+    make gpu-env            # once: .venv-gpu with all packages
+    make gpu-check          # python bench/gpu_check/main.py [--sections kernels,ort-cuda,...] [--work DIR]
 
-Every section runs in a process of its own, with a time limit and a log. One that cannot run here says why.
+Every section runs in a process of its own, with a time limit and a log. One that cannot run here says why. WORK
+(build/gpu-check) gets bundles, logs, report.md, report.json and gpu-check-DATE.tar.gz; no tracked file changes.
 
-Needs: pip install cuda-python onnxruntime-gpu, torch and transformers to build and as the reference, tensorrt or
-tensorrt-rtx for TensorRT. Exit code: 0 when nothing failed, 1 when something did, 2 without a CUDA device (nothing
-is written then), 3 when a section that was asked for by name could not run.
+Exit code: 0 when nothing failed, 1 when something did, 2 without a CUDA device or the packages that all sections need
+(nothing is measured then), 3 when a section that was asked for by name could not run.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import platform
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gpu_check import report  # noqa: E402
 
-SECTIONS = {"kernels": 1200, "ort-cuda": 1800, "tensorrt": 3000}  # seconds at most
+SECTIONS = {"kernels": 1200, "ort-cuda": 2400, "tensorrt": 3600, "tensorrt-rtx": 3600}  # seconds at most
+NEEDED = {"numpy": "numpy", "cuda.bindings.runtime": "cuda-python", "pydantic": "pydantic", "tokenizers": "tokenizers"}
 PACKAGES = (
     "numpy",
     "cuda-python",
@@ -62,6 +66,56 @@ def run_child(section: str, work: Path, limit_s: float) -> dict[str, Any]:
     return {"status": report.FAILED, "reason": f"{ending}, see {log.name}: {tail}", "rows": []}
 
 
+def missing_packages() -> list[str]:
+    """Returns the packages without which no section can run."""
+    missing = []
+    for module, package in NEEDED.items():
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # a parent is missing
+            found = False
+        missing += [] if found else [package]
+    return missing
+
+
+def output_of(*command: str) -> str:
+    """Returns what a command prints, or why it could not run."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        return f"{command[0]}: {fault}\n"
+    return done.stdout + done.stderr
+
+
+def write_environment(work: Path) -> None:
+    """Writes what the machine, the packages and the sources are: WORK/environment/*.txt."""
+    folder = work / "environment"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, commands in {
+        "nvidia-smi": [("nvidia-smi", "-q")],
+        "packages": [(sys.executable, "-m", "pip", "freeze")],
+        "commit": [("git", "rev-parse", "HEAD"), ("git", "status", "--porcelain")],
+        "machine": [("uname", "-a"), ("lscpu",)],
+    }.items():
+        text = "".join(f"$ {' '.join(command)}\n{output_of(*command)}\n" for command in commands)
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def pack_archive(work: Path, stamp: str) -> Path:
+    """Packs the report, logs, environment, and the manifests of the bundles that were built.
+
+    Returns:
+        The archive, gpu-check-STAMP.tar.gz in `work`.
+    """
+    kept = [*work.glob("report.*"), *work.glob("*.json"), *work.glob("logs/*"), *work.glob("environment/*")]
+    kept += work.glob("bundles/*/manifest.json")
+    dest = work / f"gpu-check-{stamp}.tar.gz"
+    with tarfile.open(dest, "w:gz") as archive:
+        for path in sorted(set(kept)):
+            archive.add(path, f"gpu-check-{stamp}/{path.relative_to(work)}")
+    return dest
+
+
 def facts_of(machine: dict[str, Any]) -> dict[str, str]:
     """Hardware, versions, date."""
     versions = []
@@ -93,25 +147,30 @@ def main(arguments: list[str] | None = None) -> int:
     asked = "these alone, and they must run: some of " + ", ".join(SECTIONS)
     parser.add_argument("--sections", nargs="+", type=section_names, metavar="NAME", help=asked)
     parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", help="bundles, logs, results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu.md")
     args = parser.parse_args(arguments)
     work = args.work.absolute()
 
+    if missing := missing_packages():
+        print(f"gpu-check: not installed in {sys.executable}: {', '.join(missing)}", file=sys.stderr)
+        print("Run `make gpu-env` once, then `make gpu-check`. Nothing was measured.", file=sys.stderr)
+        return 2
     machine = run_child("machine", work, 120)
     if machine["status"] != report.PASSED:
         print(f"gpu-check: no CUDA device can be used here: {machine['reason']}", file=sys.stderr)
-        print("Nothing was measured and nothing was written.", file=sys.stderr)
+        print("Nothing was measured.", file=sys.stderr)
         return 2
-    results = {}
+    facts, results = facts_of(machine["machine"]), {}
+    write_environment(work)
     for name in itertools.chain(*args.sections) if args.sections else SECTIONS:
         print(f"gpu-check: {name} ...", flush=True)
         results[name] = held = run_child(name, work, SECTIONS[name])
         print(f"gpu-check: {name}: {held['status']} {held['reason']}", flush=True)
         for r in held["rows"]:
             print(f"  {r['what']}: {r['got']}" + (f" (expected {r['expected']})" if r["expected"] else ""))
-        report.write_page(args.page, facts_of(machine["machine"]), results)  # after each: a later crash loses nothing
+        report.write_report(work, facts, results)  # after each: a later crash loses nothing
     statuses = [r["status"] for r in results.values()]
-    print(f"gpu-check: logs in {work / 'logs'}, table in {args.page}")
+    archive = pack_archive(work, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M%S"))
+    print(f"gpu-check: report in {work / report.PAGE}; to send back: {archive}")
     if report.FAILED in statuses:
         return 1
     return 3 if args.sections and report.NOT_RUN in statuses else 0

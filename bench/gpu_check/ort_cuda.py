@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import speccompile
-from bench.gpu_check import decoding, report
+from bench.gpu_check import checks, decoding, report
 from speccompile.core import specs
 from speccompile.core.sampling import SamplingParams
 from speccompile.ops.kv_rollback import kv_rollback
-from speccompile.runtime.bundle import MANIFEST, digest_from_manifest, read_json
-from speccompile.runtime.spec_engine import SpecEngine
 
 if TYPE_CHECKING:
     from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
@@ -31,16 +27,6 @@ HEATS = ((0.8, 0, 0.95), (1.0, 40, 1.0), (1.2, 0, 0.9), (1.0, 0, 1.0))  # temper
 # Drafts that are not drawn leave sampled text as it is without any, so that one reference serves all.
 SAMPLED = {"none": "none", "ngram": "ngram", "draft_model": {"method": "draft_model", "drafts": "greedy"}}
 NUM_COMMITS = 5
-
-
-def graph_rows(engine: SpecEngine) -> list[dict[str, Any]]:
-    """Returns whether each graph of an engine that has decoded ran as CUDA graphs, and why not."""
-    rows = []
-    for timed in engine.engines:
-        plan = timed.engine.plan
-        got = f"{plan.num_graphs} captured" + (f"; {plan.graph_fault}" if plan.graph_fault else "")
-        rows.append(report.row(f"CUDA graphs, {plan.spec.name}", got, "at least one", plan.num_graphs > 0))
-    return rows
 
 
 def rollback_row(engine: OrtCudaEngine, tokens: Sequence[int]) -> dict[str, Any]:
@@ -96,14 +82,12 @@ def sampled_rows(bundle: Path, twin: Path, prompts: Sequence[Sequence[int]]) -> 
 
 def copy_for_cpu(bundle: Path, dest: Path) -> Path:
     """Returns the bundle with the same target for ONNX Runtime's CPU; the draft's outputs have other shapes there."""
-    shutil.rmtree(dest, ignore_errors=True)
-    shutil.copytree(bundle, dest)
-    manifest = read_json(dest / MANIFEST)
-    manifest["recipe"]["engine"]["device"] = "cpu"
-    manifest["graphs"]["target"]["tuning"] = {}  # as it is: its speed does not matter
-    manifest["digest"] = digest_from_manifest(manifest)
-    (dest / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    return dest
+
+    def move(manifest: dict[str, Any]) -> None:
+        manifest["recipe"]["engine"]["device"] = "cpu"
+        manifest["graphs"]["target"]["tuning"] = {}  # as it is: its speed does not matter
+
+    return checks.edited_copy(bundle, dest, move)
 
 
 def run(work: Path) -> dict[str, Any]:
@@ -113,9 +97,10 @@ def run(work: Path) -> dict[str, Any]:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return report.not_run(
             f"onnxruntime {onnxruntime.__version__} has no CUDA provider: "
-            "pip uninstall onnxruntime, pip install onnxruntime-gpu"
+            "run make gpu-env (one environment cannot hold onnxruntime and onnxruntime-gpu)"
         )
-    bundle = decoding.build_pair(work, "ort-cuda", "engine.backend=onnxruntime", "engine.device=cuda")
+    overrides = ("engine.backend=onnxruntime", "engine.device=cuda")
+    bundle = decoding.build_pair(work, "ort-cuda", *overrides)
     reference = decoding.Reference()
     wanted = decoding.reference_rows(reference)
     rows = [report.row("reference", "golden file" if reference.model is None else "transformers on this GPU, fp32")]
@@ -123,10 +108,12 @@ def run(work: Path) -> dict[str, Any]:
     prompts = [r["prompt_ids"] for r in wanted[:NUM_SAMPLED]]
     engine = speccompile.load(bundle)
     engine.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
-    rows += graph_rows(engine)
+    rows += checks.graph_rows(engine)
     rows.append(rollback_row(engine.engines[0].engine, prompts[0] * 24))
     rows += sampled_rows(bundle, copy_for_cpu(bundle, work / "on-cpu"), prompts)
+    rows.append(checks.memory_row(engine.engines[0].engine.device, engine, prompts))
     timed, raw = decoding.speed_rows(bundle, wanted, reference)
-    overrides = ("engine.backend=onnxruntime", "engine.device=cuda")
     rows += [*timed, *decoding.hybrid_rows(work, "ort-cuda", MAX_TIE_GAP, *overrides)]
+    rows += checks.server_rows(bundle, work)
+    rows += checks.wide_rows(decoding.wide_builder(work, "ort-cuda", *overrides), decoding.MODEL, work)
     return report.result(rows, raw=raw)

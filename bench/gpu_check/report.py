@@ -6,7 +6,7 @@ A section's result is a dict, JSON-ready:
     status: passed, failed or not run
     reason: why it failed or was not run; may be empty
     rows: list of {"what", "got", "expected", "ok"}; ok is true, false, or None where nothing was demanded
-    anything else is kept in docs/gpu.json as it is
+    anything else is kept in report.json as it is
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
+PAGE = "report.md"
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 
@@ -45,13 +45,13 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page_from_results(facts: Mapping[str, str], results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the part of docs/gpu.md between the markers.
+    """Returns the report as Markdown.
 
     Args:
         facts: what was run on: hardware, versions, date.
         results: by section.
     """
-    lines = [BEGIN, "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    lines = ["# gpu-check", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["| part | status | reason |", "|---|---|---|"]
     lines += [f"| {name} | {r['status']} | {_cell(r.get('reason', ''))} |" for name, r in results.items()]
     lines += ["", "| part | what | got | expected | |", "|---|---|---|---|---|"]
@@ -60,7 +60,7 @@ def page_from_results(facts: Mapping[str, str], results: Mapping[str, Mapping[st
         for r in held["rows"]:
             cells = (name, r["what"], r["got"], r["expected"], marks[r["ok"]])
             lines.append("| " + " | ".join(_cell(c) for c in cells) + " |")
-    return "\n".join([*lines, "", END])
+    return "\n".join([*lines, ""])
 
 
 def _cell(value: object) -> str:
@@ -68,11 +68,8 @@ def _cell(value: object) -> str:
     return " ".join(text.replace("|", "/").split())[:300]
 
 
-def write_page(page: Path, facts: Mapping[str, str], results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace what is between the markers of `page`, and write all there is to the JSON beside it."""
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(before + page_from_results(facts, results) + after, encoding="utf-8")
+def write_report(work: Path, facts: Mapping[str, str], results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the report into `work`, and all there is to the JSON beside it."""
+    (work / PAGE).write_text(page_from_results(facts, results), encoding="utf-8")
     record = {"facts": dict(facts), "results": dict(results)}
-    page.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (work / PAGE).with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -2,8 +2,10 @@
 """gpu-check without a GPU: it says so and writes nothing; results become a table and an exit code; children may die."""
 
 import json
+import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from speccompile.backends.tensorrt.import_helper import find_compute_capabilitie
 from speccompile.errors import RuntimeFault
 
 ROOT = Path(__file__).parents[2]
-PAGE = f"# GPU\n\nbefore\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
 MACHINE = {
     "name": "Fake",
     "compute_capability": [9, 0],
@@ -24,51 +25,77 @@ MACHINE = {
 }
 
 
-@pytest.fixture
-def page(tmp_path):
-    (tmp_path / "gpu.md").write_text(PAGE)
-    return tmp_path / "gpu.md"
+def git_state():
+    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
 
 
-def test_a_machine_without_cuda_gets_a_message_and_the_page_stays(page, tmp_path):
+def test_a_machine_without_cuda_gets_a_message_and_nothing_is_measured(tmp_path):
     if find_compute_capabilities():
         pytest.skip("this machine has a GPU")
-    command = [sys.executable, ROOT / "bench/gpu_check/main.py", "--work", tmp_path / "work", "--page", page]
+    before = git_state()
+    command = [sys.executable, ROOT / "bench/gpu_check/main.py", "--work", tmp_path / "work"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert "no CUDA device can be used here: RuntimeFault: " in done.stderr and "Nothing was measured" in done.stderr
-    assert page.read_text() == PAGE and not page.with_suffix(".json").exists()
+    assert not list((tmp_path / "work").glob("report.*")) and git_state() == before
 
 
-def run_main(monkeypatch, page, tmp_path, results, *arguments):
+def test_missing_packages_are_named_before_a_device_is_asked_for(tmp_path):
+    # A bare interpreter: no packages of the environment, no user's packages.
+    command = [sys.executable, "-S", "-s", ROOT / "bench/gpu_check/main.py", "--work", tmp_path / "work"]
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=bare)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"not installed in {sys.executable}: numpy, cuda-python, pydantic, tokenizers" in done.stderr
+    assert "make gpu-env" in done.stderr and not (tmp_path / "work").exists()
+
+
+def run_main(monkeypatch, tmp_path, results, *arguments):
     held = {"machine": {**report.result([report.row("device", "Fake")]), "machine": MACHINE}, **results}
     monkeypatch.setattr(main, "run_child", lambda name, work, limit_s: held[name])
-    return main.main(["--work", str(tmp_path / "work"), "--page", str(page), *arguments])
+    work = tmp_path / "work"
+    (work / "logs").mkdir(parents=True)
+    (work / "logs/kernels.log").write_text("a line of the log")
+    (work / "bundles/pair").mkdir(parents=True)
+    (work / "bundles/pair/manifest.json").write_text("{}")
+    (work / "bundles/pair/weights.bin").write_text("heavy")
+    return main.main(["--work", str(work), *arguments])
 
 
 PASSED = report.result([report.row("tokens/s, plain", 1234.5678), report.row("equal", "72 | 72", "all", True)])
 FAILED = report.result([report.row("equal", "71 of 72", "all equal", False), report.row("other", 1, "", None)])
 
 
-def test_results_become_a_table_and_a_file(monkeypatch, page, tmp_path):
-    results = {"kernels": PASSED, "ort-cuda": FAILED, "tensorrt": report.not_run("none installed")}
-    assert run_main(monkeypatch, page, tmp_path, results) == 1
-    text = page.read_text()
-    assert text.startswith("# GPU\n\nbefore\n\n") and text.endswith("\n\nafter\n") and "old" not in text
+ALL_NOT_RUN = {"tensorrt": report.not_run("none installed"), "tensorrt-rtx": report.not_run("no support")}
+
+
+def test_results_become_a_table_and_one_archive(monkeypatch, tmp_path, capsys):
+    assert run_main(monkeypatch, tmp_path, {"kernels": PASSED, "ort-cuda": FAILED, **ALL_NOT_RUN}) == 1
+    (packed,) = (tmp_path / "work").glob("gpu-check-*.tar.gz")
+    assert f"to send back: {packed}" in capsys.readouterr().out
+    with tarfile.open(packed) as archive:
+        found = {name.partition("/")[2]: archive.extractfile(name).read().decode() for name in archive.getnames()}
+    assert {"logs/kernels.log", "bundles/pair/manifest.json", "report.md", "report.json"} <= found.keys()
+    assert "bundles/pair/weights.bin" not in found
+    text = found["report.md"]
     assert "- GPU: Fake, sm_90, 8 GiB" in text and "Python 3." in text
     assert "| tensorrt | not run | none installed |" in text
     assert "| ort-cuda | failed | wrong: equal |" in text
     assert "| kernels | tokens/s, plain | 1235 |  |  |" in text
     assert "| kernels | equal | 72 / 72 | all | ok |" in text and "| all equal | WRONG |" in text
-    kept = json.loads(page.with_suffix(".json").read_text())
-    assert kept["results"]["kernels"]["rows"][0]["got"] == 1234.5678
+    assert json.loads(found["report.json"])["results"]["kernels"]["rows"][0]["got"] == 1234.5678
+    # What a reader needs to judge the figures; a program that is not installed is said to be so.
+    assert found["environment/nvidia-smi.txt"].startswith("$ nvidia-smi -q\n")
+    assert "git rev-parse HEAD" in found["environment/commit.txt"]
+    assert "numpy==" in found["environment/packages.txt"] or "pip" in found["environment/packages.txt"]
 
 
 @pytest.mark.parametrize(
     ("results", "arguments", "code"),
     [
-        ({"kernels": PASSED, "ort-cuda": PASSED, "tensorrt": PASSED}, (), 0),
-        ({"kernels": PASSED, "ort-cuda": PASSED, "tensorrt": report.not_run("x")}, (), 0),
+        ({"kernels": PASSED, "ort-cuda": PASSED, "tensorrt": PASSED, "tensorrt-rtx": PASSED}, (), 0),
+        ({"kernels": PASSED, "ort-cuda": PASSED, **ALL_NOT_RUN}, (), 0),
         ({"tensorrt": report.not_run("x")}, ("--sections", "tensorrt"), 3),
         ({"kernels": FAILED, "tensorrt": report.not_run("x")}, ("--sections", "kernels", "tensorrt"), 1),
         ({"kernels": PASSED, "tensorrt": report.not_run("x")}, ("--sections", "kernels,tensorrt"), 3),
@@ -76,17 +103,17 @@ def test_results_become_a_table_and_a_file(monkeypatch, page, tmp_path):
         ({"kernels": report.result([])}, ("--sections", "kernels"), 1),
     ],
 )
-def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, page, tmp_path, results, arguments, code):
-    assert run_main(monkeypatch, page, tmp_path, results, *arguments) == code
+def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, tmp_path, results, arguments, code):
+    assert run_main(monkeypatch, tmp_path, results, *arguments) == code
 
 
-def test_a_section_that_is_not_there_is_named(monkeypatch, page, tmp_path, capsys):
+def test_a_section_that_is_not_there_is_named(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, page, tmp_path, {}, "--sections", "kernels,ort_cuda")
-    assert "got 'ort_cuda'; expected some of kernels, ort-cuda, tensorrt" in capsys.readouterr().err
+        run_main(monkeypatch, tmp_path, {}, "--sections", "kernels,ort_cuda")
+    assert "got 'ort_cuda'; expected some of kernels, ort-cuda, tensorrt, tensorrt-rtx" in capsys.readouterr().err
 
 
-def test_the_page_names_the_package_that_has_cudas_bindings(monkeypatch):
+def test_the_report_names_the_package_that_has_cudas_bindings(monkeypatch):
     monkeypatch.setattr(main.importlib.metadata, "version", dict.fromkeys(main.PACKAGES, "1").__getitem__)
     assert "cuda-bindings 1" in main.facts_of(MACHINE)["software"]
 
@@ -107,7 +134,7 @@ def test_faults_and_missing_packages_of_a_child_are_results(monkeypatch, tmp_pat
 
     for section, function, status, words in (
         ("kernels", fault, "failed", "RuntimeFault: cuda:0: got no device"),
-        ("tensorrt", missing, "not run", "no package x: pip install it"),
+        ("tensorrt", missing, "not run", "no package x: run make gpu-env"),
     ):
         answer = tmp_path / "answer.json"
         monkeypatch.setitem(child.SECTIONS, section, function)
@@ -123,16 +150,6 @@ def test_a_section_may_leave_out_what_follows_from_its_rows():
     assert held["status"] == "failed" and held["reason"] == "wrong: error" and held["extra"] == 1
     assert held["rows"][1] == {"what": "GB/s", "got": 900.0, "expected": "", "ok": None}
     assert report.completed({"status": "not run", "reason": "why"})["status"] == "not run"
-
-
-def test_the_page_of_the_repository_can_be_written(tmp_path):
-    text = (ROOT / "docs/gpu.md").read_text()
-    assert text.count(report.BEGIN) == text.count(report.END) == 1
-    copy = tmp_path / "gpu.md"
-    copy.write_text(text)
-    report.write_page(copy, {"GPU": "Fake"}, {"kernels": PASSED})
-    assert "- GPU: Fake" in copy.read_text() and "Not run" not in copy.read_text()
-    assert "## How steps run" in copy.read_text()
 
 
 class Told:
