@@ -75,6 +75,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "fuzz": ("fuzz/*",),
     "plan": (
         "backends/test_block_drafter.py",
+        "backends/tensorrt/test_build_gates.py",
         "backends/tensorrt/test_builder.py",
         "backends/tensorrt/test_bundle.py",
         "backends/tensorrt/test_engine.py",
