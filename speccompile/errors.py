@@ -61,10 +61,6 @@ class RuntimeFault(SpecCompileError):
     exit_code = 8
 
 
-class DeviceLost(RuntimeFault):
-    """The device has failed for the rest of this process: no engine on it can be used again."""
-
-
 class CertificateError(SpecCompileError):
     """A bundle does not decode as its target does: a check of its certificate failed."""
 

@@ -78,10 +78,10 @@ def build(
             others = weights_beside(file, [files[other.job.name] for other in in_turn])
             record["tuning"] = tune_graph(graph, spec, plan, backend, file, others, cache, log)
         with log.stage("check graphs") as stage:
-            stage.skipped = backend.why_unchecked()
             for graph in graphs:
                 record = records[graph.job.name]
-                record["checks"] = _check_compiled(graph, plan, backend, folder, record, stage.skipped)
+                record["checks"] = _check_compiled(graph, plan, backend, folder, record)
+                stage.skipped = stage.skipped or record["checks"].get("skipped")
         log.current = "bundle"
         progress(log.current)
         write_bundle_files(folder, plan, graphs[0].source.folder, records, log.rows)
@@ -110,11 +110,11 @@ def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list
 
 
 def _check_compiled(
-    graph: Graph, plan: BuildPlan, backend: Backend, folder: Path, record: dict[str, Any], skipped: str | None
+    graph: Graph, plan: BuildPlan, backend: Backend, folder: Path, record: dict[str, Any]
 ) -> dict[str, Any]:
-    if skipped is not None:
-        return {"skipped": skipped}
     path, spec = folder / record["file"], spec_from_json(record["spec"])
+    if (skipped := backend.why_unchecked(path)) is not None:
+        return {"skipped": skipped}
     engine = backend.load(
         path, spec, max_slots=1, max_rows=record["max_rows"], tuning=record["tuning"], device=plan.engine.device
     )

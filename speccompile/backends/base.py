@@ -138,8 +138,9 @@ class Backend(ABC):
             BuildError.
         """
 
-    def why_unchecked(self) -> str | None:
-        """Returns why compiled graphs cannot run on this machine; None (by default): they can, and are checked."""
+    def why_unchecked(self, file: Path | None = None) -> str | None:
+        """Returns why a compiled graph, or None: any, cannot run on this machine; None (by default): it can."""
+        del file
         return None
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def tune_graph(
         BuildError: the graph does not run.
     """
     threads = None if plan.engine.threads == "auto" else plan.engine.threads
-    unmeasured = backend.why_unchecked()
+    unmeasured = backend.why_unchecked(file)
 
     def make(dest: Path) -> None:
         write_json(dest / _TUNING, backend.tune(file, spec, threads, others_bytes))

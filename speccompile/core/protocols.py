@@ -16,10 +16,15 @@ from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.errors import RuntimeFault
 
 # By name. A value is an array, or one that stays on a device: the latter has `shape` and `dtype`, can be fed to an
 # engine as it is, and becomes a host array by `numpy.asarray`.
 Outputs = Mapping[str, NDArray[Any]]
+
+
+class DeviceLost(RuntimeFault):
+    """A device has failed for the rest of this process: no engine on it can be used again."""
 
 
 class States(Protocol):
@@ -91,6 +96,7 @@ class Engine(Protocol):
         Raises:
             RuntimeFault: lengths + nodes exceed `max_rows`, or the slots exceed `max_slots`; or the recurrent states of
                 a slot do not hold its first `lengths` tokens.
+            DeviceLost: no engine of the device can be used again; any call may raise it.
         """
         ...
 

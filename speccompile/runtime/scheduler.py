@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
+from speccompile.core.protocols import DeviceLost
 from speccompile.core.tree import TokenTree
-from speccompile.errors import DeviceLost
 from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
 from speccompile.runtime.fair_queue import FairQueue

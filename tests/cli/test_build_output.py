@@ -37,7 +37,7 @@ def test_a_chat_model_is_served(run: Run, recipe: Path, where: str) -> None:
 def test_a_build_for_a_device_that_is_not_here_says_so_first_and_last(
     run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fakes.FakeBackend, "why_unchecked", lambda self: WHY)
+    monkeypatch.setattr(fakes.FakeBackend, "why_unchecked", lambda self, file=None: WHY)
     code, out, err = run("build", recipe, "-o", "made")
     assert code == 0
     first, *others = err.splitlines()

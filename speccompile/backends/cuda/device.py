@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.errors import DeviceLost, RuntimeFault, SpecCompileError
+from speccompile.core.protocols import DeviceLost
+from speccompile.errors import RuntimeFault, SpecCompileError
 
 ALIGNMENT = 256  # bytes; alignment of cudaMalloc, required by TensorRT for every address
 _ON_CPU = "build with engine.backend: onnxruntime and engine.device: cpu"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBack
 from speccompile.backends.predicting import predict_float32
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
-from speccompile.errors import RecipeError, RuntimeFault
+from speccompile.errors import BuildError, RecipeError, RuntimeFault
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 _FORMS = {"none": "fp32", "int8": "blocks32", "int4": "blocks32"}  # those with CUDA kernels
 _NO_GPU = "no CUDA device: lowered on a machine without one, not run"
+_NO_PACKAGE = "no package cuda-python: lowered on a machine without it, not run"
+_NO_PROVIDER = "an onnxruntime without CUDA: lowered, not run"
+
+
+def _has_provider() -> bool:
+    """Whether the installed ONNX Runtime is the one for CUDA."""
+    if find_spec("onnxruntime") is None:
+        return False
+    import onnxruntime
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 
 
 class OrtCudaBackend(OnnxRuntimeBackend):
@@ -75,15 +87,18 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return {"form": form, "forms_measured": {}, **report}
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuses a graph with recurrent states and no cache.
+        """Refuses a graph with recurrent states and no cache, and a GPU that the installed ONNX Runtime does not use.
 
         Raises:
-            BuildError: it is one.
+            BuildError: it is one, or ONNX Runtime is the CPU's although there is a GPU.
         """
         from speccompile.backends.cuda.kv_caches import refuse_states_alone
 
         super().check(spec, options, quantization)
         refuse_states_alone(spec)
+        if self.why_unchecked() == _NO_PROVIDER:
+            todo = "Run: pip uninstall onnxruntime, then pip install 'speccompile[ort-gpu]'."
+            raise BuildError("engine.device cuda", "an onnxruntime without CUDA", "onnxruntime-gpu", todo)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         """Predicts the sizes of a float32 graph: see `predicting.predict_float32`; experts are not quantised."""
@@ -94,15 +109,25 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         """Returns the sizes: bodies are unrolled over the nodes of a tree."""
         return {"max_nodes": options.max_nodes}
 
-    def why_unchecked(self) -> str | None:
+    def why_unchecked(self, file: Path | None = None) -> str | None:
         """Returns why graphs cannot run here; None where there is a GPU that CUDA and ONNX Runtime can use."""
-        from speccompile.backends.cuda.device import open_device
+        from speccompile.backends.cuda.device import load_cuda, open_device
 
+        del file
         try:
-            open_device(0)
+            load_cuda()
+        except RuntimeFault:
+            return _NO_PACKAGE
+        try:
+            device = open_device(0)
         except RuntimeFault:
             return _NO_GPU
-        return None
+        if not _has_provider():
+            return _NO_PROVIDER
+        from speccompile.backends.onnxruntime.cuda_session import find_missing_kernels
+
+        missing = find_missing_kernels(device)
+        return None if missing is None else f"{missing}: lowered, not run"
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure step times on the GPU; without one the record says that nothing was measured, and why."""

@@ -28,6 +28,8 @@ from speccompile.graph_kinds.features import NEXT_STATES
 
 _REFUSAL = "cannot use the graph capture feature"
 NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed
+# GPUs that the x86-64 wheel of onnxruntime-gpu 1.31.1 has machine code for; it has no PTX, which others would compile.
+_GPUS = ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (12, 0))
 MAX_GRAPHS = 128  # most graphs of a session, which never releases one
 
 
@@ -188,12 +190,23 @@ class SessionPlan:
         raise RuntimeFault(f"engine {self.spec.name}", got, wanted, "See ONNX Runtime's message.")
 
 
+def find_missing_kernels(device: Device) -> str | None:
+    """Returns the GPU in words where ONNX Runtime has no kernels for it; None where it has."""
+    major, minor = device.properties()["compute_capability"]
+    if (major, minor) in _GPUS:
+        return None
+    return f"a GPU of compute capability {major}.{minor}, for which onnxruntime-gpu has no kernels"
+
+
 def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:
     """Opens a session on CUDA, with CUDA graphs where ONNX Runtime can capture the graph.
 
     Raises:
-        BundleError: see `open_session`.
+        BundleError: see `open_session`; or ONNX Runtime has no kernels for the GPU.
     """
+    if (missing := find_missing_kernels(device)) is not None:
+        expected = f"one of {', '.join('{}.{}'.format(*pair) for pair in _GPUS)}"
+        raise BundleError(str(path), missing, expected, "Build with engine.backend: tensorrt for this GPU.")
     _preload_libraries()
     reopen = partial(open_session, path, settings, _providers(device, False))
     has_graphs, graph_fault = bool(settings.get("cuda_graphs", True)), None

@@ -224,18 +224,22 @@ class TensorRTBackend(Backend):
             "options": options.json_from_options(),
         }
 
-    def why_unchecked(self) -> str | None:
-        """Returns why plans cannot run on the machine that builds them; None where there is a GPU."""
+    def why_unchecked(self, file: Path | None = None) -> str | None:
+        """Returns why a plan cannot run on the machine that builds it; None where there is a GPU that it is for."""
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
+        from speccompile.backends.tensorrt.records import find_other_gpu, read_record
 
-        return None if find_compute_capabilities() else _NO_GPU
+        if not find_compute_capabilities():
+            return _NO_GPU
+        other = None if file is None else find_other_gpu(read_record(file))
+        return None if other is None else f"built for other GPUs: {other[1]}; not run on this one of {other[0]}"
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
         """Measure step times; without a GPU the record says that nothing was measured, and why."""
         from speccompile.backends.tensorrt.tune import measure_plan
 
         del threads, others_bytes  # a GPU reads all weights from its memory in every step
-        why = self.why_unchecked()
+        why = self.why_unchecked(path)
         return measure_plan(path, spec) if why is None else {"measured": False, "why": why}
 
     def adapt_tuning(
@@ -250,7 +254,7 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.tune import adapt_tuning
 
         del threads, others_bytes  # a GPU reads all weights from its memory in every step
-        return adapt_tuning(path, spec, tuning)
+        return dict(tuning) if self.why_unchecked(path) is not None else adapt_tuning(path, spec, tuning)
 
     def load(
         self,
@@ -271,11 +275,12 @@ class TensorRTBackend(Backend):
             BuildError: TensorRT is not installed.
             RuntimeFault: no GPU.
         """
+        from speccompile.backends.cuda.device import ordinal_from_name
         from speccompile.backends.tensorrt.engine import load_engine
         from speccompile.backends.tensorrt.records import check_record, plugins_to_register, read_record
 
         record = read_record(path)
-        check_record(path, record, max_slots)
+        check_record(path, record, max_slots, ordinal_from_name(device))
         others = [] if rollback is None else [read_record(rollback)]
         settings = {**tuning, "variant": record["variant"], "plugins": plugins_to_register(record, *others)}
         sizes = {"max_slots": max_slots, "max_rows": max_rows}

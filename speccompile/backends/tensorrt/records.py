@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.tensorrt.profiles import Profile
+from speccompile.backends.tensorrt.variants import VARIANTS
 from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BundleError
 
@@ -19,6 +20,11 @@ _REBUILD = "Build the bundle again here, or install what it was built with."
 def record_file(plan: Path) -> Path:
     """Returns the file of the record of a plan."""
     return plan.with_suffix(".json")
+
+
+def machine_name() -> str:
+    """Returns the operating system and the processor's architecture: linux-x86_64."""
+    return f"{platform.system().lower()}-{platform.machine()}"
 
 
 def make_record(
@@ -44,7 +50,7 @@ def make_record(
     return {
         "variant": built["variant"],
         "version": built["version"],
-        "platform": f"{platform.system().lower()}-{platform.machine()}",
+        "platform": machine_name(),
         "compute_capabilities": list(settings["compute_capabilities"]),
         "plugins": list(settings["plugins"]),
         "plugin_form": settings["plugin_form"],
@@ -101,31 +107,55 @@ def read_record(plan: Path) -> dict[str, Any]:
     return record
 
 
-def check_record(plan: Path, record: Mapping[str, Any], max_slots: int) -> None:
+def find_other_gpu(record: Mapping[str, Any], ordinal: int = 0) -> tuple[str, str] | None:
+    """Returns the capability of a GPU of this machine that a plan was not built for, and those that it was built for.
+
+    Args:
+        record: of the plan.
+        ordinal: of the GPU.
+
+    Returns:
+        None: the plan runs on the GPU, or there is none of that number.
+    """
+    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
+
+    here = ["{}.{}".format(*pair) for pair in find_compute_capabilities()][ordinal : ordinal + 1]
+    every = ["{}.{}".format(*pair) for pair in VARIANTS[record["variant"]].target_capabilities]
+    named = [str(text) for text in record.get("compute_capabilities") or every]
+    return (here[0], ", ".join(named)) if here and named and here[0] not in named else None
+
+
+def check_record(plan: Path, record: Mapping[str, Any], max_slots: int, ordinal: int = 0) -> None:
     """Compare a plan's record with what is installed and with the sizes asked for. Nothing is deserialised.
+
+    Args:
+        plan: the plan's file.
+        record: beside it.
+        max_slots: sequences decoded at once.
+        ordinal: of the GPU.
 
     Raises:
         BundleError: another variant or version, another plugin ABI, a GPU it was not built for, too few slots, or a
             plan of another size.
         BuildError: the variant is not installed.
     """
-    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
+    from speccompile.backends.tensorrt.import_helper import load_tensorrt
 
     variant = load_tensorrt(str(record["variant"]))
     if variant.version != record["version"]:
         got, expected = f"{variant.name} {variant.version}", f"{record['version']}, which built the plan"
         raise BundleError(str(plan), got, expected, _REBUILD)
-    machine = f"{platform.system().lower()}-{platform.machine()}"
-    if record.get("platform") != machine:
-        raise BundleError(str(plan), f"a plan for {record.get('platform')}", machine, _REBUILD)
+    if record.get("platform") != machine_name():
+        raise BundleError(str(plan), f"a plan for {record.get('platform')}", machine_name(), _REBUILD)
     abi = plugin_abi_of(bool(record["plugins"]))
     if abi != record.get("plugin_abi"):
         raise BundleError(str(plan), f"plugins {abi}", f"{record.get('plugin_abi')}, as in the plan", _REBUILD)
-    named, here = record.get("compute_capabilities", []), find_compute_capabilities()
-    if named and here and not {f"{major}.{minor}" for major, minor in here} & set(named):
-        got = f"a GPU of compute capability {here[0][0]}.{here[0][1]}"
+    if (other := find_other_gpu(record, ordinal)) is not None:
+        able = variant.can.target_capabilities
         todo = "Name it in engine.tensorrt.compute_capabilities and build again."
-        raise BundleError(str(plan), got, f"one of {', '.join(named)}", todo)
+        if able and other[0] not in ["{}.{}".format(*pair) for pair in able]:
+            todo = f"Build with engine.variant: tensorrt on this GPU, as {variant.name} does not support it."
+        raise BundleError(str(plan), f"a GPU of compute capability {other[0]}", f"one of {other[1]}", todo)
     slots = max(int(p["sizes"]["batch"][2]) for p in record["profiles"])
     if slots < max_slots:
         todo = "Build with this engine.max_batch_size."

@@ -40,7 +40,7 @@ def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
 
 
 def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record for this GPU: a bundle built without a GPU, or for another one, is measured once.
+    """Returns the record for this GPU: a plan built without a GPU, or on another one, is measured once.
 
     The measurement is kept in the user's cache folder by plan and GPU.
 
@@ -48,10 +48,7 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
         BundleError, RuntimeFault: see `measure_plan`.
     """
     from speccompile.backends.cuda.device import open_device
-    from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
-    if not find_compute_capabilities():
-        return dict(tuning)  # loading will report that there is no GPU
     gpu = open_device(0).properties()["name"]
     if tuning.get("gpu") == gpu:
         return dict(tuning)

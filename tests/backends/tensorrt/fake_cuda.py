@@ -62,6 +62,7 @@ class FakeCuda:
     def __init__(self, capacity_bytes: int = 1 << 30, num_devices: int = 1) -> None:
         self.capacity_bytes, self.num_devices = capacity_bytes, num_devices
         self.current = 0  # the thread's device
+        self.capability = (9, 0)
         self.device: dict[int, np.ndarray] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self._buffers: dict[int, np.ndarray] = {}
@@ -99,7 +100,8 @@ class FakeCuda:
     cudaRuntimeGetVersion = cudaDriverGetVersion
 
     def cudaGetDeviceProperties(self, ordinal):
-        return Status.cudaSuccess, SimpleNamespace(name=b"Fake GPU\0\0", major=9, minor=0)
+        major, minor = self.capability
+        return Status.cudaSuccess, SimpleNamespace(name=b"Fake GPU\0\0", major=major, minor=minor)
 
     def cudaStreamCreateWithFlags(self, flags):
         assert flags == self.cudaStreamNonBlocking

@@ -9,7 +9,8 @@ import pytest
 from speccompile.backends.cuda import device as device_module
 from speccompile.backends.cuda.arrays import DeviceArray, host_dtype, item_bytes
 from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
-from speccompile.errors import DeviceLost, RuntimeFault
+from speccompile.core.protocols import DeviceLost
+from speccompile.errors import RuntimeFault
 from tests.backends.tensorrt.fake_cuda import FailingCuda, FakeCuda, Status
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import MethodContext
+from speccompile.core.protocols import DeviceLost
 from speccompile.core.sampling import SamplingParams
-from speccompile.errors import DeviceLost
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.runtime.requests import Busy, Request
 from speccompile.runtime.service import Service
