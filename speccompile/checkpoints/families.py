@@ -125,8 +125,12 @@ def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """Returns the kind of a set of rotary parameters; older configs call it `type`."""
-    return str(rope.get("rope_type") or rope.get("type") or "default")
+    """Returns the kind of a set of rotary parameters; older configs call it `type`.
+
+    `mrope` has positions of images beside those of texts, and the default ones for a text.
+    """
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return "default" if kind == "mrope" else kind
 
 
 def _check_chunks(config: Mapping[str, Any], max_seq_len: int) -> None:

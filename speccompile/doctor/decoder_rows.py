@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from speccompile.doctor.config_keys import ROTARY, plain_rotary, rotary_reads
 from speccompile.doctor.layouts import Row, Size, Sizes, flag
+
+# Of layers of our own, see `export.layers`.
+PLAIN_LAYER: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    **dict.fromkeys(("rope_type", "type"), ("default",)),
+    **dict.fromkeys(("attention_bias", "qkv_bias"), (False,)),
+}
 
 
 def decoder_sizes(scope: str = "") -> tuple[Size, ...]:
@@ -85,12 +93,26 @@ def decoder_rows(
     )
 
 
+_KEPT = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", *ROTARY,
+    "attention_bias", "qkv_bias", "mlp_bias", "vocab_size", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def decoder_reads(scope: str = "") -> tuple[str, ...]:
+    """Returns the keys that `decoder_config` reads, in an object of the config; see `decoder_sizes`."""
+    own = (f"{scope}{name}" for name in _KEPT if name not in (*ROTARY, "mlp_bias"))
+    return (*own, *rotary_reads(scope), f"{scope}layer_types")
+
+
 def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a Llama config that describes a layer of a speculator."""
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
-        "rope_parameters", "attention_bias", "qkv_bias", "mlp_bias", "vocab_size", "tie_word_embeddings",
-        "bos_token_id", "eos_token_id", "pad_token_id",
-    )  # fmt: skip
-    return {name: config[name] for name in names if config.get(name) is not None}
+    made = {name: config[name] for name in _KEPT if config.get(name) is not None}
+    if config.get("hidden_activation") is not None:  # Gemma's name for it
+        made.setdefault("hidden_act", config["hidden_activation"])
+    for name in ROTARY:
+        if isinstance(held := made.get(name), Mapping):
+            made[name] = plain_rotary(held, config.get("layer_types"))
+    return made

@@ -18,6 +18,7 @@ from speccompile.common.json_reader import shown
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.dims import ModelDims
 from speccompile.core.registry import load_formats
+from speccompile.doctor.config_keys import unread_keys
 from speccompile.doctor.findings import Finding, Report, raise_first
 from speccompile.doctor.known_formats import known_format
 from speccompile.doctor.layouts import Case, Format, Target, resolve_sizes
@@ -159,18 +160,24 @@ def _is_other(found: Checkpoint) -> bool:
 
 
 def check_kind(folder: Path, formats: Sequence[Format]) -> None:
-    """Refuses a speculator by its config alone: of a kind that is not supported yet, whatever it resembles.
+    """Refuses a speculator by its config alone: a kind that is not supported yet, or keys that are not read.
 
     Args:
         folder: with its config.json.
         formats: layouts that it may have.
 
     Raises:
-        CheckpointError: it is of such a kind.
+        CheckpointError: it is of such a kind, or has such keys.
     """
     config = read_config(folder)
     layout = next((f for f in formats if f.is_in(config, ())), None)
     found = Checkpoint(folder, config, TensorFiles({}, {}), layout)
+    # Without weights each of the layouts may be meant.
+    unread = [list(unread_keys(config, f)) for f in (formats if layout is None else (layout,))]
+    if unread and all(unread):
+        key, got, expected = unread[0][0]
+        todo = "Correct its config.json: the drafts would be of another network."
+        raise CheckpointError(f"{folder / 'config.json'} ({key})", got, expected, todo)
     if known_format(config, ()) is not None and (layout is None or _is_other(found)):
         _, _, fault = _describe_unknown(found)
         raise CheckpointError(fault.where, fault.got, fault.expected, fault.todo)

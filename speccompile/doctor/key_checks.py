@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from speccompile.checkpoints.safetensors import TensorHeader
+from speccompile.doctor.config_keys import check_keys
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Check, Expected, finding, resolve_sizes
 
@@ -176,6 +177,7 @@ def _text(shape: tuple[int | None, ...]) -> str:
 
 
 COMMON = (
+    Check("config.keys", check_keys),
     Check("config.sizes", check_sizes),
     Check("keys.missing", check_missing),
     Check("keys.extra", check_extra),

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ class Size:
         count_first: number of the first.
         default: where neither gives it.
         least: smallest valid value.
-        is_needed: the config must have it, though tensors give it: other readers silently assume a default.
+        needed_with: pattern of a key beside which the config must have it, though tensors give it: other readers
+            silently assume a default.
         is_flag: true or false, as 1 or 0.
         present: pattern of a key whose presence decides where the config does not.
     """
@@ -54,7 +55,7 @@ class Size:
     count_first: int = 0
     default: int | None = None
     least: int = 1
-    is_needed: bool = False
+    needed_with: str = ""
     is_flag: bool = False
     present: str = ""
 
@@ -159,6 +160,9 @@ class Format:
         ours: the layout's config as that of our layout.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
         complete: computes missing derived tensors from the config and tensors of our layout.
+        reads: keys of the config that are read beside those of sizes, a dot leads into an object; None: the config is
+            another model's as well, and not compared.
+        fixed: values that keys may have whose meaning is fixed here, by the last part of their name.
         probe: import string of its `doctor.probe.Probe`; empty: it declares no conventions.
     """
 
@@ -179,6 +183,8 @@ class Format:
     ours: Callable[[Case], dict[str, Any]] | None = None
     config: Callable[[Mapping[str, Any], Target | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
+    reads: tuple[str, ...] | None = None
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     probe: str = ""
 
     def prefix_in(self, keys: Iterable[str], config: Mapping[str, Any]) -> str:
@@ -343,7 +349,7 @@ def _resolve(
     where = f"{config_path} ({' or '.join(size.keys)})" if key is None else f"{config_path} ({key})"
     if value is None:
         known = stored if stored is not None else size.default
-        if known is None or size.is_needed:
+        if known is None or (size.needed_with and any(re.search(size.needed_with, tail) for tail in tails)):
             kind = f"a whole number from {size.least} to {most}" if known is None else f"{known}, as the weights say"
             faults.append(finding("error", where, "nothing", kind, "Complete config.json, or give it with --set."))
         return known

@@ -207,6 +207,19 @@ def eagle3_numbered(folder: Path) -> Path:
     return save(folder, EAGLE3, eagle3_tensors("layers.0"))
 
 
+def eagle3_deepspec(folder: Path) -> Path:
+    """DeepSpec's: five layers by their outputs, norms of queries and keys, and the whole vocabulary unsaid."""
+    held = eagle3_tensors("layers.0", reduced=False, embedding=True)
+    more = {"fc.weight": (HIDDEN, 5 * HIDDEN), **{f"layers.0.self_attn.{p}_norm.weight": (HEAD_DIM,) for p in "qk"}}
+    config = {
+        **LLAMA, "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "num_hidden_layers": 1,
+        "target_layer_ids": [0, 1, 2, 3, 4], "num_target_layers": LAYERS, "draft_num_hidden_layers": 1,
+        "layer_types": ["full_attention"], "ttt_length": 7, "step_loss_decay": 0.9, "use_cache": None,
+        "target_model_name_or_path": "someone/model", "sliding_window": None, "use_sliding_window": False,
+    }  # fmt: skip
+    return save(folder, config, {**held, **draw(more)})
+
+
 def eagle3_normed(folder: Path) -> Path:
     """Norms before the fusion: one over all states, and one for each."""
     norms = {"input_norm.weight": (3 * HIDDEN,), **{f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}}
@@ -331,6 +344,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "eagle3": (eagle3_ours, "eagle3/ours"),
     "eagle3-specforge": (eagle3_specforge, "eagle3/ours"),
     "eagle3-whole": (eagle3_whole, "eagle3/ours"),
+    "eagle3-deepspec": (eagle3_deepspec, "eagle3/numbered"),
     "eagle3-normed": (eagle3_normed, "eagle3/ours"),
     "eagle3-low-rank": (eagle3_low_rank, "eagle3/ours"),
     "eagle3-windowed": (eagle3_windowed, "eagle3/ours"),

@@ -78,7 +78,7 @@ DFLASH_TRAPS: dict[str, Trap] = {
     "a head of another kind": Trap(
         lab.dflash_one,
         "dflash.variant",
-        "got other: a head of another kind; expected dflash, lilicorr or domino",
+        "got other: a head of another kind; expected dflash, dspark, lilicorr or domino",
         config(dflash_config__projector_type="other"),
     ),
     "Domino without its keys": Trap(

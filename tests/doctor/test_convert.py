@@ -26,6 +26,7 @@ PAIRS = [
     ("eagle3-specforge", "speculators"), ("eagle3-whole", "speculators"), ("eagle3-numbered", "ours"),
     ("eagle3-speculators", "ours"), ("eagle3-speculators", "numbered"), ("glide", "ours"), ("glide-tied", "ours"),
     ("mlp-square", "ours"), ("eagle3-normed", "speculators"),
+    ("eagle3-deepspec", "ours"),
     ("eagle3-narrow", "speculators"), ("eagle3-windowed", "speculators"), ("peagle", "speculators"),
     ("peagle-numbered", "ours"),
     ("eagle3-low-rank", "ours"), ("peagle-speculators", "numbered"), ("dflash", "speculators"),

@@ -24,12 +24,13 @@ from speccompile.doctor.findings import Report
 from speccompile.errors import CheckpointError
 from speccompile.training_contract import TargetParts
 from tests.checkpoints import checkpoint_lab as lab
+from tests.doctor.config_traps import CONFIG_TRAPS, TAKEN
 from tests.doctor.dflash_traps import DFLASH_TRAPS
 from tests.doctor.mask_traps import MASK_TRAPS
 from tests.doctor.traps import TRAPS as PLANTED
 
 FORMATS = load_formats()
-TRAPS = {**PLANTED, **DFLASH_TRAPS, **MASK_TRAPS}
+TRAPS = {**PLANTED, **CONFIG_TRAPS, **DFLASH_TRAPS, **MASK_TRAPS}
 NUM_TOKENS = 36
 LAYOUT_METHODS = {layout.name.partition("/")[0] for layout in FORMATS}
 # Training options by method, where the defaults do not fit a tiny target.
@@ -72,6 +73,15 @@ def test_a_planted_trap_is_found_by_its_check_alone(name: str, tmp_path: Path) -
     # A doctor that skips the check does not see it.
     blind = [replace(f, checks=tuple(c for c in f.checks if c.name != trap.check)) for f in FORMATS]
     assert {f.check for f in look(folder, target, formats=blind).findings} == set(trap.also)
+
+
+@pytest.mark.parametrize(("make", "changes"), TAKEN.values(), ids=TAKEN.keys())
+def test_a_key_that_says_what_is_computed_anyway_is_taken(
+    make: Any, changes: dict[str, Any], tmp_path: Path, target: Path
+) -> None:
+    folder = make(tmp_path / "speculator")
+    lab.set_config(folder, **changes)
+    assert [f.text() for f in look(folder, target).findings] == []
 
 
 def test_every_check_has_a_trap() -> None:

@@ -32,7 +32,7 @@ def target_logits(
         held: the checkpoint's tensors by its own keys.
         layer: prefix of the layer's keys.
         tokens: [nodes] int64.
-        states: [nodes, 3 * target_hidden].
+        states: [nodes, num_layers * target_hidden].
     """
     t = {k: v.float() if v.is_floating_point() else v for k, v in held.items()}
     eps, heads, head_dim = config["rms_norm_eps"], config["num_attention_heads"], config["head_dim"]
@@ -43,7 +43,9 @@ def target_logits(
     joined = torch.cat((embedded, normed), -1)
 
     def project(name: str) -> torch.Tensor:
-        return (joined @ t[f"{layer}.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+        rows = (joined @ t[f"{layer}.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+        weight = t.get(f"{layer}.self_attn.{name}_norm.weight")  # of DeepSpec's
+        return rows if weight is None else norm(rows, weight, eps)
 
     q, k, v = rotate(project("q"), config["rope_theta"]), rotate(project("k"), config["rope_theta"]), project("v")
     k, v = (part.repeat_interleave(heads // part.shape[0], 0) for part in (k, v))

@@ -247,7 +247,7 @@ def test_the_block_is_as_long_as_what_is_drafted(folder, fields, wanted):
 
 def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
     cases = (
-        ({"projector_type": "other"}, "got other: a head of another kind; expected dflash, lilicorr or domino"),
+        ({"projector_type": "other"}, "got other: a head of another kind; expected dflash, dspark, lilicorr or domino"),
         ({"projector_type": "domino"}, r"gru_hidden_dim\): got None; expected a whole number, 1 or more"),
         ({"lilicorr_enabled": True}, r"lilicorr_candidate_topk\): got None; expected a whole number, 1 or more"),
         ({"markov_head_type": "gated", "markov_rank": 4}, "a Markov head with a state or a gate"),

@@ -351,6 +351,49 @@ REFUSED_LAYERS = [
 ]
 
 
+def write_deepspec(folder, layers=(0, 1, 3, 4, 6)):
+    """DeepSpec's layout: norms of queries and keys, layers by their outputs, the whole vocabulary."""
+    from safetensors.torch import load_file, save_file
+
+    heads = lab.random_heads(lab.sizes(draft_vocab_size=lab.VOCAB))
+    lab.write_eagle3(folder, heads, {"embed_tokens.weight": torch.randn(lab.VOCAB, lab.HIDDEN)})
+    held = load_file(folder / "model.safetensors")
+    held = {k.replace("midlayer", "layers.0"): t for k, t in held.items() if k not in ("d2t", "t2d")}
+    held["fc.weight"] = torch.randn(lab.HIDDEN, len(layers) * lab.HIDDEN) * 0.3
+    held |= {f"layers.0.self_attn.{p}_norm.weight": torch.rand(8) + 0.5 for p in "qk"}
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config = {k: v for k, v in config.items() if "layer_ids" not in k and k != "draft_vocab_size"}
+    config |= {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": list(layers)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return held, config
+
+
+def test_norms_of_queries_and_keys_and_five_layers_of_the_target(folder, tmp_path):
+    from tests.export.eagle3_reference import target_logits
+
+    held, config = write_deepspec(folder / "deepspec")
+    draft, fusion = eagle3_source(folder, "deepspec"), eagle3_source(folder, "deepspec", "Fusion")
+    draft.check()
+    layers = tuple(config["target_layer_ids"])
+    assert draft.dims.layers == layers
+    assert [t.name for t in fusion.spec().inputs] == [hidden_name(i) for i in layers]
+    states = torch.randn(len(TOKENS_READ), 5 * lab.HIDDEN, generator=torch.Generator().manual_seed(2))
+    [fused] = lab.compiled(fusion, tmp_path)
+    streams = {hidden_name(i): x[None].numpy() for i, x in zip(layers, states.chunk(5, -1), strict=True)}
+    features = np.asarray(fused.run(streams)[FEATURES])[0]
+    assert_close(features, states @ held["fc.weight"].T)
+    wanted = target_logits(config, held, "layers.0", torch.tensor(TOKENS_READ), states)
+    for engine in lab.compiled(draft, tmp_path, *BACKENDS):
+        chain, _ = drafted(engine, features)
+        assert np.asarray(chain[CANDIDATES]).ravel().tolist() == wanted[-1].topk(4).indices.tolist()
+    # The norms matter.
+    plain = {k: t for k, t in held.items() if "q_norm" not in k}
+    assert (
+        target_logits(config, plain, "layers.0", torch.tensor(TOKENS_READ), states)[-1].argmax() != wanted[-1].argmax()
+    )
+
+
 @pytest.mark.parametrize(("config", "asked", "error", "message"), REFUSED_LAYERS)
 def test_layers_that_cannot_be_are_refused(tmp_path, config, asked, error, message):
     from speccompile.speculators.eagle3.checkpoint import layers_of_target
@@ -370,7 +413,7 @@ def test_too_few_layers_are_refused_but_for_random_weights(tmp_path):
 
 
 REFUSED_CONFIGS = [
-    ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, "three states are fused"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, CheckpointError, r"use_aux_hidden_state\): got False"),
     ({"sliding_window": 512}, CheckpointError, r"sliding_window\): got None and a window of 512 tokens"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ExportError, "rope type 'dynamic'"),
     ({"target_hidden_size": 64}, RecipeError, "target states of 64; expected 32"),

@@ -173,8 +173,10 @@ def test_what_the_recipe_says_of_masks_decides_with_the_checkpoint(folder, tmp_p
     assert sources(tmp_path, "eagle3")[0].spec().mask_token is None
     with pytest.raises(CheckpointError, match=r"\(ptd_token_id or .*\): got None; expected a token of the 40"):
         sources(tmp_path, "eagle3", parallel_drafting=True)
-    for name, config in (("random", {"mask_token_id": 5}), ("named", {"speculators_model_type": "peagle"})):
-        held = peagle_lab.config_of(ptd_token_id=None, parallel_drafting=None) | config
+    plain = peagle_lab.config_of(ptd_token_id=None, parallel_drafting=None)
+    own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+    nested = {k: plain.pop(k) for k in own} | {"speculators_model_type": "peagle", "transformer_layer_config": plain}
+    for name, held in (("random", {**nested, "mask_token_id": 5}), ("named", nested)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(held))
     assert sources(tmp_path, "random", "random")[0].spec().mask_token == 5

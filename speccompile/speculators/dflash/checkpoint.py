@@ -32,8 +32,15 @@ from speccompile.graph_kinds.blocks import (
     path_step_spec,
 )
 from speccompile.graph_kinds.features import FeatureDims
-from speccompile.speculators.dflash.drafter import CORRECTOR_KEYS, NESTED, Corrector, Drafter, drafter_from_config
-from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD, published_layers
+from speccompile.speculators.dflash.drafter import (
+    CORRECTOR_KEYS,
+    NESTED,
+    Corrector,
+    Drafter,
+    drafter_from_config,
+    published_layers,
+)
+from speccompile.speculators.dflash.layouts import EMBEDDINGS, FORMATS, LAYERS, LM_HEAD, METHOD
 
 if TYPE_CHECKING:
     import onnx_ir as ir

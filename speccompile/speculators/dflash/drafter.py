@@ -194,6 +194,24 @@ def has_path(config: Mapping[str, Any]) -> bool:
     return value_of(config, "projector_type") == "domino" or config.get("architectures") == [DOMINO]
 
 
+def is_dspark(config: Mapping[str, Any]) -> bool:
+    """Whether a config in z-lab's layout is a DSpark drafter's: by its kind, its class or its Markov head."""
+    named = "DSpark" in str(config.get("architectures")) or value_of(config, "projector_type") == "dspark"
+    return named or value_of(config, "markov_rank") is not None
+
+
+def published_layers(num_layers: int, num: int) -> tuple[int, ...]:
+    """Returns the layers that released drafters read where a config names none: evenly spaced, from 0.
+
+    Args:
+        num_layers: of the target.
+        num: of streams.
+    """
+    if num == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + k * (num_layers - 4) / (num - 1)) for k in range(num))
+
+
 def is_corrected(config: Mapping[str, Any]) -> bool:
     """Whether a drafter has layers over its candidates: its config says so, or gives a value of theirs."""
     if (stated := value_of(config, "lilicorr_enabled")) is not None:
@@ -230,7 +248,7 @@ _BESIDE = (
     ("final_logit_softcapping", (None, 0), "capped logits", "the LM head's own logits"),
 )
 _SLOTS = ("sample_from_anchor", (None, False), "a root's row that drafts", "slots after the root's")
-_KINDS = (None, "dflash", "lilicorr", "domino")  # of `projector_type`
+_KINDS = (None, "dflash", "dspark", "lilicorr", "domino")  # of `projector_type`
 
 
 def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
@@ -248,7 +266,7 @@ def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
 def variant_of(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Returns (key, what it says, what is built) of a variant that is not built; None where there is none."""
     if (kind := value_of(config, "projector_type")) not in _KINDS:
-        return "projector_type", f"{kind}: a head of another kind", "dflash, lilicorr or domino"
+        return "projector_type", f"{kind}: a head of another kind", "dflash, dspark, lilicorr or domino"
     is_lilicorr, is_domino = is_corrected(config), has_path(config)
     if is_lilicorr and is_domino:
         return "projector_type", "Domino beside LiLiCorr", "one of them"

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.decoder_rows import (
+    decoder_config,
+    decoder_reads,
+    decoder_rows,
+    decoder_sizes,
+    derive_decoder,
+    times,
+)
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
@@ -31,6 +38,8 @@ from speccompile.speculators.dflash.drafter import (
     drafter_from_config,
     has_path,
     is_corrected,
+    is_dspark,
+    published_layers,
     value_of,
     variant_of,
 )
@@ -51,6 +60,7 @@ _OWN = (
     *("shift_label", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
     *("attention_k_eq_v", *(key for key, _ in CORRECTOR_KEYS.values())),
 )
+_HERE = (*_OWN, LAYERS, "is_causal", "causal", "causal_head", "use_swa", "swa_window_size")  # of z-lab's layout
 _OF_LAYERS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "model_type")
 
 
@@ -139,10 +149,9 @@ def _ours(case: Case) -> dict[str, Any]:
     """Returns our config of one in z-lab's layout, or DSpark's."""
     config, sizes = case.config, case.sizes
     own: dict[str, Any] = {name: value_of(config, name) for name in _OWN}
-    if own["sample_from_anchor"] is None and has_path(config):  # what it is called there
-        own["sample_from_anchor"] = bool(own["shift_label"])
-    elif own["sample_from_anchor"] is None:  # the released DSpark drafters' default
-        own["sample_from_anchor"] = value_of(config, "markov_rank") is not None
+    if own["sample_from_anchor"] is None:  # Domino calls it `shift_label`; released DSpark drafters do not state it
+        shift = own["shift_label"] if has_path(config) or is_dspark(config) else None
+        own["sample_from_anchor"] = is_dspark(config) and not has_path(config) if shift is None else bool(shift)
     made = _made(config, sizes, own)
     for name in ("is_causal", "causal", "causal_head"):
         if (stated := value_of(config, name)) is not None:
@@ -246,18 +255,6 @@ def _config_of_speculators(config: Mapping[str, Any], target: Target | None) -> 
     }
 
 
-def published_layers(num_layers: int, num: int) -> tuple[int, ...]:
-    """Returns the layers that released drafters read where a config names none: evenly spaced, from 0.
-
-    Args:
-        num_layers: of the target.
-        num: of streams.
-    """
-    if num == 1:
-        return (num_layers // 2,)
-    return tuple(round(1 + k * (num_layers - 4) / (num - 1)) for k in range(num))
-
-
 def _check_variant(case: Case) -> Iterator[Finding]:
     """Yields a finding for a drafter of a variant that is not built."""
     if (fault := variant_of(case.config)) is not None:
@@ -309,6 +306,10 @@ def _check_numbers(case: Case) -> Iterator[Finding]:
         if inner is not None and outer is not None and inner != outer:
             got = f"{outer!r} at the top and {inner!r} in {NESTED}"
             yield finding("error", case.where_in_config(name), got, "one value", _TODO)
+    kind = case.config.get("speculators_model_type")
+    if kind == "dspark" and not isinstance(anchor := case.config.get("sample_from_anchor"), bool):
+        todo = "vLLM takes false, the speculators library true: give what it was trained with, in config.json or --set."
+        yield finding("error", case.where_in_config("sample_from_anchor"), repr(anchor), "true or false", todo)
     if case.target is None:
         return
     stated = case.target.config
@@ -369,6 +370,11 @@ FORMATS = (
         ignored=(r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$"),
         ours=_ours_from_speculators,
         config=_config_of_speculators,
+        reads=(
+            *decoder_reads(f"{SCOPE}."),
+            *(f"{SCOPE}.{name}" for name in _OF_LAYERS),
+            *(*_OWN, AUX_LAYERS, "sliding_window_non_causal"),
+        ),
         derive=_derive,
         probe=_PROBE,
     ),
@@ -388,6 +394,7 @@ FORMATS = (
         prefixes=("", "model."),
         ours=_ours,
         config=_config,
+        reads=(*decoder_reads(), *_OF_LAYERS, *_HERE, *(f"{NESTED}.{name}" for name in _HERE)),
         derive=_derive,
         probe=_PROBE,
     ),

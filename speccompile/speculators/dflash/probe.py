@@ -23,8 +23,8 @@ from speccompile.export.probes import (
     with_base,
 )
 from speccompile.graph_kinds.blocks import block_draft_spec
-from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config
-from speccompile.speculators.dflash.layouts import AUX_LAYERS, EMBEDDINGS, LAYERS, LM_HEAD, METHOD, published_layers
+from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config, published_layers
+from speccompile.speculators.dflash.layouts import AUX_LAYERS, EMBEDDINGS, LAYERS, LM_HEAD, METHOD
 from speccompile.speculators.dflash.model import BlockDraft, make_draft, make_fusion
 from speccompile.speculators.dflash.path_head import likeliest_path, make_step
 from speccompile.speculators.dflash.trainer import fill_blocks

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.core.jobs import CandidateOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.decoder_rows import (
+    decoder_config,
+    decoder_reads,
+    decoder_rows,
+    decoder_sizes,
+    derive_decoder,
+    times,
+)
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
@@ -88,6 +95,7 @@ FORMATS = (
         derive=_derive,
         ours=_ours,
         config=_config,
+        reads=(*decoder_reads(), "sliding_window", "use_sliding_window"),
     ),
 )
 

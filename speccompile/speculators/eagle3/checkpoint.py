@@ -21,7 +21,16 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.feature_source import FeatureSource, FusionGraph, count_weights, holds
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
-from speccompile.speculators.eagle3.layouts import EMBEDDINGS, FORMATS, MASK_TOKENS, NUM_STREAMS, layer_ids, mask_token
+from speccompile.speculators.eagle3.layouts import (
+    EMBEDDINGS,
+    FORMATS,
+    IDS,
+    MASK_TOKENS,
+    NUM_STREAMS,
+    OUTPUTS,
+    layer_ids,
+    mask_token,
+)
 from speccompile.speculators.eagle3.speculators_config import windows_of
 
 if TYPE_CHECKING:
@@ -48,13 +57,14 @@ def layers_of_target(
         CheckpointError: the checkpoint names layers that the target does not have.
         RecipeError: the recipe does, or the target has too few.
     """
-    if asked is not None:
-        if len(set(asked)) != NUM_STREAMS or not all(0 <= i < num_layers for i in asked):
-            expected = f"{NUM_STREAMS} different layers of the target's {num_layers}"
-            raise RecipeError("speculator.layers", f"{list(asked)}", expected, "Correct the recipe.")
-        return tuple(asked)
     folder = find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES)
     named = layers_from_config(folder, read_config(folder))
+    if asked is not None:
+        num = NUM_STREAMS if named is None else len(named)
+        if len(set(asked)) != num or len(asked) != num or not all(0 <= i < num_layers for i in asked):
+            expected = f"{num} different layers of the target's {num_layers}"
+            raise RecipeError("speculator.layers", f"{list(asked)}", expected, "Correct the recipe.")
+        return tuple(asked)
     if named is None:
         return default_layers(num_layers, is_random=weights == "random")
     if max(named) < num_layers:
@@ -70,16 +80,19 @@ def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
     """Returns the layers that a config names; None where it names none.
 
     Raises:
-        CheckpointError: they are not three different layers.
+        CheckpointError: they are not different layers.
     """
-    ids = layer_ids(config)
-    if not ids:
+    ids, outputs = layer_ids(config), config.get(OUTPUTS)
+    given, least, key = (ids, 1, IDS[0]) if outputs is None else (outputs, 0, OUTPUTS)
+    if not given:
         return None
-    is_list = isinstance(ids, list) and all(type(i) is int and i >= 1 for i in ids)
-    if not is_list or len(set(ids)) != NUM_STREAMS or len(ids) != NUM_STREAMS:
-        expected = f"{NUM_STREAMS} different numbers from 1 on"
+    is_list = isinstance(given, list) and all(type(i) is int and i >= least for i in given)
+    if not is_list or len(set(given)) != len(given):
         todo = "Name the layers with speculator.layers; the embeddings themselves cannot be read."
-        raise CheckpointError(f"{folder / 'config.json'} (eagle_aux_hidden_state_layer_ids)", repr(ids), expected, todo)
+        where, expected = f"{folder / 'config.json'} ({key})", f"different numbers from {least} on"
+        raise CheckpointError(where, repr(given), expected, todo)
+    if outputs is not None:
+        return tuple(outputs)
     return tuple(ids) if ids[0] == 1 else tuple(i - 1 for i in ids)
 
 
@@ -116,11 +129,6 @@ class _Eagle3Source(FeatureSource):
             got = f"{self.config.get('layer_types')!r} and a window of {self.config.get('sliding_window')!r} tokens"
             todo = "`speccompile doctor` says what readers make of it."
             raise CheckpointError(where, got, f"the kind of each of {self.dims.num_layers} layers", todo)
-        nested = read_config(self.folder).get("eagle_config")
-        if isinstance(nested, dict) and nested.get("use_aux_hidden_state") is False:
-            where = f"{self.folder / 'config.json'} (eagle_config.use_aux_hidden_state)"
-            todo = "This variant reads the last state alone and is not supported."
-            raise CheckpointError(where, "false", "true: three states are fused", todo)
 
 
 class DraftSource(_Eagle3Source):

@@ -5,8 +5,10 @@ Layouts: the first release's (ours), numbered layers, and vLLM's speculators for
 with several layers, and the states that stand for the target's in a mask: `mask_hidden`, [1, 1, fused] or [1, fused],
 which passes through the same norms and `fc`. Their config names the mask's token. `d2t` holds offsets: draft token i
 is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where the
-vocabularies are one. The LM head of a drafter that was trained here may be two products, `lm_head_down.weight` [rank,
-hidden] and then `lm_head.weight` [draft_vocab, rank]: no published layout has that, so it stays in ours.
+vocabularies are one. DeepSpec's files have norms of queries and keys in the first layer, and their config names the
+target's layers by their outputs (`target_layer_ids`), which may be more than three. The LM head of a drafter that was
+trained here may be two products, `lm_head_down.weight` [rank, hidden] and then `lm_head.weight` [draft_vocab, rank]: no
+published layout has that, so it stays in ours.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.decoder_rows import (
+    decoder_config,
+    decoder_reads,
+    decoder_rows,
+    decoder_sizes,
+    derive_decoder,
+    times,
+)
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
@@ -32,22 +41,26 @@ from speccompile.speculators.eagle3.speculators_config import (
 )
 
 EMBEDDINGS = "embed_tokens.weight"
-NUM_STREAMS = 3  # residual streams of the target that are fused
+NUM_STREAMS = 3  # residual streams of the target that are fused where the checkpoint does not name them
 MASK_HIDDEN = "mask_hidden"
 HEAD_DOWN = "lm_head_down.weight"
 _MASKED = rf"^{MASK_HIDDEN}$"
 MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # in the config; the first is written
 IDS = ("eagle_aux_hidden_state_layer_ids", "eagle_config.eagle_aux_hidden_state_layer_ids")
+OUTPUTS = "target_layer_ids"
+_OWN = (*IDS, "norm_before_residual", "norm_output", "qk_norm", "sliding_window", "use_sliding_window")
 
 
 def _derive(sizes: Sizes) -> None:
     derive_decoder(sizes)
     sizes["target_hidden"] = sizes["target_hidden"] or sizes["hidden"]
-    sizes["fused"] = times(NUM_STREAMS, sizes["target_hidden"])
+    width, stored = sizes["target_hidden"], sizes.pop("fc_width")
+    is_whole = bool(width and stored and stored % width == 0)
+    sizes["num_states"] = int(stored or 0) // int(width or 1) if is_whole else NUM_STREAMS
+    sizes["fused"] = times(sizes["num_states"], width)
     sizes["two_hidden"] = times(2, sizes["hidden"])
     sizes["is_reduced"] = int(sizes["draft_vocab"] != sizes["vocab"])
     sizes["has_own_embedding"] = int(sizes["hidden"] != sizes["target_hidden"])
-    sizes["num_states"] = NUM_STREAMS
     named = sizes.get("mask_token")
     sizes["has_masks"] = int(bool(sizes["has_masks"]) or (named is not None and named >= 0))
     width, flat_width = sizes.pop("mask_width"), sizes.pop("flat_mask_width")
@@ -95,20 +108,32 @@ def _absolute(case: Case, key: str) -> Finding:
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
-    """Yields findings unless the fused states are three of the target's."""
-    ids = layer_ids(case.config)
-    if ids is None:
+    """Yields findings unless the fused states are as many of the target's as `fc` reads."""
+    ids, outputs, num = layer_ids(case.config), case.config.get(OUTPUTS), case.sizes["num_states"]
+    if ids is not None and outputs is not None:
+        got, todo = f"{ids!r} and {outputs!r}", "Remove the one that its author did not mean: --set KEY=null."
+        yield finding("error", case.where_in_config(IDS[0], OUTPUTS), got, "one of them", todo)
         return
-    where = case.where_in_config(IDS[0])
-    last = case.target.dims.num_layers if case.target else None
-    is_list = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if not is_list or len(ids) != NUM_STREAMS or len(set(ids)) != len(ids):
+    where, given = case.where_in_config(IDS[0] if outputs is None else OUTPUTS), ids if outputs is None else outputs
+    if given is None:
+        if num != NUM_STREAMS:
+            todo = "Complete config.json, or give it with --set."
+            yield finding("error", case.where_in_config(IDS[0]), "nothing", f"{num} layers, as fc reads", todo)
+        return
+    is_list = isinstance(given, list) and all(type(i) is int for i in given)
+    if not is_list or len(given) != num or len(set(given)) != len(given):
         todo = "Correct config.json; other loaders fall back to layers of their own choice."
-        yield finding("error", where, repr(ids), f"{NUM_STREAMS} different layers", todo)
-    elif min(ids) < 0 or (last is not None and max(ids) > last):
+        yield finding("error", where, repr(given), f"{num} different layers", todo)
+        return
+    ids = given if outputs is None else [i + 1 for i in given]
+    last = case.target.dims.num_layers if case.target else None
+    if min(ids) < 0 or (last is not None and max(ids) > last):
         most = "" if last is None else f" to {last}"
         todo = "It was trained for another target: give the model that it belongs to."
-        yield finding("error", where, repr(ids), f"layers from 0{most}: the states before them", todo)
+        expected = f"layers from 0{most}: the states before them"
+        if outputs is not None:
+            expected = f"layers from 0{'' if last is None else f' to {last - 1}'}: the states after them"
+        yield finding("error", where, repr(given), expected, todo)
 
 
 def _check_mask(case: Case) -> Iterator[Finding]:
@@ -141,7 +166,7 @@ def layer_ids(config: Mapping[str, Any]) -> Any:
 
 def _ours(case: Case) -> dict[str, Any]:
     config, sizes = case.config, case.sizes
-    ids = layer_ids(config)
+    ids, outputs = layer_ids(config), config.get(OUTPUTS)
     return {
         **decoder_config(config),
         "model_type": "llama",
@@ -158,6 +183,8 @@ def _ours(case: Case) -> dict[str, Any]:
         **masks_from_sizes(sizes, MASK_TOKENS[0]),
         **window_config(config),
         **({IDS[0]: ids} if ids is not None else {}),
+        **({OUTPUTS: outputs} if outputs is not None else {}),
+        **({"qk_norm": True} if sizes["has_qk_norm"] else {}),
     }
 
 
@@ -181,8 +208,10 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
         *decoder_sizes(scope),
         Size("num_layers", (f"{scope}num_hidden_layers",), count=r"^layers\.(\d+)\.", default=1),
         Size("vocab", (f"{scope}vocab_size",), stored=marks),
-        Size("draft_vocab", ("draft_vocab_size",), stored=((r"^lm_head\.weight$", 0),), is_needed=True),
+        Size("draft_vocab", ("draft_vocab_size",), stored=((r"^lm_head\.weight$", 0),), needed_with=r"^(d2t|t2d)$"),
         Size("target_hidden", ("target_hidden_size",), default=0, least=0),
+        Size("fc_width", stored=((r"^fc\.weight$", 1),), default=0, least=0),
+        flag("has_qk_norm", "qk_norm", present=r"\.self_attn\.q_norm\.weight$"),
         flag("has_input_norm", "norm_before_fc", present=r"^input_norm\.weight$"),
         flag("has_masks", "parallel_drafting", present=_MASKED),
         Size("mask_token", MASK_TOKENS, default=-1, least=0),
@@ -213,6 +242,16 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
         Row(MASK_HIDDEN, (1, "fused"), need="has_flat_mask"),
         Row(f"{first}.hidden_norm.weight", ("hidden",), name="midlayer.hidden_norm.weight"),
         *decoder_rows(first, name="midlayer", qkv_input="two_hidden"),
+        *(
+            Row(
+                f"{first}.self_attn.{p}_norm.weight",
+                ("head_dim",),
+                (),
+                f"midlayer.self_attn.{p}_norm.weight",
+                need="has_qk_norm",
+            )
+            for p in "qk"
+        ),
         *decoder_rows("layers.{layer}", over),
         Row("norm.weight", ("hidden",)),
         Row("lm_head.weight", ("draft_vocab", "hidden"), need="!head_rank" if has_low_rank else ""),
@@ -247,6 +286,7 @@ FORMATS = (
         prefixes=("", "model."),
         ours=_ours,
         config=_config,
+        reads=(*decoder_reads(), *_OWN, OUTPUTS),
         **_PARTS,
     ),
     Format(
@@ -258,6 +298,7 @@ FORMATS = (
         (*_CHECKS, Check("eagle3.config", check_config), Check("eagle3.residual", check_residual)),
         config_marks=(("speculators_model_type", "eagle3"), ("speculators_model_type", "peagle")),
         ours=ours_from_config,
+        reads=(*decoder_reads(SCOPE), *_OWN, f"{SCOPE}sliding_window", f"{SCOPE}use_sliding_window"),
         config=config_from_ours,
         **_PARTS,
     ),
@@ -272,6 +313,7 @@ FORMATS = (
         prefixes=("", "model."),
         ours=_ours,
         config=_config,
+        reads=(*decoder_reads(), *_OWN, OUTPUTS),
         **_PARTS,
     ),
 )

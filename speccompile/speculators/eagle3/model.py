@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 from speccompile.graph_kinds.features import FeatureDims
@@ -28,7 +29,7 @@ class MidLayer(nn.Module):
         width, eps = layer.hidden_size, layer.rms_norm_eps
         self.is_normed = bool(config.get("norm_before_residual"))
         self.hidden_norm, self.input_layernorm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
-        self.self_attn = LlamaAttention(layer, 0)
+        self.self_attn = (Qwen3Attention if config.get("qk_norm") else LlamaAttention)(layer, 0)
         widen_projections(self.self_attn, 2 * width, config)
         self.post_attention_layernorm, self.mlp = LlamaRMSNorm(width, eps), LlamaMLP(layer)
 
@@ -36,7 +37,9 @@ class MidLayer(nn.Module):
         """Returns the next features: embeddings and features [batch, nodes, hidden] -> own features."""
         normed = self.hidden_norm(features)
         mixed = torch.cat((self.input_layernorm(embedded), normed), -1)
-        x = (normed if self.is_normed else features) + self.self_attn(mixed, position_embeddings=angles)[0]
+        x = (normed if self.is_normed else features) + self.self_attn(
+            mixed, position_embeddings=angles, attention_mask=None
+        )[0]
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -134,6 +134,10 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
     Raises:
         CheckpointError: neither does.
     """
+    for key in ("qk_norm", "target_layer_ids"):
+        if config.get(key):
+            expected = "what readers of the format know"
+            raise CheckpointError(f"config.json ({key})", repr(config[key]), expected, "Keep it in our own layout.")
     name = target.name if target is not None else config.get("base_model_name_or_path")
     if not name:
         todo = "Give the target with --target."

@@ -71,6 +71,8 @@ FORMATS = (
         marks=(r"^adapter_norm\.weight$",),
         config_marks=(("model_type", MODEL_TYPE),),
         config=_config,
+        reads=("rms_norm_eps",),
+        fixed={"hidden_act": ("silu", "swish")},
     ),
 )
 

@@ -113,6 +113,7 @@ FORMATS = (
         derive=_derive,
         ours=_ours,
         config=_config,
+        reads=("text_config",),  # transformers reads it
     ),
 )
 

@@ -18,11 +18,17 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, cache_names
-from speccompile.doctor.decoder_rows import decoder_config, decoder_rows, decoder_sizes, derive_decoder, times
+from speccompile.doctor.decoder_rows import (
+    PLAIN_LAYER,
+    decoder_config,
+    decoder_rows,
+    decoder_sizes,
+    derive_decoder,
+    times,
+)
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
-from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_candidates
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.borrowed import reading_spec
@@ -158,6 +164,8 @@ FORMATS = (
         derive=_derive,
         ours=_ours,
         config=_config,
+        reads=("rms_norm_eps", "rope_theta", "rope_parameters.rope_theta", "large_rope_theta"),
+        fixed=PLAIN_LAYER,
     ),
 )
 
@@ -212,15 +220,11 @@ def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
         target: sizes of the target.
 
     Raises:
-        CheckpointError: a size is missing or wrong, or the config asks for what a drafter cannot have.
+        CheckpointError: a size is missing or wrong.
     """
-    path, config = folder / "config.json", read_config(folder)
+    config = read_config(folder)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     hidden, inner, layers, heads, vocab = (stated_size(folder, config, name) for name in names)
-    for name, plain in (("attention_bias", False), ("mlp_bias", False), ("rope_scaling", None)):
-        if config.get(name, plain) not in (plain, None):
-            todo = "Train it without, or report its config."
-            raise CheckpointError(f"{path} ({name})", repr(config[name]), f"{plain!r}: GLIDE drafters have none", todo)
     rope = config.get("rope_parameters") or config
     last = target.attention_layers[-1]
     return GlideDims(

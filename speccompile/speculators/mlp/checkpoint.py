@@ -230,6 +230,7 @@ FORMATS = (
         derive=_derive,
         ours=_ours,
         config=_config,
+        reads=(_WIDTHS, "n_candidates"),
         probe="speccompile.speculators.mlp.probe:MlpProbe",
     ),
 )

@@ -169,6 +169,7 @@ FORMATS = (
         prefixes=(PREFIX, ""),
         ours=_ours_from(SCOPE),
         config=_config,
+        reads=(SCOPE, *CHOICES),  # transformers reads the layer's config
         **_PARTS,
     ),
     Format(
@@ -179,6 +180,7 @@ FORMATS = (
         module_rows(_SPECULATORS_NAMES, "mtp_layers.0."),
         config_marks=(("speculators_model_type", METHOD),),
         ours=_ours_from(SPECULATORS_SCOPE),
+        reads=(SPECULATORS_SCOPE, *CHOICES),
         config=_speculators_config,
         **_PARTS,
     ),

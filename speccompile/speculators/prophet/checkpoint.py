@@ -18,7 +18,7 @@ from speccompile.checkpoints.target_tables import read_tables
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.decoder_rows import decoder_rows, decoder_sizes, derive_decoder
+from speccompile.doctor.decoder_rows import PLAIN_LAYER, decoder_rows, decoder_sizes, derive_decoder
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
@@ -91,6 +91,8 @@ FORMATS = (
         derive=_derive,
         ours=_ours,
         config=_config,
+        reads=("rms_norm_eps", "rope_theta"),
+        fixed=PLAIN_LAYER,
     ),
 )
 

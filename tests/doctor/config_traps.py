@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of a config that are not read; see `tests.doctor.traps`. And keys and values that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import checkpoint_lab as lab
+from tests.doctor.traps import Trap, config
+
+
+def unread(make: Callable[[Path], Path], words: str, **changes: Any) -> Trap:
+    return Trap(make, "config.keys", words, config(**changes))
+
+
+TWO_KINDS = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+CONFIG_TRAPS: dict[str, Trap] = {
+    "rotated pairs": unread(
+        lab.eagle3_ours, r"\(rope_is_neox_style\): got False; expected True", rope_is_neox_style=False
+    ),
+    "rotated pairs of a block": unread(lab.dflash_one, "is_neox_style", dflash_config__is_neox_style=False),
+    "another activation": unread(lab.eagle_ours, "hidden_activation", hidden_activation="gelu_pytorch_tanh"),
+    "an activation that is fixed": unread(lab.glide_ours, r"\(hidden_act\): got 'gelu'", hidden_act="gelu"),
+    "angles by kind of layer": unread(lab.eagle3_ours, "got angles that differ", rope_parameters=TWO_KINDS),
+    "a part of each head": unread(lab.eagle3_ours, r"\(partial_rotary_factor\): got 0.5", partial_rotary_factor=0.5),
+    "a part of each head, inside": unread(
+        lab.dflash_two, r"rope_parameters\.partial_rotary_factor", rope_parameters=PARTIAL
+    ),
+    "scaled embeddings": unread(lab.eagle3_ours, "input_embedding_scale", input_embedding_scale=8.0),
+    "capped logits": unread(lab.eagle3_speculators, "final_logit_softcapping", final_logit_softcapping=30.0),
+    "scaled attention": unread(lab.eagle3_whole, "query_pre_attn_scalar", query_pre_attn_scalar=256),
+    "rope at the wrong place": unread(lab.eagle3_speculators, r"\(rope_theta\)", rope_theta=5e5),
+    "a key of nobody": unread(lab.eagle3_numbered, r"\(residual_dropout_scale\): got 0.9", residual_dropout_scale=0.9),
+    "a key of nobody in an object": unread(lab.eagle3_specforge, r"eagle_config\.twice", eagle_config__twice=True),
+    "a last state alone": unread(
+        lab.eagle3_specforge, "use_aux_hidden_state", eagle_config__use_aux_hidden_state=False
+    ),
+    "scaled states of an MLP speculator": unread(lab.mlp_plain, "state_scale", state_scale=0.5),
+    "biases that Prophet does not have": Trap(
+        lab.prophet_ours, "config.keys", "attention_bias", config(attention_bias=True), also=("keys.missing",)
+    ),
+    "scaled positions of Prophet": unread(lab.prophet_ours, "rope_scaling", rope_scaling={"rope_type": "yarn"}),
+    "a key beside a layer's config": unread(lab.mtp_ours, "norm_scale", norm_scale=2.0),
+    "layers named twice": Trap(
+        lab.eagle3_deepspec,
+        "eagle3.layers",
+        r"got \[1, 2, 3, 4, 5\] and \[0, 1, 2, 3, 4\]; expected one of them",
+        config(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]),
+    ),
+    "outputs of three layers where five are read": Trap(
+        lab.eagle3_deepspec, "eagle3.layers", "expected 5 different layers", config(target_layer_ids=[1, 2, 3])
+    ),
+    "an output after the last layer": Trap(
+        lab.eagle3_deepspec, "eagle3.layers", "expected layers from 0 to 5", config(target_layer_ids=[1, 2, 3, 4, 6])
+    ),
+    "five layers that are not named": Trap(
+        lab.eagle3_deepspec, "eagle3.layers", "got nothing; expected 5 layers", config(target_layer_ids=None)
+    ),
+    "an anchor with two defaults": Trap(
+        lab.dflash_speculators,
+        "dflash.numbers",
+        r"\(sample_from_anchor\): got None; expected true or false",
+        config(speculators_model_type="dspark", sample_from_anchor=None, speculators_config__algorithm="dspark"),
+    ),
+}  # fmt: skip
+ONE_KIND = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+IMAGES = {"type": "mrope", "mrope_section": [1, 1]}
+TAKEN: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "positions of images": (lab.eagle3_ours, {"rope_scaling": IMAGES}),
+    "positions of images, named default": (lab.eagle3_ours, {"rope_scaling": {**IMAGES, "rope_type": "default"}}),
+    "the same angles of each kind": (lab.eagle3_whole, {"rope_parameters": ONE_KIND}),
+    "one name of the activation": (lab.eagle3_ours, {"hidden_act": None, "hidden_activation": "silu"}),
+    "neutral values": (
+        lab.eagle3_specforge,
+        {"is_neox_style": True, "partial_rotary_factor": 1.0, "query_pre_attn_scalar": 4, "mlp_bias": False,
+         "logit_scale": 1.0, "final_logit_softcapping": None, "eagle_config__use_mtp_layernorm": False},
+    ),
+    "what trainers write": (
+        lab.eagle3_ours,
+        {"ttt_length": 7, "initializer_range": 0.02, "num_experts": 8, "_commit_hash": "x", "auto_map": {"": "a.B"},
+         "attention_dropout": 0.1, "begin_suppress_tokens": None, "id2label": {"0": "a"}, "use_cache": False},
+    ),
+    "DSpark of ModelOpt": (
+        lab.dspark, {"dflash_config": {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}}
+    ),
+}  # fmt: skip
