@@ -23,7 +23,7 @@ NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check unmarked test fuzz triton-server test-triton load-tester test-load vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test wheel test-wheel fuzz triton-server test-triton load-tester test-load vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,13 @@ unmarked: setup
 
 test: setup  ## Run all tests, WORKERS=2 at a time (one folder: make test ARGS=tests/core)
 	$(PYTEST) $(ARGS)
+
+wheel: setup  ## Build dist/speccompile-*.whl, with CPU kernels compiled for common CPUs (about two minutes)
+	rm -f dist/speccompile-*.whl
+	$(BIN)/python -m hatchling build --target wheel --directory dist
+
+test-wheel: wheel  ## Install that wheel into a fresh environment, outside of the clone; build, generate and serve there
+	SPECCOMPILE_WHEEL=$$(ls $(CURDIR)/dist/speccompile-*.whl) $(PYTEST) --numprocesses 0 tests/e2e/test_wheel.py
 
 fuzz: setup  ## Try 1000 mutated recipes, checkpoints, bundles and requests each (again: FUZZ_CASE=17 make test ARGS=...)
 	FUZZ_CASES=$${FUZZ_CASES:-1000} $(PYTEST) tests/fuzz $(ARGS)

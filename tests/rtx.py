@@ -14,6 +14,6 @@ from speccompile.backends.tensorrt.variants import Variant
 def load_rtx() -> Variant:
     """Returns the variant; the test, or the module that calls it, is skipped where it is not installed."""
     if importlib.util.find_spec("tensorrt_rtx") is None:
-        reason = "TensorRT-RTX is not installed, NO PLAN IS BUILT: pip install 'speccompile[tensorrt-rtx]'"
+        reason = "TensorRT-RTX is not installed, NO PLAN IS BUILT: make setup"
         pytest.skip(reason, allow_module_level=True)
     return load_tensorrt("tensorrt_rtx")

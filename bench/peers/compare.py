@@ -6,7 +6,7 @@ A run of `speccompile bench BUNDLE --peers ...` for each bundle, so each compare
 
     python bench/peers/compare.py bundles/fp32 bundles/int8 --out build/comparison -- --repeats 3 --threads 2
 
-What stands after `--` is given to every run. The plot needs matplotlib (`pip install 'speccompile[bench]'`).
+What stands after `--` is given to every run. The plot needs matplotlib (the extra `[bench]`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.texts import Texts
+from speccompile.common.extras import install_command
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
@@ -273,5 +274,5 @@ def _export(source: GraphSource, log: StageLog) -> Any:
     except ModuleNotFoundError as fault:
         if (fault.name or "").startswith("speccompile"):
             raise
-        todo = "Run: pip install 'speccompile[build]'"
+        todo = f"Run: {install_command('build')}"
         raise BuildError("build", f"no package {fault.name}", "the packages of the extra [build]", todo) from fault

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.common.extras import install_command
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.bundle import Bundle
 
@@ -99,7 +100,7 @@ def open_reference(folder: Path, lora: str | None = None) -> tuple[Reference | N
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        return None, f"{' and '.join(missing)} not installed: pip install 'speccompile[build]'"
+        return None, f"{' and '.join(missing)} not installed: {install_command('build')}"
     import torch
 
     from speccompile.training.target import Target, keep_pages

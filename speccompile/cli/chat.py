@@ -19,6 +19,7 @@ from speccompile.cli.generate import STYLES, kinds_of, print_stats
 from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
+from speccompile.common.extras import install_command
 from speccompile.common.json_reader import is_unicode
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -120,7 +121,7 @@ def _template_in(folder: Path | None, where: str) -> ChatTemplate:
     try:
         from speccompile.serving.openai.chat import read_chat_template
     except ModuleNotFoundError as fault:
-        todo = "Install them: pip install 'speccompile[serve]'."
+        todo = f"Install them: {install_command('serve')}."
         raise RuntimeFault("speccompile chat", f"no package {fault.name}", "those of [serve]", todo) from fault
     template = None if folder is None else read_chat_template(folder)
     if template is None:

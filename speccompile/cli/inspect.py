@@ -13,6 +13,7 @@ from rich.text import Text
 
 from speccompile.cli.inspect_plan import PLAN_SUFFIX, facts_from_plan_file, plan_facts, print_plan
 from speccompile.cli.output import errors_as_json, json_from_error, print_error, print_json
+from speccompile.common.extras import install_command
 from speccompile.errors import BundleError, RuntimeFault
 
 
@@ -133,7 +134,7 @@ def _facts_from_onnx(path: Path) -> dict[str, Any]:
 
         from speccompile.passes.base import histogram_from_model
     except ImportError as fault:
-        todo = "Install the build extra: pip install 'speccompile[build]'."
+        todo = f"Install the build extra: {install_command('build')}."
         raise RuntimeFault("inspect", f"no package {fault.name}", "onnx and onnx-ir", todo) from fault
     try:
         model = ir.load(path)

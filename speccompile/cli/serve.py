@@ -13,6 +13,7 @@ import typer
 
 from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.common.extras import install_command
 from speccompile.errors import RuntimeFault
 
 LOOPBACK = "127.0.0.1"
@@ -157,5 +158,5 @@ def check_packages() -> None:
     """
     for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         if importlib.util.find_spec(name) is None:
-            todo = "Install them: pip install 'speccompile[serve]'."
+            todo = f"Install them: {install_command('serve')}."
             raise RuntimeFault("speccompile serve", f"no package {name}", "the packages of the extra [serve]", todo)

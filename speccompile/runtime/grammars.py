@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from speccompile.common.extras import install_command
 from speccompile.common.structured_outputs import WHERE, StructuredOutputs
 from speccompile.core.tree import Bools
 from speccompile.errors import RuntimeFault
@@ -318,7 +319,7 @@ class Grammars:
 
     def _check_parts(self) -> None:
         if importlib.util.find_spec(_PACKAGE) is None:
-            todo = "Install it: pip install 'speccompile[structured]'."
+            todo = f"Install it: {install_command('structured')}."
             raise RuntimeFault(WHERE, f"no package {_PACKAGE}", "the package of the extra [structured]", todo)
         if self._tokenizer is None:
             todo = "Build it from a checkpoint that has a tokenizer.json."

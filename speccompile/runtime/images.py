@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from speccompile.common.extras import install_command
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import IMAGE_NODES, IMAGE_ROWS, TREE_MASK
 from speccompile.core.tree import Floats
@@ -229,7 +230,7 @@ def _decode(data: bytes | Path | NDArray[np.uint8]) -> Pillow.Image:
         from PIL import Image as Pillow
         from PIL import ImageOps
     except ImportError as fault:
-        todo = "Install it: pip install 'speccompile[vision]'."
+        todo = f"Install it: {install_command('vision')}."
         raise RuntimeFault("images", "an image, without Pillow to decode it", "Pillow", todo) from fault
     if isinstance(data, np.ndarray):
         if data.dtype != np.uint8 or data.ndim != 3 or data.shape[2] != 3 or not data.size:

@@ -18,6 +18,7 @@ from speccompile.bundling.guard import Claim, claim_folder
 from speccompile.bundling.records import SPECULATOR, write_record
 from speccompile.bundling.staging import disk_faults, staged_folder
 from speccompile.checkpoints.checkpoint import resolve_checkpoint
+from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.models import Recipe
 from speccompile.recipe.training import TrainingSection
@@ -256,4 +257,4 @@ def _check_extras() -> None:
     missing = [name for name in ("matplotlib", "tensorboard") if importlib.util.find_spec(name) is None]
     if missing:
         expected = "the packages that plot and log a run"
-        raise BuildError("train", f"no {missing[0]}", expected, "Install them: pip install 'speccompile[train]'.")
+        raise BuildError("train", f"no {missing[0]}", expected, f"Install them: {install_command('train')}.")

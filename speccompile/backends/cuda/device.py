@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.common.extras import install_command
 from speccompile.core.protocols import DeviceLost
 from speccompile.errors import RuntimeFault, SpecCompileError
 
@@ -45,7 +46,7 @@ def load_cuda() -> Any:
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as fault:
-        todo = "Run: pip install 'speccompile[tensorrt]' or pip install cuda-python."
+        todo = f"Run: {install_command('tensorrt')} or pip install cuda-python."
         raise RuntimeFault("CUDA", str(fault), "the package cuda-python", todo) from fault
 
 

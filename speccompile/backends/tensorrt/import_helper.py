@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, VARIANTS, Capabilities, Variant
+from speccompile.common.extras import install_command
 from speccompile.errors import BuildError
 
 MAX_LOG_LINES = 400
@@ -91,7 +92,7 @@ def _load(name: str) -> Variant:
 
 
 def _missing(got: str, expected: str, wanted: Sequence[Capabilities]) -> BuildError:
-    commands = " or ".join(f"pip install 'speccompile[{can.extra}]'" for can in wanted)
+    commands = " or ".join(install_command(can.extra) for can in wanted)
     note = " TensorRT-RTX builds without a GPU." if TENSORRT_RTX in wanted else ""
     return BuildError("engine.backend tensorrt", got, expected, f"Run: {commands}.{note}")
 

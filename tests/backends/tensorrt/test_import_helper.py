@@ -10,6 +10,7 @@ import pytest
 
 from speccompile.backends.tensorrt import import_helper
 from speccompile.backends.tensorrt.variants import TENSORRT, TENSORRT_RTX, VARIANTS
+from speccompile.common.extras import install_command
 from speccompile.errors import BuildError
 
 needs_rtx = pytest.mark.skipif(
@@ -34,7 +35,7 @@ def test_without_any_variant_the_error_says_what_to_install(packages):
     with pytest.raises(BuildError) as caught:
         import_helper.load_tensorrt("auto")
     assert caught.value.got == "neither tensorrt nor tensorrt_rtx is installed"
-    assert "pip install 'speccompile[tensorrt-rtx]' or pip install 'speccompile[tensorrt]'" in caught.value.todo
+    assert f"{install_command('tensorrt-rtx')} or {install_command('tensorrt')}" in caught.value.todo
 
 
 @pytest.mark.parametrize(("name", "extra"), [("tensorrt", "tensorrt"), ("tensorrt_rtx", "tensorrt-rtx")])
