@@ -44,7 +44,7 @@ def test_a_named_variant_that_is_missing_names_its_extra(packages, name, extra):
     with pytest.raises(BuildError) as caught:
         import_helper.load_tensorrt(name)
     assert caught.value.got == f"no package {name}"
-    assert f"speccompile[{extra}]" in caught.value.todo
+    assert install_command(extra) in caught.value.todo
 
 
 @pytest.mark.parametrize(
