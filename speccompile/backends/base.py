@@ -216,6 +216,7 @@ class EngineBase(ABC, Generic[RollbackT]):
     """
 
     compacts_in_step: bool = False
+    max_scored: int | None = None
     rollback: RollbackT | None = None  # set by engines that were given one
     states: SlotStates[Any] | None = None
 

@@ -59,6 +59,7 @@ class SamplingParams:
         stop_token_ids: end at these tokens, besides the model's own.
         ignore_eos: do not end at the model's own end-of-sequence tokens.
         logprobs: give the logarithm of each emitted token's probability, and of as many likeliest tokens, at most 20.
+        prompt_logprobs: the same of each token of the prompt but the first, by the target's own logits.
         structured_outputs: what the text has to look like; its tokens are masked first.
         skip_special_tokens: leave special tokens out of the text; its end-of-sequence tokens are left out anyway.
         logprobs_mode: of the target's own logits, `raw_logprobs`, or of what is drawn from, `processed_logprobs`.
@@ -162,6 +163,9 @@ class SamplingParams:
     )
     ignore_eos: bool = sampling_parameter(False, FLAG, in_recipe=False, in_prompts=False, flag=None)
     logprobs: int | None = sampling_parameter(
+        None, COUNT, "None (off), or 0 to 20", **_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
+    )
+    prompt_logprobs: int | None = sampling_parameter(
         None, COUNT, "None (off), or 0 to 20", **_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
     )
     structured_outputs: Any = sampling_parameter(None, CONSTRAINT, **_PYTHON, body=None)

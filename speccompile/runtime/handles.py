@@ -9,6 +9,7 @@ from typing import Any
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
+from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Request, Speculation, StepOutput, StepTrace
 from speccompile.runtime.sequences import Step, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
@@ -37,8 +38,10 @@ class RequestOutput:
     def step_output(self, step: Step, now_s: float, trace: StepTrace | None = None) -> StepOutput:
         """Returns the step output of a step."""
         self.last_s = now_s
+        told: Sequence[TokenLogprobs | None] = ()
         if self.first_s is None:
             self.first_s, self.num_first = now_s, len(step.tokens)
+            told = self.sequence.prompt_logprobs if self.sequence.sampling.prompt_logprobs is not None else ()
         drafts, kept, reason = step.num_draft_tokens, step.num_accepted, step.finish_reason
         stats = None if reason is None else self.stats(now_s)
         error, sink = self.sequence.error, self.sequence.sink
@@ -55,6 +58,7 @@ class RequestOutput:
             error,
             step.logprobs,
             None if sink is None else sink.stop_string,
+            told,
         )
 
     def last_step_output(self, reason: str, now_s: float, error: str | None = None) -> StepOutput:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,16 +18,33 @@ class TokenLogprobs(NamedTuple):
         token: its id.
         logprob: natural logarithm of its probability after the tokens before it; -inf where that is 0.
         top: (token, logarithm) of the likeliest tokens, the likeliest first, of equal ones the lower id first.
+        rank: 1 + the number of likelier tokens, of tokens of a prompt; 0: not told.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
     def json_from_logprobs(self) -> dict[str, Any]:
         """Returns a JSON-ready dict; what is -inf is -9999, as OpenAI's API writes a token of no probability."""
         top = [{"token": token, "logprob": finite(value)} for token, value in self.top]
         return {"token": self.token, "logprob": finite(self.logprob), "top": top}
+
+
+def prompt_logprobs(logits: Floats, tokens: Sequence[int], num: int) -> list[TokenLogprobs]:
+    """Returns what is told of tokens of a prompt.
+
+    Args:
+        logits: [tokens, vocab] float32, of the rows before each of them.
+        tokens: of the prompt.
+        num: likeliest tokens to name.
+    """
+    told = []
+    for row, token in zip(logits, tokens, strict=True):  # one after another: the logarithms are of 8 bytes each
+        logs = log_softmax(row)
+        told.append(token_logprobs(logs, token, num)._replace(rank=1 + int((logs > logs[token]).sum())))
+    return told
 
 
 def finite(logprob: float) -> float:

@@ -15,7 +15,7 @@ from speccompile.core.specs import LOGITS, NEXT_TOKEN
 from speccompile.runtime.faults import FAULTS, NotFinite
 from speccompile.runtime.grammar_drafts import read_grammars
 from speccompile.runtime.host_verify import logprobs_of_step
-from speccompile.runtime.logprobs import TokenLogprobs
+from speccompile.runtime.logprobs import TokenLogprobs, prompt_logprobs
 from speccompile.runtime.sequences import SequenceBatch, Step
 from speccompile.runtime.verifier import Verifier
 
@@ -66,6 +66,10 @@ def read_chunk(
     if is_checked and NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
         _clear(verifier, proposer, slot)
         raise NotFinite(start + nodes.shape[1])
+    if (num_told := sequence.sampling.prompt_logprobs) is not None:
+        after = sequence.tokens[start + 1 : start + 1 + nodes.shape[1]]
+        told = prompt_logprobs(np.asarray(outputs[LOGITS])[0], after, num_told)
+        sequence.prompt_logprobs[start + 1 :] = told  # of a prompt that is read again, too
     step = None
     if verdict is not None:
         step = _first_step(verifier, alone, outputs, verdict)

@@ -93,6 +93,8 @@ class StepOutput(NamedTuple):
         error: message, where the finish reason is `error`.
         logprobs: of each of `tokens`, where the request asks for them.
         stop_string: that ended the text, where the finish reason is `stop`; None: a token did.
+        prompt_logprobs: of each token of the prompt, in the first step output, where the request asks for them; of the
+            first one None.
     """
 
     output_index: int
@@ -107,3 +109,4 @@ class StepOutput(NamedTuple):
     error: str | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     stop_string: str | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()

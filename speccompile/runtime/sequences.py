@@ -140,6 +140,7 @@ class TokenSequence:
         "max_drafts",
         "may_draft",
         "num_prompt",
+        "prompt_logprobs",
         "room",
         "sampling",
         "sink",
@@ -168,6 +169,7 @@ class TokenSequence:
         self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
         self.images: PromptImages | None = None  # of its prompt, if that has some
         self.logprobs: list[TokenLogprobs] = []  # of its new tokens, if the request asks for them
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the same of its prompt; the first has none
         self.stats = SequenceStats(0.0)
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 

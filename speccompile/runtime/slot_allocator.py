@@ -48,7 +48,9 @@ class SlotAllocator:
         """
         front, prompt = len(self.active), output.sequence.keys
         rows = self.verifier.cache
-        source, num = best_match(prompt, self._held(), rows.reusable) if self.keeps else (-1, 0)
+        source, num = (-1, 0)
+        if self.keeps and output.sequence.sampling.prompt_logprobs is None:  # logits are not kept
+            source, num = best_match(prompt, self._held(), rows.reusable)
         self.reading, self.reading_slot = output, front
         if self._may_take(source, num):
             self._move_kept(source, front)

@@ -44,6 +44,7 @@ class Generation:
         stats: see `SequenceStats.json_from_stats`.
         error: message, where the finish reason is `error`; other prompts are not affected.
         logprobs: of each of `tokens`; None where they were not asked for.
+        prompt_logprobs: the same of the prompt's tokens; None for the first one.
     """
 
     text: str
@@ -52,12 +53,15 @@ class Generation:
     stats: dict[str, Any]
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def json_from_generation(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict; `error` and `logprobs` are in it only where there are some."""
+        """Returns a JSON-ready dict; what is None is not in it."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.logprobs is not None:
             given["logprobs"] = [entry.json_from_logprobs() for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            given["prompt_logprobs"] = [entry and entry.json_from_logprobs() for entry in self.prompt_logprobs]
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -348,6 +352,9 @@ class SpecEngine:
         sequence = TokenSequence(index, tokens, params, stop_ids, sink)
         if images and self.images is not None:
             sequence.images = self.images.locate(f"prompt {index}", tokens, images)
+            if params.prompt_logprobs is not None:
+                got, todo = "prompt_logprobs with images", "Leave one of them out."
+                raise RuntimeFault(f"prompt {index} (prompt_logprobs)", got, "a prompt of text", todo)
         if params.structured_outputs is not None:
             sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens)
         sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)
@@ -388,7 +395,8 @@ class SpecEngine:
             prompt = sequence.tokens[: sequence.num_prompt]
             text = text_of_tokens(self.tokenizer, tokens, prompt) if self.tokenizer is not None else ""
         logprobs = None if sequence.sampling.logprobs is None else sequence.logprobs
-        return Generation(text, tokens, reason, sequence.stats.json_from_stats(), sequence.error, logprobs)
+        told = None if sequence.sampling.prompt_logprobs is None else sequence.prompt_logprobs
+        return Generation(text, tokens, reason, sequence.stats.json_from_stats(), sequence.error, logprobs, told)
 
 
 def _token_ids(index: int, prompt: Any) -> list[int]:

@@ -27,6 +27,7 @@ class TimedEngine:
         self.spec: GraphSpec = engine.spec
         self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
         self.compacts_in_step, self.states = engine.compacts_in_step, engine.states
+        self.max_scored = engine.max_scored
         self.seconds = 0.0
         self.num_runs = 0
 

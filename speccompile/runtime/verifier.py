@@ -33,6 +33,7 @@ from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.images import PromptImages
 from speccompile.runtime.sequences import SequenceBatch
 
+SCORED_CHUNK = 32  # tokens of a prompt whose logits are held at once, where they are asked for
 END_ROWS = 2  # rows of a prompt's end that stay pending: the same prompt again, and a draft, begin that much earlier
 
 
@@ -69,7 +70,7 @@ class Verifier:
             RuntimeFault: the request needs logits and the target does not give any, or it has a bias for a token that
                 is not in the vocabulary.
         """
-        if not params.needs_logits and params.logprobs is None:
+        if not params.needs_logits and params.logprobs is None and params.prompt_logprobs is None:
             return True
         spec = self.engine.spec
         if all(tensor.name != LOGITS for tensor in spec.outputs):
@@ -112,7 +113,8 @@ class Verifier:
 
         With `alone` the last chunk holds the prompt's last token as well, so that reading gives the first new token: it
         is the one, in bits, that a plain step would give. So it is not where the prompt's last token is all that is
-        left, where a chunk has one token, and where recurrent states could not go back to where the same prompt begins.
+        left, where a chunk has one token, where recurrent states could not go back to where the same prompt begins, and
+        where the logits of all of the prompt are asked for: then the chunk's every node is scored.
 
         Args:
             slot: slot index of the sequence; its cache holds the first `lengths[slot]` tokens.
@@ -129,13 +131,16 @@ class Verifier:
         row = self.lengths[slot : slot + 1]
         start = int(row[0])
         most = self.chunk if most is None else min(self.chunk, most)
+        if scores_all := alone is not None and alone.sequences[0].sampling.prompt_logprobs is not None:
+            alone, most = None, min(most, SCORED_CHUNK, self.engine.max_scored or most)
         reads_last = alone is not None and self.may_read_last
         num, num_sure = self._split(len(tokens) - 1 - start, most, int(reads_last))
         if images is not None:
             num = images.chunk(start, num)
         nodes = np.array([tokens[start : start + num]], dtype=np.int64)
         # One scored node, so that the LM head is computed for one row. The last node attends to all others.
-        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.array([[nodes.shape[1] - 1]], dtype=np.int64)}
+        first = 0 if scores_all else nodes.shape[1] - 1
+        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.arange(first, nodes.shape[1])[None]}
         if self._has_states:
             feeds[SURE_NODES] = np.array([num_sure], dtype=np.int64)
         if images is not None:

@@ -379,6 +379,25 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
     assert not scheduler._handles and len(scheduler._deadlines) < 60
 
 
+@pytest.mark.parametrize("kind", ["chain", "tree", "heads"])
+def test_a_prompt_whose_logprobs_are_asked_for_is_read_whole_and_its_text_is_the_same(kind):
+    bench = Bench(kind=kind, max_seq=120, planner=FixedLength(None))
+    prompt = numbers(70)
+    bench.ask(prompt)  # its rows are kept
+    for _ in range(2):
+        params = SamplingParams(max_new_tokens=12, prompt_logprobs=1)
+        handle = bench.submit(prompt, sampling=params, speculation="on")
+        bench.submit(numbers(30, 1), sampling=params)
+        bench.finish()
+        bench.check()
+        assert bench.tokens(handle) == greedy(prompt, 12)
+        first, *rest = bench.step_outputs[handle.number][0]
+        assert [entry and entry.token for entry in first.prompt_logprobs] == [None, *prompt[1:]]
+        assert first.num_draft_tokens or kind == "heads"
+        assert not any(step_output.prompt_logprobs for step_output in rest)
+        assert rest[-1].stats["num_reused_tokens"] == 0
+
+
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_small_request_waits_for_one_output_of_a_large_one(slots):
     """Requests take turns at the slots, and one that comes is served before the second turn of those before it."""

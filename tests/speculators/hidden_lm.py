@@ -72,6 +72,7 @@ class MockHeads:
     """Heads that draft `num_drafts` tokens with a language model of their own, from the states of `target`."""
 
     compacts_in_step, view_rows, states = False, 0, None
+    max_scored: int | None = None
 
     def __init__(self, model: MockLM, target: MockTarget, num_drafts: int, max_slots: int) -> None:
         self.model, self.target, self.num_drafts, self.max_slots = model, target, num_drafts, max_slots

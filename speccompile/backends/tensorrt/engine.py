@@ -14,7 +14,7 @@ from speccompile.backends.kv_rows import bucket_rows
 from speccompile.backends.tensorrt.import_helper import load_tensorrt
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.variants import Variant
-from speccompile.core.specs import GraphSpec, compacted_cache_name
+from speccompile.core.specs import SCORED_NODES, GraphSpec, compacted_cache_name
 from speccompile.errors import BundleError
 
 KV = "kv"  # the dim of `kv_rows`
@@ -44,6 +44,8 @@ class TrtEngine(CudaEngine[Plan, Caches]):
             return Caches(plan.device, spec, max_slots)
 
         super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, owners)
+        scored = [p.bounds[SCORED_NODES][1][1] for p in plan.profiles if SCORED_NODES in p.bounds]
+        self.max_scored = min(scored, default=None)
         names = {t.name for t in plan.spec.outputs}
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -23,6 +23,7 @@ from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
+from speccompile.serving.openai.echo import Echo
 from speccompile.serving.openai.errors import (
     INVALID,
     NOT_FOUND,
@@ -153,8 +154,8 @@ class OpenAIServer:
         usage = Usage(sum(len(request.prompt) for request in requests))
         running = usage if asked.continuous_usage_stats else None
         texts = None if body.num_logprobs is None else TokenTexts(self.service.engine.tokenizer)
-        with_metrics = self.options.request_metrics
-        head = Head(form, identity, asked.include_usage, body.return_stats, texts, reader, with_metrics, running)
+        told = asked.include_usage, body.return_stats, texts, reader, self.options.request_metrics, running
+        head = Head(form, identity, *told, self._echo(body, requests))
         step_outputs = self.submit(requests)
         if body.stream:
             return EventStream(chunks(head, step_outputs, usage), step_outputs.close)
@@ -163,6 +164,27 @@ class OpenAIServer:
         finally:
             step_outputs.close()
         return Response(status_code=HUNG_UP) if whole is None else JSONResponse(whole)
+
+    def _echo(self, body: Sampled, requests: Sequence[Request]) -> Echo | None:
+        """Returns what is told of the prompts."""
+        has_field, has_text = body.prompt_logprobs is not None, isinstance(body, CompletionBody) and body.echo
+        if not (has_field or has_text):
+            return None
+        given = body.prompts() if isinstance(body, CompletionBody) else [""]
+        tokenizer = self.service.engine.tokenizer
+
+        def text(prompt: str | list[int]) -> str:
+            if isinstance(prompt, str) or tokenizer is None:
+                return prompt if isinstance(prompt, str) else ""
+            return str(tokenizer.decode(prompt, skip_special_tokens=False))
+
+        prompts = [
+            (text(prompt), cast("Sequence[int]", request.prompt))
+            for prompt, request in zip(given, requests, strict=True)
+            for _ in range(body.n)
+        ]
+        is_all = isinstance(body, CompletionBody) and body.tells_prompt_alone
+        return Echo(prompts, TokenTexts(tokenizer), has_text, has_field, is_all)
 
 
 async def read_body(http: HttpRequest, kind: type[Body]) -> Body:

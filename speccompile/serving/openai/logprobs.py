@@ -58,5 +58,18 @@ class TokenTexts:
         values = [finite(entry.logprob) for entry in found]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
+    def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Returns where in a text its tokens begin, in characters; one that the tokenizer added has no part of it."""
+        raw, at, num, offsets = text.encode(), 0, 0, list[int]()
+        for token in tokens:
+            piece = bytes(self.bytes_of(token))
+            if not raw.startswith(piece, at):  # a space that a decoder drops, or none of the text
+                piece = piece[1:] if piece.startswith(b" ") and raw.startswith(piece[1:], at) else b""
+            inside = bool(raw[at : at + 1]) and raw[at] & 0xC0 == 0x80  # of a character that an earlier token began
+            offsets.append(num - inside)
+            at += len(piece)
+            num += sum(byte & 0xC0 != 0x80 for byte in piece)
+        return offsets
+
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": self.bytes_of(token)}

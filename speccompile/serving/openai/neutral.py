@@ -51,7 +51,6 @@ BODY: Mapping[str, Neutral] = {
     # OpenAI's.
     "best_of": Neutral("texts are not ranked", (1,)),
     "suffix": Neutral("the target continues texts, it does not fill gaps", ("",)),
-    "echo": Neutral("put the prompt in front of the text yourself", (False,)),
     "service_tier": Neutral("there is one tier", ("auto", "default")),
     "store": Neutral(_STORE, (False,)),
     "metadata": LABELS,
@@ -69,7 +68,6 @@ BODY: Mapping[str, Neutral] = {
     "web_search_options": Neutral("nothing is looked up"),
     "moderation": Neutral("nothing is moderated"),
     # vLLM's.
-    "prompt_logprobs": Neutral("prompts are read without their probabilities"),
     "use_beam_search": Neutral(_USE_BEAMS, (False,)),
     "length_penalty": Neutral(_USE_BEAMS, (1,)),
     "early_stopping": Neutral(_USE_BEAMS, (False,)),
@@ -106,6 +104,7 @@ COMPLETION: Mapping[str, Neutral] = {
 CHAT: Mapping[str, Neutral] = {
     **BODY,
     "add_special_tokens": Neutral("the chat template writes them", (False,)),
+    "echo": Neutral("the last message can be continued: continue_final_message", (False,)),
 }
 
 # An answer's message, sent back as it came.

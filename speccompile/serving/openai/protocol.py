@@ -104,6 +104,7 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: NumLogprobs | None = None
     min_tokens: int = Field(0, ge=0, description="Beside `ignore_eos` alone.")
     structured_outputs: dict[str, Any] | None = None
     # Our own.
@@ -115,6 +116,17 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to name with each token; None: no logprobs."""
         return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same with each token of the prompt."""
+        return self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Sampled:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("invalid_value", "streams do not have it", {"param": "prompt_logprobs"})
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampled:
@@ -130,6 +142,7 @@ class CompletionBody(Sampled):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: NumLogprobs | None = None
+    echo: bool = False
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -140,6 +153,17 @@ class CompletionBody(Sampled):
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to name with each token; None: no logprobs."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same with each token of the prompt."""
+        asked = [num for num in (self.prompt_logprobs, self.logprobs if self.echo else None) if num is not None]
+        return max(asked, default=None)
+
+    @property
+    def tells_prompt_alone(self) -> bool:
+        """Whether only the prompt is asked about."""
+        return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts, each a text or a list of token ids."""

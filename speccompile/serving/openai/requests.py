@@ -56,6 +56,10 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
                 given[name] = declared.body.convert(value)
     if body.num_logprobs is not None:
         given["logprobs"] = body.num_logprobs
+    if body.num_prompt_logprobs is not None:
+        given["prompt_logprobs"] = body.num_prompt_logprobs
+    if isinstance(body, CompletionBody) and body.tells_prompt_alone:
+        given["max_new_tokens"] = 1  # no engine stops before its first token
     given.setdefault("seed", secrets.randbits(63))
     try:
         sampling = replace(defaults, **given)

@@ -10,6 +10,7 @@ from typing import Any
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput
+from speccompile.serving.openai.echo import Echo, Told
 from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.logprobs import TokenTexts
 from speccompile.serving.openai.message import MessageReader, message_from_deltas
@@ -77,6 +78,7 @@ class Head:
         reader: makes the reader of a choice's message; None: its text is its content.
         with_metrics: of answers of one choice: `metrics` with acceptance and times in vLLM's shape.
         running: streams with usage: the usage so far, in every chunk; None: null in all but the last.
+        echo: what is told of the prompts; None: nothing.
     """
 
     form: Form
@@ -87,6 +89,7 @@ class Head:
     reader: Callable[[], MessageReader] | None = None
     with_metrics: bool = False
     running: Usage | None = None
+    echo: Echo | None = None
 
     def choice(
         self,
@@ -108,6 +111,12 @@ class Head:
     def logprobs(self, found: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any] | None:
         """Returns the `logprobs` of a choice; None where they are not asked for. See `Form.logprobs`."""
         return None if self.texts is None else self.form.logprobs(self.texts, found, offset)
+
+    def with_echo(self, index: int, told: Told, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Returns the `logprobs` of a choice with those of its prompt before them, where they are asked for."""
+        if self.echo is None or not self.echo.has_text or logprobs is None:
+            return logprobs
+        return {name: values + logprobs[name] for name, values in self.echo.logprobs(index, told).items()}
 
     def metrics(self, lasts: Sequence[StepOutput | None]) -> dict[str, Any]:
         """Returns the field `metrics` of an answer; empty where it has none."""
@@ -189,6 +198,7 @@ class Usage:
 class _Choice:
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Told = ()
     last: StepOutput | None = None
 
 
@@ -199,8 +209,9 @@ async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> 
         ApiError: one of them did not come to its end.
     """
     choices = [_Choice() for _ in range(step_outputs.num_outputs)]
-    async for index, step_output in step_outputs:
+    async for index, step_output in _told(head, step_outputs):
         usage.add(step_output)
+        choices[index].prompt_logprobs = choices[index].prompt_logprobs or step_output.prompt_logprobs
         choices[index].parts.append(step_output.text)
         choices[index].logprobs += step_output.logprobs
         if step_output.finish_reason is not None:
@@ -209,13 +220,29 @@ async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> 
             choices[index].last = step_output
     made = [_whole_choice(head, i, one) for i, one in enumerate(choices)]
     answer = {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
+    if head.echo is not None and head.form is CHAT:
+        answer |= head.echo.field(choices[0].prompt_logprobs)
     return {**answer, **head.metrics([one.last for one in choices])}
 
 
+async def _told(head: Head, step_outputs: OutputStream) -> AsyncGenerator[tuple[int, StepOutput], None]:
+    """Yields the step outputs with what is told of them: the prompt is in front of the first of each choice."""
+    begun = set[int]()
+    async for index, step_output in step_outputs:
+        if head.echo is not None:
+            step_output = head.echo.step_output(index, step_output, index not in begun)
+            begun.add(index)
+        yield index, step_output
+
+
 def _whole_choice(head: Head, index: int, one: _Choice) -> dict[str, Any]:
-    text, logprobs = "".join(one.parts), head.logprobs(one.logprobs)
+    text, offset = "".join(one.parts), 0 if head.echo is None else len(head.echo.text(index))
+    logprobs = head.with_echo(index, one.prompt_logprobs, head.logprobs(one.logprobs, offset))
     if head.reader is None:
-        return head.choice(index, head.form.text_of_whole(text), one.last, logprobs)
+        choice = head.choice(index, head.form.text_of_whole(text), one.last, logprobs)
+        if head.echo is not None and head.form is COMPLETION:
+            choice |= head.echo.field(one.prompt_logprobs)
+        return choice
     reader = head.reader()
     message = message_from_deltas(reader.push(text, is_last=True))
     return head.choice(index, {"message": message}, one.last, logprobs, reader.has_calls)
@@ -228,8 +255,9 @@ async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncG
             yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
     readers = [None if head.reader is None else head.reader() for _ in range(step_outputs.num_outputs)]
     lasts: list[StepOutput | None] = [None] * step_outputs.num_outputs
-    offsets = [0] * step_outputs.num_outputs  # characters of the tokens so far
-    async for index, step_output in step_outputs:
+    # Characters of the tokens so far.
+    offsets = [0 if head.echo is None else len(head.echo.text(i)) for i in range(step_outputs.num_outputs)]
+    async for index, step_output in _told(head, step_outputs):
         usage.add(step_output)
         is_last = step_output.finish_reason is not None
         lasts[index] = step_output if is_last else None
@@ -239,8 +267,10 @@ async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncG
             return
         if step_output.text or is_last or step_output.logprobs:
             told = None
-            if head.texts is not None and step_output.logprobs:
+            if head.texts is not None and (step_output.logprobs or step_output.prompt_logprobs):
                 told = head.logprobs(step_output.logprobs, offsets[index])
+                if step_output.prompt_logprobs:
+                    told = head.with_echo(index, step_output.prompt_logprobs, told)
                 offsets[index] += sum(len(head.texts.text(entry.token)) for entry in step_output.logprobs)
             last, reader = step_output if is_last else None, readers[index]
             if reader is None:

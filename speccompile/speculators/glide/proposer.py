@@ -30,6 +30,7 @@ class TargetReader:
         self.spec: GraphSpec = engine.spec
         self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
         self.compacts_in_step, self.states = engine.compacts_in_step, engine.states
+        self.max_scored = engine.max_scored
         self.target_lengths: Ints = np.zeros(engine.max_slots, dtype=np.int64)
 
     @property

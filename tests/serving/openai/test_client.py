@@ -142,11 +142,36 @@ def test_penalties_and_biases_are_those_of_the_offline_engine(client, pair):
 
 
 def test_errors_are_those_that_the_client_knows(client):
-    with pytest.raises(openai.BadRequestError, match="`echo`: it is not supported") as refused:
-        client.completions.create(model="pycode-chat", prompt="x", echo=True)
-    assert refused.value.param == "echo" and refused.value.code == "unsupported_field"
+    with pytest.raises(openai.BadRequestError, match="`suffix`: it is not supported") as refused:
+        client.completions.create(model="pycode-chat", prompt="x", suffix="y")
+    assert refused.value.param == "suffix" and refused.value.code == "unsupported_field"
     with pytest.raises(openai.BadRequestError, match="expected at most 1024"):
         client.completions.create(model="pycode-chat", prompt="x " * 1200)
+
+
+def test_the_logprobs_of_a_prompt_are_those_of_transformers(client, pair):
+    """To the rounding of float32, in chunks, and as well where rows of the prompt were kept."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = Path(__file__).parents[3] / "examples/models/pycode-16m"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = "".join(PROMPTS)[:1200]
+    ids = load(pair).encode(prompt)
+    assert len(ids) > 100
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+    asked = {"model": "pycode-chat", "prompt": prompt, "echo": True, "logprobs": 1}
+    client.completions.create(model="pycode-chat", prompt=prompt, max_tokens=2)
+    for num in (0, 1):
+        [choice] = client.completions.create(**asked, max_tokens=num).choices
+        told = choice.logprobs
+        assert choice.text.startswith(prompt) and len(told.tokens) == len(ids) + num
+        own = [row[token] for row, token in zip(rows[:-1], ids[1:], strict=True)]
+        assert told.token_logprobs[0] is None
+        assert told.token_logprobs[1 : len(ids)] == pytest.approx(own, abs=2e-4)
+        assert [max(top.values()) for top in told.top_logprobs[1 : len(ids)]] == pytest.approx(
+            rows[:-1].max(axis=-1).tolist(), abs=2e-4
+        )
+        assert all(choice.text.startswith(t, at) for t, at in zip(told.tokens, told.text_offset, strict=True))
 
 
 def test_a_stream_that_is_dropped_frees_its_slot(live, client):
