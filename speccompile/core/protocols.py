@@ -169,6 +169,11 @@ class TokenSequence(Protocol):
 class Batch(Protocol):
     """The active sequences: slot i of every engine belongs to `sequences[i]`."""
 
+    is_greedy: bool  # every sequence has temperature 0, so that drafts do not race either
+    # Drafts are forced in this step: chains have `max_drafts` tokens, whatever a budget expects to gain; trees have the
+    # size that the method's budget decides, and are at most `max_drafts` deep.
+    is_forced: bool
+
     @property
     def sequences(self) -> Sequence[TokenSequence]:
         """The sequences in the order of their slots."""
@@ -183,24 +188,11 @@ class Batch(Protocol):
         ...
 
     @property
-    def is_forced(self) -> bool:
-        """Whether drafts are forced in this step: chains have `max_drafts` tokens, whatever a budget expects to gain.
-
-        Trees have the size that the method's budget decides, and are at most `max_drafts` deep.
-        """
-        ...
-
-    @property
     def least_drafts(self) -> int:
         """Draft tokens that every sequence has where text, context and `max_drafts` allow, whatever they cost.
 
         Above 0 where a request asks for drafts in every step (`speculation: on`).
         """
-        ...
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether every sequence has temperature 0, so that drafts do not race either."""
         ...
 
     def race_draws(self, depth: int) -> Floats:

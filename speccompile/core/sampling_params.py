@@ -34,6 +34,8 @@ _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
 _INFINITY = float("inf")
 _MODES = ("raw_logprobs", "processed_logprobs")
 _PYTHON: dict[str, Any] = {"in_recipe": False, "in_prompts": False, "flag": None, "tensor": None}
+_TOLD: dict[str, Any] = {**_PYTHON, "body": None, "holds": lambda num: num is None or 0 <= num <= 20}
+_PENALTY: dict[str, Any] = {"ge": -2.0, "le": 2.0, "body": BodyField(ge=-2, le=2)}
 
 
 @dataclass(frozen=True)
@@ -125,20 +127,16 @@ class SamplingParams:
         NUMBER,
         "-2 to 2",
         "Taken off the logits of tokens that the text has; 0 is off.",
-        ge=-2.0,
-        le=2.0,
         flag=Flag("On tokens that the text has; 0 is off."),
-        body=BodyField(ge=-2, le=2),
+        **_PENALTY,
     )
     frequency_penalty: float = sampling_parameter(
         0.0,
         NUMBER,
         "-2 to 2",
         "Taken off as often as the text has the token; 0 is off.",
-        ge=-2.0,
-        le=2.0,
         flag=Flag("As often as the text has them; 0 is off."),
-        body=BodyField(ge=-2, le=2),
+        **_PENALTY,
     )
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = sampling_parameter(
         (),
@@ -162,12 +160,8 @@ class SamplingParams:
         (), TOKENS, in_recipe=False, in_prompts=False, flag=None, tensor=None
     )
     ignore_eos: bool = sampling_parameter(False, FLAG, in_recipe=False, in_prompts=False, flag=None)
-    logprobs: int | None = sampling_parameter(
-        None, COUNT, "None (off), or 0 to 20", **_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
-    )
-    prompt_logprobs: int | None = sampling_parameter(
-        None, COUNT, "None (off), or 0 to 20", **_PYTHON, body=None, holds=lambda num: num is None or 0 <= num <= 20
-    )
+    logprobs: int | None = sampling_parameter(None, COUNT, "None (off), or 0 to 20", **_TOLD)
+    prompt_logprobs: int | None = sampling_parameter(None, COUNT, "None (off), or 0 to 20", **_TOLD)
     structured_outputs: Any = sampling_parameter(None, CONSTRAINT, **_PYTHON, body=None)
     skip_special_tokens: bool = sampling_parameter(True, FLAG, **_PYTHON, body=None)
     logprobs_mode: str = sampling_parameter(_MODES[0], TEXT, " or ".join(_MODES), **_PYTHON, holds=_MODES.__contains__)

@@ -70,16 +70,12 @@ class PartBatch:
 
     def __init__(self, batch: Batch, parts: Sequence[PartSequence]) -> None:
         self._batch, self.parts = batch, parts
+        self.is_forced, self.is_greedy = batch.is_forced, batch.is_greedy
 
     @property
     def sequences(self) -> Sequence[TokenSequence]:
         """The sequences as the drafter sees them."""
         return self.parts
-
-    @property
-    def is_forced(self) -> bool:
-        """As of the batch."""
-        return self._batch.is_forced
 
     @property
     def least_drafts(self) -> int:
@@ -89,11 +85,6 @@ class PartBatch:
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """As of the batch."""
         return self._batch.warp_feeds()
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether every sequence has temperature 0."""
-        return self._batch.is_greedy
 
     def race_draws(self, depth: int) -> Floats:
         """The batch's draws of the race."""
