@@ -1,16 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the arguments of Gemma's tool calls: `call:name{key:<escape>text<escape>,other:3}`."""
+"""Reads Gemma's tool calls: `call:name{key:<escape>text<escape>,other:3}`."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 _CALL = re.compile(r"\s*call:\s*([\w.\-]+)\s*(\{.*)", re.DOTALL)
 _BARE = re.compile(r"[^,{}\[\]]*")
 _KEY = re.compile(r"\s*([^:{}\[\],]+?)\s*:\s*")
+_STRING = re.compile(r'([:\[,{]\s*)"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON, where a value or a key begins
+_OPEN_STRING = re.compile(r'[:\[,{]\s*"')
+_START = re.compile(r"\s*(?:c|ca|cal|call|call:\s*([\w.\-]*)\s*(\{.*)?)?", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "None": None}
+
+
+def may_begin_call(text: str, names: Collection[str] | None) -> bool:
+    """Returns whether a call of one of the tools may begin with a text."""
+    found = _START.fullmatch(text)
+    if found is None or names is None:
+        return found is not None
+    name = found[1] or ""
+    if found[2] or (name and text[-1:].isspace()):
+        return name in names
+    return any(one.startswith(name) for one in names)
+
+
+def find_call(text: str, begin: str, end: str, quote: str) -> tuple[int, tuple[str, str] | None] | None:
+    """Returns where a call ends, and its name and arguments; None for the latter: it is none.
+
+    The marks of calls end it where they stand in no text.
+
+    Args:
+        text: after the mark that begins it.
+        begin: that mark.
+        end: what ends it.
+        quote: what stands around texts.
+
+    Returns:
+        None where it depends on what follows.
+    """
+    marks, at = re.compile("|".join(re.escape(mark) for mark in (quote, begin, end))), 0
+    while (found := marks.search(text, at)) is not None:
+        if found[0] == quote:
+            closing = text.find(quote, found.end())
+            if closing < 0:
+                return None
+            at = closing + len(quote)
+            continue
+        body = text[: found.start()]
+        call = call_from_text(body, quote)
+        if call is None and found[0] == end and _is_in_string(body, quote):
+            at = found.end()
+            continue
+        return found.start(), call
+    return None
+
+
+def _is_in_string(text: str, quote: str) -> bool:
+    """Returns whether a text ends within a JSON string."""
+    plain = re.sub(f"{re.escape(quote)}.*?{re.escape(quote)}", "0", text, flags=re.DOTALL)
+    return _OPEN_STRING.search(_STRING.sub(r"\g<1>0", plain)) is not None
 
 
 def call_from_text(text: str, quote: str) -> tuple[str, str] | None:
@@ -25,7 +77,7 @@ def call_from_text(text: str, quote: str) -> tuple[str, str] | None:
         return None
     try:
         value, at = _value(found[2], 0, quote)
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, RecursionError):
         return None
     if found[2][at:].strip() or not isinstance(value, dict):
         return None
@@ -40,6 +92,8 @@ def _value(text: str, at: int, quote: str) -> tuple[Any, int]:
         start = at + len(quote)
         end = text.index(quote, start)
         return text[start:end], end + len(quote)
+    if text[at] == '"':
+        return json.JSONDecoder(strict=False).raw_decode(text, at)
     if text[at] == "{":
         return _members(text, at + 1, quote, "}")
     if text[at] == "[":
@@ -68,7 +122,7 @@ def _members(text: str, at: int, quote: str, closing: str) -> tuple[Any, int]:
             value, at = _value(text, at, quote)
             items.append(value)
             continue
-        if text.startswith(quote, at):
+        if text.startswith((quote, '"'), at):
             key, at = _value(text, at, quote)
             at = text.index(":", at) + 1
         else:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("type", "id")  # that an object may have which no mark makes a call
+_PAIRS = {"}": "{", "]": "["}
 
 
 @dataclass
@@ -23,95 +26,188 @@ class CallPart:
     arguments: str = ""
 
 
-@dataclass
-class JsonCall:
-    """One object with a name and arguments; only its own keys count, whatever is inside of the arguments.
+def find_mark(text: str, at: int, marks: Sequence[str], is_last: bool) -> bool | None:
+    """Returns whether one of the marks stands at a place of a text; None: it depends on what follows."""
+    if any(text.startswith(mark, at) for mark in marks):
+        return True
+    return None if not is_last and any(mark.startswith(text[at:]) for mark in marks) else False
 
-    Arguments are passed on as they are written, from when the name is known.
+
+class JsonCall:
+    """One object that may be a call: of a tool's name, and with arguments that are an object.
+
+    It is a call from when both are known, and then its arguments are passed on as they are written. Arguments that are
+    null or an empty text are `{}`, those that are JSON in a text are what it says. Of keys that are written twice, or
+    by both of their names, the first counts. An object ends early where it cannot go on: at a mark or a bracket out of
+    place.
+
+    Args:
+        names: of the tools; None: any.
+        marks: of calls, which end the object where they stand outside of its texts.
+        is_bare: no mark says that it is a call: it must have arguments, and no keys but a call's.
+        name: written before the object, which holds the arguments alone.
     """
 
-    raw: str = ""  # all of the object so far
-    is_closed: bool = False
-    name: str | None = None
-    _depth: int = 0
-    _in_string: bool = False
-    _is_escaped: bool = False
-    _key: str | None = None  # of the value that is being read
-    _token: str = ""  # the key or the value that is being read
-    _held: list[str] = field(default_factory=list)  # arguments before the name
-    _has_arguments: bool = False
+    def __init__(
+        self, names: Collection[str] | None, marks: Sequence[str], is_bare: bool = False, name: str | None = None
+    ) -> None:
+        self._names, self._marks, self._is_bare = names, marks, is_bare
+        self._firsts = {mark[0] for mark in marks}
+        self.is_call = self.is_ended = False
+        self._is_alone = name is not None  # the arguments are all of it
+        self._name = name
+        self._stack = "{" if self._is_alone else ""  # brackets that are open
+        self._expects = "value"  # or `key`, `colon`, `next`
+        self._in_string = self._is_escaped = False
+        self._key: str | None = ARGUMENT_KEYS[0] if self._is_alone else None  # of the value that is being read
+        self._token: list[str] = []  # the key or the value that is being read
+        self._held = ""  # arguments before the name
+        self._has_arguments = self._is_telling = False
 
-    def push(self, text: str) -> tuple[CallPart, int]:
+    def push(self, text: str, is_last: bool = False) -> tuple[CallPart, int]:
         """Reads a text that goes on with the object.
 
         Returns:
-            The news, and how many characters belong to the object.
+            The news, and how many characters were read; those after them belong to no object, or are to come again.
         """
         news = CallPart()
         for at, letter in enumerate(text):
-            self.raw += letter
+            if letter in self._firsts if not self._in_string else letter == "\n":
+                # No JSON string holds a line end: before a mark it is an end of the string that is missing.
+                found = find_mark(text, at + self._in_string, self._marks, is_last)
+                if found is None:
+                    return news, at
+                if found:
+                    self._end(news)
+                    return news, at
+            if not self._fits(letter):
+                self._end(news)
+                return news, at
             self._read(letter, news)
-            if self.is_closed:
-                if self.name is not None and not self._has_arguments:
-                    news.arguments += "{}"
+            if self.is_ended:
                 return news, at + 1
         return news, len(text)
 
+    def _fits(self, letter: str) -> bool:
+        """Returns whether a bracket can stand here."""
+        if self._in_string or letter not in "{}[]":
+            return True
+        if letter in _PAIRS:
+            return self._stack.endswith(_PAIRS[letter]) and self._expects != "colon"
+        return self._expects == "value"
+
     def _read(self, letter: str, news: CallPart) -> None:
-        inside = self._key is not None and (self._depth > 1 or self._in_string or letter not in ",}")
         if self._in_string:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif letter == "\\":
-                self._is_escaped = True
-            elif letter == '"':
-                self._in_string = False
-            self._token += letter
+            self._read_string(letter)
         elif letter == '"':
             self._in_string = True
-            self._token += letter
+            self._expects = "colon" if self._expects == "key" else "next"
         elif letter in "{[":
-            self._depth += 1
-            self._token += letter if self._depth > 1 else ""
-        elif letter in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._end_value(news)
-                self.is_closed = True
+            self._stack += letter
+            self._expects = "key" if letter == "{" else "value"
+            if len(self._stack) == 1:
                 return
-            self._token += letter
-        elif self._depth == 1 and letter == ":" and self._key is None:
-            self._key, self._token = _text(self._token), ""
-            return
-        elif self._depth == 1 and letter == ",":
-            self._end_value(news)
-            return
-        else:
-            self._token += letter
-        if inside and self._key in ARGUMENT_KEYS:
+            if len(self._stack) == 2 and letter == "{" and self._key in ARGUMENT_KEYS and not self._has_arguments:
+                self._has_arguments = self._is_telling = True
+                self._decide(news)
+        elif letter in "}]":
+            self._stack, self._expects = self._stack[:-1], "next"
+            if not self._stack:
+                self._end(news)
+                return
+        elif letter == "," and self._expects == "next":
+            self._expects = "key" if self._stack[-1] == "{" else "value"
+            if len(self._stack) == 1:
+                self._end_value(news)
+                return
+        elif letter == ":" and self._expects == "colon":
+            self._expects = "value"
+            if len(self._stack) == 1:
+                self._begin_value()
+                return
+        elif not letter.isspace() and self._expects in ("key", "value"):
+            self._expects = "colon" if self._expects == "key" else "next"
+        if self._is_telling:
             self._tell(letter, news)
+        else:
+            self._token.append(letter)
+
+    def _read_string(self, letter: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif letter == "\\":
+            self._is_escaped = True
+        elif letter == '"':
+            self._in_string = False
 
     def _tell(self, letter: str, news: CallPart) -> None:
-        if not self._has_arguments and letter.isspace():
-            return
-        self._has_arguments = True
-        if self.name is None:
-            self._held.append(letter)
-        else:
+        if self.is_call:
             news.arguments += letter
+        else:
+            self._held += letter
+        if len(self._stack) == 1:
+            self._is_telling = False
+            if self._is_alone:
+                self.is_ended = True
+
+    def _begin_value(self) -> None:
+        self._key, self._token = _text(self._taken()), []
+        is_known = self._key in (NAME_KEY, *ARGUMENT_KEYS, *OTHER_KEYS)
+        if self._is_bare and not is_known and not self.is_call:
+            self.is_ended = True
 
     def _end_value(self, news: CallPart) -> None:
-        if self._key == NAME_KEY and self.name is None and (name := _text(self._token)) is not None:
-            self.name = news.name = name
-            news.arguments += "".join(self._held)
-            self._held.clear()
-        self._key, self._token = None, ""
+        key, token = self._key, self._taken()
+        self._key = None
+        if self.is_call:
+            return
+        if key == NAME_KEY and self._name is None:
+            self._name = _text(token)
+            if self._name is None or (self._names is not None and self._name not in self._names):
+                self.is_ended = True
+        elif key in ARGUMENT_KEYS and not self._has_arguments:
+            found = _object(token)
+            self._has_arguments, self._held, self.is_ended = True, found or "", found is None
+        self._decide(news)
+
+    def _decide(self, news: CallPart) -> None:
+        if self._name is not None and self._has_arguments and not self.is_ended:
+            self.is_call, news.name = True, self._name
+            news.arguments += self._held
+
+    def _end(self, news: CallPart) -> None:
+        """Ends the object, which may be a call without arguments, or lack the last brackets of its arguments."""
+        if len(self._stack) <= 1:
+            self._end_value(news)
+            if not (self.is_call or self.is_ended or self._has_arguments or self._is_bare):
+                self._has_arguments, self._held = True, "{}"
+                self._decide(news)
+        elif self._is_telling and self.is_call and not self._in_string:
+            news.arguments += "".join("}" if bracket == "{" else "]" for bracket in reversed(self._stack[1:]))
+        self.is_ended = True
+
+    def _taken(self) -> str:
+        token, self._token = "".join(self._token), []
+        return token
 
 
 def _text(token: str) -> str | None:
     """Returns the text that a JSON string stands for; None: it is none."""
     try:
         value = json.loads(token)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
+
+
+def _object(token: str) -> str | None:
+    """Returns the JSON object that arguments stand for which are not written as one; None: for none."""
+    try:
+        value = json.loads(token)
+        inner = value.strip() if isinstance(value, str) else value
+        if inner is None or inner == "":
+            return "{}"
+        found = json.loads(inner) if isinstance(inner, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return inner if isinstance(found, dict) else "{}" if isinstance(inner, str) and found is None else None

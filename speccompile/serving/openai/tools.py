@@ -136,7 +136,8 @@ def plan_chat(
         is_open = markers is not None and prompt.rstrip().endswith(markers[0])
         is_closed = markers is not None and prompt.rstrip().endswith(markers[1])
         most = None if body.parallel_tool_calls else 1
-        return MessageReader(None if is_closed else markers, form, is_open, most)
+        names = frozenset(tool.function.name for tool in body.tools)
+        return MessageReader(markers, form, is_open, most, names, is_closed)
 
     return ChatPlan(variables, constraint, reader)
 

@@ -64,21 +64,144 @@ CASES = {
 }
 
 
+HERMES_F, NOW = '{"name": "f", "arguments": {"a": 1}}', '<tool_call>\n{"name": "now"}\n</tool_call>'
+NAMES = {"f", "g", "now", "weather", "find"}
+F, END_IN_TEXT = ("f", {"a": 1}), ("f", {"a": "<tool_call|>"})
+KEPT = {  # no call of a tool: content to the letter
+    LLAMA: [
+        '{"name": "Ada", "age": 36}',
+        '{"name": "f", "age": 36}',
+        '{"name": "Ada", "parameters": {}}',
+        '{"age": 3, "name": "f", "parameters": {}}',
+        '{"name": "f", "parameters": [1]}',
+        '{"name": "f"}',
+        '{"name": 5, "parameters": {}}',
+        ' \n{"x": [1, {"name": "f", "parameters": {}}]} and so on',
+        "<|python_tag|>import os",
+        "{",
+    ],
+    MISTRAL: [
+        '[{"x": 1}, {"y": 2}]',
+        '[TOOL_CALLS][{"x": 1}, {"y": 2}]',
+        '[TOOL_CALLS]nope{"a": 1}',
+        "[TOOL_CALLS] is a mark",
+        '[{"name": "f"}]',
+        "[1, 2]",
+        " [",
+        "[TOOL_CALLS]fo",
+    ],
+    GEMMA: [
+        '[{"x": 1}, {"y": 2}]',
+        "<|tool_call>call:nope{a:1}<tool_call|>",
+        "<|tool_call>call:f{a:1<tool_call|>",
+        "<|tool_call>calling<tool_call|>",
+        '<|tool_call>{"x": 1}<tool_call|>',
+        "<|tool_call>call:f{a:" + "[" * 3000 + "<tool_call|>",
+    ],
+    HERMES: [
+        "<tool_call> begins a call",
+        ' <tool_call>\n{"x": 1}\n</tool_call>\n',
+        '<tool_call>{"name": "nope", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
+        "<tool_call>{'name': 'f'}</tool_call>",
+        "<tool_call>",
+        '{"name": "f", "arguments": {}}',
+        " \n ",
+    ],
+}
+READ = {  # what is content, and the calls
+    HERMES: [
+        (f" \n<tool_call>\n{HERMES_F}\n</tool_call>\n", None, [F]),
+        (f"So.\n<tool_call>{HERMES_F}</tool_call>\n\nDone.", "So.\nDone.", [F]),
+        (f"<tool_call>\n{HERMES_F[:-1]}\n</tool_call>\n{NOW}", None, [F, ("now", {})]),
+        (f"<tool_call>\n{HERMES_F[:-2]}\n</tool_call>\n{NOW}", None, [F, ("now", {})]),
+        (f"<tool_call>\n{HERMES_F}}}\n</tool_call>\n{NOW}", None, [F, ("now", {})]),
+        (f"<tool_call>\n{HERMES_F}\n{NOW}", None, [F, ("now", {})]),
+        (f"<tool_call>\n{HERMES_F[:-1]}\n{HERMES_F}\n</tool_call>", None, [F, F]),
+        (f"<tool_call>\n<tool_call>\n{HERMES_F}\n</tool_call>", "<tool_call>\n", [F]),
+        (f'<tool_call>{{"name": "no"}}</tool_call>\n{NOW}', '<tool_call>{"name": "no"}</tool_call>\n', [("now", {})]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}}</tool_call>', None, [F]),
+        ('<tool_call>{"arguments": {"a": 1}, "arguments": 3, "name": "f", "name": "g"}</tool_call>', None, [F]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', None, [("f", {})]),
+        ('<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}</tool_call>', None, [F]),
+        (f"<tool_call>{HERMES_F}</tool_call>\n<tool_call>\n{HERMES_F[:9]}", None, [F]),
+        (f"<tool_call>{HERMES_F}</tool_call>\n<tool_", None, [F]),
+    ],
+    LLAMA: [
+        ('{"name": "f", "parameters": {"a": 1}} it is', "it is", [F]),
+        ('{"name": "f", "parameters": {"a": 1}}; {"x": 2}', '; {"x": 2}', [F]),
+        ('{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "f", "par', None, [F]),
+        ('{"x": 1}<|python_tag|>{"name": "f", "parameters": {"a": 1}}', '{"x": 1}', [F]),
+    ],
+    MISTRAL: [
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"y": 2}]', ', {"y": 2}]', [F]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, {"name": "now", "arguments": {}}]', None, [F, ("now", {})]),
+        ('[TOOL_CALLS] f {"a": 1}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{}', None, [F, ("now", {})]),
+        ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]no', None, [F]),
+        ('[{"name": "f", "arguments": {"a": 1}}] so', "so", [F]),
+    ],
+    GEMMA: [
+        ('<|tool_call>call:f{a:<|"|>x<tool_call|>y<|"|>}<tool_call|>', None, [("f", {"a": "x<tool_call|>y"})]),
+        ('<|tool_call>call:f{a:"x<tool_call|>}\\"",b:1}<tool_call|>', None, [("f", {"a": 'x<tool_call|>}"', "b": 1})]),
+        (
+            '<|tool_call>{"name": "f", "arguments": {"a": "<tool_call|>"}}<tool_call|>',
+            None,
+            [("f", {"a": "<tool_call|>"})],
+        ),
+        ("<|tool_call>call:f{a:1}<|tool_call>call:now{}<tool_call|>", None, [F, ("now", {})]),
+        ("<|tool_call>call:f{a:1<|tool_call>call:now{}<tool_call|>", "<|tool_call>call:f{a:1", [("now", {})]),
+        ("<|tool_call>call:f{a:1}<tool_call|><|tool_call>call:no", None, [F]),
+        ('[{"name": "f", "parameters": {"a": 1}}, {"name": "n', None, [F]),
+    ],
+}
+ROWS = [(form, text, text, []) for form, texts in KEPT.items() for text in texts]
+ROWS += [(form, *row) for form, rows in READ.items() for row in rows]
+
+
 def read(form, text, size, markers=None, is_thinking=False):
-    reader, deltas = MessageReader(markers, form, is_thinking), []
-    for at in range(0, len(text), size):
-        deltas += reader.push(text[at : at + size])
+    return read_parts(form, [text[at : at + size] for at in range(0, len(text), size)], markers, is_thinking)
+
+
+def read_parts(form, parts, markers=None, is_thinking=False, is_closed=False):
+    reader = MessageReader(markers, form, is_thinking, names=NAMES, is_closed=is_closed)
+    deltas = [delta for part in parts for delta in reader.push(part)]
     return [*deltas, *reader.push("", is_last=True)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def cuts(text):
+    """Yields the text as one part, in letters, and in two parts at every place (of a long one, at some)."""
+    yield [text]
+    yield list(text)
+    yield from ([text[:at], text[at:]] for at in range(1, len(text), 1 + len(text) // 200))
+
+
+def calls_of(message):
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_calls_are_the_same_however_the_text_is_cut(name, size):
+def test_calls_are_the_same_however_the_text_is_cut(name):
     form, text, content, calls = CASES[name]
-    message = message_from_deltas(read(form, text, size))
-    got = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
-    assert got == calls
-    assert message["content"] == (content or (None if calls else ""))
+    for parts in cuts(text):
+        message = message_from_deltas(read_parts(form, parts))
+        assert (message["content"], calls_of(message)) == (content or (None if calls else ""), calls), parts
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_what_is_no_call_is_content_to_the_letter(row):
+    form, text, content, calls = ROWS[row]
+    for parts in cuts(text):
+        message = message_from_deltas(read_parts(form, parts))
+        assert (message["content"], calls_of(message)) == (content, calls), parts
+
+
+def test_a_json_answer_streams_though_it_may_begin_like_a_call():
+    reader = MessageReader(None, LLAMA, names=NAMES)
+    assert reader.push('{"name": "Ada"') == [] and reader.push(', "age"') == [{"content": '{"name": "Ada", "age"'}]
+    assert reader.push(": 36") == [{"content": ": 36"}]
 
 
 def test_deltas_are_those_of_openai():
@@ -102,23 +225,39 @@ def test_a_call_that_is_cut_off_shows_what_there_is(size):
     message = message_from_deltas(read(HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', size))
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "b'}
     unnamed = message_from_deltas(read(HERMES, '<tool_call>\n{"na', size))
-    assert unnamed["content"] == '{"na' and "tool_calls" not in unnamed
+    assert unnamed["content"] == '<tool_call>\n{"na' and "tool_calls" not in unnamed
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("marks", [THINK, REASONING["mistral"]])
 @pytest.mark.parametrize(
-    ("text", "is_thinking", "reasoning", "content"),
+    ("text", "prompt", "reasoning", "content"),
     [
-        ("<think>\na < b</think>\n\nYes.", False, "a < b", "Yes."),
-        ("a </th b</think>Yes.", True, "a </th b", "Yes."),
-        ("Yes.<think>", False, "", "Yes.<think>"),
-        ("<thin", False, "", "<thin"),
-        ("still thinking", True, "still thinking", ""),
+        ("<think>\na < b</think>\n\nYes.", "", "a < b", "Yes."),
+        ("a </th b</think>Yes.", "open", "a </th b", "Yes."),
+        ("Yes.<think>", "", "", "Yes.<think>"),
+        ("<thin", "", "", "<thin"),
+        ("still thinking", "open", "still thinking", ""),
+        ("\n<think>\na</think>b", "open", "a", "b"),
+        ("<think>\n<think>\na</think>\n\nb", "", "a", "b"),
+        ("<think>a<think>b</think>c</think>d", "", "ab", "cd"),
+        ("<think>a</think>\n<think>\nb</think>\nc", "", "ab", "c"),
+        ("<think>a</think></think>\n\nb", "", "a", "b"),
+        ("</think>\n\nb", "", "", "b"),
+        ("</think>\n\nb", "closed", "", "b"),
+        ("<think>\na</think>b", "closed", "a", "b"),
+        ("a</think>\nb", "", "", "a\nb"),
+        ("The marks <think> and </think>.", "", "", "The marks <think> and </think>."),
+        ("<think>a</think>The marks </think> and <think>.", "", "a", "The marks </think> and <think>."),
+        ("It ends with </think>.", "closed", "", "It ends with </think>."),
+        ("\n\nb", "closed", "", "\n\nb"),
+        ("a</thi", "open", "a</thi", ""),
     ],
 )
-def test_reasoning_is_separated(text, is_thinking, reasoning, content, size):
-    message = message_from_deltas(read(None, text, size, THINK, is_thinking))
-    assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
+def test_reasoning_is_separated(text, prompt, reasoning, content, marks):
+    texts = [one.replace("<think>", marks[0]).replace("</think>", marks[1]) for one in (text, reasoning, content)]
+    for parts in cuts(texts[0]):
+        message = message_from_deltas(read_parts(None, parts, marks, prompt == "open", prompt == "closed"))
+        assert [message.get("reasoning_content", ""), message["content"]] == texts[1:], parts
 
 
 def test_calls_follow_reasoning():
