@@ -80,7 +80,8 @@ def scripted(known, draft_ms, catches_up=True, slots=1):
     sequences = [SimpleNamespace(tokens=[1, 2, 3], max_drafts=9, grammar=None, sampling=None) for _ in range(slots)]
     for slot, sequence in enumerate(sequences):
         hybrid.start(slot, sequence)
-    return hybrid, free, costly, SimpleNamespace(sequences=sequences, is_forced=False, least_drafts=0, may_draw=True)
+    flags = {"is_forced": False, "is_greedy": True, "least_drafts": 0, "may_draw": True}
+    return hybrid, free, costly, SimpleNamespace(sequences=sequences, **flags)
 
 
 def decide(hybrid, batch, tree, accepted):
