@@ -20,18 +20,24 @@ jsonschema = pytest.importorskip("jsonschema")
 
 ROOT = Path(__file__).parents[3]
 BASE, GPU, CHART = ROOT / "deploy/kubernetes/base", ROOT / "deploy/kubernetes/gpu", ROOT / "deploy/helm/speccompile"
+CACHE = "speccompile-cache"
 GO = shutil.which("go", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 needs_go = pytest.mark.skipif(GO is None, reason="no Go to render the chart with: make test-deploy")
 
 
 def documents(text):
-    """Returns {kind: document}, each valid for the newest Kubernetes that the validator knows and for 1.29."""
+    """Returns {kind: document}, each valid for the newest Kubernetes that the validator knows and for 1.29.
+
+    The claim of the cache is under its name.
+    """
     found = {}
     for document in yaml.safe_load_all(text):
         if document is not None:
-            assert document["kind"] not in found
-            found[document["kind"]] = document
+            name = document["metadata"]["name"]
+            key = name if name == CACHE else document["kind"]
+            assert key not in found
+            found[key] = document
             for version in (kubernetes_validate.latest_version(), "1.29"):
                 kubernetes_validate.validate(document, version, strict=True)
     return found
@@ -60,6 +66,10 @@ def check_parts_fit(found):
     assert mounts == set(volumes)
     claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
     assert "PersistentVolumeClaim" not in found or claim == found["PersistentVolumeClaim"]["metadata"]["name"]
+    [cache] = [entry["value"] for entry in container["env"] if entry["name"] == "SPECCOMPILE_CACHE"]
+    [mount] = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "cache"]
+    assert cache.startswith(f"{mount}/")  # the mount itself is the group's
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     settings = found.get("ConfigMap", {}).get("data", {})
     arguments = [re.sub(r"\$\((\w+)\)", lambda name: settings[name[1]], argument) for argument in container["args"]]
     [drain] = [int(a.partition("=")[2]) for a in arguments if a.startswith("--exit-timeout-secs=")]
@@ -103,7 +113,10 @@ def test_kustomize_builds(folder, gpus):
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
     found = documents(done.stdout)
     container = check_parts_fit(found)
-    assert found.keys() == base().keys()
+    assert found.keys() - base().keys() == ({CACHE} if gpus else set())
+    volumes = {v["name"]: v for v in found["Deployment"]["spec"]["template"]["spec"]["volumes"]}
+    kept = {"persistentVolumeClaim": {"claimName": CACHE}} if gpus else {"emptyDir": {}}
+    assert volumes["cache"] == {"name": "cache", **kept}
     assert container["image"] == "registry.example.com/speccompile-triton:0.1"
     assert container["resources"]["limits"].get("nvidia.com/gpu") == gpus
 
@@ -175,6 +188,7 @@ def test_the_chart_is_what_the_base_is(renderer):
     [
         ({"autoscaling": {"enabled": False}, "replicas": 3}, {"HorizontalPodAutoscaler"}),
         ({"models": {"existingClaim": "mine"}}, {"PersistentVolumeClaim"}),
+        ({"cache": {"existingClaim": "kept"}}, set()),
         ({"gpus": 2, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}, set()),
         (
             {"image": {"tag": "1.2"}, "extraArgs": ["--rate-limit=off", 'a "b"'], "imagePullSecrets": [{"name": "s"}]},
@@ -197,6 +211,8 @@ def test_the_chart_with_other_values(renderer, changes, kinds_gone):
     assert container["image"].endswith(":1.2" if "image" in changes else ":0.1")
     assert found["Deployment"]["spec"].get("replicas") == changes.get("replicas")
     assert len(found["Deployment"]["metadata"]["name"]) <= 63
+    claims = [v.get("persistentVolumeClaim", {}).get("claimName") for v in pod["volumes"] if v["name"] == "cache"]
+    assert claims == [changes.get("cache", {}).get("existingClaim")]
     assert pod["nodeSelector"] == changes.get("nodeSelector", {})
 
 
