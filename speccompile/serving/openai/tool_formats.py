@@ -94,14 +94,15 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
         special: returns how a grammar names the special token of a text; None: it is none.
     """
     key = "parameters" if form.quote else form.arguments
+    all_parameters = [tool.get("parameters") or {} for tool in tools]
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["name"]}, key: tool.get("parameters") or {"type": "object"}},
+            "properties": {"name": {"const": tool["name"]}, key: _arguments(all_parameters, at)},
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for tool in tools
+        for at, tool in enumerate(tools)
     ]
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if form.is_list or form.quote:
@@ -132,6 +133,25 @@ def grammar_of_calls_or(calls: str, wanted: StructuredOutputs) -> str | None:
     schema = {"type": "object"} if wanted.json is None else from_json(str(wanted.json))
     value = json.dumps({**_SPACES, **schema} if isinstance(schema, dict) else schema)
     return f"{calls.replace('start:', 'calls:', 1)}\nstart: calls | value\nvalue: %json {value}"
+
+
+def _arguments(all_parameters: Sequence[Mapping[str, Any]], at: int) -> dict[str, Any]:
+    """Returns the schema of a function's arguments, an object, with an identity of its own.
+
+    By that its references mean the same as where it stands alone.
+
+    Args:
+        all_parameters: of every function; {}: it has none.
+        at: its index.
+    """
+    if not (parameters := all_parameters[at]):
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    own = parameters.get("$id")
+    is_own = isinstance(own, str) and ":" in own
+    is_own = is_own and all(other == parameters for other in all_parameters if other.get("$id") == own)
+    # A dialect of its own would hide the identity beside a reference, as drafts 4 to 7 have it.
+    schema = {"type": "object", **{name: value for name, value in parameters.items() if name != "$schema"}}
+    return {**schema, "$id": own if is_own else f"urn:tool:{at}"}
 
 
 def _named(text: str, special: Any) -> str:

@@ -172,7 +172,12 @@ def _calls_or(
     if constraint is None:
         return None
     field, wanted = constraint
-    if (grammar := grammar_of_calls_or(_grammar(body, form, formats), wanted)) is None:
+    try:
+        grammar = grammar_of_calls_or(_grammar(body, form, formats), wanted)
+    except ValueError as fault:
+        message = f"`{field}`: got a text that is no JSON: {fault}; expected a JSON schema. Correct it."
+        raise ApiError(400, message, param=field, code="invalid_grammar") from fault
+    if grammar is None:
         message = (
             f"`{field}`: got a {wanted.kind} beside tools that the model may call; expected a JSON schema. "
             "Send `tool_choice: none`, or leave one out."
@@ -190,4 +195,12 @@ def _grammar(body: ChatBody, form: ToolFormat, formats: ChatFormats) -> str:
         if not functions:
             message = f"`tool_choice`: got {name!r}; expected the name of one of `tools`. Correct it."
             raise ApiError(400, message, param="tool_choice", code="invalid_value")
+    for function in functions:
+        kind = (function["parameters"] or {}).get("type", "object")
+        if kind != "object":
+            message = (
+                f"`tools`: got parameters of type {kind!r} of {function['name']!r}; expected an object. "
+                "Name each argument among its properties."
+            )
+            raise ApiError(400, message, param="tools", code="invalid_value")
     return grammar_from_tools(form, functions, most, formats.special)
