@@ -48,15 +48,19 @@ class TokenTexts:
             offset: characters of its text before the first of them.
         """
         texts, offsets = [self.text(entry.token) for entry in found], []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        for entry in found:
+            offsets.append(max(offset - _is_inside(self.bytes_of(entry.token)), 0))
+            offset += self.num_letters(entry.token)
         top = [
             {self.text(token): finite(logprob) for token, logprob in (*entry.top, (entry.token, entry.logprob))}
             for entry in found
         ]
         values = [finite(entry.logprob) for entry in found]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def num_letters(self, token: int) -> int:
+        """Returns how many characters begin with a token's bytes."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes_of(token))
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
         """Returns where in a text its tokens begin, in characters; one that the tokenizer added has no part of it."""
@@ -65,11 +69,15 @@ class TokenTexts:
             piece = bytes(self.bytes_of(token))
             if not raw.startswith(piece, at):  # a space that a decoder drops, or none of the text
                 piece = piece[1:] if piece.startswith(b" ") and raw.startswith(piece[1:], at) else b""
-            inside = bool(raw[at : at + 1]) and raw[at] & 0xC0 == 0x80  # of a character that an earlier token began
-            offsets.append(num - inside)
+            offsets.append(num - _is_inside(raw[at : at + 1]))
             at += len(piece)
             num += sum(byte & 0xC0 != 0x80 for byte in piece)
         return offsets
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": self.bytes_of(token)}
+
+
+def _is_inside(raw: Sequence[int]) -> bool:
+    """Returns whether bytes go on with a character that earlier ones began."""
+    return bool(raw) and raw[0] & 0xC0 == 0x80

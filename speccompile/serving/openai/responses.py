@@ -271,7 +271,7 @@ async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncG
                 told = head.logprobs(step_output.logprobs, offsets[index])
                 if step_output.prompt_logprobs:
                     told = head.with_echo(index, step_output.prompt_logprobs, told)
-                offsets[index] += sum(len(head.texts.text(entry.token)) for entry in step_output.logprobs)
+                offsets[index] += sum(head.texts.num_letters(entry.token) for entry in step_output.logprobs)
             last, reader = step_output if is_last else None, readers[index]
             if reader is None:
                 text = head.form.text_of_chunk(step_output.text)

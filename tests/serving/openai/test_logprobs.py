@@ -232,4 +232,7 @@ def test_tokens_begin_where_their_texts_do():
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<s>"])
-    assert TokenTexts(tokenizer).offsets([0, 1, 2, 3, 4, 5], "The \u00e9cole") == [0, 0, 3, 4, 4, 5]
+    texts = TokenTexts(tokenizer)
+    assert texts.offsets([0, 1, 2, 3, 4, 5], "The \u00e9cole") == [0, 0, 3, 4, 4, 5]
+    told = [TokenLogprobs(token, -1.0) for token in (1, 2, 3, 4, 5)]  # " The \u00e9cole" after a prompt
+    assert texts.completion(told, 7)["text_offset"] == [7, 11, 12, 12, 13]

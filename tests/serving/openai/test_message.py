@@ -167,14 +167,14 @@ def read(form, text, size, markers=None, is_thinking=False):
 
 def read_parts(form, parts, markers=None, is_thinking=False, is_closed=False):
     reader = MessageReader(markers, form, is_thinking, names=NAMES, is_closed=is_closed)
-    deltas = [delta for part in parts for delta in reader.push(part)]
-    return [*deltas, *reader.push("", is_last=True)]
+    deltas = [delta for part in parts[:-1] for delta in reader.push(part)]
+    return [*deltas, *reader.push(parts[-1], is_last=True)]
 
 
 def cuts(text):
     """Yields the text as one part, in letters, and in two parts at every place (of a long one, at some)."""
     yield [text]
-    yield list(text)
+    yield [*text, ""]
     yield from ([text[:at], text[at:]] for at in range(1, len(text), 1 + len(text) // 200))
 
 

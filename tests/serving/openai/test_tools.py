@@ -127,6 +127,17 @@ def test_of_calls_that_the_model_decides_on_one_is_told_where_no_more_are_wanted
     assert [call["function"] for call in calls] == [{"name": "clock", "arguments": "{}"}] * (1 + is_parallel)
 
 
+def test_other_names_are_content_and_a_reasoning_that_the_prompt_ended_may_go_on():
+    body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS})
+    plan = plan_chat(body, ChatFormats(LLAMA, ("<think>", "</think>")), TEMPLATE, None)
+    text = '{"name": "Ada", "parameters": {}}'
+    for prompt, before in (("a", ""), ("<think>\n\n</think>\n\n", "</think>")):
+        message = message_from_deltas(plan.reader(prompt).push(before + text, is_last=True))
+        assert message["content"] == text and "tool_calls" not in message
+    [call] = message_from_deltas(plan.reader("a").push(text.replace("Ada", "clock"), is_last=True))["tool_calls"]
+    assert call["function"] == {"name": "clock", "arguments": "{}"}
+
+
 ANSWER = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
