@@ -5,15 +5,17 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammars as module
 from speccompile.runtime.grammars import GrammarFault, Grammars
+from speccompile.runtime.text import text_of_tokens
 from tests.pipeline import fakes
 from tests.runtime.grammar_lab import EOS, TOKENS, VOCAB, Pieces, make_grammars, tokens_of
+from tests.runtime.test_text import WORDS, ids_of, llama_decoder
 
 pytest.importorskip("llguidance")
 IDS = Pieces()
@@ -155,3 +157,18 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(module, "_PACKAGE", "no_such_package")
     with pytest.raises(RuntimeFault, match=r"pip install .*\[structured\]"):
         make_grammars().compile(CODE)
+
+
+@pytest.mark.parametrize("wanted", [{"choice": (" Paris,",)}, {"regex": " {4}return"}])
+def test_a_first_space_is_one_of_the_text(wanted):
+    """SentencePiece's decoders drop it at the beginning of a text, which the prompt is."""
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = llama_decoder()
+    prompt, tokens, [eos] = ids_of(tokenizer, "\u2581The"), [], ids_of(tokenizer, "<s>")
+    matcher = Grammars(tokenizer, tokenizer.get_vocab_size(), [eos]).matcher(StructuredOutputs(**wanted), prompt)
+    while (token := int(np.flatnonzero(matcher.allowed(tokens))[-1])) != eos:
+        tokens.append(token)
+    assert text_of_tokens(tokenizer, tokens, prompt) == (" Paris," if "choice" in wanted else "    return")
