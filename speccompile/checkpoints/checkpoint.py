@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.config_values import check_values
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
@@ -193,6 +194,7 @@ def read_dims(source: Path) -> ModelDims:
         CheckpointError: a size is missing or not a positive integer.
     """
     config = read_text_config(source)
+    check_values(str(source / "config.json"), config)
     if has_alibi(config):
         config = {_NAMES["max_positions"][0]: MAX_POSITION + 1, **config}
     sizes: dict[str, Any] = {field: _size(source, config, field) for field in _NAMES}

@@ -1,25 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' config of the decoder in a checkpoint folder."""
+"""transformers' config of a checkpoint folder, and of the decoder in it."""
 
 from __future__ import annotations
 
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.config_values import TODO, plain_values
 from speccompile.checkpoints.text_towers import SAME_AS, TOWERS
+from speccompile.common.json_reader import shown
+from speccompile.errors import CheckpointError
+
+_MAX_SAID = 200
+_FIELD = re.compile(r"field '(\w+)'")
+
+
+@contextmanager
+def config_errors(where: str, config: Mapping[str, Any]) -> Iterator[None]:
+    """Turns what transformers' classes say of a config's values into an error.
+
+    Raises:
+        CheckpointError: with the file, the key, its value and transformers' sentence.
+    """
+    from huggingface_hub.errors import StrictDataclassError  # it derives from Exception
+
+    try:
+        yield
+    except (StrictDataclassError, KeyError, TypeError, AttributeError) as fault:
+        field = _FIELD.search(str(fault))
+        said = re.sub(r"^\w+: ", "", str(fault).strip().splitlines()[-1].strip()).rstrip(".")[:_MAX_SAID]
+        got = shown(config.get(field[1])) if field else "values that do not go together"
+        place = f"{where} ({field[1]})" if field else where
+        raise CheckpointError(place, got, f"what transformers takes: {said}", TODO) from fault
+
+
+def read_whole_config(source: Path) -> Any:
+    """Returns transformers' config of a folder; imports transformers.
+
+    Raises:
+        CheckpointError: no config.json, or a value that its class does not take.
+        ValueError: transformers does not know the architecture.
+    """
+    from transformers import AutoConfig
+
+    held = read_config(source)
+    text = json.dumps(plain_values(held))
+    # Without trust_remote_code=False transformers would ask on the terminal.
+    options = {"local_files_only": True, "trust_remote_code": False}
+    with config_errors(str(source / "config.json"), held), tempfile.TemporaryDirectory() as scratch:
+        if text == json.dumps(held):
+            return AutoConfig.from_pretrained(source, **options)
+        (Path(scratch) / "config.json").write_text(text, encoding="utf-8")
+        return AutoConfig.from_pretrained(scratch, **options)
 
 
 def read_model_config(source: Path) -> Any:
     """Returns transformers' config of the language model in `source`; imports transformers.
 
     Raises:
-        OSError: no config.json.
-        ValueError: transformers does not know the architecture.
+        CheckpointError, ValueError: see `read_whole_config`.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    # Without trust_remote_code=False transformers would ask on the terminal.
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    config = read_whole_config(source)
     if config.model_type in ("muse_glimmer", "muse_glimmer_text"):
         from speccompile.checkpoints.muse_glimmer import register
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from speccompile.checkpoints.config_values import OBJECTS, wrong_values
 from speccompile.common.json_reader import shown
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Format, finding
@@ -97,9 +98,12 @@ def check_keys(case: Case) -> Iterator[Finding]:
 
 
 def unread_keys(config: Mapping[str, Any], layout: Format) -> Iterator[tuple[str, str, str]]:
-    """Yields (key, value as text, what was expected) of the keys that a layout does not read and that may matter."""
+    """Yields (key, value as text, what was expected) of keys with values that cannot be meant, or that are not read."""
     if layout.reads is None:
         return
+    layers = [held for name in OBJECTS if isinstance(held := config.get(name), Mapping)]
+    for held in (config, *layers):
+        yield from wrong_values(held)
     read = {*layout.reads, *(key for size in layout.sizes for key in size.keys)}
     yield from _unread(config, "", read, layout.fixed)
 

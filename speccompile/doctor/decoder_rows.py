@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from speccompile.checkpoints.config_values import plain_values
 from speccompile.doctor.config_keys import ROTARY, plain_rotary, rotary_reads
 from speccompile.doctor.layouts import Row, Size, Sizes, flag
 
@@ -109,7 +110,7 @@ def decoder_reads(scope: str = "") -> tuple[str, ...]:
 
 def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a Llama config that describes a layer of a speculator."""
-    made = {name: config[name] for name in _KEPT if config.get(name) is not None}
+    made = {name: value for name, value in plain_values(config).items() if name in _KEPT and value is not None}
     if config.get("hidden_activation") is not None:  # Gemma's name for it
         made.setdefault("hidden_act", config["hidden_activation"])
     for name in ROTARY:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from speccompile.checkpoints.model_config import config_errors
 from speccompile.core.specs import GraphSpec, TensorSpec, cache_names
 from speccompile.doctor.decoder_rows import decoder_config
 from speccompile.errors import ExportError
@@ -170,10 +171,13 @@ def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
     """Returns the config of the decoder layers in a speculator's config.json, for `attention.attend`.
 
     Raises:
+        CheckpointError: a value that transformers does not take.
         ExportError: transformers cannot make it.
     """
+    values = {**decoder_config(config), "tie_word_embeddings": False}
     try:
-        made = LlamaConfig(**{**decoder_config(config), "tie_word_embeddings": False})
+        with config_errors("config.json", values):
+            made = LlamaConfig(**values)
     except (TypeError, ValueError, KeyError) as fault:
         todo = "Correct the speculator's config.json."
         raise ExportError("config.json", str(fault).strip().splitlines()[0], "sizes of a Llama layer", todo) from fault

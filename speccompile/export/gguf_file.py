@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.gguf_header import GgufHeader, read_gguf_header
+from speccompile.checkpoints.model_config import config_errors
 from speccompile.errors import CheckpointError
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -77,7 +78,8 @@ def write_checkpoint(source: Path, folder: Path) -> dict[str, Any]:
         counts = Counter(GGMLQuantizationType(kind).name for kind in header.tensors.values())
         where = {"gguf_file": source.name, "local_files_only": True, "trust_remote_code": False}
         with no_progress_bar():
-            config = AutoConfig.from_pretrained(source.parent, **where)
+            with config_errors(str(source), header.fields):
+                config = AutoConfig.from_pretrained(source.parent, **where)
             _check_keys(str(source), header, config)
             _check_tensors(str(source), header, config)
             model, info = AutoModelForCausalLM.from_pretrained(

@@ -10,9 +10,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
+from speccompile.checkpoints.model_config import read_whole_config
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.core.specs import GraphSpec
 from speccompile.export.trace import trace_module
@@ -74,7 +75,7 @@ def export_vision(source: Path, spec: GraphSpec, weights: str, progress: Callabl
         ExportError: the tower cannot be traced.
     """
     progress("load weights")
-    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    config = read_whole_config(source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         module = VisionGraph(config).eval()

@@ -141,6 +141,52 @@ def test_bad_configs(text: str, words: str, tmp_path: Path) -> None:
         read_dims(tmp_path)
 
 
+STRANGE: dict[str, tuple[dict[str, Any], str]] = {
+    "eps of 0": ({"rms_norm_eps": 0}, ""),
+    "no cache": ({"use_cache": None}, ""),
+    "a list of one token": ({"bos_token_id": [1]}, ""),
+    "a token with a point": ({"pad_token_id": 1.0}, ""),
+    "flags that are null": ({"attention_bias": None, "tie_word_embeddings": None, "mlp_bias": 0}, ""),
+    "null of training": ({"initializer_range": None, "attention_dropout": None}, ""),
+    "eps as text": ({"rms_norm_eps": "1e-5"}, r"\(rms_norm_eps\): got '1e-5'; expected a number"),
+    "eps below 0": ({"rms_norm_eps": -1.0}, r"\(rms_norm_eps\): got -1.0"),
+    "two first tokens": ({"bos_token_id": [1, 2]}, r"\(bos_token_id\): got \[1, 2\]; expected"),
+    "a token as text": ({"eos_token_id": "2"}, r"\(eos_token_id\): got '2'; expected a token"),
+    "no activation": ({"hidden_act": None}, r"\(hidden_act\): got None"),
+    "a flag as text": ({"mlp_bias": "no"}, r"\(mlp_bias\): got 'no'; expected true or false"),
+    "rope as text": ({"rope_scaling": "x"}, r"\(rope_scaling\): got 'x'; expected an object"),
+    "a window as text": ({"sliding_window": "4"}, r"\(sliding_window\): got '4'"),
+    "pruned kinds": ({"layer_types": ["full_attention"] * 3}, r"\(layer_types\): got 3 kinds; expected a list of 2"),
+    "heads that do not divide": (
+        {"num_attention_heads": 5},
+        "do not go together; .*multiple of the number of attention",
+    ),
+    "a scaling without a factor": ({"rope_scaling": {"rope_type": "linear"}}, "Missing required keys in .rope_param"),
+    "a number of unknown kind": ({"pretraining_tp": "x"}, r"\(pretraining_tp\): got 'x'; expected what transformers"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), STRANGE.values(), ids=STRANGE.keys())
+def test_a_value_of_another_kind_is_taken_as_meant_or_refused_by_name(
+    changes: dict[str, Any], words: str, copy: Path
+) -> None:
+    from speccompile.checkpoints.model_config import read_model_config
+
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    if not words:
+        assert read_dims(copy).num_layers == 2
+        config = read_model_config(copy)
+        for name, value in changes.items():
+            meant = value[0] if isinstance(value, list) else value
+            default = {"use_cache": True, "initializer_range": 0.02, "attention_dropout": 0.0}.get(name, False)
+            assert getattr(config, name) == (default if value is None else meant), name
+        return
+    with pytest.raises(CheckpointError, match=words) as caught:
+        (read_dims(copy), read_model_config(copy))
+    assert str(path) in caught.value.where
+
+
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
         read_dims(tmp_path)

@@ -44,6 +44,10 @@ CONFIG_TRAPS: dict[str, Trap] = {
     ),
     "scaled positions of Prophet": unread(lab.prophet_ours, "rope_scaling", rope_scaling={"rope_type": "yarn"}),
     "a key beside a layer's config": unread(lab.mtp_ours, "norm_scale", norm_scale=2.0),
+    "an eps as text": unread(lab.eagle3_ours, r"\(rms_norm_eps\): got '1e-5'", rms_norm_eps="1e-5"),
+    "an eps as text, inside": unread(
+        lab.eagle3_speculators, r"\(rms_norm_eps\): got '1e-5'", transformer_layer_config__rms_norm_eps="1e-5"
+    ),
     "layers named twice": Trap(
         lab.eagle3_deepspec,
         "eagle3.layers",
@@ -78,6 +82,7 @@ TAKEN: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         {"is_neox_style": True, "partial_rotary_factor": 1.0, "query_pre_attn_scalar": 4, "mlp_bias": False,
          "logit_scale": 1.0, "final_logit_softcapping": None, "eagle_config__use_mtp_layernorm": False},
     ),
+    "values of another kind": (lab.eagle3_ours, {"rms_norm_eps": 0, "bos_token_id": [1]}),
     "what trainers write": (
         lab.eagle3_ours,
         {"ttt_length": 7, "initializer_range": 0.02, "num_experts": 8, "_commit_hash": "x", "auto_map": {"": "a.B"},

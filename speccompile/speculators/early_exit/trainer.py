@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from speccompile.checkpoints.model_config import read_whole_config
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.early_exit.config import ExitTraining
@@ -50,7 +51,7 @@ class TrainableExit(nn.Module):
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns a chain; the target's first layers read the whole text again for each draft."""
         if not self._first_layers:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            config = read_whole_config(self.folder)
             config.num_hidden_layers = self.head.sizes.num_exit_layers
             model = AutoModelForCausalLM.from_pretrained(
                 self.folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from speccompile.checkpoints.config_values import plain_values
+from speccompile.checkpoints.model_config import config_errors
 from speccompile.errors import CheckpointError
 from speccompile.export.adapters import adapt_model
 from speccompile.export.attention import cross_attention
@@ -254,7 +256,8 @@ def _text_model(fields: Mapping[str, Any]) -> Any:
             return ["reuse"] * int(self.num_hidden_layers)
 
     left_out = ("model_type", "dtype", "torch_dtype", "architectures", "transformers_version")
-    config = AssistantTextConfig(**{name: value for name, value in fields.items() if name not in left_out})
+    with config_errors("config.json (text_config)", fields):
+        config = AssistantTextConfig(**{k: value for k, value in plain_values(fields).items() if k not in left_out})
     config._attn_implementation = IMPLEMENTATION
     return Gemma4TextModel(config)
 

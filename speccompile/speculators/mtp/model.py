@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from speccompile.checkpoints.config_values import plain_values
+from speccompile.checkpoints.model_config import config_errors
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export import attention
@@ -137,11 +139,13 @@ def layer_model(layer: Mapping[str, Any], implementation: str) -> Any:
         implementation: name of the attention function.
 
     Raises:
+        CheckpointError: a value that transformers does not take.
         ExportError: transformers cannot make it.
     """
     family = str(layer.get("model_type"))
     try:
-        made = AutoConfig.for_model(**{**layer, "model_type": family})
+        with config_errors("config.json", layer):
+            made = AutoConfig.for_model(**{**plain_values(layer), "model_type": family})
         made._attn_implementation = implementation
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)

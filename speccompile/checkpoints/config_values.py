@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of a config.json of another kind than transformers' classes take: plain ones as they are meant, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from speccompile.common.json_reader import shown
+from speccompile.errors import CheckpointError
+
+TODO = "Correct config.json, or use the checkpoint as its author published it."
+OBJECTS = ("text_config", "transformer_layer_config", "layer_config")  # that describe layers as well
+_TOKEN = re.compile(r"(^|_)(bos|eos|pad|sep)_token_id$")
+_FLAG = re.compile(r"^(use_cache|tie_word_embeddings|(attention|mlp|qkv)_bias|use_sliding_window)$")
+_NUMBER = re.compile(r"(_eps|_epsilon|^rope_theta|_dropout|_pdrop|^initializer_range|_softcapping)$")
+_LEAST = {"rope_theta": 0.0, "rms_norm_eps": 0.0}
+
+
+def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config whose values have the kinds that transformers asks for, where their meaning is plain.
+
+    A whole number is one with a point, 0 and 1 are false and true, a list of one token is that token, and null is the
+    default; flags without a value are false, as Python takes them.
+    """
+    made: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name in OBJECTS:
+            value = plain_values(value)
+        elif _TOKEN.search(name):
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
+            value = int(value) if isinstance(value, float) and value.is_integer() else value
+        elif _FLAG.match(name) and (value is None or value in (0, 1)):
+            if name == "use_cache":  # it changes no number
+                continue
+            value = bool(value)
+        elif _NUMBER.search(name):
+            if value is None and name in ("initializer_range", "attention_dropout"):
+                continue
+            value = float(value) if type(value) is int else value
+        made[name] = value
+    return made
+
+
+def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yields (key, value as text, what was expected) of values that cannot be meant, in a config of layers."""
+    checks: tuple[tuple[re.Pattern[str], Callable[[str, Any], bool], str], ...] = (
+        (_TOKEN, lambda name, v: _is_token(v) or (isinstance(v, list) and all(map(_is_token, v))), "a token, or none"),
+        (_FLAG, lambda name, v: isinstance(v, bool), "true or false"),
+        (_NUMBER, lambda name, v: _is_number(v) and v >= _LEAST.get(name, v), "a number"),
+        (re.compile("^hidden_act(ivation)?$"), lambda name, v: isinstance(v, str), "the name of an activation"),
+        (re.compile("^sliding_window$"), lambda name, v: type(v) is int and v >= 0, "a number of tokens, or none"),
+        (re.compile("^rope_(scaling|parameters)$"), lambda name, v: isinstance(v, Mapping), "an object"),
+    )
+    if "hidden_act" in config and config["hidden_act"] is None and config.get("hidden_activation") is None:
+        yield "hidden_act", "None", "the name of an activation"
+    for name, value in plain_values(config).items():
+        for pattern, is_right, expected in checks:
+            if pattern.search(name) and value is not None and not is_right(name, value):
+                yield name, shown(value), expected
+
+
+def check_values(where: str, config: Mapping[str, Any]) -> None:
+    """Refuses a model's config with such values, or with kinds of other layers than it has.
+
+    Args:
+        where: its file.
+        config: flat.
+
+    Raises:
+        CheckpointError: with the key, its value and what is expected.
+    """
+    for name, got, expected in wrong_values(config):
+        raise CheckpointError(f"{where} ({name})", got, expected, TODO)
+    kinds, num = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is not None and type(num) is int and not (isinstance(kinds, list) and len(kinds) == num):
+        got = f"{len(kinds)} kinds" if isinstance(kinds, list) else shown(kinds)
+        raise CheckpointError(f"{where} (layer_types)", got, f"a list of {num}, the num_hidden_layers", TODO)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int
