@@ -60,8 +60,9 @@ class StructuredOutputs:
             object.__setattr__(self, name, value)
         else:
             is_right = value is True if name == "json_object" else isinstance(value, str) and bool(value)
-        if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
-            name, value, is_right = "whitespace_pattern", self.whitespace_pattern, False
+        space: object = self.whitespace_pattern
+        if space is not None and not isinstance(space, str):
+            name, value, is_right = "whitespace_pattern", space, False
         if not is_right:
             others = {
                 "choice": "a list of non-empty texts",

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from speccompile.errors import SpecCompileError
+from speccompile.errors import RuntimeFault, SpecCompileError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,18 +28,41 @@ def load_tokenizer(path: Path, error: type[SpecCompileError], todo: str) -> Toke
     """
     from tokenizers import Tokenizer
 
-    with _LibraryFaults(path, error, todo):
+    with TokenizerFaults(error, str(path), "a tokenizers file", todo):
         tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-class _LibraryFaults:
-    """Turns the library's faults, which are plain `Exception`s and panics, into an error; others pass."""
+def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool = True) -> list[int]:
+    """Returns the token ids of a text.
 
-    def __init__(self, path: Path, error: type[SpecCompileError], todo: str) -> None:
-        self._path, self._error, self._todo = path, error, todo
+    Args:
+        tokenizer: `tokenizers.Tokenizer`.
+        text: to encode.
+        where: names the text in the fault.
+        special: with the special tokens that the tokenizer puts around it.
+
+    Raises:
+        RuntimeFault: the tokenizer fails on it: its regular expression has a limit.
+    """
+    todo = "Shorten what repeats in it, or give token ids."
+    with TokenizerFaults(RuntimeFault, where, "a text that the tokenizer reads", todo):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return list(ids)
+
+
+class TokenizerFaults:
+    """Turns the library's faults, which are plain `Exception`s and panics, into an error; others pass.
+
+    Args:
+        error: of this kind.
+        where, expected, todo: its parts.
+    """
+
+    def __init__(self, error: type[SpecCompileError], where: str, expected: str, todo: str) -> None:
+        self._error, self._where, self._expected, self._todo = error, where, expected, todo
 
     def __enter__(self) -> None:
         pass
@@ -48,4 +71,4 @@ class _LibraryFaults:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and (kind is Exception or kind.__name__ == "PanicException"):
-            raise self._error(str(self._path), str(fault)[:200], "a tokenizers file", self._todo) from fault
+            raise self._error(self._where, str(fault)[:200], self._expected, self._todo) from fault

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from speccompile.common.json_reader import is_unicode
+from speccompile.common.tokenizer_file import encode_text
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Proposer
@@ -241,7 +242,7 @@ class SpecEngine:
         """Returns the token ids of a text, with the special tokens that the tokenizer adds, and those of its images.
 
         Raises:
-            RuntimeFault: the bundle has no tokenizer, or the text is no Unicode; `where` names it.
+            RuntimeFault: the bundle has no tokenizer, or fails on the text, or that is no Unicode; `where` names it.
         """
         if self.tokenizer is None:
             raise RuntimeFault(
@@ -250,8 +251,7 @@ class SpecEngine:
         if not is_unicode(text):
             todo = "Decode what it was made of as UTF-8."
             raise RuntimeFault(where, "text with half of a surrogate pair", "Unicode text", todo)
-        ids: list[int] = self.tokenizer.encode(self.expand_images(text, num_images)).ids
-        return ids
+        return encode_text(self.tokenizer, self.expand_images(text, num_images), where)
 
     def text_sink(self, params: SamplingParams, prompt: Sequence[int]) -> TextSink | None:
         """Returns a sink that makes text of a request's tokens after those of its prompt; None without a tokenizer."""

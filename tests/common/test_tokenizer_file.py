@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from speccompile.common.tokenizer_file import load_tokenizer
-from speccompile.errors import CheckpointError
+from speccompile.common.tokenizer_file import encode_text, load_tokenizer
+from speccompile.errors import CheckpointError, RuntimeFault
+from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.requests import encode
 from tests.pipeline import fakes
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +66,15 @@ def test_no_other_module_reads_a_tokenizer() -> None:
                 # transformers' own classes reset both settings at every call.
                 found += [] if ast.unparse(node).endswith("from_pretrained") else [str(path.relative_to(ROOT))]
     assert found == ["speccompile/common/tokenizer_file.py"]
+
+
+def test_a_panic_of_its_regular_expression_is_an_error_of_the_text():
+    found = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    found.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    assert encode_text(found, "aab") == [0, 0, 1]
+    with pytest.raises(RuntimeFault, match="prompt: got Onig: Regex search error: retry-limit-in-match over; expected"):
+        encode_text(found, "a" * 60)
+    for text in ("a" * 60, "a" * 5000):  # here and in a thread
+        with pytest.raises(ApiError, match="retry-limit-in-match") as error:
+            asyncio.run(encode(SimpleNamespace(tokenizer=found), text, special=True))
+        assert (error.value.status, error.value.param) == (400, "prompt")

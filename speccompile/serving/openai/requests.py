@@ -12,6 +12,7 @@ from typing import Any
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
+from speccompile.common.tokenizer_file import encode_text
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
@@ -291,13 +292,15 @@ async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
         special: with the special tokens that the tokenizer puts around it.
 
     Raises:
-        ApiError: the bundle has no tokenizer.
+        ApiError: the bundle has no tokenizer, or that fails on the text.
     """
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "This bundle has no tokenizer: give token ids.", param="prompt", code="no_tokenizer")
 
-    def ids() -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=special).ids)
-
-    return ids() if len(text) <= _SHORT else await asyncio.to_thread(ids)
+    try:
+        if len(text) <= _SHORT:
+            return encode_text(tokenizer, text, special=special)
+        return await asyncio.to_thread(encode_text, tokenizer, text, special=special)
+    except RuntimeFault as fault:
+        raise error_from_fault(fault) from fault
