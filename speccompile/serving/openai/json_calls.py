@@ -56,12 +56,12 @@ class JsonCall:
         self.is_call = self.is_ended = False
         self._is_alone = name is not None  # the arguments are all of it
         self._name = name
-        self._stack = "{" if self._is_alone else ""  # brackets that are open
+        self._stack = ["{"] * self._is_alone  # brackets that are open
         self._expects = "value"  # or `key`, `colon`, `next`
         self._in_string = self._is_escaped = False
         self._key: str | None = ARGUMENT_KEYS[0] if self._is_alone else None  # of the value that is being read
         self._token: list[str] = []  # the key or the value that is being read
-        self._held = ""  # arguments before the name
+        self._arguments: list[str] = []  # that were not passed on
         self._has_arguments = self._is_telling = False
 
     def push(self, text: str, is_last: bool = False) -> tuple[CallPart, int]:
@@ -70,55 +70,63 @@ class JsonCall:
         Returns:
             The news, and how many characters were read; those after them belong to no object, or are to come again.
         """
-        news = CallPart()
+        was_call = self.is_call
+        used = self._read_all(text, is_last)
+        if not self.is_call:
+            return CallPart(), used
+        arguments, self._arguments = "".join(self._arguments), []
+        return CallPart(None if was_call else self._name, arguments), used
+
+    def _read_all(self, text: str, is_last: bool) -> int:
         for at, letter in enumerate(text):
             if letter in self._firsts if not self._in_string else letter == "\n":
                 # No JSON string holds a line end: before a mark it is an end of the string that is missing.
                 found = find_mark(text, at + self._in_string, self._marks, is_last)
                 if found is None:
-                    return news, at
+                    return at
                 if found:
-                    self._end(news)
-                    return news, at
+                    self._end()
+                    return at
             if not self._fits(letter):
-                self._end(news)
-                return news, at
-            self._read(letter, news)
+                self._end()
+                return at
+            self._read(letter)
             if self.is_ended:
-                return news, at + 1
-        return news, len(text)
+                return at + 1
+        return len(text)
 
     def _fits(self, letter: str) -> bool:
         """Returns whether a bracket can stand here."""
         if self._in_string or letter not in "{}[]":
             return True
         if letter in _PAIRS:
-            return self._stack.endswith(_PAIRS[letter]) and self._expects != "colon"
+            return self._stack[-1:] == [_PAIRS[letter]] and self._expects != "colon"
         return self._expects == "value"
 
-    def _read(self, letter: str, news: CallPart) -> None:
+    def _read(self, letter: str) -> None:
         if self._in_string:
             self._read_string(letter)
         elif letter == '"':
             self._in_string = True
             self._expects = "colon" if self._expects == "key" else "next"
         elif letter in "{[":
-            self._stack += letter
+            self._stack.append(letter)
             self._expects = "key" if letter == "{" else "value"
             if len(self._stack) == 1:
                 return
             if len(self._stack) == 2 and letter == "{" and self._key in ARGUMENT_KEYS and not self._has_arguments:
                 self._has_arguments = self._is_telling = True
-                self._decide(news)
+                self._decide()
         elif letter in "}]":
-            self._stack, self._expects = self._stack[:-1], "next"
+            self._stack.pop()
+            self._expects = "next"
             if not self._stack:
-                self._end(news)
+                self._end()
                 return
         elif letter == "," and self._expects == "next":
             self._expects = "key" if self._stack[-1] == "{" else "value"
             if len(self._stack) == 1:
-                self._end_value(news)
+                self._end_value()
                 return
         elif letter == ":" and self._expects == "colon":
             self._expects = "value"
@@ -128,7 +136,9 @@ class JsonCall:
         elif not letter.isspace() and self._expects in ("key", "value"):
             self._expects = "colon" if self._expects == "key" else "next"
         if self._is_telling:
-            self._tell(letter, news)
+            self._arguments.append(letter)
+            self._is_telling = len(self._stack) > 1
+            self.is_ended = self._is_alone and not self._is_telling
         else:
             self._token.append(letter)
 
@@ -140,23 +150,13 @@ class JsonCall:
         elif letter == '"':
             self._in_string = False
 
-    def _tell(self, letter: str, news: CallPart) -> None:
-        if self.is_call:
-            news.arguments += letter
-        else:
-            self._held += letter
-        if len(self._stack) == 1:
-            self._is_telling = False
-            if self._is_alone:
-                self.is_ended = True
-
     def _begin_value(self) -> None:
         self._key, self._token = _text(self._taken()), []
         is_known = self._key in (NAME_KEY, *ARGUMENT_KEYS, *OTHER_KEYS)
         if self._is_bare and not is_known and not self.is_call:
             self.is_ended = True
 
-    def _end_value(self, news: CallPart) -> None:
+    def _end_value(self) -> None:
         key, token = self._key, self._taken()
         self._key = None
         if self.is_call:
@@ -167,23 +167,21 @@ class JsonCall:
                 self.is_ended = True
         elif key in ARGUMENT_KEYS and not self._has_arguments:
             found = _object(token)
-            self._has_arguments, self._held, self.is_ended = True, found or "", found is None
-        self._decide(news)
+            self._has_arguments, self._arguments, self.is_ended = True, [found or ""], found is None
+        self._decide()
 
-    def _decide(self, news: CallPart) -> None:
-        if self._name is not None and self._has_arguments and not self.is_ended:
-            self.is_call, news.name = True, self._name
-            news.arguments += self._held
+    def _decide(self) -> None:
+        self.is_call = self._name is not None and self._has_arguments and not self.is_ended
 
-    def _end(self, news: CallPart) -> None:
+    def _end(self) -> None:
         """Ends the object, which may be a call without arguments, or lack the last brackets of its arguments."""
         if len(self._stack) <= 1:
-            self._end_value(news)
+            self._end_value()
             if not (self.is_call or self.is_ended or self._has_arguments or self._is_bare):
-                self._has_arguments, self._held = True, "{}"
-                self._decide(news)
+                self._has_arguments, self._arguments = True, ["{}"]
+                self._decide()
         elif self._is_telling and self.is_call and not self._in_string:
-            news.arguments += "".join("}" if bracket == "{" else "]" for bracket in reversed(self._stack[1:]))
+            self._arguments += ["}" if bracket == "{" else "]" for bracket in reversed(self._stack[1:])]
         self.is_ended = True
 
     def _taken(self) -> str:
