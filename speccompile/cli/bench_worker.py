@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,14 @@ def _speccompile(job: dict[str, Any]) -> Decode:
 def decode_with(engine: SpecEngine) -> Decode:
     """Returns the modes `plain` and `speculative` of an engine."""
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.runtime.draft_report import report_from_planner
+
+    num_drafts = num_accepted = 0
+
+    def sentence(stats: Mapping[str, Any]) -> str:
+        nonlocal num_drafts, num_accepted
+        num_drafts, num_accepted = num_drafts + stats["num_draft_tokens"], num_accepted + stats["num_accepted"]
+        return report_from_planner(engine.controller, num_drafts, num_accepted).sentence
 
     def decode(mode: str, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -57,6 +65,7 @@ def decode_with(engine: SpecEngine) -> Decode:
             "num_first_tokens": stats["num_first_tokens"],
             "num_steps": stats["num_steps"],
             "num_accepted": stats["num_accepted"],
+            "drafts": sentence(stats) if mode == "speculative" else None,
             "outside_s": stats["outside_engine_ms"] / 1e3,
         }
 

@@ -209,7 +209,7 @@ def _converse(chat: Chat, console: Console) -> None:
         if message == "/reset":
             chat.reset()
         elif message == "/stats":
-            print_stats(console, chat.stats)
+            print_stats(console, chat.stats, chat.service.draft_report().sentence)
         elif message == "/help":
             for name, meaning in COMMANDS.items():
                 console.print(Text.assemble((f"{name:<8}", "bold"), meaning))

@@ -88,7 +88,12 @@ def generate_command(
             typer.echo(f"error: prompt {index}: {result.error}", err=True)
     if stats:
         console = Console(stderr=json_out is not None and str(json_out) == "-")
-        print_stats(console, [result.stats for result in results])
+        from speccompile.runtime.draft_report import report_from_planner
+
+        rows = [result.stats for result in results]
+        drafted, accepted = (sum(row[key] for row in rows) for key in ("num_draft_tokens", "num_accepted"))
+        drafts = report_from_planner(engine.controller, drafted, accepted, "off" if plain else "auto")
+        print_stats(console, rows, drafts.sentence)
     if any(result.error is not None for result in results):
         raise typer.Exit(RuntimeFault.exit_code)
 
@@ -198,12 +203,13 @@ def kinds_of(step: Step | StepOutput) -> list[str]:
     return [*kinds, last][: len(step.tokens)]
 
 
-def print_stats(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints counts and times over several texts.
+def print_stats(console: Console, rows: Sequence[Mapping[str, Any]], drafts: str) -> None:
+    """Prints counts and times over several texts, and whether drafts are on.
 
     Args:
         console: where to.
         rows: of each text: see `SequenceStats.json_from_stats`.
+        drafts: see `DraftReport.sentence`.
     """
 
     def total(key: str) -> float:
@@ -227,3 +233,4 @@ def print_stats(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     for name, value in facts:
         table.add_row(Text(name, style="dim"), str(value))
     console.print(table)
+    console.print(Text(drafts), soft_wrap=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import StepTimes
@@ -26,6 +27,28 @@ TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 FIRST_PLAIN, PLAIN_STEPS = 8, 32  # of a row of plain steps, the first correct the costs, and then one of so many
 FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
 KEPT_RECOVERY = 0.005  # pull towards it in a step that grew no further than one depth: they are tried again
+
+
+class Outlook(NamedTuple):
+    """What is expected of a draft token of a typical tree.
+
+    Args:
+        cost: plain steps that it takes.
+        accepted: how probably it is accepted.
+    """
+
+    cost: float
+    accepted: float
+
+
+@runtime_checkable
+class Weighs(Protocol):
+    """A proposer whose budget decides whether to draft."""
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """See `Budget.outlook`."""
+        ...
 
 
 class Budget:
@@ -70,6 +93,7 @@ class Budget:
         self.runs_once = num_runs == 1  # further candidates need no further run of the draft
         self._recorded_ms = 0.0  # of the current step's draft runs
         self._num_plain = 0  # steps since the last one with drafts
+        self.outlook: Outlook | None = None  # of the latest decision whether to draft; None: time did not decide
 
     def recorded(self) -> Budget:
         """Returns a budget of whole trees with the same bounds, whose costs stay those recorded in the bundle."""
@@ -96,6 +120,7 @@ class Budget:
         scores = self.costs.scores(num_slots)
         more_ms = scores[min(round(self._drafts), self.max_nodes)] - scores[0]
         more_ms += self._runs * self.costs.draft_ms(num_slots, num_slots)
+        self.outlook = Outlook(more_ms / self._drafts / scores[0], min(accepted / self._drafts, 1.0))
         return _is_worth(accepted, more_ms, 1.0, scores[0])
 
     def spend(self, num_slots: int, num_nodes: int) -> float:

@@ -14,7 +14,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
-from speccompile.drafting.budget import Budget
+from speccompile.drafting.budget import Budget, Outlook
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.expansion import DraftLayout, Scorer, make_expansion
 from speccompile.drafting.grammars import allowed_in, draft_warp, has_grammars, path_of, restrict
@@ -53,6 +53,11 @@ class TreeGrower:
         self._chosen: list[list[int]] = []
         self._able: list[int] = []  # slots that drafted in the last step
         self._rows = DraftLayout(0, 1)
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """See `Budget.outlook`."""
+        return self.budget.outlook
 
     def new_estimate(self) -> AcceptanceEstimate:
         """Returns the estimate of a new sequence."""

@@ -30,7 +30,7 @@ from speccompile.core.specs import (
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
-from speccompile.drafting.budget import Budget
+from speccompile.drafting.budget import Budget, Outlook
 from speccompile.drafting.candidates import Candidates, grow_product, tree_from_candidates, tree_from_shape
 from speccompile.drafting.grammars import (
     Grammar,
@@ -142,6 +142,11 @@ class HeadsProposer:
             return tree_within(batch, drafts)
         known = {slot: estimates(sequences)[slot] for slot in drafting}
         return self._grow(roots, known, limits, outputs, spent_ms, [sequence.grammar for sequence in sequences])
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """See `Budget.outlook`."""
+        return self.budget.outlook
 
     def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
         """Returns further inputs of the engine for these slots; none by default."""

@@ -11,6 +11,7 @@ from speccompile.core.cache_rows import CacheRows
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate
+from speccompile.drafting.budget import Outlook, Weighs
 from speccompile.drafting.expansion import Scorer
 from speccompile.drafting.state import DraftState
 
@@ -139,3 +140,8 @@ class DraftProposer:
     def flush(self) -> None:
         """See `DraftRows.flush`."""
         self.rows.flush()
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """See `Weighs`."""
+        return self.likeliest.outlook if isinstance(self.likeliest, Weighs) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from speccompile.core.protocols import TokenSequence
@@ -19,6 +20,7 @@ TIME_MEMORY = 0.95  # the same in the time of a step of the way in use: short, a
 MAX_STEP = 2.0  # times the mean: other processes may hold up a step for longer, which does not count
 CLOSE = 1.15  # a gain between its inverse and this is compared again at once, for the first `NUM_FIRST` comparisons
 NUM_FIRST = 3
+LEAST_DRAFTS = 0.1  # draft tokens a step, below which a step's cost is not that of its draft tokens
 LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
 TURN_LOSS = 8  # plain steps whose time a comparison's steps with drafts may lose while drafts are off: then they end
 MAX_LOSS = 0.005  # share of the time that comparisons may lose
@@ -50,8 +52,8 @@ class Comparison:
     def __init__(self, smaller: Comparison | None = None, num_slots: int = 1, watch: LookupWatch | None = None) -> None:
         self.is_on = True
         self.num_steps = self.num_plain = 0
-        # Decaying sums over the steps that the budget decided: tokens per sequence, steps.
-        self._tokens = self._num_drafting = 0.0
+        # Decaying sums over the steps that the budget decided: tokens and draft tokens per sequence, steps.
+        self._tokens = self._drafts = self._num_drafting = 0.0
         self._in_use = _Mean()  # seconds of a step, since drafts were switched on or off
         self._log_ratio: float | None = None  # log(time of a step with drafts / of a plain one)
         self._num_compared = 0
@@ -63,6 +65,9 @@ class Comparison:
         self._times: tuple[list[float], list[float]] = ([], [])  # of its steps with drafts, and without, in seconds
         self._spent: tuple[list[float], list[float]] = ([], [])  # the same, first steps and reading included
         self._brought: tuple[list[float], list[float]] = ([], [])  # tokens per sequence in them
+        self._probe: tuple[float, float] | None = (
+            None  # the latest: plain steps that a draft token cost, share accepted
+        )
         self._has_drafts = self._is_probe = self._is_unconfirmed = False
         self._waited_s = 0.0  # in which drafts read prompts for the next comparison alone
         self._last_pause = LEAST_PAUSE
@@ -70,7 +75,8 @@ class Comparison:
         self._watch, self._is_trial, self._next_trial = watch, False, 0  # drafts are on as the watch said so
         if smaller is not None and smaller.is_clearly_off:
             self.is_on, self._log_ratio, self._num_compared = False, smaller._log_ratio, smaller._num_compared
-            self._tokens, self._num_drafting = smaller._tokens, smaller._num_drafting
+            self._tokens, self._drafts, self._num_drafting = smaller._tokens, smaller._drafts, smaller._num_drafting
+            self._probe = smaller._probe
             self._last_pause, self._num_known = smaller._last_pause, smaller._num_known + smaller.num_steps
             self._left += self._last_pause
             self._is_new = False
@@ -140,7 +146,7 @@ class Comparison:
             return PLAIN
         return PROBE_LENGTH if self._is_probe else METHOD_DEFAULT
 
-    def observe(self, step_s: float, read_s: float, tokens: float, *, is_first: bool, has_drafts: bool) -> None:
+    def observe(self, step_s: float, read_s: float, tokens: float, *, is_first: bool, drafts: float) -> None:
         """Updates the comparison with a step.
 
         Args:
@@ -148,15 +154,16 @@ class Comparison:
             read_s: its share of the time in which drafts read prompts.
             tokens: emitted per sequence, on average.
             is_first: it has drafts and the step before it had none, or the other way round.
-            has_drafts: at least one draft token was scored.
+            drafts: draft tokens that were scored per sequence, on average.
         """
         limit = self.next_limit
         is_plain = limit == PLAIN
         self.num_steps += 1
         self.num_plain += is_plain
-        self._has_drafts |= has_drafts
+        self._has_drafts |= drafts > 0
         if limit is METHOD_DEFAULT:
             self._tokens = MEMORY * self._tokens + tokens
+            self._drafts = MEMORY * self._drafts + drafts
             self._num_drafting = MEMORY * self._num_drafting + 1
             if self.is_on and not is_first:
                 self._in_use.add(step_s + read_s)
@@ -202,9 +209,12 @@ class Comparison:
                 self.is_on, self._in_use = is_on, _Mean()
                 # While drafts are off, the tokens and times of comparisons alone are new, and weigh alike.
                 share = min(1.0, TURN / self._num_drafting) if not is_on else 1.0
-                self._tokens, self._num_drafting = share * self._tokens, share * self._num_drafting
+                self._tokens, self._drafts = share * self._tokens, share * self._drafts
+                self._num_drafting *= share
                 self._next_trial = self.num_steps + (TRIAL_PAUSE if self._is_trial and not is_on else 0)
             self._is_trial = self._is_trial and self._is_unconfirmed
+        if self._is_probe and self._has_drafts and drafting > 0 and plain > 0:  # of one draft token
+            self._probe = max(drafting / plain - 1, 0.0), fmean(self._brought[0]) - 1
         is_close = self._has_drafts and 1 / CLOSE < self.gain < CLOSE
         again = self._is_unconfirmed or (is_close and self._num_compared < NUM_FIRST)
         if not again:
@@ -234,7 +244,7 @@ class Comparison:
         as tokens are until it decides: a budget that stops drafting changes both.
         """
         self._first_plain_s, self._first_lost_s, self._in_use = plain_s, 0.0, _Mean(MEMORY)
-        self._tokens = self._num_drafting = 0.0
+        self._tokens = self._drafts = self._num_drafting = 0.0
         self._turn, self._left = TURN, 2 * TURN + self._num_first
         self._begin_turns()
 
@@ -256,10 +266,25 @@ class Comparison:
         pause = int(min(lost_s / max_loss / step_s, MAX_PAUSE))
         return max(min(pause, GROWTH * (self._num_known + self.num_steps)), LEAST_PAUSE)
 
+    @property
+    def draft_token(self) -> tuple[float, float] | None:
+        """Plain steps that a draft token costs, and the share that is accepted; None: none were compared.
+
+        The gain is (1 + share n) / (1 + cost n) with the n draft tokens of a step. Where the budget drafts nothing,
+        those of the latest probe.
+        """
+        if self._log_ratio is None or self._drafts < LEAST_DRAFTS * self._num_drafting or not self._drafts:
+            return self._probe
+        num = self._drafts / self._num_drafting
+        return (math.exp(self._log_ratio) - 1) / num, (self._tokens - self._num_drafting) / self._drafts
+
     def json_from_comparison(self) -> dict[str, Any]:
         """Returns a JSON-ready dict."""
         share = self.num_plain / max(self.num_steps, 1)
-        return {"drafts": self.is_on, "gain": self.gain, "num_steps": self.num_steps, "share_of_plain_steps": share}
+        cost, accepted = self.draft_token or (None, None)
+        counts = {"num_steps": self.num_steps, "share_of_plain_steps": share, "num_compared": self._num_compared}
+        numbers = {"gain": self.gain, "draft_token_cost": cost, "accepted_share": accepted}
+        return {"drafts": self.is_on, **numbers, **counts}
 
 
 class _Mean:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from speccompile.core.protocols import Proposer, StepTimes
+from speccompile.drafting.budget import Weighs
 from speccompile.drafting.lookup import LooksUp
 from speccompile.drafting.proposer import DropsDrafts
 from speccompile.runtime.comparison import METHOD_DEFAULT, PLAIN, Comparison, Reading
@@ -108,6 +109,10 @@ class Planner(Protocol):
         """Returns the decisions and their reasons, JSON-ready, for the stats."""
         ...
 
+    def latest(self) -> dict[str, Any] | None:
+        """Returns the decision on the sequences that decoded last; empty: none did; None: nothing is decided here."""
+        ...
+
 
 class FixedLength:
     """A planner with a constant limit; by default the method's budget decides.
@@ -142,6 +147,10 @@ class FixedLength:
         """Returns an empty dict."""
         return {}
 
+    def latest(self) -> dict[str, Any] | None:
+        """Returns None."""
+        return None
+
 
 def bucket_of(batch: int) -> int:
     """Returns the largest batch size that shares its comparisons with this one: 1 to 8, then in steps of a third."""
@@ -169,9 +178,10 @@ def controller_of(proposer: Proposer) -> Controller:
         proposer.flush()  # what it still has of the target's outputs will be void
         sequence.has_draft = False
 
+    weighs = proposer if isinstance(proposer, Weighs) else None
     if isinstance(proposer, DropsDrafts):
-        return Controller(look_up, proposer.drop_draft)
-    return Controller(look_up, None if proposer.catches_up else drop_draft)
+        return Controller(look_up, proposer.drop_draft, weighs)
+    return Controller(look_up, None if proposer.catches_up else drop_draft, weighs)
 
 
 class Controller:
@@ -180,13 +190,17 @@ class Controller:
     Args:
         look_up: what the method's lookups would draft; None: it has none.
         drop_draft: called with a sequence whose plain steps the draft need no longer be told of; None: it never is.
+        weighs: the proposer, where its budget decides whether to draft.
     """
 
-    def __init__(self, look_up: LookUp | None = None, drop_draft: DropDraft | None = None) -> None:
-        self._look_up, self._drop_draft = look_up, drop_draft
+    def __init__(
+        self, look_up: LookUp | None = None, drop_draft: DropDraft | None = None, weighs: Weighs | None = None
+    ) -> None:
+        self._look_up, self._drop_draft, self._weighs = look_up, drop_draft, weighs
         self._sizes: dict[tuple[int, bool], Comparison] = {}  # by batch size, and whether some must draft
         self._reading = Reading()
         self._at: Comparison | None = None  # of this step; None: no sequence has `auto`
+        self._latest: Comparison | None = None  # of the last step in which a sequence had `auto`
         self._waiting: Comparison | None = None  # drafts are off, and it wants all sequences to have one
         self._is_plain = False  # this step
         self._was_plain = False  # the step before it
@@ -207,6 +221,7 @@ class Controller:
             return METHOD_DEFAULT
         key = (bucket_of(len(sequences)), is_forced)
         at = self._sizes.get(key) or self._sizes.setdefault(key, self._first(*key))
+        self._latest = at
         # A comparison waits for a batch whose sequences all have a draft; drafts need at least one that has.
         is_short = num_ready < num_auto
         self._waiting = at if is_short and at.is_comparing and not at.is_on else None
@@ -246,7 +261,7 @@ class Controller:
             # but not a cost of every step.
             is_first = self._is_plain != self._was_plain
             read_s = 0.0 if self._is_plain else self._reading.s_per_token(len(steps)) * tokens * len(steps)
-            self._at.observe(times.step_s, read_s, tokens, is_first=is_first, has_drafts=num_drafts > 0)
+            self._at.observe(times.step_s, read_s, tokens, is_first=is_first, drafts=num_drafts / len(steps))
         self._was_plain = self._is_plain
 
     def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
@@ -274,3 +289,16 @@ class Controller:
             f"{size}, some forced" if is_forced else str(size): known.json_from_comparison()
             for (size, is_forced), known in sorted(self._sizes.items())
         }
+
+    def latest(self) -> dict[str, Any]:
+        """Returns what `decisions` says of the batch size that decoded last.
+
+        Where the budget drafted nothing that could be compared, the two numbers are those by which it decided so.
+        """
+        if self._latest is None:
+            return {}
+        found = self._latest.json_from_comparison()
+        outlook = self._weighs.outlook if found["draft_token_cost"] is None and self._weighs is not None else None
+        if outlook is not None:
+            found |= {"draft_token_cost": outlook.cost, "accepted_share": outlook.accepted}
+        return {**found, "is_expected": outlook is not None}

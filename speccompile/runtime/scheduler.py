@@ -17,6 +17,7 @@ from speccompile.core.protocols import DeviceLost
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import FixedLength, Planner
 from speccompile.runtime.counters import Counters
+from speccompile.runtime.draft_report import DraftReport, report_from_planner
 from speccompile.runtime.fair_queue import FairQueue
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
@@ -317,6 +318,11 @@ class Scheduler:
             return True
         start = output.sequence.keys[:MIN_SHARED]
         return any(waiting.sequence.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
+
+    def draft_report(self, asked: str = "auto") -> DraftReport:
+        """Returns whether requests with this `speculation` draft now, and why."""
+        counters = self.counters
+        return report_from_planner(self.planner, counters.num_draft_tokens, counters.num_accepted, asked)
 
     def json_from_scheduler(self) -> dict[str, Any]:
         """Returns counters, gauges and the planner's decisions."""

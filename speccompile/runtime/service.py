@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Planner, controller_of
+from speccompile.runtime.draft_report import DraftReport
 from speccompile.runtime.engine import load
 from speccompile.runtime.faults import FAULTS
 from speccompile.runtime.handles import RequestHandle, open_outputs
@@ -205,7 +206,12 @@ class Service:
             if is_running:
                 self._commands.put(_Report(answer))
         snapshot = answer.get() if is_running else self._scheduler.json_from_scheduler()
+        snapshot["drafts"] = self.draft_report().json_from_report()
         return {**snapshot, "num_busy": self._num_busy, "is_open": self._is_open, "fault": self._fault}
+
+    def draft_report(self, speculation: str = "auto") -> DraftReport:
+        """Returns whether requests with this `speculation` draft now, and why. May be called on any thread."""
+        return self._scheduler.draft_report(self.options.speculation if speculation == "auto" else speculation)
 
     def _serve(self) -> None:
         """Runs the scheduler's thread. However it ends, outputs get a last step output, and reports an answer."""

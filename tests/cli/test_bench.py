@@ -238,7 +238,8 @@ def test_the_report_says_what_is_noise_and_what_was_not_run():
 
 def test_a_speculative_text_that_is_not_its_plain_one_is_told():
     report = report_of({"plain": [100.0], "speculative": [100.0]})
-    report["modes"]["speculative"]["num_equal_to_plain"] = 0
+    report["modes"]["speculative"] |= {"num_equal_to_plain": 0, "drafts": "drafts off: they are dear"}
+    assert "\nspeculative: drafts off: they are dear\n" in printed(report)
     assert "speculative: 1 of 1 texts differ from its own plain decoding's" in printed(report)
 
 

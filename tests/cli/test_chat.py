@@ -64,7 +64,8 @@ def test_commands(talk):
     assert code == 0 and "no command /nonsense; known are /stats, /reset" in err
     answers = out.split("prompts")[0].splitlines()
     assert [line for line in answers if line.strip()] == [text("babc", 6)] * 2
-    assert "mean acceptance length" in out
+    assert "mean acceptance length" in out and "\ndrafts on: not yet compared with plain decoding\n" in out
+    assert "\ndrafts off: speculation is off\n" in talk("abc\n/stats\n", "--plain")[1]
     assert talk("/help\n")[1].startswith("/stats")
 
 

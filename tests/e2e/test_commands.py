@@ -38,7 +38,11 @@ def prompts(tmp_path_factory):
 def test_generate_writes_results_in_order_and_lines_win_over_options(pair, prompts, tmp_path, batch_size):
     out = tmp_path / "out.json"
     flags = ["--max-new-tokens", 24, "--top-p", 0.9, "--batch-size", batch_size]
-    run("generate", pair, "--prompts", prompts, *flags, "--json", out, "--stats")
+    told = run("generate", pair, "--prompts", prompts, *flags, "--json", out, "--stats").output
+    assert "drafts on: " in told or "drafts off: a draft token " in told  # measured times decide
+    plain = run("generate", pair, "--prompts", prompts, *flags, "--json", out, "--stats", "--plain").output
+    assert "drafts off: speculation is off" in plain
+    run("generate", pair, "--prompts", prompts, *flags, "--json", out)
     results = json.loads(out.read_text())
     engine = speccompile.load(pair, verify=False)
     wanted = engine.generate(

@@ -69,6 +69,7 @@ class ServiceCollector(Collector):
         drafts = stats["num_draft_tokens"]
         rate = stats["num_accepted"] / drafts if drafts else 0.0
         yield GaugeMetricFamily(PREFIX + "acceptance_rate", "Accepted / draft tokens since the start.", rate)
+        yield from _drafts(stats["drafts"])
         finished = CounterMetricFamily(
             PREFIX + "finished_outputs", "Outputs by the reason of their end.", labels=["reason"]
         )
@@ -82,6 +83,21 @@ class ServiceCollector(Collector):
             yield from _vllm_counters(stats, self._vllm_model)
         for key, (name, text, per_unit) in HISTOGRAMS.items():
             yield _histogram(name, text, stats["histograms"][key], per_unit)
+
+
+def _drafts(report: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yields whether drafts are on with the reason, and the two numbers that decided it, where they are known."""
+    is_on = GaugeMetricFamily(
+        PREFIX + "drafts_on", "Whether steps draft now, and why: asked, measured or expected times.", labels=["reason"]
+    )
+    is_on.add_metric([report["reason"]], float(report["is_on"]))
+    yield is_on
+    for key, text in (
+        ("draft_token_cost", "Plain steps that a draft token takes here, drafting and scoring."),
+        ("accepted_share", "Share of draft tokens that are accepted, as it decides whether to draft."),
+    ):
+        if report[key] is not None:
+            yield GaugeMetricFamily(PREFIX + key, text, report[key])
 
 
 def _vllm_counters(stats: Mapping[str, Any], model: str) -> Iterator[Metric]:

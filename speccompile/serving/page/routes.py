@@ -104,6 +104,11 @@ def page_routes(server: OpenAIServer) -> APIRouter:
         step_outputs = server.submit([replace(asked, wants_trace=True)])
         tokens = list(cast("Sequence[int]", asked.prompt))
         painter = engine.text_sink(asked.sampling, tokens)
-        return EventStream(events(step_outputs, painter, engine.tokenizer, len(tokens)), step_outputs.close)
+
+        def drafts() -> str:
+            return server.service.draft_report(asked.speculation).sentence
+
+        made = events(step_outputs, painter, engine.tokenizer, len(tokens), drafts)
+        return EventStream(made, step_outputs.close)
 
     return router

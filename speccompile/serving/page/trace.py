@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
 
 
 async def events(
-    step_outputs: OutputStream, painter: Painter | None, tokenizer: Any, num_prompt: int
+    step_outputs: OutputStream, painter: Painter | None, tokenizer: Any, num_prompt: int, drafts: Callable[[], str]
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events: `start`, a `step` for each step, `end` or `error`.
 
@@ -47,6 +47,7 @@ async def events(
         painter: makes text of single tokens; None without a tokenizer.
         tokenizer: of the bundle, or None.
         num_prompt: tokens of the prompt.
+        drafts: says whether drafts are on, and why.
     """
     start_s = perf_counter()
     yield event_from_json({"kind": "start", "num_prompt_tokens": num_prompt})
@@ -59,9 +60,8 @@ async def events(
             yield event_from_json({"kind": "error", **error.json_from_error()})
             return
         tail = painter.finish() if painter is not None else ""
-        yield event_from_json(
-            {"kind": "end", "reason": step_output.finish_reason, "tail": tail, "stats": step_output.stats}
-        )
+        end = {"reason": step_output.finish_reason, "tail": tail, "stats": step_output.stats, "drafts": drafts()}
+        yield event_from_json({"kind": "end", **end})
 
 
 def _step(step_output: StepOutput, painter: Painter | None, tokenizer: Any, time_ms: float) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from speccompile.runtime.draft_report import DraftReport
 from speccompile.runtime.service import ServiceOptions
 from tests.serving.asgi_lab import get, post
 from tests.serving.mock_service import serving
@@ -33,6 +35,10 @@ def test_counts_gauges_and_histograms():
     assert samples["speccompile_mean_acceptance_length", ""] == stats["mean_acceptance_length"] > 1
     assert samples["speccompile_tried_tokens_total", "1"] == stats["num_tried_by_position"][0]
     assert samples["speccompile_accepted_tokens_by_position_total", "1"] == stats["num_accepted_by_position"][0]
+    told = stats["drafts"]  # all requests so far asked for drafts
+    assert told["sentence"] == "drafts on: not yet compared with plain decoding"
+    assert samples["speccompile_drafts_on", told["reason"]] == told["is_on"] == 1
+    assert ("speccompile_draft_token_cost", "") not in samples  # not known yet
     for gauge in ("queued_outputs", "prefilling_outputs", "active_outputs"):
         assert samples[f"speccompile_{gauge}", ""] == 0 and types[f"speccompile_{gauge}"] == "gauge"
     for name in ("request_seconds", "time_to_first_token_seconds", "time_per_token_seconds", "queue_seconds"):
@@ -43,3 +49,22 @@ def test_counts_gauges_and_histograms():
     assert samples["speccompile_request_seconds_sum", ""] == raw["sum"] / 1e3
     assert samples["speccompile_request_seconds_bucket", "0.005"] == sum(raw["counts"][:3])
     assert samples["speccompile_batch_size_bucket", "1"] == samples["speccompile_steps_total", ""]
+
+
+def test_why_drafts_are_off_stands_beside_its_two_numbers(monkeypatch):
+    report = DraftReport(False, "measured", 0.6, 0.31)
+    with serving() as (app, service, _):
+        monkeypatch.setattr(service, "draft_report", lambda: report)
+        samples, types = scrape(app)
+        assert service.stats()["drafts"] == report.json_from_report()
+    assert report.sentence == "drafts off: a draft token costs 0.6 of a step here, 31 % are accepted"
+    assert samples["speccompile_drafts_on", "measured"] == 0 and types["speccompile_drafts_on"] == "gauge"
+    assert samples["speccompile_draft_token_cost", ""] == 0.6 and samples["speccompile_accepted_share", ""] == 0.31
+
+
+@pytest.mark.parametrize("speculation", ["on", "off"])
+def test_what_a_service_was_started_with_is_a_reason(speculation):
+    with serving(service_options=ServiceOptions(speculation=speculation)) as (app, service, _):
+        samples, _ = scrape(app)
+        assert service.stats()["drafts"]["sentence"] == f"drafts {speculation}: speculation is {speculation}"
+    assert samples["speccompile_drafts_on", "asked for"] == (speculation == "on")

@@ -45,6 +45,7 @@ def test_steps_add_up_to_the_text_and_their_trees_to_the_tokens(app):
     start, *steps, end = reply.events()
     assert start == {"kind": "start", "num_prompt_tokens": 4}
     assert end["kind"] == "end" and end["reason"] == "length" and end["stats"]["num_tokens"] == 20
+    assert end["drafts"].startswith("drafts on: speculation is on, ")
     text = "".join(text for step in steps for text, _ in step["tokens"]) + end["tail"]
     assert text == text_of("bcd", 20)
     assert sum(step["num_accepted"] for step in steps) == end["stats"]["num_accepted"] > 0
