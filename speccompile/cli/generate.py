@@ -23,10 +23,11 @@ from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.runtime.generation import Generation, Stream
     from speccompile.runtime.images import Image
     from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.sequences import Step
-    from speccompile.runtime.spec_engine import Generation, SpecEngine, Stream
+    from speccompile.runtime.spec_engine import SpecEngine
     from speccompile.runtime.text import TextSink
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}

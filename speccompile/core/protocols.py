@@ -173,6 +173,9 @@ class Batch(Protocol):
     # Drafts are forced in this step: chains have `max_drafts` tokens, whatever a budget expects to gain; trees have the
     # size that the method's budget decides, and are at most `max_drafts` deep.
     is_forced: bool
+    # Draft tokens of every sequence, where text, context and `max_drafts` allow and whatever they cost; above 0 where a
+    # request asks for drafts in every step (`speculation: on`).
+    least_drafts: int
 
     @property
     def sequences(self) -> Sequence[TokenSequence]:
@@ -184,14 +187,6 @@ class Batch(Protocol):
         """Whether drafts may be drawn: a sequence samples, and texts may depend on what is drafted.
 
         Otherwise drafts must be deterministic; no draws may be asked for, and no distributions given.
-        """
-        ...
-
-    @property
-    def least_drafts(self) -> int:
-        """Draft tokens that every sequence has where text, context and `max_drafts` allow, whatever they cost.
-
-        Above 0 where a request asks for drafts in every step (`speculation: on`).
         """
         ...
 

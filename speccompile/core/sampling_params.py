@@ -150,9 +150,9 @@ class SamplingParams:
     stop: tuple[str, ...] = sampling_parameter(
         (),
         STRINGS,
-        STRINGS.expected,
+        "at most 64 non-empty strings, of 4096 letters together",
         "End the text before these strings.",
-        holds=all,
+        holds=lambda stops: all(stops) and len(stops) <= 64 and sum(map(len, stops)) <= 4096,
         flag=Flag("End the text before this string; repeatable."),
         tensor=TensorInput("stop_words"),
     )

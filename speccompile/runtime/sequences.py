@@ -161,8 +161,7 @@ class TokenSequence:
         self.error: str | None = None  # the fault that ended it
         self.fault: Exception | None = None  # why its latest verdict is void, where its logits were finite
         self.grammar: GrammarMatcher | None = None  # of its text, if the request has one
-        self.room = 0
-        self.max_drafts = 0
+        self.room = self.max_drafts = 0
         self.may_draft = True  # False: the target would compact its caches by another verdict
         self.has_draft = True  # see the protocol
         self.speculation: Speculation = "auto"
@@ -237,8 +236,7 @@ class TokenSequence:
             stats.num_first_tokens += len(new)
         else:
             stats.outcomes[depth, num_accepted] += 1
-        logprobs = logprobs[: len(new)]
-        self.logprobs += logprobs
+        self.logprobs += (logprobs := logprobs[: len(new)])
         return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason, logprobs)
 
     def fail(self, fault: BaseException) -> Step:
@@ -294,8 +292,7 @@ class SequenceBatch:
         self.max_slots = max_slots
         self.is_invariant = is_invariant
         self.is_greedy = True  # every sequence has temperature 0
-        self.is_forced = False  # see `Batch.is_forced`
-        self.least_drafts = 0  # see `Batch.least_drafts`
+        self.is_forced, self.least_drafts = False, 0  # see `Batch`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self.wants_logprobs = False
         self._warp: dict[str, NDArray[Any]] = {}

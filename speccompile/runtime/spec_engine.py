@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
@@ -21,9 +20,9 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.control import Controller, controller_of
+from speccompile.runtime.generation import Generation, Stream
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
-from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
@@ -32,65 +31,6 @@ from speccompile.runtime.verifier import Verifier
 
 Prompt = str | Sequence[int]
 Images = Sequence[ImageData] | Sequence[Sequence[ImageData]]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Result of decoding one prompt.
-
-    Args:
-        text: of the new tokens, special tokens left out, cut before a stop string.
-        tokens: new token ids; a stop token is the last of them.
-        finish_reason: `stop`, `length`, `cache_full` or `error`.
-        stats: see `SequenceStats.json_from_stats`.
-        error: message, where the finish reason is `error`; other prompts are not affected.
-        logprobs: of each of `tokens`; None where they were not asked for.
-        prompt_logprobs: the same of the prompt's tokens; None for the first one.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: dict[str, Any]
-    error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    def json_from_generation(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict; what is None is not in it."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.logprobs is not None:
-            given["logprobs"] = [entry.json_from_logprobs() for entry in self.logprobs]
-        if self.prompt_logprobs is not None:
-            given["prompt_logprobs"] = [entry and entry.json_from_logprobs() for entry in self.prompt_logprobs]
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class Stream(Iterator[Step]):
-    """Iterates over the steps of one sequence; `generation` is set after the last.
-
-    Args:
-        sequence: that is decoded.
-        decoded: the loop that decodes it.
-        finish: makes its generation.
-    """
-
-    def __init__(
-        self, sequence: TokenSequence, decoded: Iterator[list[Step]], finish: Callable[[TokenSequence, str], Generation]
-    ) -> None:
-        self._sequence, self._decoded, self._finish = sequence, decoded, finish
-        self.generation: Generation | None = None  # set after the last step
-
-    @property
-    def prompt(self) -> list[int]:
-        """Its tokens."""
-        return self._sequence.tokens[: self._sequence.num_prompt]
-
-    def __next__(self) -> Step:
-        [step] = next(self._decoded)
-        if step.finish_reason:
-            self.generation = self._finish(self._sequence, step.finish_reason)
-        return step
 
 
 class SpecEngine:

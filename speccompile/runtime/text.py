@@ -186,7 +186,7 @@ def text_of_tokens(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence
 
 
 class StopStrings:
-    """Finds the first stop string in a text that arrives in parts.
+    """Finds the first stop string in a text that arrives in parts, looking once at each letter for each string.
 
     Args:
         stops: non-empty strings; there may be none.
@@ -194,6 +194,8 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._lengths = [0] * len(self._stops)  # how much of each string the text ends with
         self._held = ""
         self.found: str | None = None  # the one that ended the text
 
@@ -202,14 +204,26 @@ class StopStrings:
         if not self._stops:
             return part
         text = self._held + part
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        ends = ((self._advance(index, part), stop) for index, stop in enumerate(self._stops))
+        if found := [(len(self._held) + end - len(stop), stop) for end, stop in ends if end >= 0]:
             end, self.found = min(found)
             self._held = ""
             return text[:end]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(self._lengths)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _advance(self, index: int, part: str) -> int:
+        """Returns where in a part of the text a stop string ends; -1: it does not."""
+        stop, borders, num = self._stops[index], self._borders[index], self._lengths[index]
+        for at, letter in enumerate(part, 1):
+            while num and stop[num] != letter:
+                num = borders[num - 1]
+            num += stop[num] == letter
+            if num == len(stop):
+                return at
+        self._lengths[index] = num
+        return -1
 
     def finish(self) -> str:
         """Returns the text that was held back, as it did not become a stop string."""
@@ -217,9 +231,15 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def _borders(stop: str) -> list[int]:
+    """Returns by prefix the length of the longest shorter prefix that it ends with (Knuth, Morris, Pratt 1977)."""
+    borders, num = [0], 0
+    for letter in stop[1:]:
+        while num and stop[num] != letter:
+            num = borders[num - 1]
+        num += stop[num] == letter
+        borders.append(num)
+    return borders
 
 
 class TextSink:

@@ -184,7 +184,7 @@ def test_draw_inverts_the_cdf(seed: int, word: int, vocab: int) -> None:
         ("seed", -1, "got -1; expected 0 to"),
         ("seed", 2**64, "expected 0 to"),
         ("stop", "end", "got 'end'; expected a tuple"),
-        ("stop", ("",), "expected a tuple of non-empty"),
+        ("stop", ("",), "expected at most 64 non-empty strings"),
         ("stop", (3,), r"got \(3,\); expected a tuple of non-empty strings"),
         ("top_k", 2**31, r"expected 0 \(off\) or above, at most"),
         ("top_k", 2**63, "got 9223372036854775808; expected 0"),

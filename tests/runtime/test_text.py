@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
 from speccompile.runtime.text import (
     REPLACEMENT,
     WINDOW,
@@ -260,3 +262,23 @@ def test_bytes_that_are_no_text_stream_in_a_bounded_window(name, unit):
 def test_a_tokens_own_text_has_its_space(name, token, text):
     tokenizer = TOKENIZERS[name]
     assert text_of_token(tokenizer, *ids_of(tokenizer, token)) == text
+
+
+def test_a_letter_is_looked_at_once_for_each_stop_string():
+    """Whatever the strings hold back: the number of comparisons is linear in the text."""
+    compared = []
+
+    class Letters(str):
+        def __getitem__(self, at):
+            compared.append(at)
+            return str.__getitem__(self, at)
+
+    num, stops = 3000, [Letters("a" * 900 + "b"), Letters("ab" * 400)]
+    stop = StopStrings(stops)
+    compared.clear()
+    shown = "".join(stop.push("aaa") for _ in range(num // 3))
+    assert shown + stop.finish() == "a" * num and len(compared) <= 6 * num
+    for wrong in (["x"] * 65, ["x" * 4097], ["x" * 2049, "y" * 2048], [""]):
+        with pytest.raises(RuntimeFault, match="expected at most 64 non-empty strings, of 4096 letters together"):
+            SamplingParams(stop=tuple(wrong))
+    assert SamplingParams(stop=("x" * 64,) * 64).stop

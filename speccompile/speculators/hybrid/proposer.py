@@ -70,17 +70,12 @@ class PartBatch:
 
     def __init__(self, batch: Batch, parts: Sequence[PartSequence]) -> None:
         self._batch, self.parts = batch, parts
-        self.is_forced, self.is_greedy = batch.is_forced, batch.is_greedy
+        self.is_forced, self.is_greedy, self.least_drafts = batch.is_forced, batch.is_greedy, batch.least_drafts
 
     @property
     def sequences(self) -> Sequence[TokenSequence]:
         """The sequences as the drafter sees them."""
         return self.parts
-
-    @property
-    def least_drafts(self) -> int:
-        """As of the batch."""
-        return self._batch.least_drafts
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         """As of the batch."""

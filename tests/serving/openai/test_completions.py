@@ -185,7 +185,7 @@ def test_a_stream_of_several_choices(app):
         ({"frequency": 1}, "frequency", "unknown_field"),
         ({"logprobs": 30}, "logprobs", "invalid_value"),
         ({"best_of": 2}, "best_of", "unsupported_field"),
-        ({"echo": True}, "echo", "unsupported_field"),
+        ({"suffix": "b"}, "suffix", "unsupported_field"),
         ({"suffix": "x"}, "suffix", "unsupported_field"),
         ({"min_tokens": 1}, "min_tokens", "unsupported_field"),
     ],
