@@ -54,7 +54,7 @@ def why_no_transformers(bundle: Bundle) -> str | None:
     if missing:
         return f"{' and '.join(missing)} not installed; they come with speccompile[build]"
     folder, why = find_checkpoint(bundle)
-    return why if folder is None else None
+    return why.partition(";")[0] if folder is None else None  # what follows names an option of `verify`
 
 
 def find_reference(

@@ -44,7 +44,7 @@ def print_report(console: Console, report: Row) -> None:
         if len(groups := report.get(kind, {})) > 1:
             console.print(_table_of_groups(title, groups))
     if rows:
-        console.print(_table_of_peers(rows))
+        console.print(_table_of_peers(rows, report["reference"].get("source")))
     for line in _notes(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in [*(f"left out: {name}: {why}" for name, why in report["left_out"].items()), *report["warnings"]]:
@@ -52,19 +52,16 @@ def print_report(console: Console, report: Row) -> None:
 
 
 def _new_table(name: str, *titles: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(name, no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", overflow="fold")
+    """Returns a table whose columns are to the right but for the first one and `mode`."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in (name, *titles):
+        table.add_column(title, justify="left" if title in (name, "mode") else "right", no_wrap=True)
     return table
 
 
 def _table(modes: Mapping[str, Row], reference: str | None) -> Table:
-    titles = ("tokens/s", "with prefill", "tokens a step", "of plain", "texts", "outside")
-    table = _new_table("mode", *titles)
-    table.columns[4].no_wrap = True
+    table = _new_table("mode", "tokens/s", "with\nprefill", "tokens\na step", "of plain", "texts")
     for name, row in modes.items():
-        outside = row["outside_engine_share"]
         table.add_row(
             name,
             figure(row["tokens_per_s"], row["tokens_per_s_spread"]),
@@ -72,27 +69,23 @@ def _table(modes: Mapping[str, Row], reference: str | None) -> Table:
             f"{row['mean_acceptance_length']:.2f}",
             ratio_text(row["of_plain"], row["of_plain_spread"]),
             "reference" if name == reference else equal_texts(row),
-            "" if outside is None else f"{100 * outside:.1f} %",
         )
     return table
 
 
 def _table_of_groups(title: str, groups: Mapping[str, Row]) -> Table:
-    table = _new_table(title, "prompts", "mode", "tokens/s", "tokens a step", "of plain", "texts")
-    table.columns[2].justify, table.columns[2].no_wrap = "left", True
-    table.columns[5].no_wrap = True
+    table = _new_table(f"{title}\n(prompts)", "mode", "tokens/s", "tokens\na step", "of plain", "texts")
     for group, told in groups.items():
         for at, (name, row) in enumerate(told["modes"].items()):
             speed = figure(row["tokens_per_s"], row["tokens_per_s_spread"])
             cells = [speed, f"{row['mean_acceptance_length']:.2f}", ratio_text(row["of_plain"], row["of_plain_spread"])]
-            first = ("", "") if at else (group, str(told["num_prompts"]))
-            table.add_row(*first, name, *cells, equal_texts(row))
+            table.add_row("" if at else f"{group} ({told['num_prompts']})", name, *cells, equal_texts(row))
     return table
 
 
-def _table_of_peers(rows: Sequence[Row]) -> Table:
-    table = _new_table("engine", "mode", "tokens/s", "of ours", "of plain", "first ms", "texts")
-    table.columns[1].justify = "left"
+def _table_of_peers(rows: Sequence[Row], reference: str | None) -> Table:
+    table = _new_table("engine", "mode", "tokens/s", "of\nours", "of plain", "first\nms", "texts")
+    table.columns[0].no_wrap = False  # the longest name is wrapped where 80 columns are too few
     for row in rows:
         table.add_row(
             f"{row['engine']} {row['precision']}",
@@ -101,7 +94,7 @@ def _table_of_peers(rows: Sequence[Row]) -> Table:
             ratio_text(row["of_ours"], None),
             ratio_text(row["of_plain"], row["of_plain_spread"]),
             f"{row['first_token_ms']:.1f}",
-            equal_texts(row),
+            "reference" if row["name"] == reference else equal_texts(row),
         )
     return table
 

@@ -89,9 +89,8 @@ class Comparison:
     @property
     def gain(self) -> float:
         """Tokens per second with drafts over those without; 1 before the first comparison."""
-        if self._log_ratio is None or not self._num_drafting:
-            return 1.0
-        return self._tokens / self._num_drafting / math.exp(self._log_ratio)
+        num = self._num_drafting  # read once: other threads ask, too
+        return 1.0 if self._log_ratio is None or not num else self._tokens / num / math.exp(self._log_ratio)
 
     @property
     def is_comparing(self) -> bool:
@@ -273,10 +272,10 @@ class Comparison:
         The gain is (1 + share n) / (1 + cost n) with the n draft tokens of a step. Where the budget drafts nothing,
         those of the latest probe.
         """
-        if self._log_ratio is None or self._drafts < LEAST_DRAFTS * self._num_drafting or not self._drafts:
+        tokens, drafts, num = self._tokens, self._drafts, self._num_drafting  # read once: other threads ask, too
+        if self._log_ratio is None or not num or drafts < LEAST_DRAFTS * num:
             return self._probe
-        num = self._drafts / self._num_drafting
-        return (math.exp(self._log_ratio) - 1) / num, (self._tokens - self._num_drafting) / self._drafts
+        return (math.exp(self._log_ratio) - 1) * num / drafts, min(max((tokens - num) / drafts, 0.0), 1.0)
 
     def json_from_comparison(self) -> dict[str, Any]:
         """Returns a JSON-ready dict."""

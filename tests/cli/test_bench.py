@@ -201,6 +201,9 @@ def test_a_reference_that_cannot_be_run_is_no_reference(cached, bundle, job, mon
     assert broken.texts is None and "KeyError: 'transformers'" in broken.record["not_run"]
     bundle.manifest["recipe"]["target"]["num_layers"] = 2  # the checkpoint has more: its texts are another model's
     assert "fewer layers" in find_reference(bundle, job).record["not_run"]
+    bundle.recipe = SimpleNamespace(method="ngram", target=TargetRecord(model="/gone"))
+    bundle.manifest["recipe"]["target"].clear()
+    assert find_reference(bundle, job).record["not_run"] == "the checkpoint /gone is not at hand"
     monkeypatch.setattr(bench_reference.importlib.util, "find_spec", lambda name: None)
     assert "torch and transformers not installed" in find_reference(bundle, job).record["not_run"]
     assert reference_of_round([{"tokens": [4]}]).texts == [[4]]

@@ -24,6 +24,7 @@ from speccompile.cli.bench_categories import (
     read_lengths,
     samples_from_prompts,
 )
+from speccompile.cli.bench_peers import PRECISIONS, Peer, comparison_rows
 from speccompile.cli.bench_rounds import run_rounds
 from speccompile.cli.bench_summary import summary_from_runs
 from speccompile.cli.bench_tables import figure, print_report
@@ -144,11 +145,11 @@ def test_a_file_of_prompts_may_have_categories(tmp_path: Path) -> None:
 
 
 def report_of(names: tuple[str, ...], groups: list[str]) -> dict[str, Any]:
-    runs = {name: [[one_result(0.01 * (2 + turn))] * 2 for turn in range(3)] for name in names}
+    runs = {name: [[one_result(0.03 + 0.001 * turn)] * 2 for turn in range(-2, 3)] for name in names}
     members = {"by_category": {name: [at] for at, name in enumerate(groups)}, "by_context": {"up to 32": [0, 1]}}
     found = {**summary_from_runs(runs), **figures_by_group(runs, members, None, ())}
     record = {"reference": {"not_run": "no"}, "left_out": {"openvino int4": "no kernel"}, "warnings": ["busy"]}
-    return {**found, **record, "environment": {"repeats": 3}}
+    return {**found, **record, "environment": {"repeats": 5}}
 
 
 def one_result(total_s: float) -> dict[str, Any]:
@@ -157,16 +158,21 @@ def one_result(total_s: float) -> dict[str, Any]:
 
 
 def test_every_mode_is_a_row_and_nothing_is_cut_in_80_columns() -> None:
-    names = ("plain", "speculative", "transformers", "transformers-assisted", "ngram plain", "ngram speculative")
+    names = ("plain", "speculative", "transformers", "transformers-assisted", "draft_model plain", "ngram speculative")
+    peers = ("openvino 16bit draft_model", "llama.cpp int8 plain")
+    report = report_of((*names, *peers), ["copy-edit", "json"])
+    known = [Peer(n, "", "", {p: {"name": p} for p in PRECISIONS}, [], {}) for n in ("openvino", "llama.cpp")]
+    rows = comparison_rows(report["modes"], "hybrid", "int8", known)
+    report["peers"] = {"rows": rows, "versions": {peer.name: {} for peer in known}}
     out = io.StringIO()
-    print_report(Console(file=out, width=80), report_of(names, ["copy-edit", "json"]))
+    print_report(Console(file=out, width=80), report)
     told = out.getvalue()
     tables = told[: told.index("Medians of")].splitlines()
     assert "…" not in told and all(len(line) <= 80 for line in tables)
-    speed = figure(50 / 0.03, None)
-    for name in names:
-        rows = [line for line in tables if f"{name} " in line and speed in line.split()]
-        rows = [line for line in rows if line.split(speed)[0].endswith(f"{name} ") or name in line.split(speed)[0]]
-        assert len([line for line in rows if f" {name} " in f" {line}"]) >= 3, name  # all prompts, and two categories
+    speed = f" {figure(50 / 0.03, None)} ±"
+    before = [line.partition(speed)[0].rstrip() for line in tables if speed in line]
+    for name in names:  # of all prompts and of two categories: a row each
+        assert sum(text == name or text.endswith(f" {name}") for text in before) >= 3, name
+    assert set(peers) <= {" ".join(text.split()) for text in before}
     assert "copy-edit" in told and "context" not in told  # of one context there is no table
     assert "left out: openvino int4: no kernel" in told and told.rstrip().endswith("busy")
