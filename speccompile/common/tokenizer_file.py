@@ -35,6 +35,9 @@ def load_tokenizer(path: Path, error: type[SpecCompileError], todo: str) -> Toke
     return tokenizer
 
 
+LONG = 4096  # characters that take longer than waking a thread: `encode` holds Python's lock, `encode_batch` does not
+
+
 def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool = True) -> list[int]:
     """Returns the token ids of a text.
 
@@ -49,8 +52,11 @@ def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool 
     """
     todo = "Shorten what repeats in it, or give token ids."
     with TokenizerFaults(RuntimeFault, where, "a text that the tokenizer reads", todo):
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-    return list(ids)
+        if len(text) > LONG and hasattr(tokenizer, "encode_batch_fast"):
+            [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        else:
+            encoding = tokenizer.encode(text, add_special_tokens=special)
+    return list(encoding.ids)
 
 
 class TokenizerFaults:

@@ -24,6 +24,7 @@ from speccompile.runtime.generation import Generation, Stream
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
 from speccompile.runtime.loop import decode
+from speccompile.runtime.prompt_bytes import PromptBytes
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink, text_of_tokens
@@ -70,6 +71,7 @@ class SpecEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.verifier = Verifier(target, context.max_seq_len, chunk)
         self.grammars = Grammars(tokenizer, target.spec.vocab_size, self.eos_token_ids)
+        self.prompt_bytes = PromptBytes(tokenizer, context.max_seq_len)
         self.proposer = proposer
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())

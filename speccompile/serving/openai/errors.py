@@ -28,7 +28,7 @@ _PARAMS: Mapping[str, str] = {
     },
     "Request.num_outputs": "n",
 }
-_COUNT = re.compile(r"\d+ tokens")
+_COUNT = re.compile(r"\d+ tokens|a text of \d+ bytes")
 _NAMED = re.compile(r"\((\w+)\)$")
 _ALTERNATIVE = re.compile(r"str|(list|literal)\[.*\]|ToolChoice|dict\[.*\]")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
-from speccompile.common.tokenizer_file import encode_text
+from speccompile.common.tokenizer_file import LONG, encode_text
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
@@ -27,7 +27,6 @@ from speccompile.serving.openai.structured import compile_constraint, structured
 from speccompile.serving.openai.tools import ChatFormats, ChatPlan, plan_chat
 
 MAX_CHOICES = 128  # of one request
-_SHORT = 4096  # characters that are encoded faster than a thread is woken
 # Variables of templates that requests set otherwise, and options of transformers' function that are none.
 _RESERVED = {
     "messages": "use the field `messages`",
@@ -284,7 +283,7 @@ def request_from_tokens(
 
 
 async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
-    """Returns the token ids of a text; a long one in a thread, so that other requests go on.
+    """Returns the token ids of a text; those of a long one in a thread, so that other requests go on.
 
     Args:
         engine: whose tokenizer it is.
@@ -292,15 +291,16 @@ async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
         special: with the special tokens that the tokenizer puts around it.
 
     Raises:
-        ApiError: the bundle has no tokenizer, or that fails on the text.
+        ApiError: the bundle has no tokenizer, or that fails on the text, or this cannot fit into the context.
     """
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "This bundle has no tokenizer: give token ids.", param="prompt", code="no_tokenizer")
 
     try:
-        if len(text) <= _SHORT:
+        if len(text) <= LONG:
             return encode_text(tokenizer, text, special=special)
+        await asyncio.to_thread(engine.prompt_bytes.check, "prompt", text)
         return await asyncio.to_thread(encode_text, tokenizer, text, special=special)
     except RuntimeFault as fault:
         raise error_from_fault(fault) from fault
