@@ -88,6 +88,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "pipeline/test_hybrid_plans.py",
         "plugins/test_compile.py",
         "plugins/test_cpu_*.py",
+        "plugins/test_driver.py",
         "plugins/test_kv_rollback.py",
         "plugins/test_launches.py",
         "plugins/test_spec_verify.py",
