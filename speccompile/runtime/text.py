@@ -56,7 +56,8 @@ class TextStream:
         if at is not None and REPLACEMENT not in text[at:]:
             self._held += tokens
             return self._take(text, at)
-        return "".join(self._push_one(token) for token in tokens)
+        # A token that has no text, even in front of itself, is left out by the decoder.
+        return "".join(self._push_one(token) for token in tokens if self._decode((token, token)))
 
     def finish(self) -> str:
         """Returns the text that was held back, without a character of which only a part is there."""
@@ -95,8 +96,6 @@ class TextStream:
         return None if REPLACEMENT in text[same:] else len(known)
 
     def _push_one(self, token: int) -> str:
-        if not self._decode((token, token)):
-            return ""  # it is left out
         self._held.append(token)
         text = self._decode(self._context + self._held)
         at = self._end_of_known(text)

@@ -222,7 +222,8 @@ class ToolCall(Body):
     def for_template(self) -> dict[str, Any]:
         """Returns the call as a chat template reads it."""
         try:
-            arguments = from_json(self.function.arguments or "{}")
+            arguments = from_json(self.function.arguments.strip() or "{}")
+            arguments = {} if arguments is None else arguments
         except ValueError:  # also where it is nested too deeply
             arguments = self.function.arguments
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
