@@ -11,7 +11,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Bundle",
     "Generation",
+    "Request",
     "SamplingParams",
+    "Service",
+    "ServiceOptions",
     "SpecCompileError",
     "SpecEngine",
     "__version__",
@@ -19,6 +22,7 @@ __all__ = [
     "find_device",
     "load",
     "load_recipe",
+    "load_service",
     "resolve",
 ]
 
@@ -29,20 +33,28 @@ if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
     from speccompile.errors import SpecCompileError
     from speccompile.pipeline import build
+    from speccompile.prepare import load, load_service
     from speccompile.recipe import find_device, load_recipe, resolve
     from speccompile.runtime.bundle import Bundle
-    from speccompile.runtime.engine import Generation, SpecEngine, load
+    from speccompile.runtime.generation import Generation
+    from speccompile.runtime.requests import Request
+    from speccompile.runtime.service import Service, ServiceOptions
+    from speccompile.runtime.spec_engine import SpecEngine
 
 _HOMES = {
     "Bundle": "speccompile.runtime.bundle",
-    "Generation": "speccompile.runtime.engine",
+    "Generation": "speccompile.runtime.generation",
+    "Request": "speccompile.runtime.requests",
     "SamplingParams": "speccompile.core.sampling_params",
     "SpecCompileError": "speccompile.errors",
-    "SpecEngine": "speccompile.runtime.engine",
+    "Service": "speccompile.runtime.service",
+    "ServiceOptions": "speccompile.runtime.service",
+    "SpecEngine": "speccompile.runtime.spec_engine",
     "build": "speccompile.pipeline",
     "find_device": "speccompile.recipe",
-    "load": "speccompile.runtime.engine",
+    "load": "speccompile.prepare",
     "load_recipe": "speccompile.recipe",
+    "load_service": "speccompile.prepare",
     "resolve": "speccompile.recipe",
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundle of a model, a recipe or a bundle's own folder: found, or built once and kept in the cache."""
+"""The bundle of a model, a recipe or a bundle's own folder: found, or built once and kept in the cache; and loaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.bundling.graphs import find_graph, needed_jobs
@@ -29,7 +30,10 @@ from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
 from speccompile.recipe.speculative_config import check_model, section_from_config
 from speccompile.runtime.bundle import MANIFEST, digest_from_file, digest_from_json, read_bundle
+from speccompile.runtime.engine import load as load_bundle
 from speccompile.runtime.hub import find_bundle, is_hub_id
+from speccompile.runtime.service import Service, ServiceOptions
+from speccompile.runtime.spec_engine import SpecEngine
 
 RECIPES = (".yaml", ".yml")
 _MAX_NAMED = 4  # folders in an error
@@ -203,3 +207,59 @@ def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def load(
+    source: Path | str,
+    *,
+    backend: str | None = None,
+    threads: int | None = None,
+    method: str | Mapping[str, Any] | None = None,
+    verify: bool = True,
+    settings: Sequence[str] = (),
+    progress: Progress = lambda stage: None,
+) -> SpecEngine:
+    """Loads what the commands take: a bundle, or the bundle of a model or a recipe, built where it is not in the cache.
+
+    Args:
+        source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
+        backend: see `runtime.engine.load`; of a model or a recipe, the one that it is built for.
+        threads: see `runtime.engine.load`.
+        method: the same.
+        verify: the same; what is in the cache has been compared.
+        settings: of a model or a recipe, as `engine.max_batch_size=4`.
+        progress: see `pipeline.build`.
+
+    Raises:
+        RecipeError, CheckpointError, ExportError, PassError, BuildError: it cannot be built.
+        BundleError, RuntimeFault: it cannot be loaded; see `runtime.engine.load`.
+    """
+    name = str(source)
+    is_published = is_hub_id(name) and find_bundle(name) is not None
+    if not is_published and (is_model(name) or is_recipe(name)):
+        chosen = [] if backend is None else [f"engine.backend={backend}"]
+        found = prepare(name, ModelOptions(settings=(*chosen, *settings)), progress)
+        return load_bundle(found.path, threads=threads, method=method, verify=False)
+    if settings:
+        got, todo = f"{settings[0]} for a bundle", "Leave the settings out, or give a model or a recipe."
+        raise RecipeError("settings", got, "none: it is built already", todo)
+    try:
+        return load_bundle(source, backend=backend, threads=threads, method=method, verify=verify)
+    except BundleError:
+        if not is_published:
+            check_source(name)  # says more of what is no bundle at all
+        raise
+
+
+def load_service(source: Path | str, options: ServiceOptions | None = None, **load_options: Any) -> Service:
+    """Loads an engine into a service: many requests at once, from any thread or event loop. `start` or `with` runs it.
+
+    Args:
+        source: see `load`.
+        options: see `ServiceOptions`.
+        load_options: of `load`.
+
+    Raises:
+        SpecCompileError: as `load`.
+    """
+    return Service(load(source, **load_options), options)

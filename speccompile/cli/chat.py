@@ -7,7 +7,6 @@ import io
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,16 +18,16 @@ from speccompile.cli.generate import STYLES, kinds_of, print_stats
 from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
-from speccompile.common.extras import install_command
 from speccompile.common.json_reader import is_unicode
-from speccompile.errors import BundleError, RuntimeFault
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.chat_prompts import find_template
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
     from speccompile.recipe.model_recipe import ModelOptions
+    from speccompile.runtime.chat_template import ChatTemplate
     from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.service import Service
-    from speccompile.serving.openai.chat import ChatTemplate
 
 COMMANDS = {
     "/stats": "counts and times of the answers so far",
@@ -102,7 +101,7 @@ def _check_template(source: str, model: ModelOptions) -> None:
     verifier = verifier_of(folder)
     if verifier is not None:  # a speculator's template is that of its target
         target, folder = verifier, resolve_checkpoint(verifier, _SMALL_FILES)
-    _template_in(folder, target)
+    find_template(folder, target)
 
 
 def _read_template(engine: Any) -> ChatTemplate:
@@ -114,20 +113,7 @@ def _read_template(engine: Any) -> ChatTemplate:
     """
     path = None if engine.bundle is None else engine.bundle.tokenizer_path
     where = "speccompile chat" if engine.bundle is None else str(engine.bundle.path / "tokenizer")
-    return _template_in(None if path is None else path.parent, where)
-
-
-def _template_in(folder: Path | None, where: str) -> ChatTemplate:
-    try:
-        from speccompile.serving.openai.chat import read_chat_template
-    except ModuleNotFoundError as fault:
-        todo = f"Install them: {install_command('serve')}."
-        raise RuntimeFault("speccompile chat", f"no package {fault.name}", "those of [serve]", todo) from fault
-    template = None if folder is None else read_chat_template(folder)
-    if template is None:
-        todo = "Use speccompile generate, or put chat_template.jinja beside the tokenizer and build again."
-        raise BundleError(where, "no chat template", "a model that was trained on conversations", todo)
-    return template
+    return find_template(None if path is None else path.parent, where)
 
 
 @dataclass
@@ -182,12 +168,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
 
     def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        from speccompile.serving.openai.errors import ApiError
-
-        try:
-            text = self.template.render(messages, True, {})
-        except ApiError as fault:
-            raise RuntimeFault("chat template", str(fault), "messages that it takes", "Begin with /reset.") from fault
+        text = self.template.render(messages, True, {})
         tokenizer = self.service.engine.tokenizer
         assert tokenizer is not None  # where there is a template there is one
         return list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -129,9 +129,10 @@ def _number(value: Any) -> float:
 
 
 def _strings(values: Any) -> tuple[str, ...]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+    strings = (values,) if isinstance(values, str) else tuple(values)
+    if not all(isinstance(value, str) for value in strings):
         raise TypeError("not a sequence of strings")
-    return tuple(values)
+    return strings
 
 
 def _flag(value: Any) -> bool:
@@ -155,7 +156,7 @@ def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
 INTEGER = Kind(index, "an integer")
 COUNT = Kind(lambda num: None if num is None else index(num), "None, or an integer")
 NUMBER = Kind(_number, "a number")
-STRINGS = Kind(_strings, "a tuple of non-empty strings")
+STRINGS = Kind(_strings, "a non-empty string, or a tuple of them")
 TEXT = Kind(_text, "a text")
 FLAG = Kind(_flag, "true or false")
 TOKENS = Kind(lambda ids: tuple(index(token) for token in ids), "a tuple of token ids")

@@ -29,8 +29,6 @@ from speccompile.runtime.manifest_checks import check_fields
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import DraftEngine, TimedEngine
 
-__all__ = ["Generation", "SpecEngine", "Stream", "load"]
-
 ROLLBACK = "rollback"
 
 

@@ -7,15 +7,13 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Planner, controller_of
 from speccompile.runtime.draft_report import DraftReport
-from speccompile.runtime.engine import load
 from speccompile.runtime.faults import FAULTS
 from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.output_stream import Completion, OutputStream
@@ -105,8 +103,15 @@ class Service:
         self._on_fault: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
     def start(self) -> None:
-        """Starts the scheduler's thread.
+        """Starts the scheduler's thread; `with` does, and closes the service at its end.
 
         Raises:
             RuntimeFault: the service was started before.
@@ -288,17 +293,3 @@ class Service:
                 handle.on_output(step_output)
             except FAULTS:
                 self.cancel(handle)  # its receiver is broken; others are not affected
-
-
-def load_service(path: Path | str, options: ServiceOptions | None = None, **load_kwargs: Any) -> Service:
-    """Loads a bundle into a service that is not started yet.
-
-    Args:
-        path: the bundle's folder.
-        options: see `ServiceOptions`.
-        load_kwargs: of `speccompile.runtime.engine.load`.
-
-    Raises:
-        BundleError, RecipeError: as `load`.
-    """
-    return Service(load(path, **load_kwargs), options)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import operator
+import gc
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
-from typing import Any, cast
+from typing import Any, Self
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from speccompile.common.json_reader import is_unicode
@@ -19,23 +17,24 @@ from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.chat_prompts import prompt_of_messages
 from speccompile.runtime.control import Controller, controller_of
 from speccompile.runtime.generation import Generation, Stream
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
 from speccompile.runtime.loop import decode
 from speccompile.runtime.prompt_bytes import PromptBytes
+from speccompile.runtime.run_arguments import Images, Prompt, match_arguments, token_ids
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
-Prompt = str | Sequence[int]
-Images = Sequence[ImageData] | Sequence[Sequence[ImageData]]
-
 
 class SpecEngine:
     """A target with its proposer. One run at a time: a new one ends those that were not read to the end.
+
+    `close` frees it; as a context manager it closes itself.
 
     Args:
         target: the target's engine (`verified_spec`).
@@ -75,8 +74,28 @@ class SpecEngine:
         self.proposer = proposer
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
-        self._num_runs = 0
+        self._num_runs, self._is_closed = 0, False
         self.controller: Controller | None = controller_of(proposer) if may_stop else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every run and frees the engines with their caches; nothing is decoded afterwards."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._num_runs += 1
+            self.grammars.close()
+            self.engines, self.images, self.controller = (), None, None
+            del self.verifier, self.proposer
+            gc.collect()  # engines and what is bound to their caches refer to each other
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeFault("engine", "a call after close()", "an open engine", "Load it again: speccompile.load.")
 
     def __repr__(self) -> str:
         sizes = f"{self.context.max_slots} slots of {self.context.max_seq_len} tokens"
@@ -155,6 +174,42 @@ class SpecEngine:
         sequences = self._make_sequences([prompt], sampling, [images], with_text=True)
         return Stream(sequences[0], self._decode(sequences, speculative, 1), self._generation)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        speculative: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Decodes the assistant's answer to a conversation.
+
+        Args:
+            messages: with `role` and `content`, the last one the user's.
+            sampling: None: the bundle's defaults.
+            speculative: False decodes with the target alone.
+            variables: more variables for the model's chat template.
+
+        Raises:
+            RuntimeFault, BundleError: as `generate`, or see `chat_prompt`.
+        """
+        [answer] = self.generate([self.chat_prompt(messages, variables)], sampling, speculative=speculative)
+        return answer
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Returns the token ids of a conversation by the model's chat template, with the assistant's turn opened.
+
+        Raises:
+            RuntimeFault: the template refuses the messages, or its package is not installed.
+            BundleError: the bundle has no chat template.
+        """
+        path = None if self.bundle is None else self.bundle.tokenizer_path
+        text = prompt_of_messages(None if path is None else path.parent, messages, variables or {})
+        assert self.tokenizer is not None  # where there is a template there is one
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
     def _finished(
         self, sequences: list[TokenSequence], decoded: Iterator[list[Step]]
     ) -> Iterator[tuple[int, Generation]]:
@@ -209,6 +264,7 @@ class SpecEngine:
             rows: cache rows to allocate at the start.
             clears: zero the caches as well, after a fault that may have left rows that are not finite.
         """
+        self._check_open()
         self._num_runs += 1
         for engine in self.engines:
             engine.reset(rows)
@@ -233,13 +289,10 @@ class SpecEngine:
         waiting = SequenceBatch(sequences, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
         for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
             yield steps
+            self._check_open()
             if run != self._num_runs:
-                raise RuntimeFault(
-                    "stream",
-                    "a newer run on the same engine",
-                    "one run at a time",
-                    "Load a second engine, or finish first.",
-                )
+                todo = "Read this one to its end first, or serve many at once: speccompile.load_service."
+                raise RuntimeFault("stream", "a newer run on the same engine", "one run at a time", todo)
 
     def _make_sequences(
         self,
@@ -248,23 +301,8 @@ class SpecEngine:
         images: Images | None,
         with_text: bool,
     ) -> list[TokenSequence]:
-        are_many = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str | bytes)
-        are_many = are_many and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        given = cast("Sequence[Prompt]", prompts if are_many else [prompts])
-        is_list = isinstance(sampling, Sequence)
-        asked: Sequence[Any] = cast("Sequence[Any]", sampling) if is_list else [sampling or self.defaults] * len(given)
-        if len(asked) != len(given):
-            raise RuntimeFault("sampling", f"{len(asked)} entries", f"{len(given)}, as many as prompts", "Match them.")
-        for params in asked:
-            if not isinstance(params, SamplingParams):
-                got, expected = f"a {type(params).__name__}", "SamplingParams, or one for each prompt"
-                raise RuntimeFault("sampling", got, expected, "Write SamplingParams(temperature=0.8).")
-        rows = cast("Sequence[Sequence[ImageData]]", [()] * len(given))
-        if images is not None and len(images):
-            rows = cast("Sequence[Sequence[ImageData]]", images if are_many else [images])
-        if len(rows) != len(given):
-            got, expected = f"{len(rows)} lists", f"{len(given)}, one for each prompt"
-            raise RuntimeFault("images", got, expected, "Give an empty list where a prompt has none.")
+        self._check_open()
+        given, asked, rows = match_arguments(prompts, sampling, images, self.defaults)
         read = [self.read_images(row) for row in rows]
         jobs = enumerate(zip(given, asked, read, strict=True))
         return [self.make_sequence(i, prompt, params, with_text, found) for i, (prompt, params, found) in jobs]
@@ -285,7 +323,7 @@ class SpecEngine:
             RuntimeFault: as `generate`.
         """
         is_text, where = isinstance(prompt, str), f"prompt {index}"
-        tokens = self.encode(str(prompt), len(images), where) if is_text else _token_ids(index, prompt)
+        tokens = self.encode(str(prompt), len(images), where) if is_text else token_ids(index, prompt)
         self.check_prompt(where, tokens)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.stop and self.tokenizer is None:
@@ -339,18 +377,3 @@ class SpecEngine:
         logprobs = None if sequence.sampling.logprobs is None else sequence.logprobs
         told = None if sequence.sampling.prompt_logprobs is None else sequence.prompt_logprobs
         return Generation(text, tokens, reason, sequence.stats.json_from_stats(), sequence.error, logprobs, told)
-
-
-def _token_ids(index: int, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt that is not a text.
-
-    Raises:
-        RuntimeFault: it is not a list of whole numbers.
-    """
-    try:
-        if isinstance(prompt, bytes | Mapping):
-            raise TypeError
-        return [operator.index(token) for token in prompt]
-    except TypeError as fault:
-        got, todo = f"a {type(prompt).__name__}", "Give each prompt as a text, or as a list of whole numbers."
-        raise RuntimeFault(f"prompt {index}", got, "a text, or token ids", todo) from fault

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ray import serve
 from ray.serve import Application
 
+from speccompile.runtime.engine import load
 from speccompile.runtime.requests import Speculation
-from speccompile.runtime.service import ServiceOptions, load_service
+from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.openai.keys import check_keys
 
@@ -80,8 +81,7 @@ class Replica:
         options = ServiceOptions(
             max(256, settings.max_ongoing_requests), settings.timeout_s, speculation=settings.speculation
         )
-        tuning = {"backend": settings.backend, "threads": settings.threads}
-        self._service = load_service(settings.bundle, options, **tuning)
+        self._service = Service(load(settings.bundle, backend=settings.backend, threads=settings.threads), options)
         self._service.start()
         self._settings = settings
 

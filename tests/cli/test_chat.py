@@ -13,7 +13,7 @@ import pytest
 
 from speccompile.cli import chat
 from speccompile.cli.main import main
-from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.runtime.chat_template import ChatTemplate
 from tests.runtime.test_spec_engine import Letters, make_engine, text
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

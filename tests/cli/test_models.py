@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+import speccompile
+from speccompile import prepare
+from speccompile.errors import BundleError, RecipeError
 from speccompile.runtime.bundle import read_bundle
 from speccompile.runtime.spec_engine import SpecEngine
 from tests.cli.conftest import Run
@@ -175,3 +178,35 @@ def test_a_folder_of_models_is_none_but_names_them(run: Run, model: Path) -> Non
     code, _, err = run("generate", str(model.parent), "-p", "w3")
     told = " ".join(err.split())
     assert code == 7 and "neither config.json nor manifest.json" in told and f"Did you mean {model}" in told
+
+
+def test_load_takes_what_the_commands_take(
+    run: Run, recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        prepare, "load_bundle", lambda path, **given: loaded.append((str(path), given)) or make_engine()
+    )
+    speccompile.load(recipe, settings=["engine.max_batch_size=2"], threads=1)
+    speccompile.load(str(model))
+    assert run("build", recipe, "-o", "made")[0] == 0
+    speccompile.load("made", backend="reference", method="ngram")
+    assert read_bundle(loaded[0][0]).recipe.engine.max_batch_size == 2
+    assert read_bundle(loaded[1][0]).recipe.target.model == str(model)
+    given = {"threads": None, "method": None}
+    assert [options for _, options in loaded] == [
+        {**given, "threads": 1, "verify": False},
+        {**given, "verify": False},
+        {**given, "backend": "reference", "method": "ngram", "verify": True},
+    ]
+    with pytest.raises(RecipeError, match=r"settings: got engine.threads=1 for a bundle; expected none"):
+        speccompile.load("made", settings=["engine.threads=1"])
+    service = speccompile.load_service("made", speccompile.ServiceOptions(max_queue=3))
+    with service:
+        assert service.stats()["is_open"] and service.options.max_queue == 3
+    assert not service.stats()["is_open"]
+
+
+def test_load_says_what_is_none_of_them(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"expected a bundle's folder, a checkpoint's folder, a recipe"):
+        speccompile.load(tmp_path)

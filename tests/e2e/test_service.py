@@ -9,12 +9,12 @@ import pytest
 import speccompile
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.requests import Request
-from speccompile.runtime.service import ServiceOptions, load_service
+from speccompile.runtime.service import ServiceOptions
 
 
 @pytest.fixture(scope="module")
 def service(pair):
-    service = load_service(pair, ServiceOptions(prefill_chunk=48), verify=False)
+    service = speccompile.load_service(pair, ServiceOptions(prefill_chunk=48), verify=False)
     service.start()
     yield service
     service.close()

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_a_newer_run_ends_an_older_stream(engine):
     old = engine.stream("abc", params)
     next(old)
     assert engine.generate("dab", params)[0].text == text("dab", 20)
-    with pytest.raises(RuntimeFault, match="a newer run on the same engine"):
+    with pytest.raises(RuntimeFault, match=r"a newer run on the same engine.*speccompile.load_service"):
         next(old)
     assert engine.generate("abc", params)[0].text == text("abc", 20)
 
@@ -237,6 +238,26 @@ def test_prompts_of_another_type_are_named(engine, prompts, where):
 def test_a_text_that_is_no_unicode_is_named(engine):
     with pytest.raises(RuntimeFault, match="prompt 1: got text with half of a surrogate pair; expected Unicode text"):
         engine.generate(["abc", "ab\udcff"])
+
+
+def test_a_closed_engine_frees_its_engines_and_refuses_every_call():
+    with make_engine() as engine:
+        begun = engine.stream("abc", SamplingParams(max_new_tokens=30))
+        next(begun)
+        [target, draft] = [weakref.ref(timed.engine) for timed in engine.engines]
+    engine.close()  # again
+    calls = (lambda: engine.generate("abc"), lambda: engine.stream("abc"), engine.reset, lambda: next(begun))
+    for call in calls:
+        with pytest.raises(RuntimeFault, match=r"engine: got a call after close\(\); expected an open engine\. Load"):
+            call()
+    assert target() is None and draft() is None
+
+
+def test_a_stop_string_may_be_given_alone(engine):
+    assert SamplingParams(stop="x").stop == ("x",)
+    whole = text("abc", 12)
+    [result] = engine.generate("abc", SamplingParams(max_new_tokens=12, stop=whole[5]))
+    assert (result.text, result.finish_reason) == (whole[: whole.index(whole[5])], "stop")
 
 
 def test_a_stream_takes_one_prompt(engine):

@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 import speccompile
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.certificates import facts_of_bundle
+from speccompile.runtime.chat_template import ChatTemplate, read_chat_template
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
-from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
 from speccompile.serving.openai.echo import Echo
 from speccompile.serving.openai.errors import (
     INVALID,

@@ -15,10 +15,10 @@ from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.common.tokenizer_file import LONG, encode_text
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.images import Image
 from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.errors import ApiError, error_from_fault
 from speccompile.serving.openai.images import error_from_images, files_from_urls, read_images
 from speccompile.serving.openai.message import MessageReader
@@ -232,14 +232,22 @@ def _render(body: ChatBody, template: ChatTemplate, variables: dict[str, Any]) -
     messages = [message.for_template() for message in body.messages]
     opens, given = _template_variables(body, variables)
     if not body.continue_final_message:
-        return template.render(messages, opens, given)
+        return _rendered(template, messages, opens, given)
     end = secrets.token_hex(16)  # what the template writes after the message's text is left out
     messages[-1]["content"] += end
-    text, found, rest = template.render(messages, False, given).partition(end)
+    text, found, rest = _rendered(template, messages, False, given).partition(end)
     if not found or end in rest:
         message = "`continue_final_message`: the chat template does not write the text of the last message once."
         raise ApiError(400, message, param="continue_final_message", code="chat_template")
     return text
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], opens: bool, given: dict[str, Any]) -> str:
+    try:
+        return template.render(messages, opens, given)
+    except RuntimeFault as fault:
+        message = f"The chat template refuses: {fault.got}"
+        raise ApiError(400, message, param="messages", code="chat_template") from fault
 
 
 def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
-from speccompile.serving.openai.chat import ChatTemplate
+from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.protocol import ChatBody, ToolChoice

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.agent_routes import agent_routes
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.token_routes import token_routes
 from speccompile.serving.openai.tool_formats import REASONING
 from speccompile.serving.openai.tools import ChatFormats

@@ -4,10 +4,9 @@ import json
 import pytest
 
 from speccompile.bundling.tokenizers import copy_tokenizer
-from speccompile.errors import BundleError
+from speccompile.errors import BundleError, RuntimeFault
+from speccompile.runtime.chat_template import ChatTemplate, read_chat_template
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.chat import ChatTemplate, read_chat_template
-from speccompile.serving.openai.errors import ApiError
 from tests.serving.asgi_lab import post
 from tests.serving.mock_service import ALPHABET, serving
 
@@ -181,7 +180,7 @@ def test_templates_are_rendered_as_transformers_renders_them(prompted, extra):
     ],
 )
 def test_a_template_reaches_nothing_outside(source):
-    with pytest.raises(ApiError, match="The chat template refuses"):
+    with pytest.raises(RuntimeFault, match="expected messages that the chat template takes"):
         ChatTemplate(source).render(MESSAGES, True, {})
 
 

@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from speccompile.core.specs import SCORED_NODES
+from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.verifier import SCORED_CHUNK
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.logprobs import TokenTexts
 from tests.serving.asgi_lab import post
 from tests.serving.mock_service import ALPHABET, TARGET, serving

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.openai.message import message_from_deltas
 from speccompile.serving.openai.protocol import ChatBody, ToolCall
 from speccompile.serving.openai.tool_formats import HERMES, LLAMA, MISTRAL, TOOL_FORMATS

@@ -8,9 +8,9 @@ from importlib.resources import files
 
 import pytest
 
+from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.chat import ChatTemplate
 from speccompile.serving.page.routes import page_routes, policy_from_html
 from speccompile.serving.page.trace import kinds_from_step_output
 from tests.serving.asgi_lab import get, post

@@ -16,9 +16,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from speccompile.errors import BundleError
+from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import read_json
-from speccompile.serving.openai.errors import ApiError
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -57,16 +56,15 @@ class ChatTemplate:
             extra: more variables for the template.
 
         Raises:
-            ApiError: the template refuses these messages, or cannot be rendered with them.
+            RuntimeFault: the template refuses these messages, or cannot be rendered with them.
         """
         try:
             template = _environment().from_string(self.source)
             variables = {**self.special_tokens, **extra, "messages": messages}
             return template.render(add_generation_prompt=add_generation_prompt, **variables)
         except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
-            raise ApiError(
-                400, f"The chat template refuses: {fault}", param="messages", code="chat_template"
-            ) from fault
+            todo = "Correct the messages: roles, their order, and what the template reads of them."
+            raise RuntimeFault("messages", f"{fault}", "messages that the chat template takes", todo) from fault
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/embedding.md, run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import speccompile
+from speccompile.runtime import spec_engine
+
+PAGE = (Path(__file__).parents[2] / "docs/embedding.md").read_text()
+
+
+def test_the_page_runs(pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example pair knows no conversations: a template that joins them stands in the place of its own."""
+    seen: list[Any] = []
+
+    def prompt(folder: Path, messages: Any, variables: Any) -> str:
+        assert folder == pair / "tokenizer"
+        seen.append([*messages])
+        return "def prime():"
+
+    monkeypatch.setattr(spec_engine, "prompt_of_messages", prompt)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        code = re.sub(r"bundles/(pycode|chat)", str(pair), block)
+        assert code != block
+        exec(compile(code, "docs/embedding.md", "exec"), names)
+    out = capsys.readouterr().out
+    engine = speccompile.load(pair, verify=False)
+    params = speccompile.SamplingParams(max_new_tokens=32)
+    texts = [engine.generate(prompt, params)[0].text for prompt in ("def add(a, b):", "class LRUCache:")]
+    assert out.endswith(f"{texts}\n")
+    answer = {"role": "assistant", "content": engine.generate(engine.encode("def prime():"), params)[0].text}
+    assert seen[0] == [{"role": "user", "content": "Name a prime."}]
+    assert seen[1] == [*seen[0], answer, {"role": "user", "content": "Another one."}]
