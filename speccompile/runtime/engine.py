@@ -22,7 +22,6 @@ from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside
-from speccompile.runtime.generation import Generation, Stream
 from speccompile.runtime.hub import fetch_bundle, is_hub_id
 from speccompile.runtime.images import ImageEncoder
 from speccompile.runtime.manifest_checks import check_fields
