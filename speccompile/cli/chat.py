@@ -19,6 +19,7 @@ from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_o
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
 from speccompile.common.json_reader import is_unicode
+from speccompile.common.tokenizer_file import encode_text
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.chat_prompts import find_template
 
@@ -171,7 +172,7 @@ class Chat:
         text = self.template.render(messages, True, {})
         tokenizer = self.service.engine.tokenizer
         assert tokenizer is not None  # where there is a template there is one
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+        return encode_text(tokenizer, text, "messages", special=False)
 
     def reset(self) -> None:
         """Forgets the conversation and its counts."""

@@ -208,7 +208,7 @@ class SpecEngine:
         path = None if self.bundle is None else self.bundle.tokenizer_path
         text = prompt_of_messages(None if path is None else path.parent, messages, variables or {})
         assert self.tokenizer is not None  # where there is a template there is one
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return encode_text(self.tokenizer, text, "messages", special=False)
 
     def _finished(
         self, sequences: list[TokenSequence], decoded: Iterator[list[Step]]
