@@ -104,6 +104,7 @@ class MockEngine:
 
     compacts_in_step, view_rows, states = False, 0, None
     max_scored: int | None = None
+    graph_fault: str | None = None
 
     def __init__(
         self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_candidates: int = 4

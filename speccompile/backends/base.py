@@ -220,6 +220,11 @@ class EngineBase(ABC, Generic[RollbackT]):
     rollback: RollbackT | None = None  # set by engines that were given one
     states: SlotStates[Any] | None = None
 
+    @property
+    def graph_fault(self) -> str | None:
+        """See `speccompile.core.protocols.Engine.graph_fault`."""
+        return None
+
     def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int, states: SlotStates[Any] | None = None) -> None:
         self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
         self.states = states

@@ -78,6 +78,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def graph_fault(self) -> str | None:
+        """Why its steps no longer run as captured graphs; None: they do, or never could."""
+        ...
+
+    @property
     def view_rows(self) -> int:
         """Rows of its own caches that every step works on, which `shrink` reduces; 0: no more than it needs."""
         ...

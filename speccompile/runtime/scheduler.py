@@ -335,5 +335,6 @@ class Scheduler:
             "num_slots": self.allocator.max_slots,
             "num_view_shrinks": self.views.num_shrinks,
             "num_kept_dropped_for_views": self.views.num_dropped,
+            "graph_faults": {e.spec.name: e.graph_fault for e in self.engine.engines if e.graph_fault},
             "controller": self.planner.decisions(),
         }

@@ -48,6 +48,11 @@ class TimedEngine:
         """See `speccompile.core.protocols.Engine.view_rows`."""
         return self.engine.view_rows
 
+    @property
+    def graph_fault(self) -> str | None:
+        """See `speccompile.core.protocols.Engine.graph_fault`."""
+        return self.engine.graph_fault
+
     def shrink(self, rows: int) -> None:
         """Shrinks the caches' view, timed."""
         start = perf_counter()

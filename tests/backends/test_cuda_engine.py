@@ -266,7 +266,8 @@ def test_libraries_are_looked_for_in_the_wheels(has_wheels, tmp_path, monkeypatc
 def test_the_session_is_asked_for_exact_float32():
     [(name, options), last] = cuda_session._providers(Device(FakeCuda()), True)
     assert (name, last) == ("CUDAExecutionProvider", "CPUExecutionProvider")
-    assert options == {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "1"}
+    exact = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": "1"}
+    assert options == {**exact, "arena_extend_strategy": "kSameAsRequested"}
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.4])

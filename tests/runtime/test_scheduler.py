@@ -375,3 +375,10 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
     assert min(reasons.values()) > num_turns // 500 and scheduler.counters.num_prefix_hits > num_turns // 50
     assert not (scheduler.queue or scheduler.allocator.active or scheduler.allocator.reading or scheduler.num_waiting)
     assert not scheduler._handles and len(scheduler._deadlines) < 60
+
+
+def test_graphs_that_were_lost_are_reported():
+    bench = Bench()
+    assert bench.scheduler.json_from_scheduler()["graph_faults"] == {}
+    bench.target.graph_fault = "a capture that failed"
+    assert bench.scheduler.json_from_scheduler()["graph_faults"] == {"target": "a capture that failed"}

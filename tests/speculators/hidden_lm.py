@@ -73,6 +73,7 @@ class MockHeads:
 
     compacts_in_step, view_rows, states = False, 0, None
     max_scored: int | None = None
+    graph_fault: str | None = None
 
     def __init__(self, model: MockLM, target: MockTarget, num_drafts: int, max_slots: int) -> None:
         self.model, self.target, self.num_drafts, self.max_slots = model, target, num_drafts, max_slots

@@ -64,6 +64,7 @@ class MockBlocks:
 
     compacts_in_step, view_rows, states = False, 0, None
     max_scored: int | None = None
+    graph_fault: str | None = None
 
     def __init__(self, target: MockTarget, max_slots: int, num_drafts: int = DRAFTS) -> None:
         outputs = (

@@ -24,8 +24,9 @@ from speccompile.errors import RuntimeFault, SpecCompileError
 
 ALIGNMENT = 256  # bytes; alignment of cudaMalloc, required by TensorRT for every address
 _ON_CPU = "build with engine.backend: onnxruntime and engine.device: cpu"
+LOWER_MEMORY = "Lower engine.max_batch_size or engine.max_seq_len, or free memory of the GPU."
 _TODO = {
-    "cudaErrorMemoryAllocation": "Lower engine.max_batch_size or engine.max_seq_len, or free memory of the GPU.",
+    "cudaErrorMemoryAllocation": LOWER_MEMORY,
     "cudaErrorNoDevice": f"Use a machine with an NVIDIA GPU, or {_ON_CPU}.",
     "cudaErrorInsufficientDriver": f"Install an NVIDIA driver that is as new as CUDA 13, or {_ON_CPU}.",
     "cudaErrorInvalidDevice": "Name a device that is there: cuda:0 is the first one.",
@@ -110,7 +111,7 @@ class Graph:
 
     def __init__(self, device: Device, handle: Any) -> None:
         self.device, self.handle = device, handle
-        weakref.finalize(self, device.api.cudaGraphExecDestroy, handle)
+        weakref.finalize(self, device.release, device.api.cudaGraphExecDestroy, handle)
 
     def launch(self) -> None:
         """Enqueue it on the device's stream."""
@@ -131,6 +132,8 @@ class Device:
     def __init__(self, api: Any, ordinal: int = 0) -> None:
         self.api, self.ordinal = api, ordinal
         self._lost: DeviceLost | None = None
+        self._is_running = False  # a step, which a library may be capturing
+        self._unused: list[tuple[Callable[[Any], Any], Any]] = []  # to be freed after it
         count = self.call("cudaGetDeviceCount")
         if ordinal >= count:
             got, expected = f"device {ordinal}", f"a number below {count}"
@@ -168,11 +171,12 @@ class Device:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Asks the device after an error of a library that uses it, which may not tell why it failed.
+        """Runs a step, or a load; asks the device after an error of a library that may not tell why it failed.
 
         Raises:
             DeviceLost: the device had failed.
         """
+        self._is_running = True
         try:
             yield
         except (SpecCompileError, RuntimeError):
@@ -181,6 +185,18 @@ class Device:
                 if int(status) in _LOST:
                     self._fail("cudaStreamSynchronize", status)
             raise
+        finally:
+            self._is_running = False
+            while self._unused:
+                free, handle = self._unused.pop()
+                free(handle)
+
+    def release(self, free: Callable[[Any], Any], handle: Any) -> None:
+        """Frees what nothing refers to any more, during a step only after it: it may happen inside a capture."""
+        if self._is_running:
+            self._unused.append((free, handle))
+        else:
+            free(handle)
 
     def activate(self) -> None:
         """Make it the calling thread's device."""
@@ -212,7 +228,8 @@ class Device:
             RuntimeFault: not enough memory.
         """
         num_bytes = max(num_bytes, ALIGNMENT)
-        return Memory(int(self.call("cudaMalloc", num_bytes)), num_bytes, self.api.cudaFree)
+        free = functools.partial(self.release, self.api.cudaFree)
+        return Memory(int(self.call("cudaMalloc", num_bytes)), num_bytes, free)
 
     def allocate_zeroed(self, num_bytes: int) -> Memory:
         """Allocate zeroed device memory."""
@@ -223,7 +240,8 @@ class Device:
     def allocate_pinned(self, num_bytes: int) -> PinnedMemory:
         """Allocate zeroed pinned host memory."""
         num_bytes = max(num_bytes, ALIGNMENT)
-        memory = PinnedMemory(int(self.call("cudaMallocHost", num_bytes)), num_bytes, self.api.cudaFreeHost)
+        free = functools.partial(self.release, self.api.cudaFreeHost)
+        memory = PinnedMemory(int(self.call("cudaMallocHost", num_bytes)), num_bytes, free)
         memory.bytes[:] = 0
         return memory
 

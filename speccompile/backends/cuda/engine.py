@@ -75,6 +75,11 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         self.rollback = None if rollback is None else Runner(rollback, caches, 0, settings)
 
     @property
+    def graph_fault(self) -> str | None:
+        """See `speccompile.core.protocols.Engine.graph_fault`."""
+        return self.runner.graph_fault or self.plan.graph_fault
+
+    @property
     def num_bytes(self) -> int:
         """Returns the bytes of caches and states."""
         caches = 0 if self.caches is None else self.caches.num_bytes

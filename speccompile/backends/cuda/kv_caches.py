@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from speccompile.backends.cuda.arrays import item_bytes
-from speccompile.backends.cuda.device import ALIGNMENT, Device
+from speccompile.backends.cuda.device import ALIGNMENT, Device, Memory
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BuildError, BundleError
@@ -74,6 +74,7 @@ class Caches:
                 got, expected = f"{num_bytes} bytes a slot of {name}", f"a multiple of {self.alignment}"
                 todo = "Build with a number of cache rows divisible by 8."
                 raise BundleError(f"engine {spec.name}", got, expected, todo)
+        self._spare: Memory | None = None  # of one slot, for swaps
         self._memories = [device.allocate_zeroed(max_slots * self.slot_bytes(i)) for i in range(len(held))]
 
     def row_bytes(self, index: int) -> int:
@@ -104,13 +105,14 @@ class Caches:
             self._copy_slot(index, self.address(index, dest), self.address(index, source), rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """Exchange the first `rows` rows of two slots, on the device; waits for it."""
-        spare = self.device.allocate(max(map(self.slot_bytes, range(len(self.names)))))
+        """Exchange the first `rows` rows of two slots, on the device."""
+        wanted, spare = max(map(self.slot_bytes, range(len(self.names)))), self._spare
+        if spare is None or spare.num_bytes < wanted:  # kept, as allocating and freeing wait for the device
+            self._spare = spare = self.device.allocate(wanted)
         for index in range(len(self.names)):  # one after another on the stream, so they share the spare memory
             one, other = (self.address(index, slot) for slot in (first, second))
             for dest, source in ((spare.address, one), (one, other), (other, spare.address)):
                 self._copy_slot(index, dest, source, rows)
-        self.device.synchronize()  # before the spare memory is freed
 
     def clear_slot(self, slot: int) -> None:
         """Zero all rows of a slot, on the device."""

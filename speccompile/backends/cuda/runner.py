@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -14,6 +15,7 @@ from speccompile.backends.cuda.steps import Region, Step
 from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import RuntimeFault
 
+_log = logging.getLogger(__name__)
 MAX_STEPS = 512  # shapes seen come from few node counts, batches and buckets
 MAX_CONTEXTS = 32  # each keeps some memory of its own
 MAX_GRAPH_NODES = 64  # chunks of a prompt take milliseconds: a graph would save nothing
@@ -25,6 +27,7 @@ class Executable(Protocol):
     spec: GraphSpec
     device: Device
     captures_itself: bool  # its contexts capture CUDA graphs themselves
+    graph_fault: str | None  # why they do not, where they should
     idle_runs: int  # a step loses its context to another after so many runs without it
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
@@ -162,6 +165,7 @@ class Runner:
         except RuntimeFault as fault:
             self.device.api.cudaGetLastError()  # otherwise the next launch would report it again
             self.graph_fault, self.uses_graphs = str(fault), False
+            _log.warning("steps of %s run without CUDA graphs from now on: %s", self.plan.spec.name, fault)
             return False
         step.graph.launch()
         return True

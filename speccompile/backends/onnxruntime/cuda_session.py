@@ -9,6 +9,7 @@ again changes nothing. That holds for steps: they write K and V of their own nod
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.graph_kinds.features import NEXT_STATES
 
+_log = logging.getLogger(__name__)
 _REFUSAL = "cannot use the graph capture feature"
 NO_GRAPH = -1  # ONNX Runtime's `gpu_graph_id` of a run that is neither captured nor replayed
 # GPUs that the x86-64 wheel of onnxruntime-gpu 1.31.1 has machine code for; it has no PTX, which others would compile.
@@ -170,6 +172,7 @@ class SessionPlan:
     def give_up_graphs(self, fault: str) -> None:
         """Run without CUDA graphs from now on; the session is released first, as two would hold the weights twice."""
         self.has_graphs, self.graph_fault, self._session = False, fault, None
+        _log.warning("steps of %s run without CUDA graphs from now on: %s", self.spec.name, fault)
         for context in self._contexts:
             context.unbind()
 
@@ -216,6 +219,7 @@ def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str
         if not has_graphs or _REFUSAL not in fault.got:
             raise
         has_graphs, graph_fault = False, fault.got
+        _log.warning("steps of %s run without CUDA graphs: %s", spec.name, fault.got)
         session = reopen()
     check_io(path, spec, session)
     return SessionPlan(session, spec, device, reopen, has_graphs, graph_fault)
@@ -236,4 +240,6 @@ def _preload_libraries() -> None:
 def _providers(device: Device, has_graphs: bool) -> list[Any]:
     # TF32 rounds float32 products to 10 bits: a step of many nodes would differ from single steps.
     options = {"device_id": str(device.ordinal), "use_tf32": "0", "enable_cuda_graph": str(int(has_graphs))}
+    # By default the arena doubles, with the weights in it.
+    options["arena_extend_strategy"] = "kSameAsRequested"
     return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]

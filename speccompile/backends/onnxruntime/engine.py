@@ -281,7 +281,9 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
     """
     options = session_options(settings)
     try:
-        if tuple(providers) == _CPU and register_kernels(options):
+        if tuple(providers) != _CPU:
+            options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        elif register_kernels(options):
             path = runnable_path(path)
         session = ort.InferenceSession(str(path), options, providers=list(providers))
     except FAULTS as fault:

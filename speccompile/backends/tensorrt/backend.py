@@ -253,8 +253,9 @@ class TensorRTBackend(Backend):
         """Returns the record for this GPU: see `tune.adapt_tuning`."""
         from speccompile.backends.tensorrt.tune import adapt_tuning
 
-        del threads, others_bytes  # a GPU reads all weights from its memory in every step
-        return dict(tuning) if self.why_unchecked(path) is not None else adapt_tuning(path, spec, tuning)
+        del threads
+        adapted = tuning if self.why_unchecked(path) is not None else adapt_tuning(path, spec, tuning)
+        return {**adapted, "others_bytes": others_bytes}
 
     def load(
         self,
@@ -283,6 +284,8 @@ class TensorRTBackend(Backend):
         check_record(path, record, max_slots, ordinal_from_name(device))
         others = [] if rollback is None else [read_record(rollback)]
         settings = {**tuning, "variant": record["variant"], "plugins": plugins_to_register(record, *others)}
+        if owners:  # the target, which is loaded first, is there already
+            settings.pop("others_bytes", None)
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
         return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, owners=owners)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from speccompile.backends.cuda.device import Device
+from speccompile.backends.cuda.device import LOWER_MEMORY, Device
 from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
@@ -23,9 +24,10 @@ from speccompile.errors import BundleError, RuntimeFault
 
 _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
+_MEMORY_WORDS = ("out of memory", "outofmemory", "memoryallocation")  # of TensorRT's and CUDA's messages
 
 
-def validity_from_plan(variant: Variant, plan: bytes) -> dict[str, Any]:
+def validity_from_plan(variant: Variant, plan: mmap.mmap) -> dict[str, Any]:
     """Compare a plan with this machine without deserialising it.
 
     Returns:
@@ -45,13 +47,15 @@ class Plan:
         path: the plan's file.
         spec: its inputs and outputs.
         device: of its memory.
-        settings: `cuda_graphs`, `runtime_cache` (false: compiled kernels are not kept for the next load).
+        settings: `cuda_graphs`, `runtime_cache` (false: compiled kernels are not kept for the next load),
+            `others_bytes` (of plans that are loaded after it, for which streamed weights leave room).
         cache_bytes: bytes of its caches, for which streamed weights leave room.
 
     Raises:
         BundleError: it does not fit this machine or this TensorRT, or differs from its spec.
     """
 
+    graph_fault: str | None = None  # TensorRT-RTX does not tell where it does not capture
     idle_runs = 256  # an estimate: the memory of creating a context was not measured
 
     def __init__(
@@ -64,7 +68,8 @@ class Plan:
         cache_bytes: int = 0,
     ) -> None:
         self.variant, self.path, self.spec, self.device = variant, path, spec, device
-        blob = path.read_bytes()
+        with path.open("rb") as file:  # mapped: no second copy of the weights stays on the host
+            blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.validity = validity_from_plan(variant, blob)
         if self.validity["validity"] == "INVALID":
             expected = "a plan that TensorRT finds valid for this machine"
@@ -73,21 +78,28 @@ class Plan:
         self._runtime = variant.trt.Runtime(variant.logger)
         self.engine = self._runtime.deserialize_cuda_engine(blob)
         if self.engine is None:
-            got = f"a plan that cannot be loaded: {text_from_lines(variant.logger.lines)}"
+            log = text_from_lines(variant.logger.lines)
+            if any(word in log.lower() for word in _MEMORY_WORDS):
+                raise RuntimeFault(str(path), f"a plan without room: {log}", "free memory of the GPU", LOWER_MEMORY)
+            got = f"a plan that cannot be loaded: {log}"
             expected = f"one of {variant.name} {variant.version} for this GPU"
             raise BundleError(str(path), got, expected, "Build the bundle again with the TensorRT installed here.")
         _check_io(path, spec, variant, self.engine)
         if self.engine.streamable_weights_size > 0:  # 0 where the plan was built without the flag
             # TensorRT streams nothing by default. The budget also determines the scratch memory.
-            budget = self.engine.get_weight_streaming_automatic_budget() - cache_bytes
+            taken = cache_bytes + int(settings.get("others_bytes", 0))
+            budget = self.engine.get_weight_streaming_automatic_budget() - taken
             self.engine.weight_streaming_budget_v2 = max(budget, 0)
         self.profiles = tuple(_read_profile(self.engine, spec, i) for i in range(self.engine.num_optimization_profiles))
         self._scratch = device.allocate(int(self.engine.device_memory_size_v2))
         self.captures_itself = variant.can.supports_cuda_graph_strategy
         self._config = self._make_config(settings, blob) if variant.can.supports_runtime_cache else None
 
-    def _make_config(self, settings: Mapping[str, Any], blob: bytes) -> Any:
+    def _make_config(self, settings: Mapping[str, Any], blob: mmap.mmap) -> Any:
         trt, config = self.variant.trt, self.engine.create_runtime_config()
+        # By default a slower kernel runs until that of the shape is compiled: times would be wrong, and near ties may
+        # end otherwise once the kernels are exchanged.
+        config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if settings.get("cuda_graphs", True):
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
@@ -175,7 +187,7 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
             raise BundleError(f"{path} ({tensor.name})", "a tensor in host memory", "one on the device", todo)
 
 
-def _cache_file(blob: bytes) -> Path:
+def _cache_file(blob: mmap.mmap) -> Path:
     """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine."""
     digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
     return find_code_file(f"tensorrt/{digest}.kernels")

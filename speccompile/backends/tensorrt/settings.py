@@ -20,7 +20,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
 
 GIB = 1 << 30
-_FP8_FROM = (8, 9)  # the first architecture with FP8 tensor cores
+_FIRST = {"fp8": (8, 9), "bfloat16": (8, 0)}  # the first architectures with kernels of a form
 
 
 def settings_from_options(
@@ -55,11 +55,12 @@ def settings_from_options(
     if SPEC_VERIFY in plugins:
         _check_plugin("engine.max_draft_nodes", options.max_nodes - 1, MAX_NODES - 1)
         _check_plugin(f"the vocabulary of {spec.name}", spec.vocab_size, MAX_VOCAB)
+    wanted = _capabilities(variant, [str(c) for c in config.compute_capabilities], (options.dtype, quantization))
     # TF32, which TensorRT uses by default, rounds the float32 products of recurrent states to 10 bits.
     return {
         "cleared_flags": ["TF32"] if spec.states else [],
         "flags": ["WEIGHT_STREAMING"] if config.weight_streaming else [],
-        "compute_capabilities": _capabilities(variant, [str(c) for c in config.compute_capabilities], quantization),
+        "compute_capabilities": wanted,
         "workspace_gib": config.workspace_gib,
         "optimization_level": level,
         "plugins": list(plugins),
@@ -74,7 +75,7 @@ def _check_plugin(where: str, got: int, most: int) -> None:
         raise BuildError(where, str(got), f"at most {most} with the plugin {SPEC_VERIFY}", todo)
 
 
-def _capabilities(variant: Capabilities, wanted: Sequence[str], quantization: str) -> list[str]:
+def _capabilities(variant: Capabilities, wanted: Sequence[str], forms: Sequence[str]) -> list[str]:
     where = "engine.tensorrt.compute_capabilities"
     if wanted and not variant.supports_compute_capabilities:
         got = f"{', '.join(wanted)} with variant {variant.name}"
@@ -85,14 +86,15 @@ def _capabilities(variant: Capabilities, wanted: Sequence[str], quantization: st
     if unknown:
         expected = f"some of {', '.join(known)} with variant {variant.name}"
         raise BuildError(where, unknown[0], expected, "Leave out the others, or build with full TensorRT on that GPU.")
-    if quantization != "fp8":
-        return list(wanted)
-    able = [f"{major}.{minor}" for major, minor in variant.target_capabilities if (major, minor) >= _FP8_FROM]
-    unable = [text for text in wanted if text not in able]
-    if unable:
-        got = f"{unable[0]} with quantization fp8"
-        raise BuildError(where, got, f"some of {', '.join(able)}", "Leave out the older GPUs, or quantise to int8.")
-    return list(wanted) or able
+    for form in (form for form in forms if form in _FIRST):
+        able = ["{}.{}".format(*pair) for pair in variant.target_capabilities if pair >= _FIRST[form]]
+        if unable := [text for text in wanted if text not in able]:
+            other = "quantise to int8" if form == "fp8" else "build with target.dtype: float16"
+            todo = f"Leave out the older GPUs, or {other}."
+            raise BuildError(where, f"{unable[0]} with {form}", f"some of {', '.join(able)}", todo)
+        if form == "fp8":  # not all of the GPUs that TensorRT-RTX chooses have it
+            wanted = wanted or able
+    return list(wanted)
 
 
 def timing_cache_file(variant: Variant, options: CompileOptions) -> Path | None:

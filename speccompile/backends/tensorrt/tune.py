@@ -12,12 +12,14 @@ from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.backends.tensorrt.records import plugins_to_register, read_record
 from speccompile.core.specs import GraphSpec
 
+_KERNELS = "eager"  # those of the shapes that were measured, see `loading.Plan`; other records are measured again
+
 
 def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     """Load a plan and time its steps.
 
     Returns:
-        {"measured": True, "gpu": name, "step_ms": {nodes: ms at batch 1}}.
+        {"measured": True, "gpu": name, "kernels": see `_KERNELS`, "step_ms": {nodes: ms at batch 1}}.
 
     Raises:
         BundleError, RuntimeFault: see `engine.load_engine`.
@@ -30,7 +32,7 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     settings = {"variant": record["variant"], "plugins": plugins_to_register(record)}
     engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
     step_ms = measure_steps(engine, max_nodes=_max_nodes(spec, record))
-    return {"measured": True, "gpu": engine.device.properties()["name"], "step_ms": step_ms}
+    return {"measured": True, "gpu": engine.device.properties()["name"], "kernels": _KERNELS, "step_ms": step_ms}
 
 
 def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
@@ -50,9 +52,9 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
     from speccompile.backends.cuda.device import open_device
 
     gpu = open_device(0).properties()["name"]
-    if tuning.get("gpu") == gpu:
+    if (tuning.get("gpu"), tuning.get("kernels")) == (gpu, _KERNELS):
         return dict(tuning)
-    kept = record_file(digest_of(path), gpu)
+    kept = record_file(digest_of(path), gpu, _KERNELS)
     record = read_kept(kept)
     if record is None:
         record = measure_plan(path, spec)

@@ -38,6 +38,11 @@ class TargetReader:
         """See `speccompile.core.protocols.Engine.view_rows`."""
         return self.engine.view_rows
 
+    @property
+    def graph_fault(self) -> str | None:
+        """See `speccompile.core.protocols.Engine.graph_fault`."""
+        return self.engine.graph_fault
+
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
         """See `speccompile.core.protocols.Engine.run`."""
         batch = feeds[next(iter(feeds))].shape[0]

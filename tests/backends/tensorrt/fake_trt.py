@@ -9,6 +9,7 @@ not change. `kv_rows` cuts the caches that the graph sees, so too small a number
 from __future__ import annotations
 
 import json
+import mmap
 from collections import deque
 from enum import Enum
 from itertools import pairwise
@@ -31,7 +32,9 @@ Mode = Enum("Mode", ["INPUT", "OUTPUT"])
 Location = Enum("Location", ["DEVICE", "HOST"])
 Strategy = Enum("Strategy", ["STATIC", "USER_MANAGED"])
 GraphStrategy = Enum("GraphStrategy", ["DISABLED", "WHOLE_GRAPH_CAPTURE"])
+KernelStrategy = Enum("KernelStrategy", ["LAZY", "EAGER", "NONE"])
 Validity = Enum("Validity", ["VALID", "INVALID"])
+FAULTY = {b"garbage": "the magic tag does not match", b"huge": "Error Code 2: OutOfMemory (Requested size was 9)"}
 NUMPY = {
     "float32": ("FLOAT", np.float32),
     "float16": ("HALF", np.float16),
@@ -64,7 +67,7 @@ class FakeTrt:
     """
 
     TensorIOMode, TensorLocation, ExecutionContextAllocationStrategy = Mode, Location, Strategy
-    CudaGraphStrategy, DataType = GraphStrategy, DataType
+    CudaGraphStrategy, DataType, DynamicShapesKernelSpecializationStrategy = GraphStrategy, DataType, KernelStrategy
 
     def __init__(self, cuda: FakeCuda, name: str = "tensorrt") -> None:
         self.cuda = cuda
@@ -84,15 +87,18 @@ class FakeRuntime:
 
     def get_engine_validity(self, plan):
         assert self.trt.variant.can.supports_validity_check
-        wanted = json.loads(plan).get("validity", "VALID")
+        wanted = json.loads(bytes(plan)).get("validity", "VALID")
         return Validity[wanted], SimpleNamespace(name="UNSUPPORTED_CC" if wanted == "INVALID" else "NONE")
 
     def deserialize_cuda_engine(self, plan):
+        assert isinstance(plan, mmap.mmap), "the plan would be held twice"
+        plan = bytes(plan)
         self.trt.deserialized.append(plan)
         self.trt.devices.append(self.trt.cuda.current)
-        if plan == b"garbage":
-            self.trt.variant.logger.lines.append((1, "the magic tag does not match"))
-            return None
+        for content, line in FAULTY.items():
+            if plan == content:
+                self.trt.variant.logger.lines.append((1, line))
+                return None
         return FakeEngine(self.trt, json.loads(plan))
 
 
@@ -113,6 +119,7 @@ class FakeCache:
 class FakeConfig:
     def __init__(self):
         self.strategy, self.cuda_graph_strategy, self.cache = None, GraphStrategy.DISABLED, None
+        self.dynamic_shapes_kernel_specialization_strategy = KernelStrategy.LAZY
 
     def set_execution_context_allocation_strategy(self, strategy):
         self.strategy = strategy

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device turns every status into a fault with advice; memory and graphs live as long as they are used."""
 
+import contextlib
 import gc
 import sys
 from functools import partial
@@ -132,6 +133,22 @@ def test_a_device_goes_on_after_other_faults(status):
     assert not isinstance(caught.value, DeviceLost)
     device.allocate_zeroed(64)
     device.synchronize()
+
+
+def test_nothing_is_freed_during_a_step(cuda, device):
+    """A garbage collection inside a library's capture would make it void."""
+    kept, gone, pinned = device.allocate(64), device.allocate(64), device.allocate_pinned(64)
+    with device.watched():
+        del gone, pinned
+        assert len(cuda.device) == 2 and len(cuda.pinned) == 1
+    assert set(cuda.device) == {kept.address} and not cuda.pinned
+    held = [kept]
+    del kept
+    with contextlib.suppress(RuntimeFault), device.watched():
+        held.clear()
+        assert len(cuda.device) == 1
+        raise RuntimeFault("engine", "a fault", "none", "Try again.")
+    assert not cuda.device
 
 
 @pytest.mark.parametrize("fails_at", ["cudaGraphInstantiate", None])

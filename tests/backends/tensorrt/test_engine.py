@@ -102,7 +102,9 @@ def test_a_step_is_one_copy_in_and_one_small_copy_out(lab, target):
     assert lab.cuda.num_launches == 4  # the first is bound anew, the second warms up a context of its own
 
 
-def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(lab, target, open_engine, monkeypatch):
+def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(
+    lab, target, open_engine, monkeypatch, caplog
+):
     monkeypatch.setattr(Plan, "idle_runs", 0)
     ours, theirs = lab.load(target, max_contexts=2), open_engine()
     for engine in (ours, theirs):
@@ -116,7 +118,8 @@ def test_graphs_are_kept_by_shape_and_bucket_and_given_up_where_capture_fails(la
     lab.cuda.can_capture = False
     for _ in range(5):
         same(ours.run(feed(TOKENS[:6], 140)), theirs.run(feed(TOKENS[:6], 140)))
-    assert "cudaErrorStreamCaptureUnsupported" in ours.runner.graph_fault and not ours.runner.uses_graphs
+    assert "cudaErrorStreamCaptureUnsupported" in ours.graph_fault and not ours.runner.uses_graphs
+    assert "run without CUDA graphs from now on: " in caplog.text and theirs.graph_fault is None
 
 
 @pytest.mark.parametrize("variant", ["tensorrt", "tensorrt_rtx"])
@@ -236,6 +239,31 @@ def test_half_caches_are_bound_as_they_are(lab, target, open_engine, dtype, erro
     assert 0 < difference < error
 
 
+def test_kernels_of_a_shape_are_compiled_before_its_first_step(monkeypatch, tmp_path, target):
+    engine = Lab(monkeypatch, tmp_path, "tensorrt_rtx").load(target)
+    for plan in (engine.plan, engine.rollback.plan):
+        assert plan.engine.config.dynamic_shapes_kernel_specialization_strategy.name == "EAGER"
+
+
+def test_a_plan_that_has_no_room_is_not_to_be_built_again(lab, target):
+    _, spec, _ = target
+    spec = tensorrt_spec(spec, "float32", 64)
+    (lab.folder / "huge.plan").write_bytes(b"huge")
+    with pytest.raises(RuntimeFault, match=r"a plan without room: error: .*OutOfMemory.*Lower engine\.max_batch_size"):
+        load_engine(lab.folder / "huge.plan", spec, max_slots=1, max_rows=64, settings={})
+
+
+def test_swaps_of_slots_allocate_once(lab, target):
+    engine = lab.load(target, rows=64)
+    engine.run(feed(TOKENS[:30], 0))
+    engine.run(feed(TOKENS[5:25], 0), first_slot=1)
+    engine.swap_slots(0, 1, 30)
+    held = dict(lab.cuda.device)
+    for _ in range(3):
+        engine.swap_slots(1, 0, 30)
+    assert lab.cuda.device.keys() == held.keys()
+
+
 def test_kernels_compiled_at_load_are_kept(monkeypatch, tmp_path, target):
     lab = Lab(monkeypatch, tmp_path, "tensorrt_rtx")
     for _ in range(2):
@@ -254,6 +282,8 @@ def test_weights_stream_where_the_plan_was_built_for_it(lab, target):
     rollback = lab.plan(rollback, rollback_spec_of(spec), profiles_of(64))
     engine = load_engine(plan, spec, max_slots=1, max_rows=64, settings={}, rollback=rollback)
     assert engine.plan.engine.weight_streaming_budget_v2 == 500  # half of the weights, but for the caches' room
+    other = load_engine(plan, spec, max_slots=1, max_rows=64, settings={"others_bytes": 120})
+    assert other.plan.engine.weight_streaming_budget_v2 == 380  # and that of plans which are loaded later
     assert engine.caches.num_bytes == cache_bytes
     assert engine.rollback.plan.engine.weight_streaming_budget_v2 == 0  # it has no weights
     engine.run(feed(TOKENS[:3], 0))

@@ -13,7 +13,7 @@ from speccompile.backends.tensorrt.engine import load_engine
 from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.records import write_record
 from speccompile.backends.tensorrt.specs import tensorrt_spec
-from speccompile.backends.tensorrt.tune import measure_plan
+from speccompile.backends.tensorrt.tune import adapt_tuning, measure_plan
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
@@ -93,3 +93,11 @@ def test_a_plan_is_measured_and_checked_inside_its_profiles(lab, name, max_draft
 def test_wider_steps_of_the_recipe_are_not_all_scored(lab):
     plan, spec = write(lab, "target", 4, decode=ProfileConfig(nodes=(1, 5, 32)))
     assert list(measure_plan(plan, spec)["step_ms"]) == ["1", "2", "3", "4"]
+
+
+def test_a_record_of_other_kernels_is_measured_again(lab, monkeypatch):
+    plan, spec = write(lab, "target", 1)
+    monkeypatch.setattr("speccompile.backends.cuda.device.open_device", lambda ordinal: lab.device)
+    fresh = adapt_tuning(plan, spec, {"measured": True, "gpu": "Fake GPU", "step_ms": {"1": 99.0}})
+    assert fresh["kernels"] == "eager" and fresh["step_ms"]["1"] != 99.0
+    assert adapt_tuning(plan, spec, fresh) == fresh and adapt_tuning(plan, spec, {}) == fresh  # the kept one

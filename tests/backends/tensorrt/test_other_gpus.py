@@ -60,6 +60,7 @@ def test_a_plan_for_other_gpus_is_not_run(machine, variant, named, gpus, ordinal
         if built_for is not None:
             assert why == f"built for other GPUs: {built_for}; not run on this one of {capability}"
             assert maker.tune(plan, None) == {"measured": False, "why": why}
-            assert maker.adapt_tuning(plan, None, {"measured": False}) == {"measured": False}
+            adapted = maker.adapt_tuning(plan, None, {"measured": False}, others_bytes=7)
+            assert adapted == {"measured": False, "others_bytes": 7}
         else:
             assert (why is None) == bool(gpus)

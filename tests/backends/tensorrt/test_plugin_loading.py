@@ -70,8 +70,11 @@ def test_the_plugins_of_both_plans_are_loaded(monkeypatch, tmp_path, ops, form, 
     monkeypatch.setattr(records, "check_record", lambda *arguments: None)
     monkeypatch.setattr("speccompile.backends.tensorrt.engine.load_engine", lambda *a, **more: given.update(more))
     compactor = None if rollback is None else plans[1]
-    backend_module.TensorRTBackend().load(plans[0], SPEC, **SIZES, tuning={}, rollback=compactor)
-    assert given["settings"]["plugins"] == wanted
+    maker, tuning = backend_module.TensorRTBackend(), {"others_bytes": 5}
+    maker.load(plans[0], SPEC, **SIZES, tuning=tuning, rollback=compactor)
+    assert (given["settings"]["plugins"], given["settings"]["others_bytes"]) == (wanted, 5)
+    maker.load(plans[0], SPEC, **SIZES, tuning=tuning, owners={"target": None})  # a draft: the target is loaded
+    assert "others_bytes" not in given["settings"]
 
 
 def test_extras_bring_what_a_gpu_needs_beside_its_driver():

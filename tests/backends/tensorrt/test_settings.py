@@ -21,8 +21,8 @@ from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verifi
 SPEC = GraphSpec("g", (), ())
 
 
-def settings(variant, quantization="none", **fields):
-    return settings_from_options(variant, SPEC, CompileOptions(backend=Config(**fields)), (), (), quantization)
+def settings(variant, quantization="none", dtype="float16", **fields):
+    return settings_from_options(variant, SPEC, CompileOptions(dtype, backend=Config(**fields)), (), (), quantization)
 
 
 def test_defaults_leave_everything_to_the_variant():
@@ -85,6 +85,28 @@ def test_more_than_the_plugin_holds_is_refused_before_anything_is_built(monkeypa
     check(candidate_spec(decoder, 1, dists=True))
     if vocab == 97:
         check(verified_spec(decoder), max_nodes=256)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "named", "got", "todo"),
+    [
+        ("none", "bfloat16", ("7.5",), "7.5 with bfloat16", "target.dtype: float16"),
+        ("int8", "bfloat16", ("8.9", "7.5"), "7.5 with bfloat16", "target.dtype: float16"),
+        ("fp8", "bfloat16", ("8.6",), "8.6 with fp8", "quantise to int8"),
+        ("fp8", "float16", ("12.0", "8.0"), "8.0 with fp8", "quantise to int8"),
+        ("none", "bfloat16", ("8.0", "12.0"), None, None),
+        ("none", "bfloat16", (), None, None),
+        ("none", "float16", ("7.5",), None, None),
+    ],
+)
+def test_gpus_without_kernels_of_the_form_are_refused_before_the_export(quantization, dtype, named, got, todo):
+    if got is None:
+        assert settings(TENSORRT_RTX, quantization, dtype, compute_capabilities=named)["compute_capabilities"] == [
+            *named
+        ]
+        return
+    with pytest.raises(BuildError, match=rf"compute_capabilities: got {got}; expected some of 8\..*{todo}"):
+        settings(TENSORRT_RTX, quantization, dtype, compute_capabilities=named)
 
 
 def test_fp8_is_built_for_the_gpus_that_have_it():
