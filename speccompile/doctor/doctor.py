@@ -7,7 +7,7 @@ is a finding like any other. Needs no torch for safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[
         overrides: instead of values of its config.
 
     Raises:
-        CheckpointError: no config, no weights, a damaged or refused file.
+        CheckpointError: no config, no weights, a damaged or refused file, a speculator of another method.
     """
     if not folder.is_dir():
         todo = "Check the path, or give a hub id like owner/name."
@@ -76,7 +76,38 @@ def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[
     config = {**read_config(folder), **(overrides or {})}
     files = open_files(folder)
     layout = next((f for f in formats if f.is_in(config, files.headers)), None)
+    if formats and (layout is None or not layout.has_others):
+        _refuse_other(folder, config, files.headers, {f.method for f in formats})
     return Checkpoint(folder, config, files, layout)
+
+
+def check_method(folder: Path, method: str | None) -> None:
+    """Refuses a folder with a speculator of another method; one that cannot be read is left to other checks.
+
+    Args:
+        folder: of the draft.
+        method: that it should be of; None: it should be a language model.
+
+    Raises:
+        CheckpointError: with what it is.
+    """
+    try:
+        config, keys = read_config(folder), open_files(folder).headers
+    except CheckpointError:
+        return
+    _refuse_other(folder, config, keys, {method} if method else set())
+
+
+def _refuse_other(folder: Path, config: Mapping[str, Any], keys: Iterable[str], methods: Collection[str]) -> None:
+    """Refuses a speculator of a method that is none of these; its keys may resemble theirs. None: a language model."""
+    held = list(keys)
+    other = next((f for f in load_formats() if f.is_in(config, held)), None)
+    if other is None or other.method in methods or (not methods and (other.is_model or other.has_others)):
+        return
+    expected = f"a speculator of the method {' or '.join(sorted(methods))}" if methods else "a language model"
+    got = f"{other.label} ({other.name})"
+    todo = f"Build it with the method {other.method} (speculator.method), or give another folder."
+    raise CheckpointError(str(folder), got, expected, todo)
 
 
 def make_case(found: Checkpoint, layout: Format, target: Target | None = None, reads_values: bool = False) -> Case:

@@ -151,6 +151,7 @@ class Format:
             any value that is not null.
         prefixes: that all keys may have; the first is written.
         has_others: keys without the prefix belong to another model in the same files.
+        is_model: the folder is that of a language model.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
         sizes: those in the config.
         derive: adds sizes derived from others.
@@ -177,6 +178,7 @@ class Format:
     config_marks: tuple[tuple[str, Any], ...] = ()
     prefixes: tuple[str, ...] = ("",)
     has_others: bool = False
+    is_model: bool = False
     config_prefix: Callable[[Mapping[str, Any]], str] | None = None
     derive: Callable[[Sizes], None] | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)

@@ -27,6 +27,7 @@ from speccompile.checkpoints.vision import check_vision, image_record, read_visi
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
+from speccompile.doctor.doctor import check_method
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_decoder
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
@@ -58,6 +59,8 @@ class DecoderSource:
         self.options: DecoderOptions = job.options
         self.role = "target" if context.target is None else "draft"
         self.folder = find_folder(job, context.weights)
+        if self.role == "draft" and context.weights == "checkpoint":
+            check_method(self.folder, None)
         check_architecture(read_config(self.folder))
         self.dims: ModelDims = read_dims(self.folder)
         if self.options.num_layers is not None:

@@ -10,7 +10,7 @@ from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.doctor.doctor import check_kind, check_speculator, read_speculator
+from speccompile.doctor.doctor import check_kind, check_method, check_speculator, read_speculator
 from speccompile.doctor.layouts import Format
 from speccompile.errors import RecipeError
 
@@ -28,7 +28,7 @@ class SpeculatorSource:
         context: with the sizes of its target.
 
     Raises:
-        CheckpointError: it has no weights, and its config is of a kind that is not supported yet.
+        CheckpointError: it is of another method, or, without weights, its config of a kind that is not supported yet.
     """
 
     role = "draft"
@@ -47,6 +47,8 @@ class SpeculatorSource:
         self.folder = find_folder(job, context.weights, SPECULATOR_FILES)
         if self.is_random:
             check_kind(self.folder, self.formats)
+        elif self.formats:
+            check_method(self.folder, self.formats[0].method)
 
     @property
     def is_random(self) -> bool:

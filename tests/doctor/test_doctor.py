@@ -109,6 +109,36 @@ def test_an_override_takes_the_place_of_the_config(tmp_path: Path, target: Path)
     assert look(folder, target, overrides={"medusa_num_heads": 3}).findings == ()
 
 
+@pytest.mark.parametrize("name", lab.LAYOUTS)
+def test_a_speculator_of_another_method_is_said_to_be_one(name: str, tmp_path: Path) -> None:
+    make, layout = lab.LAYOUTS[name]
+    folder, own = make(tmp_path / "speculator"), layout.partition("/")[0]
+    for method in sorted(LAYOUT_METHODS - {own}):
+        formats = [f for f in FORMATS if f.method == method]
+        with pytest.raises(CheckpointError, match=re.escape(f"({layout})")) as caught:
+            doctor.check_speculator(folder, formats)
+        assert caught.value.expected == f"a speculator of the method {method}"
+        assert f"the method {own} " in caught.value.todo
+
+
+def test_every_source_says_what_it_was_given(tmp_path: Path, target: Path) -> None:
+    from speccompile.checkpoints.checkpoint import read_dims
+    from speccompile.core.jobs import GraphJob, SourceContext
+
+    given = {layout.partition("/")[0]: name for name, (_, layout) in lab.LAYOUTS.items() if name != "mtp-qwen"}
+    folders = {own: lab.LAYOUTS[name][0](tmp_path / name) for own, name in given.items() if name in lab.LAYOUTS}
+    context = SourceContext("checkpoint", 64, 6, read_dims(target), GraphJob("target", str(target)))
+    for name in sorted(LAYOUT_METHODS):
+        method = registry.method(name)
+        for own, folder in folders.items():
+            if own in (name, "mtp"):  # the module may be in any model's files
+                continue
+            job = method.graph_jobs(method.Config(str(folder)))[0]
+            wanted = "a language model" if name == "draft_model" else f"a speculator of the method {name}"
+            with pytest.raises(CheckpointError, match=f"expected {wanted}"):
+                registry.find_class(job.source)(job, context)
+
+
 class Payload:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path("pwned"),))

@@ -40,5 +40,6 @@ FORMATS = (
         (Check("pard.model", _check_model), Check("pard.token", _check_token)),
         without=(r"(^|\.)mask_hidden$",),  # of P-EAGLE, whose config may name a mask token by the same key
         config_marks=((MASK_TOKEN, ANY),),
+        is_model=True,
     ),
 )

@@ -18,7 +18,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.doctor import check_speculator, read_speculator
+from speccompile.doctor.doctor import check_method, check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Target, finding
@@ -112,6 +112,8 @@ class ExitSource:
         self.target = DecoderSource(replace(context.target_job, options=kept), replace(context, target=None))
         self.folder, self.max_rows = self.target.folder, self.target.max_rows
         self.head_folder = find_folder(job, context.weights, SPECULATOR_FILES) if options.has_head else None
+        if self.head_folder is not None and context.weights == "checkpoint":
+            check_method(self.head_folder, FORMATS[0].method)
         head = {} if self.head_folder is None else _read_head(self.head_folder, context.target)
         self.dims = self._read_dims(options.num_exit_layers, head)
 
