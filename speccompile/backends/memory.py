@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident memory of this process, from proc(5)."""
+"""Memory: of this process, that is free on this machine, of its GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")  # version 2; a container's own is mounted there
 
 
 def reset_peak_rss() -> None:
@@ -21,12 +24,29 @@ def read_peak_rss() -> int:
 
 
 def available_memory() -> int:
-    """Returns the bytes that processes can take without swapping; 0 where the kernel does not say."""
+    """Returns the bytes that processes can take without swapping, within a container's limit; 0 where nobody says."""
+    free = 0
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
+                free = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        pages = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        free = min(free or limit, max(0, limit - used + int(pages.get("inactive_file", 0))))
+    return free
+
+
+def gpu_memory() -> int | None:
+    """Returns the bytes of the first GPU, from the CUDA driver; None without a driver or a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    size = ctypes.c_size_t()
+    if driver.cuInit(0) != 0 or driver.cuDeviceTotalMem_v2(ctypes.byref(size), 0) != 0:
+        return None
+    return size.value
 
 
 def read_memory(key: str, pid: int | str = "self") -> int | None:

@@ -49,9 +49,10 @@ def find_config(job: GraphJob) -> Path:
     try:
         return Path(snapshot_download(job.model, allow_patterns=list(_SMALL_FILES)))
     except (OSError, ValueError) as fault:  # the hub's errors derive from these
-        got = f"no local folder, and the hub said: {str(fault).strip().splitlines()[0]}"
-        todo = "Check the name, the network and your access to a gated model, or give a local folder."
-        raise CheckpointError(job.model, got, "a folder or a hub id that can be reached", todo) from fault
+        got = f"no local folder, not in the hub's cache, and the hub said: {str(fault).strip().splitlines()[0]}"
+        expected = "its config.json, which is all that sizes need: in a folder, in the hub's cache, or on the hub"
+        todo = "Check the name, the network and your access to a gated model, or give a folder with config.json."
+        raise CheckpointError(job.model, got, expected, todo) from fault
 
 
 def digests_from_checkpoint(

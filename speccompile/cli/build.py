@@ -74,6 +74,7 @@ def build_command(
     of steps by their size, which decides how far to draft), check graphs. See docs/flow.md.
     """
     from speccompile.prepare import plan_from_source
+    from speccompile.recipe.machine import build_seconds
 
     quiet_libraries()
     settings = [*model.settings]
@@ -84,11 +85,14 @@ def build_command(
             plan = plan_from_source(source, replace(model, settings=tuple(settings)))
         _warn_without_device(plan)
         if dry_run:
-            prediction = _predictions(plan)
+            prediction, dest = _predictions(plan), output or Path("bundles") / _name(source)
+            machine, seconds = _compare(plan, prediction, dest, no_cache), build_seconds(plan, prediction)
             if as_json:
-                print_json({"plan": plan.recipe_from_plan(), "predicted": prediction})
+                found = {"predicted": prediction, "machine": machine, "build_seconds": seconds}
+                print_json({"plan": plan.recipe_from_plan(), **found})
             else:
                 _print_plan(plan, prediction)
+                _print_machine(machine, seconds)
             return
         bundle = _build(plan, output or Path("bundles") / _name(source), no_cache)
         certificate = run_verify(bundle.path) if verify else None
@@ -179,6 +183,33 @@ def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
         f"bundle {total['bundle_bytes']}, decoding about {total['runtime_bytes']}, "
         f"building at most about {total['build_peak_bytes']} of memory"
     )
+
+
+def _compare(plan: BuildPlan, prediction: dict[str, Any], dest: Path, no_cache: bool) -> list[dict[str, Any]]:
+    from speccompile.common.cache_root import cache_root
+    from speccompile.recipe.machine import compare
+
+    disks = {"the bundle": dest} if no_cache else {"the bundle": dest, "the cache": cache_root()}
+    return compare(plan, prediction, disks)
+
+
+def _print_machine(machine: list[dict[str, Any]], seconds: tuple[int, int] | None) -> None:
+    """Prints what the machine has, how long the build may take, and a warning where something is too small."""
+    from speccompile.bundling.report import text_from_bytes
+    from speccompile.cli.progress import text_from_seconds
+    from speccompile.recipe.machine import TIME_BASIS
+
+    free = {row["where"]: row["free_bytes"] for row in machine}
+    texts = (f"{where} {'not known' if size is None else text_from_bytes(size)}" for where, size in free.items())
+    console = Console(highlight=False, markup=False)
+    console.print(f"free on this machine: {', '.join(texts)}")
+    if seconds is not None:
+        low, high = map(text_from_seconds, seconds)
+        console.print(f"the build takes about {low} to {high} ({TIME_BASIS})")
+    for row in machine:
+        if row["free_bytes"] is not None and row["needed_bytes"] > row["free_bytes"]:
+            needed, here = text_from_bytes(row["needed_bytes"]), text_from_bytes(row["free_bytes"])
+            print_warning(f"{row['what']}: about {needed} of {row['where']} needed, {here} free. {row['todo']}")
 
 
 def _json_from_bundle(bundle: Bundle) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from speccompile.bundling.report import dotted_keys, text_from_value
+from speccompile.recipe import machine
 from tests.cli.conftest import Run
 from tests.pipeline import fakes
 
@@ -91,3 +92,20 @@ def test_narrow_terminals_do_not_cut_keys(run: Run, recipe: Path, monkeypatch: p
     assert "…" not in out
     assert "engine.max_draft_nodes" in out and "speculator.allow_tokenizer_mismatch" in out
     assert all(len(line) <= 40 for line in out.splitlines())
+
+
+def test_a_dry_run_compares_with_the_machine_and_gives_a_time(
+    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run("build", recipe, "-o", "far/away", "--dry-run")
+    assert code == 0 and "warning" not in err
+    out = " ".join(out.split())
+    assert "free on this machine: memory " in out and "the disk of " in out
+    assert "the build takes about 20 s to 2 min (as 41 builds on two busy cores: " in out
+    monkeypatch.setattr(machine, "available_memory", lambda: 1000)
+    code, out, err = run("build", recipe, "--dry-run")
+    assert code == 0 and "warning: building: about " in err and "1000 B free. Build on a larger machine." in err
+    assert "warning: decoding: about " in err and "lower engine.max_batch_size" in err
+    document = json.loads(run("build", recipe, "--dry-run", "--json")[1])
+    assert [row["free_bytes"] for row in document["machine"]][:2] == [1000, 1000]
+    assert len(document["build_seconds"]) == 2
