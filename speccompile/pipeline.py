@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.bundling.graphs import Graph, compile_graph, compile_options, find_graph, needed_jobs, tune_graph
+from speccompile.bundling.graphs import (
+    Graph,
+    choose_dtype,
+    compile_graph,
+    compile_options,
+    find_graph,
+    needed_jobs,
+    tune_graph,
+)
 from speccompile.bundling.guard import claim_folder
 from speccompile.bundling.manifest import write_bundle_files
 from speccompile.bundling.records import BUNDLE
@@ -51,6 +59,7 @@ def build(
         with log.stage("prepare kernels"):
             backend.prepare()
         with log.stage("check checkpoints"):
+            plan = choose_dtype(plan)
             graphs = _check_checkpoints(plan, backend, log)
         graphs_folder = folder / "graphs"
         graphs_folder.mkdir()

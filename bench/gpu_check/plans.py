@@ -37,7 +37,7 @@ def run(name: str, work: Path) -> dict[str, Any]:
         listed = ", ".join(f"sm_{a}{b}" for a, b in known)
         rows.append(report.row(f"supports sm_{major}{minor}", f"no, its documented list is {listed}"))
         return {**report.not_run(f"{name} {variant.version} does not support sm_{major}{minor}"), "rows": rows}
-    overrides = ("engine.backend=tensorrt", f"engine.variant={name}")
+    overrides = ("engine.backend=tensorrt", f"engine.variant={name}", "target.dtype=float16")
     bundle = decoding.build_pair(work, name, *overrides)
     rows += _validity_rows(variant, bundle)
     reference = decoding.Reference()

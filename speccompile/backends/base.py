@@ -35,7 +35,7 @@ class Backend(ABC):
         Config: its fields of the recipe, the section `engine.NAME`: a frozen dataclass whose fields are declared with
             `common.parameters.parameter`, of the standard library alone; None: it has none.
         devices: values of `engine.device`; the first one is what `auto` means.
-        dtypes: of activations and caches; the first one is what `auto` means.
+        dtypes: of activations and caches; the first one is what `auto` means, unless `choose_dtype` decides.
         quantizations: those that `compile` supports.
         draft_quantizations: of a draft whose section says `auto`, by the target's quantization; none where not listed.
         calibrates: quantisations with which a target's weights are chosen over calibration text.
@@ -68,6 +68,17 @@ class Backend(ABC):
         """Returns the backend that compiles and loads for a device; itself by default."""
         del device
         return self
+
+    def choose_dtype(self, stored: str | None, model_type: str, options: Any) -> str:
+        """Returns the dtype that `auto` means for a checkpoint; the first of `dtypes` by default.
+
+        Args:
+            stored: the dtype that its config names.
+            model_type: of the target.
+            options: the recipe's fields of the backend.
+        """
+        del stored, model_type, options
+        return self.dtypes[0]
 
     def prepare(self) -> None:
         """Makes what a machine needs once to build with it, as kernels for its CPU; by default nothing."""

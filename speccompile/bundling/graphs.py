@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import shutil
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from speccompile.bundling.calibration import calibration_of
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
+from speccompile.checkpoints.checkpoint import read_config, read_text_config
+from speccompile.checkpoints.folders import find_config
 from speccompile.checkpoints.lora import open_lora
+from speccompile.checkpoints.safetensors import read_header
 from speccompile.checkpoints.texts import Texts
 from speccompile.common.extras import install_command
 from speccompile.core import registry
@@ -97,6 +102,33 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     context = SourceContext(weights or plan.weights, engine.max_seq_len, engine.max_draft_nodes, target, shared)
     source: GraphSource = registry.find_class(job.source)(job, context)
     return source
+
+
+def choose_dtype(plan: BuildPlan) -> BuildPlan:
+    """Returns the plan with the dtype that its backend chooses for the target's checkpoint, where it was left open.
+
+    Raises:
+        CheckpointError: the target has no config.
+    """
+    if not plan.chooses_dtype:
+        return plan
+    folder = find_config(plan.target)
+    config = read_text_config(folder)
+    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
+    dtype = backend.choose_dtype(_stored_dtype(folder, config), str(config.get("model_type")), plan.engine.options)
+    return replace(plan, dtype=dtype, chooses_dtype=False)
+
+
+def _stored_dtype(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the dtype that a checkpoint's config names, else that of most tensors of its first file."""
+    for held in (config, read_config(folder)):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(held.get(name), str):
+                return str(held[name]).removeprefix("torch.")
+    for file in sorted(folder.glob("*.safetensors"))[:1]:
+        counts = Counter(tensor.dtype for tensor in read_header(file).values())
+        return {"F16": "float16", "BF16": "bfloat16"}.get(counts.most_common(1)[0][0]) if counts else None
+    return None
 
 
 def needed_jobs(plan: BuildPlan, target: ModelDims) -> list[GraphJob]:

@@ -42,7 +42,8 @@ class TargetSection(Section):
         None, min_length=1, description="LoRA adapter in PEFT's layout, folder or hub id, merged into the weights."
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="Type of activations and caches; 'auto' is the backend's own."
+        "auto",
+        description="Type of activations and caches; 'auto' is the backend's own, with TensorRT the checkpoint's.",
     )
     quantization: Quantization = Field(
         "none",

@@ -80,6 +80,7 @@ class BuildPlan:
         decoding: defaults of a request.
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
         vision: the target's vision tower as a graph job; None: its prompts have no images.
+        chooses_dtype: the recipe left the dtype open, and the backend has several: `bundling.graphs.choose_dtype`.
     """
 
     target: GraphJob
@@ -92,6 +93,7 @@ class BuildPlan:
     decoding: SamplingParams
     calibration: str = AUTO_TEXTS
     vision: GraphJob | None = None
+    chooses_dtype: bool = False
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
@@ -173,6 +175,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         target=target,
         weights=recipe.target.weights,
         dtype=backend.dtypes[0] if recipe.target.dtype == "auto" else recipe.target.dtype,
+        chooses_dtype=recipe.target.dtype == "auto" and len(backend.dtypes) > 1,
         method=method.name,
         speculator=config,
         drafts=drafts,

@@ -31,7 +31,7 @@ def test_target_and_module_build_with_states_in_float32(tmp_path: Path) -> None:
     (tmp_path / "target/config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(32)))
     (tmp_path / "r.yaml").write_text(
-        "target: {model: target, weights: random}\nspeculator: {method: mtp}\n"
+        "target: {model: target, weights: random, dtype: float16}\nspeculator: {method: mtp}\n"
         "engine: {backend: tensorrt, max_seq_len: 48, max_draft_nodes: 6, max_batch_size: 2}\n"
     )
     with store.cheap_stages():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 
     from speccompile.backends.tensorrt.engine import TrtEngine
 
+_log = logging.getLogger(__name__)
 PLAN_FILE = "graph.plan"
 LOWERED_FILE = "lowered.onnx"
+_BFLOAT16_FROM = (8, 0)
+# Families whose authors published checkpoints in float16; others may exceed its range in activations, as Gemma 3 does.
+_HOLD_FLOAT16 = frozenset({"codegen", "gpt_neox", "gptj", "llama", "opt", "phi"})
 _NO_GPU = "no CUDA device: built on a machine without one, not run"
 
 
@@ -60,6 +65,19 @@ class TensorRTBackend(Backend):
     )
     state_copies = 3  # two buffers and a snapshot
     runs_code_on_load = True  # a plan may carry a library, whose constructors run when it is deserialised
+
+    def choose_dtype(self, stored: str | None, model_type: str, options: Any) -> str:
+        """Returns float16 where the checkpoint was published in it, its family holds it, or a GPU has nothing else."""
+        from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
+
+        named = [tuple(map(int, str(text).split("."))) for text in options.compute_capabilities]
+        is_old = any(pair < _BFLOAT16_FROM for pair in named or find_compute_capabilities())
+        holds = stored == "float16" or (stored != "bfloat16" and model_type in _HOLD_FLOAT16)
+        if is_old and not holds:
+            _log.warning(
+                "GPUs before 8.0 have no bfloat16: %s is built in float16, whose range it may exceed", model_type
+            )
+        return "float16" if is_old or holds else "bfloat16"
 
     def compile(
         self,

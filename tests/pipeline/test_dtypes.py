@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dtype that `auto` means with TensorRT follows the checkpoint, its family and the GPUs."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from speccompile.backends.tensorrt import import_helper
+from speccompile.bundling.graphs import choose_dtype
+from speccompile.prepare import plan_from_source
+from speccompile.recipe.model_recipe import ModelOptions
+from tests.pipeline import fakes
+
+GEMMA = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+TEXT = {"model_type": "gemma3_text"}
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """(changes of the config, settings, GPUs of this machine, dtype of tensors) -> the plan's dtype, by two ways."""
+
+    def make(changes, settings=(), gpus=(), tensors=None):
+        monkeypatch.setattr(import_helper, "find_compute_capabilities", lambda: tuple(gpus))
+        fakes.make_checkpoint(tmp_path / "model")
+        config = json.loads((tmp_path / "model/config.json").read_text())
+        (tmp_path / "model/config.json").write_text(json.dumps({**config, **changes}))
+        if tensors is not None:
+            save_file({"norm.weight": np.ones(8, tensors)}, tmp_path / "model/model.safetensors")
+        recipe = tmp_path / "r.yaml"
+        recipe.write_text("target: {model: model}\nengine: {backend: tensorrt, max_seq_len: 48, max_draft_nodes: 7}\n")
+        plan = choose_dtype(fakes.make_plan(recipe, *settings))
+        assert plan_from_source(str(recipe), ModelOptions(settings=settings)).dtype == plan.dtype
+        assert plan.recipe_from_plan()["target"]["dtype"] == plan.dtype and not plan.chooses_dtype
+        return plan.dtype
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "gpus", "wanted"),
+    [
+        ({"dtype": "bfloat16"}, (), (), "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, (), (), "bfloat16"),
+        ({"torch_dtype": "torch.bfloat16"}, (), ((8, 0),), "bfloat16"),
+        ({**GEMMA, "torch_dtype": "bfloat16", "text_config": TEXT}, (), ((8, 9),), "bfloat16"),
+        ({**GEMMA, "text_config": {**TEXT, "torch_dtype": "bfloat16"}}, (), (), "bfloat16"),
+        ({"torch_dtype": "float16"}, (), (), "float16"),
+        ({"model_type": "qwen2", "torch_dtype": "float16"}, (), (), "float16"),
+        ({"torch_dtype": "float32"}, (), (), "float16"),  # Llamas hold it
+        ({"model_type": "gpt2", "torch_dtype": "float32"}, (), (), "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, (), ((7, 5),), "float16"),
+        ({"torch_dtype": "bfloat16"}, (), ((9, 0), (7, 5)), "float16"),
+        ({"torch_dtype": "bfloat16"}, ("engine.tensorrt.compute_capabilities=[7.5, 12.0]",), (), "float16"),
+        ({"torch_dtype": "bfloat16"}, ("engine.tensorrt.compute_capabilities=[8.6]",), ((7, 5),), "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, ("target.dtype=float16",), (), "float16"),
+        ({"torch_dtype": "float16"}, ("target.dtype=bfloat16",), (), "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, ("engine.backend=onnxruntime",), (), "float32"),
+    ],
+)
+def test_auto_follows_the_checkpoint(made, changes, settings, gpus, wanted):
+    assert made(changes, settings, gpus) == wanted
+
+
+@pytest.mark.parametrize(("tensors", "wanted"), [(np.float16, "float16"), (np.float32, "bfloat16")])
+def test_a_config_without_a_dtype_leaves_it_to_the_tensors(made, tensors, wanted):
+    assert made({"model_type": "qwen2"}, tensors=tensors) == wanted
+
+
+def test_a_gpu_that_has_float16_alone_is_warned_of(made, caplog):
+    made({"model_type": "gemma2", "torch_dtype": "bfloat16"}, gpus=((7, 5),))
+    assert "gemma2 is built in float16, whose range it may exceed" in caplog.text
