@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from speccompile.bundling.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
+from speccompile.common.cache_root import make_folders
 from speccompile.errors import BuildError, BundleError
 from speccompile.runtime.bundle import MANIFEST, check_files, digests_from_folder, read_json, write_json
 
@@ -81,7 +82,7 @@ class StageCache:
         if self._copy(entry, dest):
             return True
         with disk_faults(entry):
-            entry.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(entry.parent)
             remove_leftovers(entry.parent)
         with staged_folder(entry) as folder:
             (folder / _FOLDER).mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.bundling.stage_cache import StageCache
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.code_cache import find_code_file, write_file
 
@@ -140,9 +141,11 @@ def test_no_umask_opens_what_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     try:
         write_file(make_cache_folder("kernels") / "a.so", b"")
         file = find_code_file("tensorrt/a.kernels")
+        StageCache(tmp_path / "new/cache").fetch("graphs", "0", tmp_path / "out", lambda folder: None)
     finally:
         os.umask(before)
-    for folder in (*(tmp_path / "new").rglob("*/"), tmp_path / "new", file.parent):
+    cache = tmp_path / "new/cache"
+    for folder in (tmp_path / "new", cache, cache / "kernels", cache / "graphs", file.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
     assert stat.S_IMODE((tmp_path / "new/cache/kernels/a.so").stat().st_mode) == 0o600
 
