@@ -107,7 +107,10 @@ def test_a_damaged_record_is_made_anew(damage: bytes, tmp_path: Path, monkeypatc
     assert kernel_library.fault_of(library) == "tried again"
 
 
-def test_a_library_that_others_could_write_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("damage", "mode"), [(b"planted", 0o660), (b"com", 0o600), (b"", 0o600)])
+def test_a_library_that_others_could_write_or_that_was_damaged_is_compiled_anew(
+    damage: bytes, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compile_library(sources: Path, dest: Path, *rest: object) -> None:
         dest.write_bytes(b"compiled")
 
@@ -117,8 +120,8 @@ def test_a_library_that_others_could_write_is_compiled_anew(tmp_path: Path, monk
     monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: None)
     made = kernel_library.find_library()
     assert made is not None
-    made.write_bytes(b"planted")
-    made.chmod(0o660)
+    made.write_bytes(damage)
+    made.chmod(mode)
     kernel_library.find_library.cache_clear()
     assert kernel_library.find_library() == made and made.read_bytes() == b"compiled"
 

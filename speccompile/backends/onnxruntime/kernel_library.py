@@ -65,8 +65,7 @@ def fault_of(library: Path) -> str | None:
     Returns:
         None for a library that works, else what is wrong.
     """
-    digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
-    record = code_file(f"{library.stem}-{digest}.ort-{ort.__version__}.json")
+    record = code_file(f"{library.stem}-{_digest(library)}.ort-{ort.__version__}.json")
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or damaged
         known = json.loads(record.read_bytes())["fault"]
         if known is None or isinstance(known, str):
@@ -77,6 +76,16 @@ def fault_of(library: Path) -> str | None:
     except OSError:
         _log.debug("the result of the kernels' self-test cannot be kept in %s", record.parent)
     return fault
+
+
+def _is_changed(library: Path) -> bool:
+    """Returns whether there are results of self-tests, and none of the library as it is now: it was damaged since."""
+    tried = [record.name for record in library.parent.glob(f"{library.stem}-*.json")]
+    return bool(tried) and not any(name.startswith(f"{library.stem}-{_digest(library)}") for name in tried)
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
 def _run_selftest(library: Path) -> str | None:
@@ -114,7 +123,7 @@ def _compiled() -> tuple[Path | None, str]:
     parts = (sources_digest(sources), compiler, *FLAGS, *target, platform.machine(), *sorted(cpu_features()))
     name = f"cpu-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     path = code_file(name)
-    if not path.exists():
+    if not path.exists() or _is_changed(path):
         _log.info("compiling the CPU kernels into %s", path)
         tell("compile the CPU kernels")
         fault = compile_library(sources, path, compiler, target)
