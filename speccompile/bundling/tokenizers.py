@@ -10,6 +10,7 @@ from typing import Any
 
 from speccompile.checkpoints.texts import TOKENIZER
 from speccompile.common.json_reader import read_json_object
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.runtime.bundle import digest_from_json
@@ -28,11 +29,13 @@ class TokenizerFacts:
         digest: over the model part (vocabulary, merges) and the added tokens.
         num_tokens: 1 + the highest token id.
         kind: BPE, Unigram, WordPiece, ...
+        num_own: the same as `num_tokens` without added tokens.
     """
 
     digest: str
     num_tokens: int
     kind: str
+    num_own: int = 0
 
 
 def read_tokenizer(source: Path) -> TokenizerFacts | None:
@@ -50,13 +53,13 @@ def read_tokenizer(source: Path) -> TokenizerFacts | None:
         added = [(str(t["content"]), int(t["id"])) for t in data.get("added_tokens") or ()]
         vocab = model["vocab"]
         # Unigram lists its pieces, the others map them to ids.
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        num_tokens = 1 + max([*ids, *(i for _, i in added)], default=-1)
+        num_own = 1 + max(vocab.values() if isinstance(vocab, dict) else range(len(vocab)), default=-1)
+        num_tokens = max([num_own, *(i + 1 for _, i in added)])
     except (OSError, ValueError, KeyError, TypeError) as fault:
         got = f"{type(fault).__name__}: {fault}"
         raise CheckpointError(str(path), got, "a tokenizers file", "Download the file again.") from fault
     digest = digest_from_json({"model": model, "added": sorted(added)})
-    return TokenizerFacts(digest, num_tokens, str(model.get("type", "BPE")))
+    return TokenizerFacts(digest, num_tokens, str(model.get("type", "BPE")), num_own)
 
 
 def check_tokenizer(source: Path, dims: ModelDims, weights: str) -> TokenizerFacts | None:
@@ -69,10 +72,15 @@ def check_tokenizer(source: Path, dims: ModelDims, weights: str) -> TokenizerFac
     if facts is None and weights == "checkpoint":
         todo = "Save the tokenizer beside the weights with transformers: tokenizer.save_pretrained(FOLDER)."
         raise CheckpointError(str(source / TOKENIZER), "no such file", "the model's tokenizer", todo)
+    if facts is not None:  # the bundle's is loaded when it is served
+        load_tokenizer(source / TOKENIZER, CheckpointError, "Download the file again.")
     if facts is not None and facts.num_tokens > dims.vocab_size:
         got = f"token ids up to {facts.num_tokens - 1}"
         expected = f"less than vocab_size {dims.vocab_size} of config.json"
         todo = "Config and tokenizer belong to different models: download both again."
+        if facts.num_own <= dims.vocab_size:
+            got = f"added tokens with ids up to {facts.num_tokens - 1}, which have no row in the embedding"
+            todo = "Remove them from added_tokens, or resize the model with transformers: resize_token_embeddings."
         raise CheckpointError(str(source / TOKENIZER), got, expected, todo)
     return facts
 

@@ -18,7 +18,7 @@ from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_
 from speccompile.checkpoints.mamba_sizes import with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
-from speccompile.checkpoints.safetensors import TensorHeader, read_header
+from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
 from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
 from speccompile.common.waiting import download_bar
@@ -244,17 +244,28 @@ def list_tensors(source: Path) -> dict[str, TensorHeader]:
 
 
 def list_stored(source: Path) -> dict[str, TensorHeader]:
-    """Returns the headers of the tensors in a checkpoint's files by name.
+    """Returns the headers of the tensors in a checkpoint's files by name, without a wrapper's prefix that all have.
 
     Raises:
         CheckpointError: no safetensors, a missing or damaged shard, an index that does not fit its shards.
     """
+    held = list_raw(source)
+    prefix = wrapper_prefix(held)
+    return {key.removeprefix(prefix): header for key, header in held.items()}
+
+
+def list_raw(source: Path) -> dict[str, TensorHeader]:
+    """Returns the same by the keys as they are stored."""
     if (source / _SINGLE).is_file():
         return read_header(source / _SINGLE)
     if not (source / _INDEX).is_file():
         pickled = next((n for n in _PICKLED if (source / n).exists()), None)
         gguf = find_gguf(source)
         todo = "Only safetensors are read, as unpickling runs code: convert with transformers' save_pretrained."
+        if len(parts := sorted(source.glob("*.safetensors"))) > 0:
+            got, expected = f"{len(parts)} files like {parts[0].name} without an index", f"{_SINGLE} or {_INDEX}"
+            todo = f"Download {_INDEX} too, or write the weights anew with transformers' save_pretrained."
+            raise CheckpointError(str(source), got, expected, todo)
         if pickled is None:
             todo = todo_for_gguf(gguf) if gguf else "Check the path, or build with random weights."
         raise CheckpointError(

@@ -83,5 +83,7 @@ def digests_from_checkpoint(
 
 
 def _digest(path: Path) -> str:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(str(path), "no regular file", "a file", "Put the file in its place.")
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

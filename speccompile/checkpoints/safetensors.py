@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,18 @@ class TensorHeader:
         return math.prod(self.shape)
 
 
+# Of the names in a model that was saved within a wrapper: torch.compile's, those of parallel training, PEFT's.
+_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
+
+
+def wrapper_prefix(keys: Iterable[str]) -> str:
+    """Returns the prefix of wrappers that all keys have; empty where there is none."""
+    held, prefix = list(keys), ""
+    while held and (inner := next((w for w in _WRAPPERS if all(k.startswith(prefix + w) for k in held)), "")):
+        prefix += inner
+    return prefix
+
+
 def read_header(path: Path) -> dict[str, TensorHeader]:
     """Returns the tensors of one file by name.
 
@@ -55,6 +67,8 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         CheckpointError: the file is truncated, too long, or no safetensors file.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(str(path), "no regular file", "a safetensors file", "Put the file in its place.")
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
@@ -69,11 +83,17 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     if not isinstance(header, dict):
         raise _damaged(path, "a header that is no JSON object")
     header.pop("__metadata__", None)
-    tensors, end_bytes = {}, 0
+    tensors: dict[str, TensorHeader] = {}
+    ends: list[tuple[int, int, str]] = []
     for name, fields in header.items():
         tensors[name], end = _parse_tensor(path, name, fields, 8 + length)
-        end_bytes = max(end_bytes, end)
-    expected_bytes = 8 + length + end_bytes
+        ends.append((tensors[name].start_bytes, 8 + length + end, name))
+    expected_bytes = 8 + length
+    for start, end, name in sorted(ends):
+        if start != expected_bytes:
+            how = "within another tensor" if start < expected_bytes else "after a gap"
+            raise _damaged(path, f"{name} at byte {start}, {how}", f"it at byte {expected_bytes}, after the one before")
+        expected_bytes = end
     if size_bytes != expected_bytes:
         how = "truncated" if size_bytes < expected_bytes else "too long"
         raise _damaged(path, f"{size_bytes} bytes, so the file is {how}", f"{expected_bytes} bytes as its header says")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from speccompile.checkpoints.checkpoint import list_stored, read_index, scheme_o
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.checkpoints.packed_schemes import Scheme
 from speccompile.checkpoints.packed_weights import numbers, plain_headers
-from speccompile.checkpoints.safetensors import TensorHeader, read_header
+from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
 from speccompile.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 # The files of a speculator that a build reads; all of them are in the digests.
 SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.pt", "*.bin", "*.pth")
+# Of torch's weights-only reader, which takes a pickle's operations as they come.
+_PICKLE_FAULTS = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError,
+                  MemoryError, ArithmeticError, struct.error)  # fmt: skip
 _PICKLES = (".pt", ".bin", ".pth")
 # Other files that trainers write beside the weights.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
@@ -120,7 +124,8 @@ def open_files(folder: Path) -> TensorFiles:
     if (folder / "model.safetensors.index.json").is_file() and not (folder / "model.safetensors").is_file():
         sharded = list_stored(folder)
         weight_map = read_index(folder / "model.safetensors.index.json")
-        return TensorFiles(sharded, {key: folder / weight_map[key] for key in sharded}, scheme=scheme_of(folder))
+        prefix = wrapper_prefix(weight_map)
+        return TensorFiles(sharded, {k: folder / weight_map[prefix + k] for k in sharded}, scheme=scheme_of(folder))
     if (folder / "model.safetensors").is_file():
         paths = [folder / "model.safetensors"]
     else:
@@ -142,7 +147,9 @@ def open_files(folder: Path) -> TensorFiles:
         headers |= held
         files |= dict.fromkeys(held, path)
         tensors |= loaded
-    return TensorFiles(headers, files, tensors, scheme_of(folder))
+    start = len(wrapper_prefix(headers))
+    named = {k[start:]: h for k, h in headers.items()}, {k[start:]: f for k, f in files.items()}
+    return TensorFiles(*named, {k[start:]: t for k, t in tensors.items()}, scheme_of(folder))
 
 
 def _is_pickle(path: Path) -> bool:
@@ -165,7 +172,7 @@ def _load_pickle(path: Path) -> dict[str, Any]:
         why = f"it asks for {wanted[1]}" if wanted else "it is no pickle of tensors"
         got = f"a pickle that torch's weights-only reader refuses: {why}"
         raise CheckpointError(str(path), got, "a pickle of tensors alone", todo) from fault
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as fault:
+    except _PICKLE_FAULTS as fault:
         got = f"a file that cannot be read ({_first_line(fault)})"
         raise CheckpointError(str(path), got, "a whole file", "The file is damaged: download it again.") from fault
     for wrapper in ("state_dict", "model_state_dict", "model"):

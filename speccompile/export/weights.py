@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.utils import logging
 
-from speccompile.checkpoints.checkpoint import read_config, read_dims
+from speccompile.checkpoints.checkpoint import list_raw, read_config, read_dims
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.packed_schemes import MXFP4, method_of
+from speccompile.checkpoints.safetensors import wrapper_prefix
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
@@ -207,8 +209,11 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
         "dtype": torch.float32,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # reported below, as an error of ours
-        **({"key_mapping": RENAMED} if is_multimodal else {}),
     }
+    prefix = wrapper_prefix(list_raw(source)) if method_of(whole) in (None, MXFP4) else ""
+    renamed = {**({f"^{re.escape(prefix)}": ""} if prefix else {}), **(RENAMED if is_multimodal else {})}
+    if renamed:
+        settings["key_mapping"] = renamed
     if method_of(whole) in (None, MXFP4):
         folder = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         if method_of(whole) == MXFP4:
@@ -223,7 +228,16 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
     if is_multimodal:
         left = {key for key in left if not is_other_part(key)}
     check_loading(source, {**info, "unexpected_keys": left - extra_keys(left, read_dims(source).num_layers)})
+    _check_finite(source, model)
     return model
+
+
+def _check_finite(source: Path, model: Any) -> None:
+    """Refuses weights that are NaN or infinite."""
+    for name, weight in model.named_parameters():
+        if weight.numel() and not all(bound.isfinite() for bound in torch.aminmax(weight.detach())):
+            todo = "Training diverged or the file was damaged: take an earlier checkpoint."
+            raise CheckpointError(f"{source} ({name})", "values that are NaN or infinite", "finite weights", todo)
 
 
 def _unpacked(source: Path) -> dict[str, torch.Tensor]:
