@@ -52,7 +52,7 @@ def why_no_transformers(bundle: Bundle) -> str | None:
 
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed; they come with speccompile[build]"
+        return f"{' and '.join(missing)} not installed; they come with the extra [build]"
     folder, why = find_checkpoint(bundle)
     return why.partition(";")[0] if folder is None else None  # what follows names an option of `verify`
 

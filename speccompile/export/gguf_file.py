@@ -15,6 +15,7 @@ from typing import Any
 
 from speccompile.checkpoints.gguf_header import GgufHeader, read_gguf_header
 from speccompile.checkpoints.model_config import config_errors
+from speccompile.common.extras import install_command
 from speccompile.errors import CheckpointError
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -89,7 +90,9 @@ def write_checkpoint(source: Path, folder: Path) -> dict[str, Any]:
         if has_tokenizer:
             AutoTokenizer.from_pretrained(source.parent, **where).save_pretrained(folder)
     except ImportError as fault:
-        raise CheckpointError(str(source), str(fault), "the package gguf", "Install speccompile[build].") from fault
+        raise CheckpointError(
+            str(source), str(fault), "the package gguf", f"Run: {install_command('build')}."
+        ) from fault
     except (ValueError, KeyError, IndexError, OSError, NotImplementedError, RuntimeError) as fault:
         got = f"{type(fault).__name__}: {(str(fault).strip().splitlines() or ['no message'])[0]}"
         raise CheckpointError(str(source), got, "a GGUF file that transformers reads", _TODO) from fault

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import speccompile
 from speccompile.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,13 @@ def test_setup_says_what_it_does_and_that_it_takes_minutes():
     said, installs = shown.index("some minutes"), shown.index("pip install")
     assert said < installs < shown.index("source .venv/bin/activate")
     assert "--quiet" not in shown  # pip names each package as it comes
+
+
+def test_nothing_is_promised_from_an_index():
+    """The package is on none: pages say what works in a clone or with a wheel, messages see `install_command`."""
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "speccompile").rglob("*.py")]
+    assert [str(file) for file in files if "speccompile[" in file.read_text()] == []
+    assert f"dist/speccompile-{speccompile.__version__}-py3-none-linux_x86_64.whl[" in (ROOT / "README.md").read_text()
 
 
 COMMANDS = ("build", "verify", "generate", "chat", "serve", "triton", "bench", "train", "inspect", "doctor", "convert")

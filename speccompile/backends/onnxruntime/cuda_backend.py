@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.backends.predicting import predict_float32
+from speccompile.common.extras import install_command
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError, RecipeError, RuntimeFault
@@ -97,7 +98,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         super().check(spec, options, quantization)
         refuse_states_alone(spec)
         if self.why_unchecked() == _NO_PROVIDER:
-            todo = "Run: pip uninstall onnxruntime, then pip install 'speccompile[ort-gpu]'."
+            todo = f"Run: pip uninstall onnxruntime, then {install_command('ort-gpu')}."
             raise BuildError("engine.device cuda", "an onnxruntime without CUDA", "onnxruntime-gpu", todo)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:

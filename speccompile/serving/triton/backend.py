@@ -32,7 +32,7 @@ class TritonPythonModel:
             module, name = _PARTS[settings.part]
             self._part = getattr(importlib.import_module(module), name)(pb, args)
         except ModuleNotFoundError as fault:
-            todo = "Install speccompile[ort] there, or write the repository with --python-env DIR."
+            todo = "Install its extra [ort] there, or write the repository with --python-env DIR."
             raise pb.TritonModelException(f"{fault}; Triton runs this model with {sys.executable}. {todo}") from fault
         except SpecCompileError as fault:
             raise pb.TritonModelException(f"{fault} (Python: {sys.executable})") from fault

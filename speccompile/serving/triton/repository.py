@@ -14,6 +14,7 @@ from speccompile.bundling.files import check_file, write_file
 from speccompile.bundling.guard import Claim, check_home, claim_folder, resolve_path
 from speccompile.bundling.records import MODEL, write_record
 from speccompile.bundling.staging import copy_folder, staged_folder
+from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, BundleError, RecipeError
 from speccompile.runtime.bundle import Bundle, read_bundle
 from speccompile.serving.triton.config_text import BACKEND, ModelConfig, text_from_config
@@ -35,7 +36,7 @@ try:
     from speccompile.serving.triton.backend import TritonPythonModel
 except ModuleNotFoundError as fault:
     raise ModuleNotFoundError(
-        f"{fault}; Triton runs this model with {sys.executable} ({sys.prefix}). Install speccompile[ort] there, or "
+        f"{fault}; Triton runs this model with {sys.executable} ({sys.prefix}). Install its extra [ort] there, or "
         "write the repository with --python-env DIR, the environment that has it."
     ) from fault
 
@@ -204,7 +205,7 @@ def _environment(folder: Path | None) -> dict[str, str]:
     # Triton sources the script before it starts the stub.
     missing = [name for name in ("bin/python3", "bin/activate") if not (folder / name).exists()]
     if missing:
-        todo = "Make one with python3 -m venv, and install speccompile[ort] in it."
+        todo = f"Make one with python3 -m venv, and there: {install_command('ort')}."
         raise BundleError(f"--python-env {folder}", f"no {missing[0]}", "a Python environment", todo)
     return {"EXECUTION_ENV_PATH": str(folder.absolute())}
 
