@@ -33,13 +33,14 @@ class MemoryOf(Protocol):
         ...
 
 
-def graph_rows(engine: SpecEngine) -> list[dict[str, Any]]:
+def graph_rows(loaded: SpecEngine) -> list[dict[str, Any]]:
     """Returns whether each graph of an engine that has decoded ran as CUDA graphs, and why not."""
     rows = []
-    for timed in engine.engines:
-        plan = timed.engine.plan
-        got = f"{plan.num_graphs} captured" + (f"; {plan.graph_fault}" if plan.graph_fault else "")
-        rows.append(row(f"CUDA graphs, {plan.spec.name}", got, "at least one", plan.num_graphs > 0))
+    for timed in loaded.engines:
+        engine, plan = timed.engine, timed.engine.plan
+        num = plan.num_graphs if plan.captures_itself else engine.runner.num_graphs
+        got = f"{num} captured" + (f"; {engine.graph_fault}" if engine.graph_fault else "")
+        rows.append(row(f"CUDA graphs, {plan.spec.name}", got, "at least one", num > 0 and not engine.graph_fault))
     return rows
 
 
@@ -96,19 +97,16 @@ def activation_rows(engine: SpecEngine) -> list[dict[str, Any]]:
     return [row(f"activation memory, {p.spec.name}, bytes", int(p.engine.device_memory_size_v2)) for p in plans]
 
 
-def memory_row(
-    device: MemoryOf, engine: SpecEngine, prompts: Sequence[Sequence[int]], num_requests: int = NUM_REQUESTS
-) -> dict[str, Any]:
+def memory_row(device: MemoryOf, engine: SpecEngine, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns the free memory of the device before and after many requests of all batch sizes.
 
     Args:
         device: the GPU.
         engine: loaded.
         prompts: token ids, one or more.
-        num_requests: at least.
     """
     frees = []
-    for wanted in (NUM_WARM, num_requests):
+    for wanted in (NUM_WARM, NUM_REQUESTS):
         num = 0
         while num < wanted:
             for batch in (1, 3, 8):
@@ -120,7 +118,7 @@ def memory_row(
     lost = frees[0] - frees[1]
     got = f"{frees[0]} bytes free, then {frees[1]}"
     return row(
-        f"free memory over {num_requests} requests", got, f"at most {MAX_LOST_BYTES} less", lost <= MAX_LOST_BYTES
+        f"free memory over {NUM_REQUESTS} requests", got, f"at most {MAX_LOST_BYTES} less", lost <= MAX_LOST_BYTES
     )
 
 

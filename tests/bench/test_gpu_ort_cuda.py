@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import speccompile
-from bench.gpu_check import decoding, ort_cuda
+from bench.gpu_check import checks, decoding, ort_cuda, report
 from speccompile.core.sampling import SamplingParams
 from tests import store
 from tests.backends.fake_ort import FakeOrt
@@ -39,7 +39,7 @@ def engine(bundle, fake_ort):
 
 def test_captured_graphs_are_counted(engine):
     engine.generate(PROMPTS, SamplingParams(max_new_tokens=20))
-    rows = ort_cuda.graph_rows(engine)
+    rows = checks.graph_rows(engine)
     assert [r["what"] for r in rows] == ["CUDA graphs, target", "CUDA graphs, draft"]
     assert all(r["ok"] is True and r["got"].endswith(" captured") and r["got"] != "0 captured" for r in rows)
 
@@ -48,10 +48,10 @@ def test_graphs_that_were_refused_or_given_up_are_named(bundle, fake_ort):
     fake_ort.refused.add(bundle / "graphs/target")
     engine = speccompile.load(bundle)
     engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=3))
-    target, draft = ort_cuda.graph_rows(engine)
+    target, draft = checks.graph_rows(engine)
     assert target["ok"] is False and target["got"].startswith("0 captured; This session cannot use the graph capture")
     engine.engines[1].engine.plan.give_up_graphs("CUDA failure 900")
-    draft = ort_cuda.graph_rows(engine)[1]
+    draft = checks.graph_rows(engine)[1]
     assert draft["ok"] is False and draft["got"] == "0 captured; CUDA failure 900"
 
 
@@ -92,12 +92,17 @@ def test_the_section_has_all_these_rows(bundle, fake_ort, work, monkeypatch):
     monkeypatch.setattr(decoding, "equality_rows", lambda *given: [])
     monkeypatch.setattr(decoding, "speed_rows", lambda *given: ([], {}))
     monkeypatch.setattr(decoding, "hybrid_rows", lambda *given: [])
+    monkeypatch.setattr(checks, "server_rows", lambda *given: [report.row("server", "right", "right", True)])
+    monkeypatch.setattr(checks, "wide_rows", lambda *given: [report.row("vocabulary", 1.0)])
+    monkeypatch.setattr(checks, "NUM_REQUESTS", 12)
+    monkeypatch.setattr(checks, "NUM_WARM", 12)
     monkeypatch.setattr(ort_cuda, "NUM_SAMPLED", 2)
     monkeypatch.setattr(ort_cuda, "NUM_TOKENS", 30)  # so many that shapes come again and are captured
     held = ort_cuda.run(work)
     assert held["status"] == "passed"
     judged = ["CUDA graphs, target", "CUDA graphs, draft", "tree commits, 5 at one shape"]
     judged += [f"sampled texts, {name}" for name in ort_cuda.SAMPLED]
+    judged += ["free memory over 12 requests", "server"]
     assert [r["what"] for r in held["rows"] if r["ok"] is not None] == judged
 
 
