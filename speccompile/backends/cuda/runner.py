@@ -199,6 +199,11 @@ class Runner:
         self._owners.pop(step, None)
         step.graph, step.context = None, None
 
+    @property
+    def num_graphs(self) -> int:
+        """The steps that have a captured graph now."""
+        return sum(step.graph is not None for step in self._owners)
+
     def forget_steps(self) -> None:
         """Discard all steps and graphs, as addresses have changed."""
         self.device.synchronize()
