@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.set-up
 TRITON_VENV ?= .venv-triton
 LOAD_VENV   ?= .venv-load
+CLIENTS_VENV ?= .venv-clients
 VLLM_VENV   ?= .venv-vllm
 GPU_VENV    ?= .venv-gpu
 BUNDLE ?= bundles/pycode
@@ -22,8 +23,9 @@ PLUGIN_LIBRARY ?= build/libspeccompile_plugins.so
 NVCC           ?= nvcc
 PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp plugins/library.cpp
 
+comma := ,
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check unmarked test wheel test-wheel fuzz triton-server test-triton load-tester test-load vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
+.PHONY: help setup demo check unmarked test wheel test-wheel fuzz triton-server test-triton load-tester test-load clients test-clients vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,16 +74,32 @@ test-triton: triton-server bundles/pycode/manifest.json  ## Run the tests agains
 
 load-tester: $(LOAD_VENV)/.set-up  ## Make .venv-load: GuideLLM, which loads a server (360 MB; torch is that of .venv)
 
-# Packages of .venv count as installed there; what GuideLLM needs besides, or in another version, is its own.
-$(LOAD_VENV)/.set-up: Makefile | setup
-	$(PYTHON) -m venv --clear $(LOAD_VENV)
+# Packages of .venv count as installed in these two; what they need besides, or in another version, is their own.
+define beside_venv
+	$(PYTHON) -m venv --clear $(@D)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	  "$$($(LOAD_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/speccompile_venv.pth"
-	$(LOAD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'guidellm>=0.8.1,<0.9'
+	  "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/speccompile_venv.pth"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(1)
 	@touch $@
+endef
+
+$(LOAD_VENV)/.set-up: Makefile | setup
+	$(call beside_venv,'guidellm>=0.8.1$(comma)<0.9')
 
 test-load: load-tester bundles/pycode/manifest.json  ## Load the server with GuideLLM and read its report (two minutes)
 	SPECCOMPILE_GUIDELLM=$(abspath $(LOAD_VENV))/bin/guidellm $(BIN)/python -m pytest tests/serving/load $(ARGS)
+
+clients: $(CLIENTS_VENV)/.set-up  ## Make .venv-clients: clients of OpenAI's and Anthropic's APIs, and lm-eval (920 MB)
+
+CLIENTS := 'anthropic>=2.14,<3' 'instructor>=1.17,<2' 'pydantic-ai-slim[openai]>=2.38,<3' 'openai-agents>=0.24,<0.25' \
+  'litellm>=1.110,<2' 'langchain>=1.5,<2' 'langchain-openai>=1.7,<2' 'lm-eval[api]>=0.4.13,<0.5'
+
+$(CLIENTS_VENV)/.set-up: Makefile | setup
+	$(call beside_venv,$(CLIENTS))
+
+test-clients: clients bundles/pycode/manifest.json  ## Run these clients against the server (about 3 minutes)
+	SPECCOMPILE_PROGRAM=$(abspath $(BIN))/speccompile HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	  $(CLIENTS_VENV)/bin/python -m pytest tests/serving/clients $(ARGS)
 
 vllm: $(VLLM_VENV)/.set-up  ## Make .venv-vllm: vLLM 0.32 for CPU, beside torch for CPU (3.5 GB)
 
