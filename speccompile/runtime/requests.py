@@ -80,7 +80,7 @@ class StepOutput(NamedTuple):
     """Result of one step for one output of a request.
 
     Args:
-        output_index: which output, below `num_outputs`.
+        output_index: which output, counted over all requests that were submitted as one.
         text: to show; never half a character, no part of a stop string.
         tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before).
         num_draft_tokens: draft tokens scored in this step.

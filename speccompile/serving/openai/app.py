@@ -151,7 +151,7 @@ class OpenAIServer:
             "system_fingerprint": self.fingerprint,
         }
         asked = body.stream_options or StreamOptions()
-        usage = Usage(sum(len(request.prompt) for request in requests))
+        usage = Usage(sum(len(request.prompt) for request in requests), body.n)
         running = usage if asked.continuous_usage_stats else None
         texts = None if body.num_logprobs is None else TokenTexts(self.service.engine.tokenizer)
         told = asked.include_usage, body.return_stats, texts, reader, self.options.request_metrics, running

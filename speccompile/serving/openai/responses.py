@@ -164,9 +164,11 @@ class Usage:
 
     Args:
         prompt_tokens: of all prompts of the request.
+        num_outputs: of each prompt.
     """
 
     prompt_tokens: int
+    num_outputs: int = 1
     completion_tokens: int = 0
     reused_tokens: int = 0
     drafts: int = 0
@@ -177,7 +179,7 @@ class Usage:
         self.completion_tokens += len(step_output.tokens)
         self.drafts += step_output.num_draft_tokens
         self.accepted += step_output.num_accepted
-        if step_output.stats is not None and step_output.output_index == 0:
+        if step_output.stats is not None and step_output.output_index % self.num_outputs == 0:
             self.reused_tokens += step_output.stats.get("num_reused_tokens", 0)
 
     def json_from_usage(self) -> dict[str, Any]:

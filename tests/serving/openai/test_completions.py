@@ -51,6 +51,14 @@ def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(app):
     assert ids["choices"][0]["text"] == many["choices"][0]["text"] == text_of("bcd", 5)
 
 
+def test_cached_tokens_are_those_of_every_prompt():
+    with serving(slots=4) as (app, _, _):
+        body = {"prompt": ["bcda" * 6, "dabc" * 6], "n": 2, "max_tokens": 2, "seed": 1}
+        first, again = (post(app, PATH, body).json()["usage"] for _ in range(2))
+        assert first["prompt_tokens_details"]["cached_tokens"] == 0
+        assert again["prompt_tokens_details"]["cached_tokens"] == 2 * 23  # the last two tokens are read again
+
+
 def test_a_seed_draws_the_same_text_and_no_seed_another(app):
     body = {"prompt": "b", "max_tokens": 30, "temperature": 3.0}
     drawn = [post(app, PATH, {**body, "seed": 5}).json()["choices"][0]["text"] for _ in range(2)]
