@@ -42,5 +42,9 @@ def keys(monkeypatch):
     """Clients look for keys in the environment, and some report to their makers."""
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
         monkeypatch.setenv(name, "none")
-    for name, value in {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGCHAIN_TRACING_V2": "false"}.items():
+    for name, value in {
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "LANGCHAIN_TRACING_V2": "false",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "true",
+    }.items():
         monkeypatch.setenv(name, value)
