@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MODEL, SAID = "pycode", "def add(a, b):"
 FOLDER = Path(__file__).parents[3] / "examples/models/pycode-16m"
@@ -30,12 +30,16 @@ class Color(Enum):
 
 
 class Point(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     x: int = Field(ge=0, le=99)
     y: int = Field(ge=0, le=99)
 
 
 class Shape(BaseModel):
     """A shape with corners."""
+
+    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["line", "polygon"]
     color: Color
@@ -119,7 +123,7 @@ def test_anthropic(base_url, server):
         filled = [*USER, {"role": "assistant", "content": "return"}]
         goes_on = client.messages.create(model=MODEL, max_tokens=8, messages=filled).content[0].text
         _, same = server.ask(
-            "POST", "/v1/completions", {"prompt": f"<s># user: {SAID}\n# assistant:return", "max_tokens": 8}
+            "POST", "/v1/completions", {"prompt": f"<s># user: {SAID}\n# assistant: return", "max_tokens": 8}
         )
         assert goes_on == same["choices"][0]["text"]
 
@@ -241,9 +245,10 @@ def test_litellm(base_url, server):
     shaped = litellm.completion(messages=USER, response_format=Shape, **{**asked, "max_tokens": 400})
     assert Shape.model_validate_json(shaped.choices[0].message.content)
     tool = {"type": "function", "function": {"name": "Shape", "parameters": Shape.model_json_schema()}}
-    called = litellm.completion(messages=USER, tools=[tool], tool_choice="required", **{**asked, "max_tokens": 400})
-    for call in called.choices[0].message.tool_calls:
-        assert Shape.model_validate_json(call.function.arguments)
+    asked_once = {**asked, "max_tokens": 400, "parallel_tool_calls": False}
+    called = litellm.completion(messages=USER, tools=[tool], tool_choice="required", **asked_once)
+    [call] = called.choices[0].message.tool_calls
+    assert Shape.model_validate_json(call.function.arguments)
     answer = litellm.responses(
         model=f"openai/{MODEL}", api_base=base_url, api_key="none", input=SAID, max_output_tokens=16
     )
