@@ -41,15 +41,16 @@ public:
 
     std::int32_t enqueue(trt::PluginTensorDesc const* descs, trt::PluginTensorDesc const*, void const* const* inputs,
                          void* const* outputs, void*, cudaStream_t stream) noexcept override {
+        trt::Dims const &dims = descs[0].dims, &path = descs[num_caches_ + 1].dims;
+        const std::int64_t entry_bytes = descs[0].type == trt::DataType::kFLOAT ? 4 : 2;
+        const std::size_t cache_bytes = dims.d[0] * dims.d[1] * dims.d[2] * dims.d[3] * entry_bytes;
         for (std::int32_t i = 0; i < num_caches_; ++i) {
-            if (inputs[i] != outputs[i]) {
-                log_error("KVRollback: got outputs elsewhere; expected caches compacted in place. "
-                          "Bind each cache, its update and its compaction to one address.");
+            // TensorRT may put a copy in between, and its builder times plugins on buffers of its own.
+            if (inputs[i] != outputs[i] && cudaMemcpyAsync(outputs[i], inputs[i], cache_bytes, cudaMemcpyDeviceToDevice,
+                                                           stream) != cudaSuccess) {
                 return -1;
             }
         }
-        trt::Dims const &dims = descs[0].dims, &path = descs[num_caches_ + 1].dims;
-        const std::int64_t entry_bytes = descs[0].type == trt::DataType::kFLOAT ? 4 : 2;
         const int unit = rollback_vector_bytes(dims.d[3] * entry_bytes, outputs, num_caches_);
         if (unit == 0) return -1;
         KVRollbackParams params{};

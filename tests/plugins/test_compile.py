@@ -31,6 +31,8 @@ ENTRIES = {
     },
     KV_ROLLBACK: {f"kv_rollback_{unit}" for unit in (16, 4, 2)},
 }
+HEADERS = Path(__file__).parents[1] / "backends/tensorrt/headers"
+STUBS = ("-isystem", str(HEADERS), "-arch=compute_80", "-code=compute_80")
 needs_nvcc = pytest.mark.skipif(
     NVCC is None, reason="NO NVCC: the CUDA kernels WERE NOT COMPILED. Install CUDA's nvcc."
 )
@@ -48,6 +50,7 @@ def _compile(source: Path, dest: Path, *options: str) -> str:
         (folder / "said.txt").write_text(done.stderr)
 
     sources = {str(p.relative_to(kernels.find_sources())): p.read_text() for p in _headers()}
+    sources |= {p.name: p.read_text() for p in sorted(HEADERS.iterdir())}
     own = {"options": [*kernels._OPTIONS, *options], "source": source.read_text(), "nvcc": version}
     store.fetch("kernels", {**own, "sources": sources}, dest, make)
     return (dest / "said.txt").read_text()
@@ -98,6 +101,23 @@ def test_kernels_compile_beside_code_of_the_host(op: str, tmp_path: Path) -> Non
     """As in the C++ library: nvcc hands the same headers to the host's compiler; PTX is the device's part here."""
     source = (kernels.find_sources() / kernels.SOURCES[op]).parent / "launches.h"
     _compile(source, tmp_path / "host", "-arch=compute_80", "-code=compute_80", "-c")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["spec_verify/plugin.cpp", "kv_rollback/plugin.cpp", "library.cpp"])
+def test_the_library_compiles_against_the_documented_interface(name: str, tmp_path: Path) -> None:
+    """Without TensorRT's headers: a stub has the names that the sources use. PTX is the device's part here."""
+    said = _compile(kernels.find_sources() / name, tmp_path / "object", *STUBS, "-Xcompiler", "-Wall,-Wextra", "-c")
+    assert "warning" not in said and "error" not in said
+
+
+@needs_nvcc
+def test_a_signature_that_is_not_documented_does_not_compile(tmp_path: Path) -> None:
+    source = (kernels.find_sources() / "library.cpp").read_text()
+    wrong = source + "struct W : speccompile::trt::ILogger { void log(int, char const*) noexcept override {} };\n"
+    (tmp_path / "wrong.cpp").write_text(wrong)
+    with pytest.raises(AssertionError, match="override"):
+        _compile(tmp_path / "wrong.cpp", tmp_path / "object", *STUBS, "-c")
 
 
 @needs_nvcc

@@ -86,3 +86,15 @@ def test_a_failing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         RuntimeFault, match="plugins, cuLibraryLoadData: got CUDA_ERROR_NO_BINARY_FOR_GPU; expected success"
     ):
         kernels.KernelModule(b"code")
+
+
+def test_copies_go_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    driver = types.SimpleNamespace(cuMemcpyDtoDAsync=lambda *given: (calls.append(given), (0,))[1])
+    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: driver)
+    kernels.copy_memory(64, 32, 16, 7)
+    assert calls == [(64, 32, 16, 7)]
+    driver.cuMemcpyDtoDAsync = lambda *given: (700,)
+    driver.cuGetErrorName = lambda status: (0, b"CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(RuntimeFault, match="cuMemcpyDtoDAsync: got CUDA_ERROR_ILLEGAL_ADDRESS"):
+        kernels.copy_memory(64, 32, 16, 7)

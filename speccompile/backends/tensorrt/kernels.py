@@ -194,6 +194,20 @@ def _compile_error(op: str, arch: str, log: str) -> BuildError:
     return BuildError(f"plugins: {op} for {arch}", lines, "a compiled kernel", todo)
 
 
+def _call_driver(driver: Any, function: str, *arguments: Any) -> Any:
+    status, *results = getattr(driver, function)(*arguments)
+    if int(status) != 0:
+        name = driver.cuGetErrorName(status)[1].decode()
+        raise RuntimeFault(f"plugins, {function}", name, "success", "Update the NVIDIA driver, or report this.")
+    return results[0] if results else None
+
+
+def copy_memory(dest: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copies device memory on a stream; does not wait."""
+    driver = importlib.import_module("cuda.bindings.driver")
+    _call_driver(driver, "cuMemcpyDtoDAsync", dest, source, num_bytes, stream)
+
+
 class KernelModule:
     """The kernels of one op on the current CUDA context's device.
 
@@ -207,11 +221,7 @@ class KernelModule:
         self._kernels: dict[str, Any] = {}
 
     def _call(self, function: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._driver, function)(*arguments)
-        if int(status) != 0:
-            name = self._driver.cuGetErrorName(status)[1].decode()
-            raise RuntimeFault(f"plugins, {function}", name, "success", "Update the NVIDIA driver, or report this.")
-        return results[0] if results else None
+        return _call_driver(self._driver, function, *arguments)
 
     def launch(self, launch: Launch, arguments: Sequence[Any], stream: int) -> None:
         """Enqueue a kernel; does not wait.

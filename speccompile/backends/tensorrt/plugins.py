@@ -7,6 +7,7 @@ the C++ library (`make plugins`) can be embedded instead. Plans are built withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.backends.tensorrt.kernels import launch_rollback, launch_verify, sources_digest
+from speccompile.backends.cuda.arrays import item_bytes
+from speccompile.backends.tensorrt.kernels import copy_memory, launch_rollback, launch_verify, sources_digest
 from speccompile.backends.tensorrt.launches import DTYPES, SpecVerifyArgs, verify_workspace_bytes
 from speccompile.backends.tensorrt.plugin_names import (
     ABI_FIELD,
@@ -215,13 +217,13 @@ def _rollback_plugin(trt: ModuleType) -> type[Any]:
             self, input_desc: Any, output_desc: Any, inputs: Any, outputs: Any, workspace: int, stream: int
         ) -> None:
             caches, (lengths, path) = list(inputs[:-2]), inputs[-2:]
-            if list(outputs) != caches:
-                todo = "Bind each cache, its update and its compaction to one address."
-                raise BuildError(f"plugin {KV_ROLLBACK}", "outputs elsewhere", "caches compacted in place", todo)
             batch, depth = input_desc[-1].dims
-            shape = (batch, *tuple(input_desc[0].dims)[1:])
-            dtype = _dtype_name(trt, input_desc[0].type)
-            launch_rollback(caches, shape, dtype, lengths, path, depth, stream)
+            dims, dtype = tuple(input_desc[0].dims), _dtype_name(trt, input_desc[0].type)
+            for source, dest in zip(caches, outputs, strict=True):
+                # TensorRT may put a copy in between, and its builder times plugins on buffers of its own.
+                if source != dest:
+                    copy_memory(dest, source, math.prod(dims) * item_bytes(dtype), stream)
+            launch_rollback(list(outputs), (batch, *dims[1:]), dtype, lengths, path, depth, stream)
 
     return KVRollback
 

@@ -20,7 +20,10 @@ SYMBOLS = (
     *("getNvOnnxParserVersion", "getPluginRegistry", "initLibNvInferPlugins"),
 )
 # TensorRT-RTX alone has these, and the backend asks for them only where `Capabilities` says so.
-OF_RTX_ALONE = ["ComputeCapability", "CudaGraphStrategy", "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE"]
+OF_RTX_ALONE = [
+    *("ComputeCapability", "CudaGraphStrategy", "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE"),
+    *("DynamicShapesKernelSpecializationStrategy", "DynamicShapesKernelSpecializationStrategy.EAGER"),
+]
 
 
 def test_the_backend_finds_what_it_asks_of_full_tensorrt(tmp_path):

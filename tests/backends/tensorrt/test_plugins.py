@@ -98,16 +98,11 @@ def test_what_a_plan_carries_and_what_a_load_checks(variant: Variant) -> None:
         create(**{ABI_FIELD: 7})
 
 
-def test_enqueue_refuses_a_cache_that_is_not_in_place(variant: Variant) -> None:
-    plugin = plugins._rollback_plugin(variant.trt)(1, {NUM_CACHES: 1})
-    with pytest.raises(BuildError, match="got outputs elsewhere; expected caches compacted in place"):
-        plugin.enqueue([], [], [16, 32, 48], [64], 0, 0)
-
-
 def test_enqueue_hands_over_pointers_and_sizes(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(plugins, "launch_verify", lambda args, stream: calls.append((args, stream)))
     monkeypatch.setattr(plugins, "launch_rollback", lambda *args: calls.append(args))
+    monkeypatch.setattr(plugins, "copy_memory", lambda *args: calls.append(("copy", *args)))
 
     class Desc:
         def __init__(self, kind, *dims: int) -> None:  # type: ignore[no-untyped-def]
@@ -135,6 +130,10 @@ def test_enqueue_hands_over_pointers_and_sizes(variant: Variant, monkeypatch: py
     cache = Desc(trt.float16, 4, 2, 32, 8)
     rollback.enqueue([cache, cache, Desc(trt.int64, 3), Desc(trt.int64, 3, 5)], [], [1, 2, 3, 4], [1, 2], 0, 30)
     assert calls == [([1, 2], (3, 2, 32, 8), "float16", 3, 4, 5, 30)]
+    calls.clear()
+    rollback.enqueue([cache, cache, Desc(trt.int64, 3), Desc(trt.int64, 3, 5)], [], [1, 2, 3, 4], [1, 9], 0, 30)
+    copied = ("copy", 9, 2, 4 * 2 * 32 * 8 * 2, 30)  # a cache that TensorRT gives another output is copied whole
+    assert calls == [copied, ([1, 9], (3, 2, 32, 8), "float16", 3, 4, 5, 30)]
 
 
 def test_abi_is_json() -> None:
