@@ -82,7 +82,7 @@ def build_command(
     settings += [f"target.weights={weights}"] if weights is not None else []
     with errors_as_json(as_json):
         with live_stages():  # a hub model is downloaded here
-            plan = plan_from_source(source, replace(model, settings=tuple(settings)))
+            plan = plan_from_source(source, replace(model, settings=tuple(settings), reads_weights=not dry_run))
         _warn_without_device(plan)
         if dry_run:
             prediction, dest = _predictions(plan), output or Path("bundles") / _name(source)

@@ -38,11 +38,13 @@ class ModelOptions:
         speculative: a config as vLLM spells it, see `speculative_config`; empty: the default drafter.
         settings: "section.key=value", which win over everything else.
         reads_generation_config: sampling defaults are those of the checkpoint's generation_config.json.
+        reads_weights: False reads small files of a hub checkpoint alone, for its sizes: no module of its own is found.
     """
 
     speculative: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[str] = ()
     reads_generation_config: bool = True
+    reads_weights: bool = True
 
 
 def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe:
@@ -69,12 +71,12 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
     }
     target, engine = sections["target"], sections["engine"]
     is_random = target.get("weights") == "random"
-    folder = find_config(GraphJob("target", model)) if is_random else resolve_checkpoint(model)
+    folder, has_weights = _find_folder(model, options, is_random)
     speculative = dict(options.speculative)
     if (verifier := verifier_of(folder)) is not None:
         speculative.setdefault(MODEL, _absolute(model))
         model = verifier
-        folder = find_config(GraphJob("target", model)) if is_random else resolve_checkpoint(model)
+        folder, has_weights = _find_folder(model, options, is_random)
     dims = read_dims(folder)
     target.setdefault("model", _absolute(model))
     backend: Backend = registry.backend(str(engine.get("backend", EngineSection.model_fields["backend"].default)))
@@ -83,7 +85,7 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
         # Calibrated int4 is farther from float32 than `auto` allows, and calibration takes most of a build.
         target.setdefault("calibration", NO_TEXTS)
     if "method" not in sections["speculator"]:
-        chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=not is_random)
+        chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=has_weights)
         sections["speculator"] = chosen | sections["speculator"]
         if speculative:
             check_model(sections["speculator"])
@@ -92,6 +94,13 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
         sections["decoding"] = sampling_defaults(folder) | sections["decoding"]
     raw.values = {**raw.values, **{name: section for name, section in sections.items() if section}}
     return validate_recipe(raw)
+
+
+def _find_folder(model: str, options: ModelOptions, is_random: bool) -> tuple[Path, bool]:
+    """Returns a model's folder, and whether its weights are there to look at."""
+    if is_random or not (options.reads_weights or Path(model).expanduser().is_dir()):
+        return find_config(GraphJob("target", model)), False
+    return resolve_checkpoint(model), True
 
 
 def default_section(folder: Path, *, has_weights: bool = True) -> dict[str, Any]:

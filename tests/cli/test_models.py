@@ -174,6 +174,37 @@ def test_whatever_its_name_it_is_not_built_for_a_chat(
     assert kind == "recipe" or asked == [{"config.json", "tokenizer_config.json", "chat_template.jinja"}]
 
 
+@pytest.mark.parametrize("is_recipe", [True, False])
+def test_a_dry_run_of_the_hub_downloads_small_files_alone(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, is_recipe: bool
+) -> None:
+    asked: set[str] = set()
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        if allow_patterns == ["manifest.json"]:
+            raise OSError(f"404: {name}")
+        asked.update(allow_patterns)
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    Path("hub.yaml").write_text("target: {model: org/tiny}\nspeculator: {method: ngram}\nengine: {max_seq_len: 32}\n")
+    code, out, err = run("build", "hub.yaml" if is_recipe else "org/tiny", "--dry-run")
+    assert code == 0 and "free on this machine" in out, err
+    assert "config.json" in asked and not [name for name in asked if "safetensors" in name or name.endswith(".bin")]
+
+
+def test_a_dry_run_without_the_hub_says_what_it_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    Path("hub.yaml").write_text("target: {model: org/tiny}\nspeculator: {method: ngram}\nengine: {max_seq_len: 32}\n")
+    code, _, err = run("build", "hub.yaml", "--dry-run")
+    told = " ".join(err.split())
+    assert code == 3 and "not in the hub's cache, and the hub said: no network" in told
+    assert "its config.json, which is all that sizes need" in told and "give a folder with config.json" in told
+
+
 def test_a_folder_of_models_is_none_but_names_them(run: Run, model: Path) -> None:
     code, _, err = run("generate", str(model.parent), "-p", "w3")
     told = " ".join(err.split())
