@@ -108,26 +108,21 @@ class Engine(Protocol):
 
     def reset(self, rows: int = 1) -> None:
         """Marks all slots unused; the caches may be laid out anew for sequences of `rows` rows."""
-        ...
 
     def shrink(self, rows: int) -> None:
         """Keeps the first `rows` rows of each slot; the caches may be laid out anew for these."""
-        ...
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
         """Copies the cache of slot `source` to slot `dest`, at least its first `rows` rows; None: all."""
-        ...
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
         """Exchanges at least the first `rows` rows of two slots."""
-        ...
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
         """Moves `num` rows of a slot from row `first` on to its front; see `GraphSpec.window`."""
 
     def clear_slot(self, slot: int) -> None:
         """Zeroes all rows of a slot's own caches: they may hold NaN, which masks do not hide (0 x NaN is NaN)."""
-        ...
 
     def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
         """Returns the first `rows` rows of a slot of its own caches, [kv_heads, rows, head_dim] by name; for checks.
