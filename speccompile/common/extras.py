@@ -6,23 +6,23 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shlex
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 
 def install_command(extra: str) -> str:
     """Returns the command that installs the packages of an extra of pyproject.toml."""
-    source, editable = _source()
-    return f"pip install {editable}{shlex.quote(f'{source}[{extra}]')}"
+    clone = Path(__file__).parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
+    return f"pip install {shlex.quote(f'{_source()}[{extra}]')}"
 
 
-def _source() -> tuple[str, str]:
-    """Returns what was installed, and the option for a clone that stays in use; the name where pip did not say."""
+def _source() -> str:
+    """Returns the file or folder that was installed, by pip's record; the package's name where there is none."""
     try:
         text = importlib.metadata.distribution("speccompile").read_text("direct_url.json")
-        record = json.loads(text or "{}")
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        record = {}
-    url = urlsplit(record.get("url", ""))
-    if url.scheme != "file":
-        return "speccompile", ""
-    return unquote(url.path), "-e " if record.get("dir_info", {}).get("editable") else ""
+        url = urlsplit(json.loads(text or "")["url"])
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        return "speccompile"
+    return unquote(url.path) if url.scheme == "file" else url.geturl()

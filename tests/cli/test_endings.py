@@ -137,6 +137,7 @@ def test_help_has_whole_names_and_every_option_once(monkeypatch, capsys, command
     ("arguments", "shown", "absent"),
     [
         (["serve", "--help=parser"], "Answers:\n  --tool-call-parser", "--host"),
+        (["serve", "model", "--help=parser"], "Answers:\n  --tool-call-parser", "--host"),
         (["serve", "--help=OPENAI"], None, None),
         (["generate", "--help=temperature"], "Sampling:\n  --temperature", "--prompts"),
         (["--help=timeout"], "triton:\n  --timeout-s", "--host"),
