@@ -137,7 +137,7 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundling.graphs import open_source
     from speccompile.checkpoints.checkpoint import read_text_config
     from speccompile.core import registry
-    from speccompile.recipe.predict import predict, predict_counts
+    from speccompile.recipe.predict import own_cache_bytes, predict, predict_counts
 
     backend: Backend = registry.backend(plan.engine.backend)
     graphs, target = {}, None
@@ -152,7 +152,8 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
             num_nodes = plan.engine.max_draft_nodes + 1
             prediction = predict(config, source.dims, job.quantization, *sizes, max_pending=num_nodes)
         else:
-            prediction = predict_counts(counts, job.quantization, backend=backend, dtype=plan.dtype)
+            held_bytes = own_cache_bytes(source.spec(), slots, source.max_rows, plan.dtype)
+            prediction = predict_counts(counts, job.quantization, held_bytes, backend, plan.dtype)
         target = target or source.dims
         graphs[job.name] = prediction.json_from_prediction()
     total = {

@@ -7,6 +7,7 @@ where the checkpoint ties it to the embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,14 +15,23 @@ from typing import Any
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import optional_size
 from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
-from speccompile.core.dims import LayerDims, ModelDims
+from speccompile.core.dims import DTYPE_BYTES, LayerDims, ModelDims
 from speccompile.core.jobs import WeightCounts
+from speccompile.core.specs import GraphSpec
 
 # Families whose feed-forward has two matrices; the others gate it with a third.
-_UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "starcoder2", "phi", "gpt_neo", "gptj", "codegen"})
+_UNGATED = frozenset({
+    "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+    "gpt_neox_japanese", "gptj", "jais2", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi",
+    "starcoder2", "xglm",
+})  # fmt: skip
 _CONFIG = "config.json"
-_TIED = frozenset({"gpt2", "opt", "gemma", "gemma2", "gemma3_text", *GEMMA4_TYPES, "starcoder2", "smollm3"})
-_LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_neo"})
+_TIED = frozenset({
+    "biogpt", "bloom", "cohere", "cohere2", "cohere2_moe", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon", "gemma",
+    "gemma2", "gemma3_text", *GEMMA4_TYPES, "gpt2", "gpt_bigcode", "gpt_neo", "jetmoe", "lfm2", "modernbert-decoder",
+    "openai-gpt", "opt", "smollm3", "starcoder2", "vaultgemma", "xglm", "zamba2",
+})  # fmt: skip
+_LEARNED_POSITIONS = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,19 @@ def predict_counts(
         builder_peak_bytes=sizes.builder_peak_bytes,
         build_peak_bytes=max(sizes.export_peak_bytes, sizes.builder_peak_bytes),
     )
+
+
+def own_cache_bytes(spec: GraphSpec, slots: int, rows: int, dtype: str) -> int:
+    """Returns the bytes of the caches that a draft's graph owns; those that it borrows are its target's.
+
+    Args:
+        spec: its inputs and outputs.
+        slots: sequences decoded at once.
+        rows: cache rows of each.
+        dtype: of caches.
+    """
+    columns = sum(math.prod(d for d in spec.input(n).dims if isinstance(d, int)) for n in spec.own_caches)
+    return slots * rows * columns * DTYPE_BYTES[dtype]
 
 
 def _attention(dims: ModelDims) -> int:

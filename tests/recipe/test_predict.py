@@ -16,7 +16,7 @@ from speccompile.checkpoints.checkpoint import count_params, read_dims
 from speccompile.core import registry
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.core.jobs import WeightCounts
-from speccompile.recipe.predict import predict
+from speccompile.recipe.predict import own_cache_bytes, predict
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
@@ -38,6 +38,11 @@ KNOWN: list[tuple[dict[str, Any], float]] = [
         124_439_808,
     ),
     (
+        {"model_type": "gpt_bigcode", "vocab_size": 49152, "n_embd": 6144, "n_layer": 52, "n_head": 48,
+         "n_inner": 24576, "n_positions": 8192, "multi_query": True},
+        20_067_000_000,  # granite-20b-code
+    ),
+    (
         {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
          "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
          "tie_word_embeddings": False},
@@ -53,6 +58,18 @@ def test_parameters_of_known_models(tmp_path: Path, config: dict[str, Any], expe
     found = predict(config, dims, "none", slots=1, rows=1024).num_params
     # Biases and the norms of queries and keys are left out.
     assert found == pytest.approx(expected, rel=0.002)
+
+
+def test_the_caches_that_a_draft_owns_are_counted() -> None:
+    from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
+
+    dims = FeatureDims(
+        model_type="m", vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        max_positions=64, target_hidden_size=32, intermediate_size=48, draft_vocab_size=40,
+    )  # fmt: skip
+    spec = feature_draft_spec("draft", dims, 4, False, 64)
+    assert own_cache_bytes(spec, slots=3, rows=64, dtype="float16") == 3 * 64 * (2 * 2) * (2 * 8) * 2
+    assert own_cache_bytes(replace(spec, caches=()), slots=3, rows=64, dtype="float16") == 0
 
 
 @pytest.mark.parametrize("name", ["pycode-16m", "pycode-16m-draft"])
