@@ -138,7 +138,7 @@ _MASK = """
     third = Constant<value_ints = [2]>()
     second = Constant<value_ints = [1]>()
     visible = Constant<value_float = 0.0>()
-    hidden = Constant<value_float = -3e38>()
+    hidden = Constant<value_float = -1e30>()
     endless = Constant<value_int = 4611686018427387904>()
     max_seq1 = Shape<start = 2, end = 3>(k_cache)
     max_seq = Squeeze(max_seq1)

@@ -61,7 +61,7 @@ CROSS_ATTENTION = Op(
     second = Constant<value_ints = [1]>()
     third = Constant<value_ints = [2]>()
     visible = Constant<value_float = 0.0>()
-    hidden = Constant<value_float = -3e38>()
+    hidden = Constant<value_float = -1e30>()
     num_rows1 = Shape<start = 2, end = 3>(k_cache)
     num_rows = Squeeze(num_rows1)
     rows = Range(none, num_rows, one)

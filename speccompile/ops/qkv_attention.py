@@ -169,7 +169,7 @@ _ATTEND = """
     k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, {k}, lengths)
     v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
     visible = Constant<value_float = 0.0>()
-    hidden = Constant<value_float = -3e38>()
+    hidden = Constant<value_float = -1e30>()
     endless = Constant<value_int = 4611686018427387904>()
     last_axis = Constant<value_ints = [0, 0, 1, 0, 0, 0]>()
     last_axis_end = Constant<value_ints = [0, 0, 0, 0, 0, 1]>()

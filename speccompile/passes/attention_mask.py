@@ -9,7 +9,9 @@ import onnx_ir as ir
 from speccompile.core.specs import IMAGE_NODES, LENGTHS
 from speccompile.passes.edit import Editor, input_of
 
-HIDDEN_SCORE = np.float32(-3e38)  # added to a score: finite, so that the softmax of a row never computes inf - inf
+# Added to a score, which it absorbs. Finite, so that the softmax of a row never computes inf - inf, and also after a
+# kernel that works in base 2 has multiplied it by 1.44.
+HIDDEN_SCORE = np.float32(-1e30)
 HALF_HIDDEN_SCORE = np.float16(-6e4)  # the same near the end of float16; bfloat16 has the range of float32
 
 

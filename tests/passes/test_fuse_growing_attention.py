@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from speccompile.ops.registry import attach_functions
+from speccompile.passes.attention_mask import HIDDEN_SCORE
 from speccompile.passes.base import histogram_from_model, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
@@ -174,3 +176,11 @@ def test_what_is_no_rotation_is_left_alone() -> None:
     key = cosines[2]  # the first two rotate the query
     key.replace_input_with(1, Editor(model).const(np.full((1, 1, 1, DIM // 2), 0.5, np.float32), "other"))
     assert FUSE_GROWING_ATTENTION.run(model) == 0
+
+
+def test_a_hidden_score_is_absorbed_and_stays_finite_in_base_2():
+    """Kernels multiply scores by log2(e) = 1.44 before they subtract the row's greatest."""
+    for hidden in (HIDDEN_SCORE, HIDDEN_SCORE.astype(ml_dtypes.bfloat16).astype(np.float32)):
+        for score in (np.float32(1e6), np.float32(-1e6)):
+            assert hidden + score == hidden and np.isfinite(2 * hidden * np.float32(1.4427))
+            assert np.exp2(hidden * np.float32(1.4427) - score) == 0
