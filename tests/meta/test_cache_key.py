@@ -20,7 +20,7 @@ PACKAGE = "speccompile"
 NEUTRAL = {
     f"{PACKAGE}.{name}"
     for name in (
-        *("common.cache_root", "common.disk", "common.json_reader", "common.tokenizer_file", "errors"),
+        *("common.cache_root", "common.disk", "common.extras", "common.json_reader", "common.tokenizer_file", "errors"),
         *("core.acceptance", "core.registry", "core.sampling", "core.tree", "common.parameters", "core.probes"),
         *("core.sampling_params", "common.surfaces", "common.structured_outputs", "common.waiting"),
     )
