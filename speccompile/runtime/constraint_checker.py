@@ -15,13 +15,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from speccompile.common.structured_outputs import WHERE, StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Busy
 
 _COMMAND = (sys.executable, "-m", "speccompile.runtime.constraint_worker")
+
+
+_LEAST_BYTES = 1 << 16  # of a compiled grammar
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,31 @@ class Checked:
     Args:
         grammar: in the language of llguidance.
         num_bytes: that compiling it took.
+        growth: tokens by which one token may lengthen a text's shortest ending.
+        ending: a short text of it, as tokens; None: it holds no JSON, or none was found.
     """
 
     grammar: str
     num_bytes: int
+    growth: int = 0
+    ending: tuple[int, ...] | None = None
+
+
+class Compiled(NamedTuple):
+    """A grammar.
+
+    Args:
+        matcher: `llguidance.LLMatcher` at the start of a text; it is shared: copy it.
+        checked: what else is known.
+    """
+
+    matcher: Any
+    checked: Checked
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated."""
+        return self.checked.num_bytes + 2 * len(self.checked.grammar) + _LEAST_BYTES
 
 
 class _Process:
@@ -126,7 +150,9 @@ class ConstraintChecker:
 def _resolve(future: Future[Checked], wanted: StructuredOutputs, answer: Mapping[str, Any]) -> None:
     with suppress(InvalidStateError):  # cancelled meanwhile
         if "grammar" in answer:
-            future.set_result(Checked(answer["grammar"], answer["num_bytes"]))
+            ending = answer["ending"]
+            found = Checked(answer["grammar"], answer["num_bytes"], answer["growth"], ending and tuple(ending))
+            future.set_result(found)
         elif "is_busy" in answer:
             todo = "Send the request again later."
             future.set_exception(Busy("queue", "too many constraints that wait to be compiled", "less of them", todo))
@@ -135,8 +161,8 @@ def _resolve(future: Future[Checked], wanted: StructuredOutputs, answer: Mapping
         else:
             expected, todo = "one within the bounds of docs/serve.md", f"Simplify the {wanted.kind}."
             got = f"a {wanted.kind} that cannot be compiled: {answer.get('died')}"
-            found = {"where": f"{WHERE} ({wanted.kind})", "got": got, "expected": expected, "todo": todo, **answer}
-            future.set_exception(RuntimeFault(found["where"], found["got"], found["expected"], found["todo"]))
+            parts = {"where": f"{WHERE} ({wanted.kind})", "got": got, "expected": expected, "todo": todo, **answer}
+            future.set_exception(RuntimeFault(parts["where"], parts["got"], parts["expected"], parts["todo"]))
 
 
 def shutting_down() -> Busy:

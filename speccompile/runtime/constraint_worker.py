@@ -2,7 +2,7 @@
 """The process that tries constraints, `python -m speccompile.runtime.constraint_worker`.
 
 Lines of JSON come in: the vocabulary, then `{"job", "constraint"}` and `{"cancel"}`. For each job a line goes out:
-`{"job", "grammar", "num_bytes"}`, `{"job", "where", "got", "expected", "todo"}`, `{"job", "died"}` or `{"job",
+`{"job", "grammar", ..}`, `{"job", "where", "got", "expected", "todo"}`, `{"job", "died"}` or `{"job",
 "is_busy"}`. Each job runs in a fork of its own with bounds of time, memory and stack: what ends it, ends nothing else.
 This process has one thread, so that it may fork.
 """
@@ -10,6 +10,7 @@ This process has one thread, so that it may fork.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import selectors
@@ -25,6 +26,7 @@ from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.constraint_forms import grammar_from_constraint, refuse
 from speccompile.runtime.constraint_limits import (
+    EMPTY,
     MAX_BYTES,
     MAX_CPU_S,
     MAX_JOBS,
@@ -37,6 +39,8 @@ from speccompile.runtime.constraint_limits import (
     make_vocabulary,
     try_matcher,
 )
+from speccompile.runtime.grammar_endings import MAX_ENDING, MAX_TEXTS, TokenKinds, find_ending
+from speccompile.runtime.schema_sizes import growth_of_grammar
 
 _SIZE = 1 << 20
 _ENDS: dict[int, str] = {
@@ -81,7 +85,7 @@ def _bound() -> None:
     os.nice(5)  # those who decode come first
 
 
-def run_job(job: _Job, vocabulary: Any) -> dict[str, Any]:
+def run_job(job: _Job, vocabulary: Any, kinds: TokenKinds) -> dict[str, Any]:
     """Returns the answer to a job, in its own process."""
     wanted = StructuredOutputs(**job.constraint)
     before = _bytes()[1]
@@ -90,9 +94,14 @@ def run_job(job: _Job, vocabulary: Any) -> dict[str, Any]:
         matcher = make_matcher(vocabulary, grammar)
         if reason := fault_of_matcher(matcher) or try_matcher(matcher, frozenset(vocabulary.eos_tokens)):
             refuse(wanted, reason)
+        growth = growth_of_grammar(grammar, lambda text: len(vocabulary.tokenize_str(text)))
+        if growth == math.inf:
+            refuse(wanted, EMPTY)
+        ending = None if growth is None else find_ending(matcher, kinds, MAX_ENDING, 2 * MAX_TEXTS)
     except RuntimeFault as fault:
         return {"where": fault.where, "got": fault.got, "expected": fault.expected, "todo": fault.todo}
-    return {"grammar": grammar, "num_bytes": max(_bytes()[1] - before, 0)}
+    num_bytes = max(_bytes()[1] - before, 0)
+    return {"grammar": grammar, "num_bytes": num_bytes, "growth": growth or 0, "ending": ending}
 
 
 class Worker:
@@ -104,7 +113,7 @@ class Worker:
     """
 
     def __init__(self, vocabulary: Any, read: bytes) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary, self._kinds = vocabulary, TokenKinds(vocabulary, vocabulary.vocab_size)
         self._waiting: deque[_Job] = deque()
         self._running: dict[int, _Job] = {}  # by number
         self._selector = selectors.DefaultSelector()
@@ -164,7 +173,7 @@ class Worker:
         if job.pid == 0:
             os.dup2(writer, 2)  # a panic says why
             os.dup2(writer, 1)  # or the reader of this process would wait for the fork too
-            _run_in_fork(job, self._vocabulary, writer)
+            _run_in_fork(job, self._vocabulary, self._kinds, writer)
         os.close(writer)
         self._running[job.number] = job
         self._selector.register(job.pipe, selectors.EVENT_READ, job)
@@ -194,12 +203,12 @@ class Worker:
         sys.stdout.flush()
 
 
-def _run_in_fork(job: _Job, vocabulary: Any, writer: int) -> NoReturn:
+def _run_in_fork(job: _Job, vocabulary: Any, kinds: TokenKinds, writer: int) -> NoReturn:
     """Never returns, so that the fork does not go on as its parent."""
     code = 1
     try:
         _bound()
-        answer = json.dumps(run_job(job, vocabulary)).encode()
+        answer = json.dumps(run_job(job, vocabulary, kinds)).encode()
         with os.fdopen(writer, "wb") as file:
             file.write(b"\n" + answer)
         code = 0

@@ -23,12 +23,13 @@ from speccompile.common.extras import install_command
 from speccompile.common.structured_outputs import WHERE, StructuredOutputs
 from speccompile.core.tree import Bools
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.constraint_checker import Checked, ConstraintChecker, shutting_down
+from speccompile.runtime.constraint_checker import Checked, Compiled, ConstraintChecker, shutting_down
 from speccompile.runtime.constraint_forms import refuse
 from speccompile.runtime.constraint_limits import fault_of_matcher, make_matcher, make_vocabulary
+from speccompile.runtime.grammar_endings import Ending, EndingRule, TokenKinds
 
 GRAMMAR = "grammar"  # where a grammar fails
-MAX_KEPT_BYTES, _LEAST_BYTES = 64 << 20, 1 << 16  # of compiled grammars; of one
+MAX_KEPT_BYTES = 64 << 20  # of compiled grammars
 NUM_BUILDERS = 2
 _MAX_MASK_S = 0.5  # other texts wait meanwhile
 _TAIL = 8  # tokens at a prompt's end that may open or close its reasoning
@@ -56,6 +57,8 @@ class GrammarMatcher:
         eos_token_ids: tokens that end the text; they are allowed where the grammar may end, and then alone.
         markers: tokens that begin and end a reasoning before the grammar; None: there is none.
         prompt: the sequence's; a reasoning may begin, or have ended, at its end.
+        rule: so that the text ends in time; None: it may be cut off.
+        ending: of the empty text, where there is a rule.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class GrammarMatcher:
         eos_token_ids: Iterable[int],
         markers: tuple[int, int] | None = None,
         prompt: Sequence[int] = (),
+        rule: EndingRule | None = None,
+        ending: Sequence[int] = (),
     ) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._eos = sorted(token for token in eos_token_ids if token < vocab_size)
@@ -74,6 +79,8 @@ class GrammarMatcher:
         self._masks: dict[tuple[int, ...], Bools | None] = {}
         self._forced: list[int] | None = None
         self._copy: Any = None
+        self._rule, self._endings = rule, dict[tuple[int, ...], Ending]()
+        self._ending = None if rule is None else rule.known(tuple(ending), len(prompt))
         # Whether the reasoning goes on; None: the next token decides whether there is one.
         self._is_thinking: bool | None = False
         self._has_ended = False
@@ -94,9 +101,32 @@ class GrammarMatcher:
         inside, self._is_thinking, is_right = self._inside(tokens[self._num_read :])
         self._num_read = len(tokens)
         text, self._has_ended, ends = self._split(inside)
-        if not (is_right and ends) or self._matcher.try_consume_tokens(text) < len(text):
+        self._endings = {}  # of paths after the text before
+        num, self._ending = self._consume(text, len(tokens) - len(inside), self._matcher)
+        self._endings = {}
+        if not (is_right and ends) or num < len(text):
             self._fault = GrammarFault(f"a text that it does not allow, {len(tokens)} tokens long")
             raise self._fault
+
+    def _consume(self, text: list[int], length: int, matcher: Any) -> tuple[int, Ending | None]:
+        """Moves a matcher along a text; returns the tokens that it took, and the ending after them.
+
+        Args:
+            text: tokens of the grammar after those that were read.
+            length: of the sequence before them.
+            matcher: after what was read.
+        """
+        rule, ending = self._rule, self._ending
+        if rule is None or ending is None:
+            return (matcher.try_consume_tokens(text) if text else 0), None
+        for at, token in enumerate(text):
+            if not matcher.try_consume_tokens([token]):
+                return at, ending
+            key = tuple(text[: at + 1])
+            if key not in self._endings:
+                self._endings[key] = rule.after(ending, token, length + at + 1, matcher)
+            ending = self._endings[key]
+        return len(text), ending
 
     def _inside(self, tokens: Sequence[int]) -> tuple[list[int], bool | None, bool]:
         """Returns the tokens that the grammar reads, whether reasoning goes on after them, and whether it may."""
@@ -152,6 +182,7 @@ class GrammarMatcher:
         return self._masks[key]
 
     def _mask_by(self, path: Sequence[int], matcher: Any) -> Bools | None:
+        length = self._num_read + len(path)
         inside, is_thinking, is_right = self._inside(path)
         text, has_ended, ends = self._split(inside)
         if not (is_right and ends):
@@ -159,8 +190,11 @@ class GrammarMatcher:
         if is_thinking:
             mask = np.ones(self._vocab_size, dtype=np.bool_)
             mask[self._eos] = False
+            if not self._may_think(length):
+                mask[:] = False
+                mask[self._markers[1] if self._markers else []] = True
             return mask
-        num = matcher.try_consume_tokens(text) if text else 0
+        num, ending = self._consume(text, length - len(inside), matcher)
         try:
             if num < len(text):
                 return None
@@ -177,14 +211,26 @@ class GrammarMatcher:
                 mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
             if matcher.is_error():
                 raise GrammarFault(fault_of_matcher(matcher))
+            if self._rule is not None and ending is not None and not has_ended:
+                ends_here = mask[self._eos]
+                self._rule.restrict(mask, ending, length, matcher)
+                mask[self._eos] = ends_here
         finally:
             if num:
                 matcher.rollback(num)
-        if is_thinking is None and self._markers is not None:
+        if is_thinking is None and self._markers is not None and self._may_think(length):
             mask[self._markers[0]] = True
         if not mask.any():
             raise GrammarFault("no token of the vocabulary that continues the text")
         return mask
+
+    def _may_think(self, length: int) -> bool:
+        """Returns whether a token of the reasoning, after a text of this length, leaves room for an answer."""
+        rule, ending = self._rule, self._ending
+        if rule is None or ending is None or ending.tokens is None:
+            return True
+        left = rule.num_tokens - length - 1 - len(ending.tokens)
+        return left >= 1 or left < -1  # there is none in any case
 
     def forced(self) -> list[int]:
         """Returns the tokens that must follow one after another.
@@ -212,28 +258,37 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
         self._vocabulary: Any = None  # llguidance's, made at the first use
-        self._kept: OrderedDict[StructuredOutputs, tuple[Any, int]] = OrderedDict()  # with bytes
+        self._kinds: TokenKinds
+        self._kept: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._loading, self._is_open = threading.Lock(), True
         self._checker = ConstraintChecker(self._source)
         self._builders = ThreadPoolExecutor(NUM_BUILDERS, "speccompile-grammars")  # starts threads when they are needed
 
-    def matcher(self, wanted: StructuredOutputs, prompt: Sequence[int]) -> GrammarMatcher:
+    def matcher(
+        self, wanted: StructuredOutputs, prompt: Sequence[int], num_tokens: int | None = None
+    ) -> GrammarMatcher:
         """Returns a matcher at the start of a text.
 
         Args:
             wanted: the constraint.
             prompt: tokens before the text.
+            num_tokens: most tokens of prompt and text, in which a text of JSON comes to its end; None: without limit.
 
         Raises:
             RuntimeFault: see `compile`.
         """
         compiled = self.compile(wanted)
         markers = None if wanted.reasoning is None else self._markers(wanted.reasoning)
-        return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._eos, markers, prompt)
+        ending, rule = compiled.checked.ending, None
+        if num_tokens is not None and ending is not None:
+            has_room = len(prompt) + len(ending) < num_tokens  # for the token that ends it, or it seems cut off
+            rule = EndingRule(self._kinds, compiled.checked.growth, num_tokens - has_room)
+        matcher = compiled.matcher.deep_copy()
+        return GrammarMatcher(matcher, self._vocab_size, self._eos, markers, prompt, rule, ending or ())
 
-    def compile(self, wanted: StructuredOutputs) -> Any:
-        """Returns `llguidance.LLMatcher` at the start of a text, which is shared: copy it.
+    def compile(self, wanted: StructuredOutputs) -> Compiled:
+        """Returns a grammar at the start of a text.
 
         Raises:
             RuntimeFault: the grammar is wrong, or beyond what llguidance knows; or the bundle has no tokenizer or no
@@ -267,7 +322,7 @@ class Grammars:
     @property
     def num_kept_bytes(self) -> int:
         """Estimated bytes of the grammars that are kept."""
-        return sum(size for _, size in self._kept.values())
+        return sum(compiled.num_bytes for compiled in self._kept.values())
 
     def open(self) -> None:
         """Lets `prepare` take grammars, again after `close`."""
@@ -278,23 +333,23 @@ class Grammars:
         self._is_open = False
         self._checker.close()
 
-    def _find(self, wanted: StructuredOutputs) -> Any:
+    def _find(self, wanted: StructuredOutputs) -> Compiled | None:
         with self._lock:
-            if wanted not in self._kept:
-                return None
-            self._kept.move_to_end(wanted)
-            return self._kept[wanted][0]
+            if wanted in self._kept:
+                self._kept.move_to_end(wanted)
+            return self._kept.get(wanted)
 
-    def _build(self, wanted: StructuredOutputs, checked: Checked) -> Any:
+    def _build(self, wanted: StructuredOutputs, checked: Checked) -> Compiled:
         """Compiles once more what was tried, and keeps it: the process that tried it cannot give it away."""
         matcher = make_matcher(self._vocabulary, checked.grammar)
         if reason := fault_of_matcher(matcher):
             refuse(wanted, reason)
+        compiled = Compiled(matcher, checked)
         with self._lock:
-            self._kept[wanted] = matcher, checked.num_bytes + 2 * len(checked.grammar) + _LEAST_BYTES
+            self._kept[wanted] = compiled
             while len(self._kept) > 1 and self.num_kept_bytes > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
-        return matcher
+        return compiled
 
     def _source(self) -> Mapping[str, Any]:
         """Returns what `make_vocabulary` takes."""
@@ -309,13 +364,14 @@ class Grammars:
             if self._vocabulary is None:
                 self._check_parts()
                 try:
-                    self._vocabulary = make_vocabulary(self._source())
+                    vocabulary = make_vocabulary(self._source())
                 except ValueError as fault:
                     todo = (
                         "Give the checkpoint a tokenizer.json with a byte-level or byte-fallback decoder; build again."
                     )
                     got = f"a tokenizer without bytes: {str(fault).strip().partition(chr(10))[0][:200]}"
                     raise RuntimeFault(WHERE, got, "one that llguidance reads", todo) from fault
+                self._kinds, self._vocabulary = TokenKinds(vocabulary, self._vocab_size), vocabulary
 
     def _check_parts(self) -> None:
         if importlib.util.find_spec(_PACKAGE) is None:

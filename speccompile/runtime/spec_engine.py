@@ -336,7 +336,8 @@ class SpecEngine:
                 got, todo = "prompt_logprobs with images", "Leave one of them out."
                 raise RuntimeFault(f"prompt {index} (prompt_logprobs)", got, "a prompt of text", todo)
         if params.structured_outputs is not None:
-            sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens)
+            num_tokens = min(len(tokens) + params.max_new_tokens, self.context.max_seq_len)
+            sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens, num_tokens)
         sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return sequence
 

@@ -60,7 +60,7 @@ BOMBS: dict[str, tuple[dict[str, Any], str]] = {
     "no value": ({"json": "false"}, "a schema that no value has"),
     "a grammar of 65,536 letters": (
         {"grammar": "start: " + " | ".join(['"a" "b"'] * (1 << 15))},
-        "panic|more than 2 s",
+        "a bound of llguidance|more than 2 s",
     ),
 }
 

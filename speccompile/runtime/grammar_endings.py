@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Endings of texts of JSON, so that an answer is whole before its tokens are used up.
+
+Near the last token that a text may have, only tokens remain after which a known ending still fits. An ending is found
+by a search over copies of the matcher, and moves along with the text; it is a function of the tokens so far and of how
+many are left, as the mask must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from speccompile.core.tree import Bools
+
+_ALLOWED = 200  # in llguidance's biases
+_WIDTH, _CHILDREN = 6, 8  # texts of one length, and tokens after each, of a search
+MAX_ENDING, MAX_TEXTS = 4096, 600  # tokens; texts that a search looks at
+_MAX_TRIED, _NUM_MANY = 256, 64  # tokens that are tried one by one; of one kind that are tried by three of them
+_CLOSING = frozenset(b'"[]{},:0')
+_QUOTE = ord('"')
+# First bytes by how soon they end a text; other digits are one group.
+_ORDER = {bytes([byte]): at for at, byte in enumerate(b'"]}0,:')} | {bytes([byte]): 400 for byte in b"123456789"}
+_ORDER |= {b"[": 500, b"{": 501}
+_CONTINUATIONS = (b"\x80", b"\xa0", b"\x80\x80", b"\xa0\x80", b"\x90\x80\x80", b"\x80\x80\x80")
+
+
+class TokenKinds:
+    """What a search and a check want to know of a vocabulary.
+
+    Args:
+        vocabulary: `llguidance.LLTokenizer`.
+        vocab_size: of the target's logits.
+    """
+
+    def __init__(self, vocabulary: Any, vocab_size: int) -> None:
+        num = min(vocab_size, vocabulary.vocab_size)
+        self.texts: list[bytes] = [
+            b"" if vocabulary.is_special_token(token) else vocabulary.decode_bytes([token]) for token in range(num)
+        ]
+        self.eos: int = vocabulary.eos_token  # one of them
+        closing = [token for token, text in enumerate(self.texts) if text and _CLOSING.issuperset(text)]
+        self.closing = sorted((token for token in closing if len(self.texts[token]) <= 4), key=self._rank)
+        # Tokens after which a text of JSON goes on as before.
+        self.plain = np.zeros(vocab_size, dtype=np.bool_)
+        self.plain[[token for token, text in enumerate(self.texts) if _is_plain(text)]] = True
+        self.continuations = [
+            [self.texts.index(bytes([byte])) for byte in text]
+            for text in _CONTINUATIONS
+            if all(bytes([byte]) in self.texts for byte in text)
+        ]
+
+    def _rank(self, token: int) -> tuple[int, int]:
+        text = self.texts[token]
+        return sum(text.count(char) for char in b"[{,"), -len(text)
+
+    def is_partial(self, token: int) -> bool:
+        """Returns whether a token ends inside a character."""
+        end = self.texts[token][-4:]
+        return any(_is_cut(end[at:]) for at in range(len(end)))
+
+    def by_size(self, tokens: Iterable[int]) -> list[int]:
+        """Returns tokens, those of the shortest texts first."""
+        return sorted(map(int, tokens), key=lambda token: (len(self.texts[token]), token))
+
+    def children(self, allowed: bytes) -> list[int]:
+        """Returns some tokens that bring a text to its end, or each of its alternatives further.
+
+        Args:
+            allowed: llguidance's biases.
+        """
+        found = np.flatnonzero(np.frombuffer(allowed, dtype=np.uint8)[: len(self.texts)])
+        groups: dict[int, list[int]] = {}
+        if is_free := len(found) > 4 * _NUM_MANY:  # of a free text, what ends it, or makes it longest
+            tokens = [token for token in self.closing if allowed[token] == _ALLOWED]
+            if not any(self.texts[token][0] == _QUOTE for token in tokens):
+                plain = [token for token in found.tolist() if self.plain[token] and not self.texts[token].isspace()]
+                tokens += sorted(plain, key=lambda token: -len(self.texts[token]))[:2]
+        else:
+            tokens = found.tolist()
+            tokens = [token for token in tokens if not self.texts[token].isspace()] or tokens
+        for token in sorted(tokens, key=self._rank):
+            first = self.texts[token][:1] or b"\0"
+            groups.setdefault(_ORDER.get(first, 100 + first[0]), []).append(token)
+        rounds = zip_longest(*(groups[order] for order in sorted(groups)))
+        chosen = [token for each in rounds for token in each if token is not None]
+        return chosen[: _CHILDREN // 2 if is_free else _CHILDREN]
+
+
+def _is_cut(text: bytes) -> bool:
+    """Returns whether bytes are the beginning of a character."""
+    sizes = ((0xC2, 0xE0, 2), (0xE0, 0xF0, 3), (0xF0, 0xF5, 4))
+    return any(first <= text[0] < last and len(text) < size for first, last, size in sizes)
+
+
+def _is_plain(text: bytes) -> bool:
+    try:
+        return bool(text) and all(char >= " " and char not in '"\\' for char in text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def find_ending(matcher: Any, kinds: TokenKinds, most: int, num_texts: int = MAX_TEXTS) -> tuple[int, ...] | None:
+    """Returns the tokens of a short way to the end of a text, the end itself left out; None: none was found.
+
+    Searches by length; of the texts of one length it keeps a few that allow different tokens.
+
+    Args:
+        matcher: `llguidance.LLMatcher` after the text; not changed.
+        kinds: of the vocabulary.
+        most: tokens.
+        num_texts: that are looked at.
+    """
+    waiting: dict[int, list[tuple[Any, list[int]]]] = {0: [(matcher.deep_copy(), [])]}
+    while waiting and num_texts > 0:
+        length = min(waiting)
+        seen: set[bytes] = set()
+        for state, path in waiting.pop(length):
+            if state.is_accepting():
+                return tuple(path)
+            forced = state.compute_ff_tokens()
+            allowed = b"" if forced else state.compute_logit_bias()
+            if state.is_error() or allowed in seen or len(seen) == _WIDTH or length >= most:
+                continue
+            num_texts -= 1
+            if allowed:
+                seen.add(allowed)
+            for tokens in [forced] if forced else ([token] for token in kinds.children(allowed)):
+                copy = state.deep_copy()
+                if copy.try_consume_tokens(tokens) == len(tokens):
+                    waiting.setdefault(length + len(tokens), []).append((copy, [*path, *tokens]))
+    return None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of the end of a text.
+
+    Args:
+        tokens: that end it; None: not known.
+        next_check: length of the text at which they have to be found anew.
+    """
+
+    tokens: tuple[int, ...] | None
+    next_check: int
+
+
+class EndingRule:
+    """Which tokens may follow so that a text can still end.
+
+    Lengths are those of the sequence, prompt included.
+
+    Args:
+        kinds: of the vocabulary.
+        growth: tokens by which one token may lengthen the shortest ending.
+        num_tokens: most tokens of the sequence.
+    """
+
+    def __init__(self, kinds: TokenKinds, growth: int, num_tokens: int) -> None:
+        self._kinds, self._growth, self.num_tokens = kinds, growth, num_tokens
+
+    def known(self, tokens: tuple[int, ...] | None, length: int) -> Ending:
+        """Returns an ending that was found after a text of this length."""
+        if tokens is None or len(tokens) > self.num_tokens - length:
+            return Ending(None, self.num_tokens + 1)
+        spare = self.num_tokens - length - 1 - len(tokens) - self._growth
+        return Ending(tokens, length + 1 + max(0, spare) // (self._growth + 1))
+
+    def after(self, ending: Ending, token: int, length: int, matcher: Any) -> Ending:
+        """Returns the ending after one more token.
+
+        Args:
+            ending: before it.
+            token: it.
+            length: of the text with it.
+            matcher: after it; not changed.
+        """
+        before = ending.tokens
+        if before is None or length < ending.next_check:
+            return ending
+        if self._is_near(before, length - 1):
+            if before[:1] == (token,):
+                return self.known(before[1:], length)
+            for tokens in (before[1:], before):
+                if _can_follow(matcher, tokens):
+                    return self.known(tokens, length)
+        return self.known(find_ending(matcher, self._kinds, self.num_tokens - length), length)
+
+    def _is_near(self, tokens: Sequence[int], length: int) -> bool:
+        """Returns whether a token after a text of this length could be one too many."""
+        return self.num_tokens - length - 1 - len(tokens) < self._growth
+
+    def restrict(self, mask: Bools, ending: Ending, length: int, matcher: Any) -> None:
+        """Leaves those tokens in a mask after which the ending fits; the text's own end stays.
+
+        Args:
+            mask: [vocab] bool, changed.
+            ending: of the text.
+            length: of the text.
+            matcher: after the text; not changed.
+        """
+        if ending.tokens is None or not self._is_near(ending.tokens, length):
+            return
+        kinds, room = self._kinds, self.num_tokens - length - 1
+        ways = [[*more, *ending.tokens, kinds.eos] for more in ((), *kinds.continuations)]
+        ways = [way for way in ways if len(way) - 1 <= room]
+
+        def fits(token: int) -> bool:
+            return any(
+                matcher.validate_tokens([token, *way]) == 1 + len(way)
+                for way in ways[: 1 if kinds.plain[token] else None]
+            )
+
+        wanted, first = mask.copy(), list(ending.tokens[:1])
+        mask[:] = False
+        mask[first] = wanted[first]
+        plain, others = np.flatnonzero(wanted & kinds.plain), np.flatnonzero(wanted & ~kinds.plain)
+        if len(plain) > _NUM_MANY:
+            by_size = kinds.by_size(plain)
+            if all(map(fits, (by_size[0], by_size[len(by_size) // 2], by_size[-1]))):
+                mask[plain] = True
+                plain = plain[:0]
+        for group in (plain, others):
+            for token in kinds.by_size(group)[:_MAX_TRIED]:
+                mask[token] |= fits(token)
+
+
+def _can_follow(matcher: Any, tokens: Sequence[int]) -> bool:
+    """Returns whether each of the tokens is in the mask of its place, and the text may end after them."""
+    copy = matcher.deep_copy()
+    for token in tokens:
+        if copy.compute_logit_bias()[token] != _ALLOWED:
+            return False
+        copy.try_consume_tokens([token])
+    return bool(copy.is_accepting())

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens a value of a JSON schema needs at least, estimated from above."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+_FORMAT = 40  # characters of a text with a `format`
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+class SchemaSizes:
+    """Sizes of the values of a schema's parts.
+
+    Args:
+        whole: the schema.
+        count: returns the tokens of a text.
+    """
+
+    def __init__(self, whole: Any, count: Callable[[str], int]) -> None:
+        self._count = count
+        self._known: dict[int, float] = {}
+        self._seen: set[int] = set()
+        self.largest = 1.0  # of all parts that were seen, and that end
+        before: dict[int, float] | None = None
+        while before != self._known:  # a part may lead to itself
+            before, self._seen = dict(self._known), set()
+            self.least = self._size(whole, whole)  # tokens of the smallest value; infinity: there is none that ends
+
+    def _size(self, schema: Any, root: Any) -> float:
+        """Returns the tokens of the smallest value of a part whose references begin at `root`."""
+        if not isinstance(schema, dict):
+            return math.inf if schema is False else 1
+        if id(schema) in self._seen:
+            return self._known.get(id(schema), math.inf)
+        self._seen.add(id(schema))
+        root = schema if "$id" in schema else root
+        size = self._own(schema, root)
+        if "$ref" in schema:
+            size = max(size, self._size(_resolve(schema["$ref"], root), root))
+        for part in _list(schema, "allOf"):
+            size += self._size(part, root)
+        for name in ("anyOf", "oneOf"):
+            if parts := _list(schema, name):
+                size += min([self._size(part, root) for part in parts])
+        self._known[id(schema)] = self._noted(size)
+        return size
+
+    def _noted(self, size: float) -> float:
+        self.largest = max(self.largest, size if math.isfinite(size) else 0)
+        return size
+
+    def _own(self, schema: Mapping[str, Any], root: Any) -> float:
+        if "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else _list(schema, "enum")
+            return min([self._noted(self._count(json.dumps(value))) for value in values], default=math.inf)
+        asked = schema.get("type", [])
+        kinds = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else []
+        sizes = {
+            "object": self._object(schema, root),
+            "array": self._array(schema, root),
+            "string": _text(schema),
+            "number": 1.0 + max([len(str(schema[name])) + 2 for name in _BOUNDS if name in schema], default=0),
+            "boolean": 1,
+            "null": 1,
+        }
+        sizes["integer"] = sizes["number"]
+        return min([self._noted(sizes[kind]) for kind in kinds or sizes if kind in sizes], default=math.inf)
+
+    def _array(self, schema: Mapping[str, Any], root: Any) -> float:
+        first, least = _list(schema, "prefixItems"), _number(schema, "minItems")
+        sizes = [self._size(part, root) + 1 for part in first]
+        item = self._size(schema.get("items", True), root) + 1
+        rest = max(least - len(first), 0)
+        return 2 + sum(sizes[:least]) + (rest * item if rest else 0)
+
+    def _object(self, schema: Mapping[str, Any], root: Any) -> float:
+        parts = schema.get("properties")
+        parts, size = parts if isinstance(parts, dict) else {}, 2.0
+        required = set(map(str, _list(schema, "required")))
+        for name, part in parts.items():
+            own = self._noted(self._count(json.dumps(name)) + 3 + self._size(part, root))
+            size += own if name in required else 0
+        others = [schema.get("additionalProperties"), *dict(schema.get("patternProperties") or {}).values()]
+        more = max([self._size(part, root) for part in others if isinstance(part, dict)], default=1)
+        extra = len(required - parts.keys()) + _number(schema, "minProperties")
+        return size + (extra * (more + 6) if extra else 0)
+
+
+def _text(schema: Mapping[str, Any]) -> float:
+    least = _number(schema, "minLength") + (_FORMAT if "format" in schema else 0)
+    if isinstance(pattern := schema.get("pattern"), str):
+        least += len(pattern) + sum(map(int, re.findall(r"\d{1,6}", pattern)))
+    return 2 + least
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _number(schema: Mapping[str, Any], name: str) -> int:
+    found = schema.get(name, 0)
+    return int(found) if isinstance(found, int | float) and 0 <= found < 1e6 else 0
+
+
+def _resolve(reference: Any, root: Any) -> Any:
+    """Returns what a pointer leads to; a schema of anything where that is not here."""
+    if not isinstance(reference, str) or not re.fullmatch(r"#(/.*)?", reference):
+        return {}
+    found = root
+    for step in reference[2:].split("/") if len(reference) > 1 else []:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else _item(found, key)
+    return {} if found is None else found
+
+
+def _item(found: Any, key: str) -> Any:
+    return found[int(key)] if isinstance(found, list) and key.isdigit() and int(key) < len(found) else None
+
+
+def growth_of_grammar(grammar: str, count: Callable[[str], int]) -> float | None:
+    """Returns the tokens by which one token may lengthen the shortest ending of a text, with room for two parts.
+
+    Args:
+        grammar: in the language of llguidance.
+        count: returns the tokens of a text.
+
+    Returns:
+        The bound; None: the grammar holds no JSON; infinity: no text of it ends.
+    """
+    sizes = [SchemaSizes(schema, count) for schema in schemas_in(grammar)]
+    if any(math.isinf(size.least) for size in sizes):
+        return math.inf
+    return max([2 * int(size.largest) + 8 for size in sizes], default=None)
+
+
+def schemas_in(grammar: str) -> list[Any]:
+    """Returns the JSON schemas of a grammar in the language of llguidance."""
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    found = [part["json_schema"] for part in parts if part.get("json_schema") is not None]
+    for text in (part.get("lark_grammar") or "" for part in parts):
+        starts = [match.end() for match in re.finditer(r"%json\s*(?=\{)", text)]
+        found += [json.JSONDecoder().raw_decode(text, start)[0] for start in starts]
+    return found

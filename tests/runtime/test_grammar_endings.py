@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of JSON end before their tokens are used up, and the mask depends on the text and on what is left alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling import SamplingParams
+from speccompile.errors import RuntimeFault
+from speccompile.runtime import grammar_endings as module
+from speccompile.runtime.schema_sizes import SchemaSizes, growth_of_grammar
+from tests.runtime.grammar_lab import EOS, SCHEMAS, Pieces, is_valid, make_grammars, make_object
+from tests.runtime.test_structured_text import make_engine
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.live
+IDS = Pieces()
+OPTIONAL = {**make_object(need={"type": "integer"}, more={"type": "array", "items": SCHEMAS[5]}), "required": ["need"]}
+LIST = {"$defs": {"l": make_object(v=SCHEMAS[24], l={"anyOf": [{"$ref": "#/$defs/l"}, {"type": "null"}]})}}
+LIST["$ref"] = "#/$defs/l"
+CALL = StructuredOutputs(grammar='%llguidance {}\nstart: "<" %json ' + json.dumps(SCHEMAS[1]) + ' ">"')
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    grammars = make_grammars()
+    yield grammars
+    grammars.close()
+
+
+def least(grammars, wanted):
+    return len(grammars.compile(wanted).checked.ending)
+
+
+def draw(matcher, num, seed, stays=0.7):
+    """Returns a random text; where it could end it goes on with probability `stays`."""
+    drawn, text = np.random.default_rng(seed), [5]
+    for _ in range(num):
+        tokens = np.flatnonzero(matcher.allowed([]))
+        if len(tokens) > 1 and drawn.random() < stays:
+            tokens = tokens[tokens != EOS]
+        token = int(drawn.choice(tokens))
+        if token == EOS:
+            break
+        text.append(token)
+        matcher.read(text)
+    return text[1:]
+
+
+@pytest.mark.parametrize("at", range(len(SCHEMAS) + 2))
+def test_every_text_is_whole_however_few_tokens_it_has(grammars, at):
+    schema = [*SCHEMAS, OPTIONAL, LIST][at]
+    for space in (None, ""):
+        wanted = StructuredOutputs(json=schema, whitespace_pattern=space)
+        for seed, more in enumerate((0, 0, 1, 2, 3, 5, 8, 13, 20, 40)):
+            num = least(grammars, wanted) + more
+            text = IDS.decode(draw(grammars.matcher(wanted, [5], 1 + num), num, seed))
+            if schema is LIST:
+                assert "v" in json.loads(text)
+            elif schema is OPTIONAL:
+                value = json.loads(text)
+                assert isinstance(value["need"], int) and set(value) <= {"need", "more"}
+            else:
+                assert is_valid(json.loads(text), schema), text
+
+
+def test_without_the_rule_texts_are_cut_off(grammars, monkeypatch):
+    wanted = StructuredOutputs(json=SCHEMAS[1])
+    num = least(grammars, wanted) + 3
+    monkeypatch.setattr(module.EndingRule, "restrict", lambda *given: None)
+    texts = [IDS.decode(draw(grammars.matcher(wanted, [5], 1 + num), num, seed)) for seed in range(20)]
+    assert any(not text.endswith("}") for text in texts)
+
+
+def test_where_there_is_room_nothing_is_left_out(grammars):
+    for schema in SCHEMAS:
+        wanted = StructuredOutputs(json=schema)
+        free, bound = grammars.matcher(wanted, [5]), grammars.matcher(wanted, [5], 2000)
+        text = draw(grammars.matcher(wanted, [5], 2000), 60, 1)
+        for end in range(min(len(text), 40)):
+            np.testing.assert_array_equal(free.allowed(text[:end]), bound.allowed(text[:end]))
+
+
+@pytest.mark.parametrize("more", [0, 2, 9, 30])
+def test_a_path_of_drafts_has_the_mask_of_the_text_that_was_read(grammars, more):
+    for schema in (SCHEMAS[1], SCHEMAS[13], SCHEMAS[29], OPTIONAL):
+        wanted = StructuredOutputs(json=schema)
+        num = least(grammars, wanted) + more
+        text = draw(grammars.matcher(wanted, [5], 1 + num), num, 3)
+        walked, half, read = (grammars.matcher(wanted, [5], 1 + num) for _ in range(3))
+        half.read([5, *text[: len(text) // 2]])
+        for end in range(len(text)):
+            mask = walked.draft_mask(text[:end])
+            np.testing.assert_array_equal(mask, read.allowed([]))
+            if end >= len(text) // 2:
+                np.testing.assert_array_equal(mask, half.allowed(text[len(text) // 2 : end]))
+            read.read([5, *text[: end + 1]])
+
+
+def test_an_answer_with_a_token_to_spare_ends_by_itself(grammars):
+    engine = make_engine("none")
+    wanted = StructuredOutputs(json=SCHEMAS[1], whitespace_pattern="")
+    num = least(engine.grammars, wanted)
+    reasons = []
+    for more in (0, 1, 6):
+        params = SamplingParams(num + more, temperature=2.0, seed=3, structured_outputs=wanted)
+        [one] = engine.generate([[5]], params)
+        assert is_valid(json.loads(IDS.decode(one.tokens)), SCHEMAS[1])
+        reasons.append(one.finish_reason)
+    assert reasons == ["length", "stop", "stop"]
+
+
+def test_fewer_tokens_than_the_shortest_text_cut_it_off(grammars):
+    wanted = StructuredOutputs(json=SCHEMAS[1])
+    few = grammars.matcher(wanted, [5], 1 + least(grammars, wanted) - 1)
+    np.testing.assert_array_equal(few.allowed([]), grammars.matcher(wanted, [5]).allowed([]))
+
+
+def test_a_reasoning_leaves_room_for_the_answer(grammars):
+    wanted = StructuredOutputs(json=SCHEMAS[1], reasoning=("<", ">"))
+    for start in ("<", "b"):
+        for more in (2, 3, 7):
+            num = least(grammars, wanted) + more
+            matcher, text = grammars.matcher(wanted, IDS(start), 1 + num), IDS(start)
+            while len(text) < 1 + num and text[-1] != IDS("}")[0]:
+                mask = matcher.allowed([])
+                mask[EOS] = False
+                token = IDS("x")[0] if mask[IDS("x")[0]] and ">" not in IDS.decode(text) and start == "<" else None
+                text.append(int(np.flatnonzero(mask)[-1]) if token is None else token)
+                matcher.read(text)
+            assert is_valid(json.loads(IDS.decode(text).rpartition(">")[2].removeprefix("b")), SCHEMAS[1])
+
+
+def test_grammars_that_hold_json_end_in_time_too(grammars):
+    num = least(grammars, CALL) + 2
+    for seed in range(8):
+        text = IDS.decode(draw(grammars.matcher(CALL, [5], 1 + num), num, seed))
+        assert text[0] + text[-1] == "<>" and is_valid(json.loads(text[1:-1]), SCHEMAS[1])
+    for wanted in (StructuredOutputs(regex="a+"), StructuredOutputs(choice=("ab", "c"))):
+        assert grammars.compile(wanted).checked.ending is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_answers_of_an_engine_are_whole_with_drafts_and_without(temperature):
+    engine = make_engine("draft tree")
+    prompts, params, schemas = [], [], []
+    for at, schema in enumerate([*SCHEMAS[:14], OPTIONAL]):
+        wanted = StructuredOutputs(json=schema, whitespace_pattern="")
+        num = least(engine.grammars, wanted) + at % 5
+        prompts.append([5, at])
+        schemas.append(schema)
+        params.append(SamplingParams(num, temperature=temperature, seed=at, structured_outputs=wanted))
+    drafted, plain = engine.generate(prompts, params), make_engine("none").generate(prompts, params)
+    assert temperature or [one.tokens for one in drafted] == [one.tokens for one in plain]
+    for one, schema in zip([*drafted, *plain], [*schemas, *schemas], strict=True):
+        value = json.loads(IDS.decode(one.tokens))
+        assert schema is OPTIONAL or is_valid(value, schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": make_object(x={"$ref": "#/$defs/a"})}, "$ref": "#/$defs/a"},
+        make_object(x={"$ref": "#"}),
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"anyOf": [make_object(x={"$ref": "#"}), make_object(y={"$ref": "#"})]},
+        {"$defs": {"a": make_object(x={"$ref": "#/$defs/b"}), "b": make_object(y={"$ref": "#/$defs/a"})}}
+        | {"$ref": "#/$defs/a"},
+    ],
+)
+def test_a_schema_whose_values_never_end_is_refused(grammars, schema):
+    with pytest.raises(RuntimeFault, match="an empty language"):
+        grammars.compile(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "size", "largest"),
+    [
+        (True, 1, 1),
+        ({"type": "string"}, 2, 2),
+        ({"type": "string", "minLength": 50}, 52, 52),
+        ({"enum": ["a", "bbbbbbbb"]}, 3, 10),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 4}, 10, 10),
+        (make_object(a={"type": "null"}), 9, 9),
+        ({"anyOf": [{"type": "null"}, make_object(a={"type": "null"})]}, 2, 9),
+        ({"type": "array", "items": {"$ref": "#"}}, 2, 2),
+        ({"properties": {"x": {"$ref": "#"}}, "required": ["x"]}, 1, 9),
+    ],
+)
+def test_sizes_of_schemas(schema, size, largest):
+    sizes = SchemaSizes(schema, len)
+    assert sizes.least == size and largest <= sizes.largest <= largest + 4
+    assert growth_of_grammar("start: /a/", len) is None
