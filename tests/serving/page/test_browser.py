@@ -171,6 +171,7 @@ def test_steps_can_be_looked_at_again(page):
 
 def test_without_speculation_nothing_is_coloured(page):
     spans = generate(page, max_tokens="20", speculation="off")
+    assert text(page, "drafts") == "drafts off: speculation is off"
     assert {name for name, _ in spans[1:]} == {"plain"}
     assert counts(page) == {"accepted": 0, "recovered": 0, "bonus": 0, "plain": 20}
     assert text(page, "bars") == "Nothing was drafted."
