@@ -31,10 +31,11 @@ metric_list: [{{metric: acc}}]
 
 @pytest.fixture(scope="module")
 def results(base_url, tmp_path_factory):
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
     folder = tmp_path_factory.mktemp("lm-eval")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder))  # read when its packages are imported
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
     (folder / "code_choices.yaml").write_text(TASK.format(data=folder / "docs.jsonl"))
     given = {

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from speccompile.bundling.tokenizers import copy_tokenizer
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.chat_template import ChatTemplate, read_chat_template
+from speccompile.serving.openai import requests
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.errors import ApiError
 from tests.serving.asgi_lab import post
 from tests.serving.mock_service import ALPHABET, serving
 
@@ -129,6 +132,27 @@ def test_images_are_refused_where_the_bundle_has_no_vision_tower(app):
     error = reply.json()["error"]
     assert (reply.status, error["param"], error["code"]) == (400, "messages", "no_vision")
     assert "target.vision: true" in error["message"]
+
+
+def test_pictures_are_decoded_once_the_prompt_is_known_to_fit(monkeypatch):
+    async def read_images(files, engine):
+        raise ApiError(400, f"{len(files)} pictures were read")
+
+    monkeypatch.setattr(requests, "read_images", read_images)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with serving() as (_, service, _):
+        service.engine.images = SimpleNamespace(expand=lambda where, text, num: text)
+        server = OpenAIServer(service, ServerOptions("mock"))
+        server.template = ChatTemplate("{% for part in messages[0].content %}{{ part.text }}{% endfor %}")
+        app = make_app(server)
+        for text, max_tokens, message in [
+            ("b" * 80, 2, "got 80 tokens; expected at most 64"),
+            ("b" * 9, 60, "got 60 after a prompt of 9 tokens"),
+            ("b" * 9, 2, "3 pictures were read"),
+        ]:
+            parts = [{"type": "text", "text": text}, *[image] * 3]
+            reply = post(app, PATH, {"messages": [{"role": "user", "content": parts}], "max_tokens": max_tokens})
+            assert reply.status == 400 and message in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
