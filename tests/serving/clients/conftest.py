@@ -13,12 +13,11 @@ from tests.serving.live_server import CHAT_TEMPLATE, bundle_with_template, live_
 PROGRAM = os.environ.get("SPECCOMPILE_PROGRAM")
 collect_ignore_glob = [] if PROGRAM else ["test_*.py"]
 # Tools by their names, calls as Hermes writes them.
+CALLS = "{% for call in message.tool_calls or [] %} {{ call.function | tojson }}{% endfor %}"
 TEMPLATE = (
     "{% for tool in tools or [] %}# tool: {{ tool.function.name }}\n{% endfor %}{# <tool_call> #}"
-    + CHAT_TEMPLATE.replace(
-        "{{ message.content }}",
-        "{{ message.content }}{% for call in message.tool_calls or [] %} {{ call.function | tojson }}{% endfor %}",
-    )
+    # jinja drops the line end after a block
+    + CHAT_TEMPLATE.replace("{{ message.content }}\n", f"{{{{ message.content }}}}{CALLS}{{{{ '\\n' }}}}")
 )
 
 
