@@ -25,6 +25,7 @@ from typing import Any
 from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 from speccompile.backends.tensorrt import network as networks
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt, text_from_lines
+from speccompile.backends.tensorrt.kernels import describe_ptx
 from speccompile.backends.tensorrt.variants import Variant
 from speccompile.common.disk import error_from_fault
 from speccompile.core.specs import spec_from_json
@@ -57,7 +58,7 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
 
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
-        network}, "variant", "version"}.
+        network}, "variant", "version"}; `plugin_ptx` where PTX is embedded: see `kernels.describe_ptx`.
 
     Raises:
         BuildError: see `network` and the builder's own reasons.
@@ -90,7 +91,9 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     if cache is not None and timing_cache is not None:
         networks.save_timing_cache(config, timing_cache)
     del parser
-    names = {"variant": variant.name, "version": variant.version}
+    names: dict[str, Any] = {"variant": variant.name, "version": variant.version}
+    if settings["plugins"] and form == "aot":
+        names["plugin_ptx"] = describe_ptx(find_compute_capabilities()[0])
     return {"stages": stages, "plan_bytes": writer.num_bytes, "plugin_layers": plugin_layers, **names}
 
 

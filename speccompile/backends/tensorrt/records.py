@@ -45,7 +45,8 @@ def make_record(
         {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
         "plugin_layers": {op: layers of the network}, "flags", "cleared_flags", "workspace_gib", "optimization_level",
         "profiles", "plan_bytes", "lowered_weights_bytes": in `source`,
-        "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
+        "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}; "plugin_ptx" where PTX is
+        embedded: see `kernels.describe_ptx`.
     """
     return {
         "variant": built["variant"],
@@ -56,6 +57,7 @@ def make_record(
         "plugin_form": settings["plugin_form"],
         "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
         "plugin_layers": dict(built["plugin_layers"]),
+        **{key: built[key] for key in ("plugin_ptx",) if key in built},
         "flags": list(settings["flags"]),
         "cleared_flags": list(settings["cleared_flags"]),
         "workspace_gib": settings["workspace_gib"],
