@@ -11,15 +11,14 @@ import pytest
 
 from speccompile.backends.cuda.arrays import DeviceArray
 from speccompile.backends.cuda.device import Device
-from speccompile.backends.onnxruntime import cuda_backend, cuda_engine, cuda_session
+from speccompile.backends.onnxruntime import cuda_engine, cuda_session
 from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
 from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
 from speccompile.backends.onnxruntime.cuda_session import NO_GRAPH
 from speccompile.core import registry, specs
-from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import CompileOptions, MethodContext
+from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.errors import BuildError, BundleError, RecipeError, RuntimeFault
+from speccompile.errors import BundleError, RecipeError, RuntimeFault
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
@@ -370,59 +369,3 @@ def test_the_backend_of_a_device_is_chosen_by_name():
     assert registry.backend("reference", "cuda").name == "reference"
     with pytest.raises(RecipeError, match=r"int8/rowq8.*engine\.device: cuda"):
         OrtCudaBackend().compile(None, None, None, quantization="int8", form="rowq8")
-
-
-GPUS = [((7, 5), True), ((8, 9), True), ((9, 0), True), ((12, 0), True), ((10, 0), False), ((10, 3), False)]
-GPUS += [((11, 0), False), ((12, 1), False), ((7, 0), False)]
-
-
-@pytest.mark.parametrize(("capability", "is_known"), GPUS)
-def test_a_gpu_without_kernels_of_onnxruntime_is_refused_at_load(load, fake_ort, monkeypatch, capability, is_known):
-    fake_ort.device.api.capability = capability
-    if is_known:
-        load()
-        return
-    got = "a GPU of compute capability {}.{}, for which onnxruntime-gpu has no kernels".format(*capability)
-    with pytest.raises(BundleError, match=rf"got {got}; expected one of 7\.5, .*engine\.backend: tensorrt"):
-        load()
-    assert fake_ort.opened == []
-
-
-@pytest.mark.parametrize(
-    ("providers", "capability", "why"),
-    [
-        (["CUDAExecutionProvider", "CPUExecutionProvider"], (9, 0), None),
-        (["CUDAExecutionProvider", "CPUExecutionProvider"], (10, 0), "a GPU of compute capability 10.0, for which"),
-        (["AzureExecutionProvider", "CPUExecutionProvider"], (9, 0), "an onnxruntime without CUDA"),
-        (None, (9, 0), "an onnxruntime without CUDA"),  # none is installed
-    ],
-)
-def test_the_cpus_onnxruntime_on_a_gpu_machine_is_refused_before_the_export(monkeypatch, providers, capability, why):
-    cuda = FakeCuda()
-    cuda.capability = capability
-    device = Device(cuda)
-    monkeypatch.setattr("speccompile.backends.cuda.device.open_device", lambda ordinal: device)
-    monkeypatch.setattr("speccompile.backends.cuda.device.load_cuda", lambda: cuda)
-    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: providers)
-    if providers is None:
-        monkeypatch.setattr(cuda_backend, "find_spec", lambda name: None)
-    backend, dims = OrtCudaBackend(), ModelDims("llama", 97, 64, 2, 4, 2, 16, 64)
-    spec = verified_spec(decoder_spec("target", dims))
-    got = backend.why_unchecked()
-    assert got is None if why is None else got.startswith(why) and got.endswith("not run")
-    if why is not None and "without CUDA" in why:
-        with pytest.raises(BuildError, match=r"engine\.device cuda: got an onnxruntime without CUDA.*ort-gpu"):
-            backend.check(spec, CompileOptions("float32"), "none")
-        assert backend.tune(None, spec) == {"measured": False, "why": got}
-    else:
-        backend.check(spec, CompileOptions("float32"), "none")
-
-
-@pytest.mark.parametrize(("fails", "why"), [("load_cuda", "no package cuda-python"), ("open_device", "no CUDA device")])
-def test_graphs_are_lowered_without_a_gpu_or_its_package(monkeypatch, fails, why):
-    def missing(*_):
-        raise RuntimeFault("CUDA", "nothing", "something", "Install it.")
-
-    monkeypatch.setattr("speccompile.backends.cuda.device.load_cuda", lambda: None)
-    monkeypatch.setattr(f"speccompile.backends.cuda.device.{fails}", missing)
-    assert OrtCudaBackend().why_unchecked().startswith(why)
