@@ -65,3 +65,9 @@ class CertificateError(SpecCompileError):
     """A bundle does not decode as its target does: a check of its certificate failed."""
 
     exit_code = 9
+
+
+class TooFewDraftsError(CertificateError):
+    """No check of a bundle's certificate failed, but one scored too few drafts to say anything."""
+
+    exit_code = 10

@@ -11,15 +11,21 @@ from typing import Any
 
 import yaml
 
+from speccompile.recipe.models import recipe_model
+
 _NUMBER = re.compile(r"-?[\d.,]+( (B|KiB|MiB|GiB|ms|s))?")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 62rem; margin: 2.5rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem } p.sub { color: #667085 }
 table { border-collapse: collapse; margin: .6rem 0 } th { font-weight: 600; color: #475467 }
 td, th { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid #e4e7ec; vertical-align: top }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+td { overflow-wrap: anywhere }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 .bar { display: inline-block; height: .7em; background: #5b8def; border-radius: 2px } .cached { background: #c4cbd8 }
-code { font: 13px ui-monospace, monospace }
+code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere } summary { color: #667085; cursor: pointer }
+@media (max-width: 48rem) { body { margin: 1rem auto } table, tr, td { display: block; max-width: 100% }
+th { display: none } tr { border-bottom: 1px solid #98a2b3; padding: .4rem 0 } td, td.n { text-align: left; padding: 0 }
+td { border: 0 } td[data-of]::before { content: attr(data-of) ": "; color: #667085 } td:empty { display: none } }
 @media (prefers-color-scheme: dark) { body { background: #12151c; color: #dfe3ea } td, th { border-color: #2b3140 }
 th, p.sub { color: #98a2b3 } .cached { background: #444c5c } }
 """
@@ -27,13 +33,17 @@ th, p.sub { color: #98a2b3 } .cached { background: #444c5c } }
 
 def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     """Returns the page of a manifest (its `digest` and the report's own file record may still be missing)."""
-    recipe = manifest["recipe"]
+    recipe, changed, rest = manifest["recipe"], [], []
+    for key, value in dotted_keys(recipe):
+        (rest if is_default(recipe, key, value) else changed).append((key, text_from_value(value)))
     title = f"{str(recipe['target']['model']).rstrip('/').split('/')[-1]} · {recipe['speculator']['method']}"
     subtitle = f"speccompile {manifest['speccompile_version']}, {manifest['created_at']}"
     parts = [
         f"<h1>{text_of(title)}</h1><p class=sub>{text_of(subtitle)}</p>",
+        table(("", ""), _summary(manifest)),
         "<h2>Recipe</h2>",
-        table(("key", "value"), ((key, text_from_value(value)) for key, value in dotted_keys(recipe))),
+        table(("key", "value"), changed),
+        f"<details><summary>{len(rest)} keys with their defaults</summary>{table(('key', 'value'), rest)}</details>",
         "<h2>Stages</h2>",
         _stages(manifest["stages"]),
         "<h2>Files</h2>",
@@ -45,6 +55,35 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
         parts += ["<h2>Acceptance</h2>", table(("measure", "value"), manifest["acceptance"].items())]
     parts += ["<h2>Versions</h2>", table(("package", "version"), manifest["versions"].items())]
     return page_from_parts(title, parts)
+
+
+def _summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what a reader wants to know first: what was built, its size, and how fast the target is."""
+    recipe, graphs = manifest["recipe"], manifest["graphs"]
+    target = next((graph for graph in graphs.values() if graph.get("role") == "target"), {})
+    tuning, stages = target.get("tuning") or {}, manifest["stages"]
+    rows = [
+        ("target", str(recipe["target"]["model"])),
+        ("method", str(recipe["speculator"]["method"])),
+        ("backend and device", f"{recipe['engine']['backend']}, {recipe['engine']['device']}"),
+        ("weights", f"{target.get('quantization', 'none')}, kernels {target.get('form', '')}"),
+        ("size", text_from_bytes(sum(record["size_bytes"] for record in manifest["files"].values()))),
+        ("built in", f"{sum(stage['seconds'] for stage in stages):.3g} s"),
+    ]
+    if (step_ms := tuning.get("step_ms") or {}).get("1"):
+        fast = f"{step_ms['1']:.3g} ms, {1e3 / step_ms['1']:.3g} tokens/s without drafts"
+        rows.append(("a step of one token", f"{fast}, {tuning.get('threads')} threads"))
+    return rows
+
+
+def is_default(recipe: Mapping[str, Any], key: str, value: object) -> bool:
+    """Returns whether a dotted key of a recipe has the value that it has where nobody writes it."""
+    section, _, name = key.partition(".")
+    model: Any = recipe_model(str(recipe["speculator"]["method"])).model_fields.get(section)
+    field = getattr(getattr(model, "annotation", None), "model_fields", {}).get(name)
+    if field is None or field.is_required():
+        return False
+    return bool(json.dumps(field.get_default(call_default_factory=True), default=str) == json.dumps(value, default=str))
 
 
 def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -90,7 +129,7 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
         parts.append(table(("operator", "before the passes", "after"), [*rows, total]))
     if passes := graph.get("passes"):
         columns = ("name", "num_rewrites", "num_nodes_before", "num_nodes_after", "time_ms")
-        parts.append(table(columns, [[_number(p[c]) for c in columns] for p in passes]))
+        parts.append(table(columns, [[p[c] for c in columns] for p in passes]))
     if record := graph.get("tensorrt"):
         parts.append(_plan(record))
     tuning = graph.get("tuning") or {}
@@ -136,8 +175,9 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
         bar = f"<span class='bar{' cached' * stage['cached']}' style='width:{width:.2f}rem'></span>"
         memory = "from the cache" if stage["cached"] else text_from_bytes(stage["peak_rss_bytes"])
         memory = stage.get("skipped") or stage.get("note") or memory
-        cells = (text_of(stage["name"]), f"{stage['seconds']:.2f} s", text_of(memory), bar)
-        rows.append("<tr>" + "".join(f"<td{' class=n' * (i == 1)}>{c}</td>" for i, c in enumerate(cells)) + "</tr>")
+        cells = (text_of(stage["name"]), f"{stage['seconds']:.3g} s", text_of(memory), bar)
+        marks = ("", " class=n data-of=time", ' data-of="peak memory"', "")
+        rows.append("<tr>" + "".join(f"<td{m}>{c}</td>" for m, c in zip(marks, cells, strict=True)) + "</tr>")
     return f"<table><tr><th>stage<th class=n>time<th>peak memory<th></tr>{''.join(rows)}</table>"
 
 
@@ -148,13 +188,14 @@ def _files(files: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a table with columns of numbers and their titles aligned right."""
-    cells = [[text_of(cell) for cell in row] for row in rows]
+    """Returns a table with columns of numbers aligned right; on a phone a row is a list of titles and values."""
+    cells = [[text_of(text_from_number(cell) if isinstance(cell, float) else cell) for cell in row] for row in rows]
+    labels = [f' data-of="{text_of(title)}"' if title else "" for title in head]
     columns = ([row[i] for row in cells if i < len(row) and row[i]] for i in range(len(head)))
     marks = [" class=n" * (bool(column) and all(map(_NUMBER.fullmatch, column))) for column in columns]
     titles = "".join(f"<th{mark}>{text_of(title)}</th>" for mark, title in zip(marks, head, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{mark}>{cell}</td>" for mark, cell in zip(marks, row, strict=False)) + "</tr>"
+        "<tr>" + "".join(f"<td{m}{of}>{cell}</td>" for m, of, cell in zip(marks, labels, row, strict=False)) + "</tr>"
         for row in cells
     )
     return f"<table><tr>{titles}</tr>{body}</table>"
@@ -168,8 +209,9 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _number(value: object) -> object:
-    return round(value, 2) if isinstance(value, float) else value
+def text_from_number(value: float) -> str:
+    """Returns a number with three digits, whole ones from 1000 on with all of theirs."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def text_of(value: object) -> str:
@@ -184,5 +226,6 @@ def page_from_parts(title: str, parts: Iterable[str]) -> str:
         title: a text.
         parts: of its body, as HTML.
     """
-    head = f"<meta charset=utf-8><title>{text_of(title)}</title><style>{STYLE}</style>"
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+    head += f"<title>{text_of(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"

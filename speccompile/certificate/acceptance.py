@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance by position of greedy chains, beside a plain loop over the method's network and the target in torch.
+"""Acceptance of a bundle's drafts: beside shifted ones, and beside a plain loop over network and target in torch.
 
 Drafts decide speed alone, so a drafter that is wired wrongly (another layer's features, another position, another
 table of tokens) gives no wrong text: only its acceptance falls. The loop shares no graph, cache or engine with the
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.certificate.checkpoint import Reference, is_exact
-from speccompile.certificate.decoding import Prompts, decode_with
-from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.certificate.decoding import Prompts, decode_with, drafts_nothing
+from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
+from speccompile.certificate.shifted import OWN, SHIFTED, FirstDrafts, are_better, decode_shifted
 from speccompile.checkpoints.lora import open_lora
 from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.engine import load
+from speccompile.runtime.spec_engine import SpecEngine
 
 ACCEPTANCE, RECORD = "acceptance", "training.json"
 NUM_DRAFTS = 4
@@ -112,51 +114,110 @@ def outcomes_of(steps: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
 
 
 def check_acceptance(
-    bundle: Bundle, prompts: Prompts, plain: Sequence[Sequence[int]], reference: Reference | None, why: str
+    engine: SpecEngine, prompts: Prompts, plain: Sequence[Sequence[int]], reference: Reference | None, why: str
 ) -> Check:
-    """Compares acceptance by position of the bundle with that of the loop in torch.
+    """Compares acceptance with that of shifted drafts, and by position with that of the loop in torch.
 
     Args:
-        bundle: is loaded once more, with greedy chains of a fixed length.
+        engine: of the bundle, which is loaded once more beside the loop, with greedy chains of a fixed length.
         prompts: token ids.
         plain: their greedy texts.
         reference: the target in transformers; None: it cannot be run.
         why: it cannot.
     """
-    if reference is None:
-        return not_run(ACCEPTANCE, why)
+    bundle = engine.bundle
+    if drafts_nothing(engine):
+        return not_run(ACCEPTANCE, "the bundle drafts nothing")
+    if bundle is not None and bundle.recipe.target.weights != "checkpoint":
+        return not_run(ACCEPTANCE, f"the target's weights are {bundle.recipe.target.weights}: no draft is right")
+    runs = decode_shifted(engine, prompts, min(len(text) for text in plain))
+    own, shifted = FirstDrafts.of(runs[OWN]), FirstDrafts.of(runs[SHIFTED])
+    is_right, counts = are_better(own, shifted), {name: decoded.counts for name, decoded in runs.items()}
+    found = None
+    if reference is not None and bundle is not None:
+        found, why = compare_with_loop(bundle, prompts, plain, reference)
+    facts = {"own": own.facts(), "shifted": shifted.facts(), "loop": why if found is None else found.facts()}
+    summary = f"{own.share:.1%} of steps keep a draft, {shifted.share:.1%} if all tokens are shifted"
+    if found is not None:
+        is_right, counts["greedy chains"] = is_right and found.is_right, found.counts
+    told = f"no plain loop in torch: {why}" if found is None else found.summary
+    return check_of(ACCEPTANCE, is_right, f"{summary}; {told}", facts, DraftCounts(counts))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Chains of the bundle beside those of the loop.
+
+    Args:
+        num_drafts: of a chain.
+        bound: see `is_near` and `is_no_less`.
+        is_exact: the bundle computes in float32 with the checkpoint's weights.
+        engine, reference: their acceptance.
+        counts: draft tokens that the bundle scored, and steps.
+    """
+
+    num_drafts: int
+    bound: float
+    is_exact: bool
+    engine: Acceptance
+    reference: Acceptance
+    counts: tuple[int, int]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the bundle accepts as many as it should."""
+        return (is_near if self.is_exact else is_no_less)(self.engine, self.reference, self.bound)
+
+    @property
+    def summary(self) -> str:
+        """Its main figures."""
+        ours, theirs = self.engine, self.reference
+        shares = ", ".join(f"{a:.3f}/{b:.3f}" for a, b in zip(ours.shares, theirs.shares, strict=True))
+        return (
+            f"greedy chains of {self.num_drafts}: {ours.length:.3f} tokens a step, {theirs.length:.3f} in a plain loop "
+            f"in torch; accepted by position {shares}"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Returns a JSON-ready dict."""
+        sides = {"engine": self.engine.facts(), "reference": self.reference.facts()}
+        return {"num_drafts": self.num_drafts, "bound": self.bound, **sides}
+
+
+def compare_with_loop(
+    bundle: Bundle, prompts: Prompts, plain: Sequence[Sequence[int]], reference: Reference
+) -> tuple[Comparison | None, str]:
+    """Returns the acceptance of the bundle's chains beside that of the loop; None where there is none, and why.
+
+    Args:
+        bundle: is loaded once more, with greedy chains of a fixed length.
+        prompts: token ids.
+        plain: their greedy texts.
+        reference: the target.
+    """
     if bundle.recipe.speculator.get("draft_vocab_size"):
-        return not_run(ACCEPTANCE, "the loop in torch drafts with the whole vocabulary, the bundle with a part of it")
+        return None, "it drafts with the whole vocabulary, the bundle with a part of it"
     drafter, why = open_drafter(bundle, reference)
     if drafter is None:
-        return not_run(ACCEPTANCE, why)
+        return None, why
     trainable, needs = drafter
     num = min(NUM_DRAFTS, int(trainable.num_positions))
-    name, section = bundle.recipe.method, _chain_section(bundle.recipe.method, num)
     try:
-        engine = load(bundle.path, method=section, verify=False)
+        engine = load(bundle.path, method=_chain_section(bundle.recipe.method, num), verify=False)
     except SpecCompileError as fault:
-        return not_run(ACCEPTANCE, f"the bundle cannot draft greedy chains: {fault}")
+        return None, f"the bundle cannot draft greedy chains: {fault}"
     engine.controller = None
     num_tokens = min(len(text) for text in plain)
     # The loop's first token is the target's alone: the engine has it from reading the prompt, or it is given.
     reads = engine.verifier.may_read_last and all(len(prompt) > 1 for prompt in prompts)
     begun = [list(p) if reads else [*p, text[0]] for p, text in zip(prompts, plain, strict=True)]
     params = SamplingParams(max_new_tokens=max(1, num_tokens - (not reads)), ignore_eos=True)
-    batch_size = min(engine.context.max_slots, len(begun))
-    ours = Acceptance.of(decode_with(engine, engine.proposer, begun, params, batch_size=batch_size).outcomes, num)
+    decoded = decode_with(engine, engine.proposer, begun, params, batch_size=min(engine.context.max_slots, len(begun)))
     exact = is_exact(bundle.manifest)
     texts = [None] * len(begun) if exact else [text[:num_tokens] for text in plain]
     theirs = Acceptance.of(outcomes_of(_loop(reference, trainable, needs, prompts, texts, num, num_tokens)), num)
     bound = MAX_DIFFERENCE if exact else MAX_DIFFERENCE_QUANTIZED
-    facts = {"method": name, "num_drafts": num, "bound": bound, "engine": ours.facts(), "reference": theirs.facts()}
-    shares = ", ".join(f"{a:.3f}/{b:.3f}" for a, b in zip(ours.shares, theirs.shares, strict=True))
-    summary = (
-        f"greedy chains of {num}: {ours.length:.3f} tokens a step, {theirs.length:.3f} in a plain loop in torch; "
-        f"accepted by position {shares}"
-    )
-    is_right = (is_near if exact else is_no_less)(ours, theirs, bound)
-    return check_of(ACCEPTANCE, is_right, summary, facts)
+    return Comparison(num, bound, exact, Acceptance.of(decoded.outcomes, num), theirs, decoded.counts), ""
 
 
 def _loop(

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.certificate.decoding import Prompts, gives_logits, make_sequences, root_logits
+from speccompile.certificate.distances import logits_of
 from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.planted_drafts import FullChains, FullTrees
-from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.runtime.loop import admit, run_step
 from speccompile.runtime.sequences import SequenceBatch
@@ -31,8 +32,8 @@ def check_caches(
 ) -> Check:
     """Decodes with full trees or chains of right and wrong drafts, and reads the same tokens anew.
 
-    Compared are all rows of the target's caches, where its engine shows them, and the logits after the last token,
-    where they are an output.
+    Compared are all rows of the target's caches, where its engine shows them, and where logits are an output those
+    after the last token, and those of chains of 16 with those of single steps along a text.
 
     Args:
         engine: of the bundle.
@@ -52,10 +53,11 @@ def check_caches(
     verifier, proposer = engine.verifier, kind(known, nodes, vocab, nodes, seed)
     engine.reset(1)
     admit(verifier, proposer, batch)
-    num_steps = num_accepted = 0
+    num_steps = num_accepted = num_drafts = 0
     while min(length - (len(sequence.tokens) - sequence.num_prompt) for sequence in waiting) > 1:
         steps = run_step(verifier, proposer, batch, engine.engines).steps
         num_steps, num_accepted = num_steps + 1, num_accepted + sum(step.num_accepted for step in steps)
+        num_drafts += sum(step.num_draft_tokens for step in steps)
     texts = [list(sequence.tokens) for sequence in waiting]
     held = _contents(engine, texts)
     engine.reset(1)
@@ -63,10 +65,13 @@ def check_caches(
         for _ in verifier.prefill(slot, tokens):
             pass
     fresh = _contents(engine, texts)
+    single = {"": logits_of(engine, texts[0], 1)} if gives_logits(engine) else None
+    chains = {"": logits_of(engine, texts[0])} if gives_logits(engine) else None
     if held[0] is None and held[1] is None:
         return not_run(CACHES, "the engine shows neither its caches nor its logits")
-    rows, logits = _deviation(held[0], fresh[0]), _deviation(held[1], fresh[1])
-    is_right = rows <= MAX_DEVIATIONS.get(dtype, 0.01) and logits <= MAX_LOGIT_DEVIATIONS.get(dtype, 0.01)
+    rows, logits, chain = (_deviation(*pair) for pair in (*zip(held, fresh, strict=True), (chains, single)))
+    most = MAX_LOGIT_DEVIATIONS.get(dtype, 0.01)
+    is_right = rows <= MAX_DEVIATIONS.get(dtype, 0.01) and max(logits, chain) <= most
     facts = {
         "num_sequences": num,
         "num_steps": num_steps,
@@ -75,6 +80,7 @@ def check_caches(
         "num_caches": len(held[0] or ()) // num,
         "row_deviation": rows,
         "logit_deviation": logits,
+        "chain_deviation": chain,
     }
     told = f"rows differ by at most {rows:.1e}" if held[0] is not None else "rows are not shown by the engine"
     told += f", the next logits by {logits:.1e}" if held[1] is not None else ""
@@ -83,7 +89,10 @@ def check_caches(
         f"{facts['num_rows']} rows after {num_steps} steps of {num} sequences with {drafts}, {num_accepted} drafts "
         f"kept, against a fresh prefill: {told} (in standard deviations)"
     )
-    return check_of(CACHES, is_right, summary, facts)
+    if chains is not None:
+        same = "those of single steps in bits" if chain == 0 else f"those of single steps but for {chain:.1e}"
+        summary += f"; the logits of chains are {same}"
+    return check_of(CACHES, is_right, summary, facts, DraftCounts({f"full {drafts}": (num_drafts, num_steps * num)}))
 
 
 def _contents(engine: SpecEngine, texts: list[list[int]]) -> tuple[Any, Any]:

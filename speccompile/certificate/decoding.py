@@ -48,6 +48,11 @@ class Decoded:
         """1 + accepted / steps."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else 1.0
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Draft tokens that were scored, and steps."""
+        return self.num_drafts, self.num_steps
+
     def facts(self) -> dict[str, Any]:
         """Returns the counts, JSON-ready."""
         return {
@@ -61,6 +66,11 @@ class Decoded:
 def plain_proposer() -> Proposer:
     """Returns the proposer of plain decoding."""
     return NoneProposer()
+
+
+def drafts_nothing(engine: SpecEngine) -> bool:
+    """Returns whether the bundle's method is plain decoding."""
+    return isinstance(engine.proposer, NoneProposer)
 
 
 def make_sequences(

@@ -24,17 +24,18 @@ MAX_KL = 0.5  # of any form: beyond it is another model
 CHUNK = 16  # tokens of a step
 
 
-def logits_of(engine: SpecEngine, tokens: Sequence[int]) -> NDArray[np.float64]:
+def logits_of(engine: SpecEngine, tokens: Sequence[int], chunk: int = CHUNK) -> NDArray[np.float64]:
     """Returns the engine's logits after each token, [tokens, vocab] float64.
 
     Args:
         engine: whose target has logits as an output.
         tokens: a text.
+        chunk: tokens of a step.
     """
     target, rows = engine.verifier.engine, []
     engine.reset(len(tokens))
-    for at in range(0, len(tokens), CHUNK):
-        part = np.array([tokens[at : at + CHUNK]], dtype=np.int64)
+    for at in range(0, len(tokens), chunk):
+        part = np.array([tokens[at : at + chunk]], dtype=np.int64)
         feeds = {TOKENS: part, LENGTHS: np.array([at], np.int64), **all_sure(target.spec, 1, part.shape[1])}
         rows.append(np.array(np.asarray(target.run(feeds)[LOGITS])[0], dtype=np.float64))
     return np.concatenate(rows)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from speccompile.certificate.decoding import Prompts, decode_with, plain_proposer
+from speccompile.certificate.decoding import Prompts, decode_with, drafts_nothing, plain_proposer
 from speccompile.certificate.planted_drafts import (
     FullChains,
     FullTrees,
@@ -16,7 +16,7 @@ from speccompile.certificate.planted_drafts import (
     RandomTokens,
     SpoiltDrafts,
 )
-from speccompile.certificate.results import Check, check_of
+from speccompile.certificate.results import Check, DraftCounts, check_of
 from speccompile.certificate.ties import first_difference
 from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ from speccompile.errors import SpecCompileError
 from speccompile.runtime.spec_engine import SpecEngine
 
 FAULTS = "faults"
+NO_DRAFTS, NO_TOKENS, SPOILT = "no drafts", "ids that are no tokens", "the method's drafts, half of them replaced"
 LENGTH = 4  # of planted chains
 Makers = dict[str, Callable[[Known], Proposer]]
 
@@ -40,16 +41,15 @@ def planted_proposers(engine: SpecEngine) -> Makers:
     """Returns the proposers of the check, by the fault that they have; each is made for the known texts."""
     vocab, nodes = engine.verifier.engine.spec.vocab_size, max(1, engine.context.max_draft_nodes)
     makers: Makers = {
-        "no drafts": lambda known: NoDrafts(vocab, LENGTH),
+        NO_DRAFTS: lambda known: NoDrafts(vocab, LENGTH),
         "random tokens": lambda known: RandomTokens(vocab, min(LENGTH, nodes)),
-        "ids that are no tokens": lambda known: NoTokens(vocab, min(LENGTH, nodes)),
+        NO_TOKENS: lambda known: NoTokens(vocab, min(LENGTH, nodes)),
         "full chains": lambda known: FullChains(known, nodes, vocab, nodes),
     }
     if may_draft_trees(engine):
         makers["full trees"] = lambda known: FullTrees(known, nodes, vocab, nodes)
-    makers["the method's drafts, half of them replaced"] = lambda known: cast(
-        Proposer, SpoiltDrafts(engine.proposer, vocab)
-    )
+    if not drafts_nothing(engine):
+        makers[SPOILT] = lambda known: cast(Proposer, SpoiltDrafts(engine.proposer, vocab))
     return makers
 
 
@@ -67,7 +67,7 @@ def check_faults(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> Check
         SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, temperature=0.9, top_p=0.95, seed=seed)
         for seed in range(len(prompts))
     ]
-    rows, wrong = [], []
+    rows, wrong, counts = [], [], dict[str, tuple[int, int]]()
     for kind, params in (("greedy", greedy), ("sampled", sampled)):
         wanted = decode_with(engine, plain_proposer(), prompts, params, batch_size=batch_size)
         known = {tuple(prompt): text for prompt, text in zip(prompts, wanted.texts, strict=True)}
@@ -75,10 +75,12 @@ def check_faults(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> Check
             row = _run(engine, make(known), prompts, params, batch_size, wanted.texts)
             rows.append({"fault": fault, "text": kind, **row})
             wrong += [] if row["num_equal"] == len(prompts) else [f"{fault} ({kind})"]
+            if fault not in (NO_DRAFTS, NO_TOKENS):  # of which none is to be scored
+                counts[f"{fault} ({kind})"] = row.get("num_draft_tokens", 0), row.get("num_steps", 0)
     told = f"texts differ with {', '.join(wrong)}" if wrong else "no text differs"
     faults = [row["fault"] for row in rows if row["text"] == "greedy"]
     summary = f"{len(prompts)} texts of {num_tokens} tokens, greedy and sampled, with {'; '.join(faults)}: {told}"
-    return check_of(FAULTS, not wrong, summary, {"num_prompts": len(prompts), "runs": rows})
+    return check_of(FAULTS, not wrong, summary, {"num_prompts": len(prompts), "runs": rows}, DraftCounts(counts))
 
 
 def _run(

@@ -26,6 +26,7 @@ from speccompile.certificate.sampled import (
     Text,
     are_right,
     choose_prompt,
+    counts_of_runs,
     fit_runs,
     make_runs,
     text_from_fits,
@@ -164,4 +165,6 @@ def check_grammar(
         "runs": found,
     }
     summary = text_from_fits(num_samples, fits, "the target's distribution within the grammar")
-    return check_of(GRAMMAR, are_right(fits), summary if may_draft else f"{summary}; no drafts with grammars", facts)
+    if not may_draft:
+        summary = f"{summary}; no drafts with grammars"
+    return check_of(GRAMMAR, are_right(fits), summary, facts, counts_of_runs(found))

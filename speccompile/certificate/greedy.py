@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from speccompile.certificate.decoding import Prompts, decode_with, gives_logits, next_logits, plain_proposer
-from speccompile.certificate.results import Check, check_of
+from speccompile.certificate.decoding import (
+    Prompts,
+    decode_with,
+    drafts_nothing,
+    gives_logits,
+    next_logits,
+    plain_proposer,
+)
+from speccompile.certificate.results import Check, DraftCounts, check_of
 from speccompile.certificate.ties import (
     MAX_TIE_GAP,
     MAX_TIE_GAPS,
@@ -35,7 +42,7 @@ def check_greedy(
 ) -> Check:
     """Compares greedy texts with drafts with those of plain decoding, alone and in the largest batch.
 
-    Drafts are forced in every step, and once as the method's budget decides.
+    Drafts are forced in every step where text and context allow one, and once as the method's budget decides.
 
     Args:
         engine: of the bundle.
@@ -54,18 +61,21 @@ def check_greedy(
         (f"plain, batch {batch}", none, batch, "auto"),
     ]
     logits_after: LogitsAfter | None = partial(next_logits, engine) if gives_logits(engine) else None
-    rows, found = [], []
+    rows, found, counts = [], [], dict[str, tuple[int, int]]()
     for name, proposer, batch_size, speculation in runs:
         decoded = decode_with(engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation)
         parted = find_divergences(prompts, plain, decoded.texts, logits_after, MAX_TIE_GAPS.get(dtype, MAX_TIE_GAP))
         found += parted
+        if speculation == "on" and not drafts_nothing(engine):
+            counts[name] = decoded.counts
         shown = [d.json_from_divergence() for d in parted[:MOST_SHOWN]]
         rows.append({"run": name, "num_equal": len(prompts) - len(parted), **decoded.facts(), "divergences": shown})
     is_right = all(d.is_tie for d in found)
     length = rows[0]["mean_acceptance_length"]
     told = text_from_divergences(found) or "all equal to plain decoding"
     summary = f"{len(prompts)} texts of {num_tokens} tokens in {len(runs)} ways: {told}; {length:.2f} tokens a step"
-    return check_of(GREEDY, is_right, summary, {"num_prompts": len(prompts), "num_tokens": num_tokens, "runs": rows})
+    facts = {"num_prompts": len(prompts), "num_tokens": num_tokens, "runs": rows}
+    return check_of(GREEDY, is_right, summary, facts, DraftCounts(counts) if counts else None)
 
 
 def check_reference(

@@ -147,7 +147,7 @@ class FullTrees(KnownDrafts):
 
 
 class SpoiltDrafts:
-    """The drafts of a method, in which every second token on average is another one; see `Proposer`.
+    """The drafts of a method, of which a share on average are other tokens; see `Proposer`.
 
     The method takes the verdict for its own tokens, as it would if what it computed were wrong.
 
@@ -155,10 +155,11 @@ class SpoiltDrafts:
         inner: the method's proposer.
         vocab_size: of the target.
         seed: of the choice.
+        share: of the tokens.
     """
 
-    def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0) -> None:
-        self.inner, self.vocab_size, self.rng = inner, vocab_size, np.random.default_rng(seed)
+    def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0, share: float = 0.5) -> None:
+        self.inner, self.vocab_size, self.rng, self.share = inner, vocab_size, np.random.default_rng(seed), share
         self.catches_up, self._drafted = inner.catches_up, TokenTree.roots([0])
         for name in ("start", "resume", "prefill", "skip", "observe", "flush"):
             setattr(self, name, getattr(inner, name))
@@ -169,11 +170,11 @@ class SpoiltDrafts:
         return self.inner.caches
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns the method's drafts, spoilt."""
+        """Returns the method's drafts, spoilt; where all are, siblings still differ from each other."""
         self._drafted = tree = self.inner.propose(batch)
-        is_other = self.rng.random(tree.tokens.shape) < 0.5
+        is_other = self.rng.random(tree.tokens.shape) < self.share
         is_other[:, 0] = False
-        others: Ints = self.rng.integers(self.vocab_size, size=tree.tokens.shape)
+        others: Ints = (tree.tokens + self.rng.integers(1, self.vocab_size)) % self.vocab_size
         return replace(tree, tokens=np.where(is_other, others, tree.tokens), draft_probs=None)
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:

@@ -8,9 +8,33 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from speccompile.runtime.bundle import Bundle, digest_from_manifest
-from speccompile.runtime.certificates import FAILED, NOT_RUN, PASSED, VERSION
+from speccompile.runtime.certificates import FAILED, INCOMPLETE, NOT_RUN, PASSED, VERSION
 
 Status = Literal["passed", "failed", "not run"]
+LEAST_DRAFTS = 100  # draft tokens that each run of a check scores; fewer show little
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What the runs of a check scored whose drafts are compared.
+
+    Args:
+        by_run: (draft tokens, steps) by the run's name.
+    """
+
+    by_run: Mapping[str, tuple[int, int]]
+
+    @property
+    def short(self) -> list[str]:
+        """The runs that scored fewer than `LEAST_DRAFTS`, with their counts."""
+        rows = self.by_run.items()
+        return [f"{run}: {num} draft tokens in {steps} steps" for run, (num, steps) in rows if num < LEAST_DRAFTS]
+
+    def json_from_counts(self) -> dict[str, Any]:
+        """Returns the counts of all runs together and the least that each of them needs, JSON-ready."""
+        nums, steps = zip(*self.by_run.values(), strict=True) if self.by_run else ((), ())
+        least = {"least_draft_tokens_of_a_run": LEAST_DRAFTS, "has_enough_drafts": not self.short}
+        return {"num_draft_tokens": sum(nums), "num_draft_steps": sum(steps), **least}
 
 
 @dataclass(frozen=True)
@@ -23,6 +47,7 @@ class Check:
         summary: one sentence with its main figures, or why it was not run.
         facts: all that was seen, JSON-ready.
         seconds: that it took.
+        drafts: draft tokens that its runs scored, and their steps; None: it compares something else.
     """
 
     name: str
@@ -30,16 +55,24 @@ class Check:
     summary: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    drafts: DraftCounts | None = None
 
     def json_from_check(self) -> dict[str, Any]:
         """Returns a JSON-ready dict."""
         seconds = round(self.seconds, 2)
-        return {"name": self.name, "status": self.status, "summary": self.summary, "seconds": seconds, **self.facts}
+        counts = self.drafts.json_from_counts() if self.drafts is not None else {}
+        head = {"name": self.name, "status": self.status, "summary": self.summary, "seconds": seconds}
+        return {**head, **counts, **self.facts}
 
 
-def check_of(name: str, is_right: bool, summary: str, facts: Mapping[str, Any]) -> Check:
-    """Returns a check that passed where `is_right`, and failed otherwise."""
-    return Check(name, "passed" if is_right else "failed", summary, facts)
+def check_of(
+    name: str, is_right: bool, summary: str, facts: Mapping[str, Any], drafts: DraftCounts | None = None
+) -> Check:
+    """Returns a check that passed where `is_right`, and failed otherwise; without enough drafts nothing has passed."""
+    if is_right and drafts is not None and (short := drafts.short):
+        least = f"at least {LEAST_DRAFTS} show something (give more prompts or tokens)"
+        return Check(name, "not run", f"too few drafts, {'; '.join(short)}: {least}; {summary}", facts, drafts=drafts)
+    return Check(name, "passed" if is_right else "failed", summary, facts, drafts=drafts)
 
 
 def not_run(name: str, why: str) -> Check:
@@ -48,8 +81,9 @@ def not_run(name: str, why: str) -> Check:
 
 
 def verdict_of(checks: Iterable[Check]) -> str:
-    """Returns `failed` where one check failed, else `passed`, also where some were not run."""
-    return FAILED if any(check.status == FAILED for check in checks) else PASSED
+    """Returns `failed` where one check failed, else `incomplete` where one was not run, else `passed`."""
+    found = {check.status for check in checks}
+    return FAILED if FAILED in found else INCOMPLETE if NOT_RUN in found else PASSED
 
 
 def certificate_from_checks(bundle: Bundle, checks: Iterable[Check], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,6 +114,7 @@ __all__ = [
     "NOT_RUN",
     "PASSED",
     "Check",
+    "DraftCounts",
     "Status",
     "certificate_from_checks",
     "check_of",

@@ -3,26 +3,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from speccompile.certificate.chi_square import ALPHA, POWER, Fit, counts_of, fit
-from speccompile.certificate.decoding import Prompts, decode_with, gives_logits, next_logits, plain_proposer
+from speccompile.certificate.decoding import (
+    Prompts,
+    decode_with,
+    drafts_nothing,
+    gives_logits,
+    next_logits,
+    plain_proposer,
+)
 from speccompile.certificate.faults import may_draft_trees
-from speccompile.certificate.results import Check, check_of, not_run
+from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
 from speccompile.core.protocols import Batch, Proposer
 from speccompile.core.sampling import draw, warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import Floats, TokenTree
+from speccompile.drafting.lookup import LooksUp
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.none.proposer import NoneProposer
 
-SAMPLED, PLAIN = "sampled", "plain"
+SAMPLED, PLAIN, METHOD = "sampled", "plain", "the method's drafts"
 NUM_TOKENS, PROMPT_TOKENS = 3, 4
 MOST_PROMPTS = 3  # among which the one with the broadest distribution is chosen
 TEMPERATURE, TOP_K, TOP_P = 1.0, 5, 0.98
@@ -155,6 +163,8 @@ def choose_prompt(
 ) -> tuple[list[int], Rows]:
     """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions.
 
+    For a method that looks drafts up, this text and the beginning again come after it: something is found then.
+
     Args:
         engine: see `exact_rows`.
         prompts: token ids.
@@ -163,7 +173,12 @@ def choose_prompt(
     """
     begun = [list(prompt[:length]) for prompt in prompts[:MOST_PROMPTS]]
     found = [(prompt, exact_rows(engine, prompt, probs_after)) for prompt in begun]
-    return min(found, key=lambda pair: max(joint_of(pair[1]).values()))
+    prompt, rows = min(found, key=lambda pair: max(joint_of(pair[1]).values()))
+    if not isinstance(engine.proposer, LooksUp):
+        return prompt, rows
+    joint = joint_of(rows)
+    prompt = [*prompt, *max(joint, key=joint.__getitem__), *prompt]
+    return prompt, exact_rows(engine, prompt, probs_after)
 
 
 def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
@@ -175,7 +190,9 @@ def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
         depth: most drafts on a path.
     """
     size, most = engine.verifier.engine.spec.vocab_size, engine.context.max_draft_nodes
-    runs: Runs = {PLAIN: (plain_proposer(), "auto"), "the method's drafts": (engine.proposer, "on")}
+    runs: Runs = {PLAIN: (plain_proposer(), "auto")}
+    if not drafts_nothing(engine):
+        runs[METHOD] = (engine.proposer, "on")
     if size > TOP_K and most >= depth:
         runs["planted chains"] = (DrawnDrafts(rows, size, is_tree=False), "auto")
     if may_draft_trees(engine) and size > TOP_K and most >= sum((2, 4, 4)[:depth]):
@@ -258,7 +275,14 @@ def check_sampled(
         "power": POWER,
         "runs": found,
     }
-    return check_of(SAMPLED, are_right(fits), text_from_fits(num_samples, fits), facts)
+    return check_of(SAMPLED, are_right(fits), text_from_fits(num_samples, fits), facts, counts_of_runs(found))
+
+
+def counts_of_runs(found: Iterable[Mapping[str, Any]]) -> DraftCounts | None:
+    """Returns what the runs with drafts scored, of the rows of `fit_runs`; None where there is plain decoding alone."""
+    drafting = [row for row in found if row["run"] != PLAIN]
+    counts = {row["run"]: (row.get("num_draft_tokens", 0), row.get("num_steps", 0)) for row in drafting}
+    return DraftCounts(counts) if counts else None
 
 
 def are_right(fits: Mapping[str, Fit]) -> bool:

@@ -142,7 +142,7 @@ def _distance(subject: Subject) -> Check:
 
 def _acceptance(subject: Subject) -> Check:
     reference = subject.reference
-    return check_acceptance(subject.bundle, subject.prompts, subject.plain, reference, subject.why_not)
+    return check_acceptance(subject.engine, subject.prompts, subject.plain, reference, subject.why_not)
 
 
 # In the order in which they run: what is cheap and explains later failures comes first.

@@ -31,8 +31,8 @@ from speccompile.errors import SpecCompileError
 
 _EPILOG = (
     "Exit codes: 0 done, 1 no room on stdout or a fault of speccompile itself, 2 wrong usage or recipe, 3 checkpoint, "
-    "4 export, 5 pass, 6 build, 7 bundle, 8 decoding, 9 certificate, 130 interrupted (Ctrl-C), 143 terminated "
-    "(SIGTERM)."
+    "4 export, 5 pass, 6 build, 7 bundle, 8 decoding, 9 certificate, 10 certificate with too few drafts, "
+    "130 interrupted (Ctrl-C), 143 terminated (SIGTERM)."
 )
 
 app = typer.Typer(

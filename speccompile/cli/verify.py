@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
-from speccompile.errors import CertificateError
+from speccompile.errors import CertificateError, TooFewDraftsError
 
-_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "incomplete": "yellow"}
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,8 @@ def verify_command(
 ) -> None:
     """Check that a bundle decodes as its target does, and write certificate.json and certificate.html into it.
 
-    A check that cannot run here is named as not run, with the reason. Exit code 9 when one fails.
+    A check that cannot run here is named as not run, with the reason. Exit code 9 when one fails, 10 when one scored
+    too few drafts.
     """
     from speccompile.certificate.verify import Options
     from speccompile.cli.prompts import read_requests
@@ -79,10 +80,12 @@ def print_certificate(bundle: Path, certificate: Mapping[str, Any]) -> None:
 
 
 def leave_unless_passed(certificate: Mapping[str, Any]) -> None:
-    """Ends the command with the exit code of a failed certificate.
+    """Ends the command with the exit code of a certificate that says less than it should.
 
     Raises:
-        typer.Exit: a check failed.
+        typer.Exit: a check failed, or scored too few drafts.
     """
     if certificate["verdict"] == "failed":
         raise typer.Exit(CertificateError.exit_code)
+    if not all(check.get("has_enough_drafts", True) for check in certificate["checks"]):
+        raise typer.Exit(TooFewDraftsError.exit_code)

@@ -13,6 +13,7 @@ import numpy as np
 from speccompile.core.specs import LENGTHS, TREE_MASK, TensorSpec
 from speccompile.core.tree import Bools, Floats, Ints
 from speccompile.ops.op import Op
+from speccompile.ops.row_products import matmul_rows
 
 _CACHE_DIMS = ("batch", "kv_heads", "max_seq", "head_dim")
 _NEW_DIMS = ("batch", "kv_heads", "nodes", "head_dim")
@@ -98,7 +99,7 @@ def shared_attention(
     Arguments are as there; returns its `out`.
     """
     k_all, v_all, group = k_cache, v_cache, q.shape[1] // k_cache.shape[1]
-    scores = scale * (q @ np.repeat(k_all, group, axis=1).swapaxes(2, 3))
+    scores = scale * matmul_rows(q, np.repeat(k_all, group, axis=1).swapaxes(2, 3))
     if softcap > 0:
         scores = softcap * np.tanh(scores / softcap)
     visible = visible_rows(lengths, tree_mask, k_cache.shape[2], window)[:, None]
@@ -109,7 +110,7 @@ def shared_attention(
     probs = np.exp(scores - largest)
     total = probs.sum(axis=-1, keepdims=True)
     probs /= total if sinks is None else total + np.exp(sinks[:, None, None] - largest)
-    out = (probs @ np.repeat(v_all, group, axis=1)).swapaxes(1, 2)
+    out = matmul_rows(probs, np.repeat(v_all, group, axis=1)).swapaxes(1, 2)
     return (np.ascontiguousarray(out, dtype=np.float32),)
 
 

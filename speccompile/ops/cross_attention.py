@@ -14,6 +14,7 @@ from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import rotate
+from speccompile.ops.row_products import matmul_rows
 
 _CACHE_DIMS = ("batch", "kv_heads", "rows", "head_dim")
 
@@ -35,13 +36,13 @@ def cross_attention(
         out [batch, nodes, heads, head_dim] float32.
     """
     group = q.shape[1] // k_cache.shape[1]
-    scores = scale * (q @ np.repeat(k_cache, group, axis=1).swapaxes(2, 3))
+    scores = scale * matmul_rows(q, np.repeat(k_cache, group, axis=1).swapaxes(2, 3))
     rows, ends = np.arange(k_cache.shape[2]), limits[:, None, :, None]
     is_seen = (rows < ends) & ((rows >= ends - window) | (window == 0))
     scores = np.where(is_seen, scores, -np.inf)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
-    out = (probs @ np.repeat(v_cache, group, axis=1)).swapaxes(1, 2)
+    out = matmul_rows(probs, np.repeat(v_cache, group, axis=1)).swapaxes(1, 2)
     return (np.ascontiguousarray(out, dtype=np.float32),)
 
 

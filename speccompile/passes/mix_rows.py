@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the middle axis of [rows, parts, width] -> products of one row of weights with each row's parts.
+"""Sums and products whose bits depend on the number of rows -> products of which each row has bits of its own.
 
+Sums over the middle axis of [rows, parts, width] become products of one row of weights with each row's parts.
 So a mixture of experts adds up what its experts give. ONNX Runtime's ReduceSum over an axis that is not the last adds
 in an order that depends on the number of rows (seen in 1.31.1 with 8 parts): a chain would not give the bits of
 single steps. MatMul of [rows, 1, parts] with [rows, parts, width] does each row by itself. Weights that were
 multiplied in before the sum become that row, others are ones.
+
+A product with a matrix for each head or expert, [.., rows, inner] with [.., inner, width], has another kernel for a
+single row than for several (1.31.1): it gets its last row twice. Heads of latent attention are such products, and
+experts that all run.
 """
 
 from __future__ import annotations
@@ -58,8 +63,41 @@ def _find(node: ir.Node) -> _Sum | None:
     return _Sum(node, source, None, num_parts, width)
 
 
+def _is_batched(node: ir.Node) -> bool:
+    """Whether a product has several matrices and a number of rows that is known in the step alone, maybe one."""
+    a, b = node.inputs
+    num = rank(a)
+    if a is None or num is None or num < 3 or (rank(b) or 0) < 3 or a.dtype != ir.DataType.FLOAT:
+        return False
+    return static_dim(a, num - 2) is None and not _has_two(a)
+
+
+def _has_two(rows: ir.Value) -> bool:
+    """Whether the last row is there twice already."""
+    joined = producer(rows, "Concat")
+    last = producer(joined.inputs[1], "Slice") if joined is not None and len(joined.inputs) == 2 else None
+    return joined is not None and last is not None and last.inputs[0] is joined.inputs[0]
+
+
+def _double_last(model: ir.Model, node: ir.Node) -> None:
+    """Gives a product its last row once more, and leaves that out of what comes of it."""
+    edit, (a, b) = Editor(model, node), node.inputs
+    axis = (rank(a) or 0) - 2
+    last = edit.op("Slice", a, edit.ints([-1]), edit.ints([np.iinfo(np.int64).max]), edit.ints([axis]))
+    rows = edit.op("Concat", a, last, axis=axis)
+    product = edit.op("MatMul", rows, b)
+    for value in (last, rows, product):
+        value.type = node.outputs[0].type
+    out = edit.op("Slice", product, edit.ints([0]), edit.ints([-1]), edit.ints([axis]))
+    out.type, out.shape = node.outputs[0].type, node.outputs[0].shape
+    replace_tree(node, out)
+
+
 def mix_rows(model: ir.Model) -> int:
-    """Rewrite every such sum with static parts and width; returns their number."""
+    """Rewrite every such sum with static parts and width, and every such product; returns their number."""
+    batched = [node for node in nodes_of(model, "MatMul") if _is_batched(node)]
+    for node in batched:
+        _double_last(model, node)
     found = [known for node in nodes_of(model, "ReduceSum") if (known := _find(node)) is not None]
     for known in found:
         edit = Editor(model, known.node)
@@ -76,13 +114,16 @@ def mix_rows(model: ir.Model) -> int:
             out = edit.op("Squeeze", out, edit.ints([1]))
         out.type, out.shape = known.node.outputs[0].type, known.node.outputs[0].shape
         replace_tree(known.node, out)
-    return len(found)
+    return len(found) + len(batched)
 
 
 def _first_left(model: ir.Model) -> str | None:
     left = next((node for node in nodes_of(model, "ReduceSum") if _find(node) is not None), None)
-    return None if left is None else f"node {left.name} adds over the middle axis"
+    if left is not None:
+        return f"node {left.name} adds over the middle axis"
+    left = next((node for node in nodes_of(model, "MatMul") if _is_batched(node)), None)
+    return None if left is None else f"node {left.name} multiplies one row in another way than several"
 
 
-MIDDLE_SUMS_ARE_PRODUCTS = Property("middle_sums_are_products", _first_left)
-MIX_ROWS = Pass("mix_rows", mix_rows, ensures=(MIDDLE_SUMS_ARE_PRODUCTS,))
+ROWS_HAVE_THEIR_BITS = Property("rows_have_their_bits", _first_left)
+MIX_ROWS = Pass("mix_rows", mix_rows, ensures=(ROWS_HAVE_THEIR_BITS,))

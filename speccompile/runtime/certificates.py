@@ -16,7 +16,8 @@ from speccompile.errors import BundleError
 from speccompile.runtime.bundle import CERTIFICATE, Bundle, digest_from_manifest
 
 VERSION = 1
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"  # of a check
+INCOMPLETE = "incomplete"  # of a certificate: no check failed, and some were not run
 _AGAIN = "Make it again: speccompile verify BUNDLE."
 
 
@@ -87,7 +88,7 @@ def facts_of_bundle(bundle: Bundle) -> dict[str, Any] | None:
 
 
 def text_from_facts(facts: Mapping[str, Any] | None) -> str:
-    """Returns one line about a certificate, e.g. "passed, 2026-11-23T06:00:00+00:00; not run: distances"."""
+    """Returns one line about a certificate, e.g. "incomplete, 2026-11-23T06:00:00+00:00; not run: distance"."""
     if facts is None:
         return "none: speccompile verify BUNDLE makes one"
     if "fault" in facts:

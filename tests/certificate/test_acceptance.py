@@ -2,7 +2,11 @@
 import pytest
 
 from speccompile.certificate.acceptance import Acceptance, check_acceptance, is_near, is_no_less, outcomes_of
-from speccompile.certificate.results import Check, check_of, not_run, verdict_of
+from speccompile.certificate.results import Check, DraftCounts, check_of, not_run, verdict_of
+from speccompile.certificate.shifted import FirstDrafts, are_better
+from speccompile.speculators.none.proposer import NoneProposer
+from tests.certificate.certificate_lab import PROMPTS, make_engine
+from tests.certificate.shifting import check_that_a_shift_shows
 
 
 def acceptance(*steps, num=3):
@@ -47,15 +51,48 @@ def test_quantised_drafts_may_have_more_and_little_less():
     assert is_no_less(Acceptance(9, (9, 0, 0, 0), (0, 0, 0, 0)), Acceptance(9, (9, 0, 0, 0), (0, 0, 0, 0)), 0.15)
 
 
-def test_without_a_checkpoint_it_is_not_run():
-    check = check_acceptance(None, [], [], None, "no checkpoint here")
-    assert (check.status, check.summary) == ("not run", "no checkpoint here")
+@pytest.mark.parametrize("tree", ["chain", "auto"])
+def test_without_a_checkpoint_drafts_are_compared_with_shifted_ones(tree):
+    check_that_a_shift_shows(make_engine(tree=tree), PROMPTS, 40)
+    engine = make_engine(tree=tree)
+    check = check_acceptance(engine, PROMPTS, [[0] * 40] * 4, None, "no checkpoint here")
+    assert "keep a draft" in check.summary and "no plain loop in torch: no checkpoint here" in check.summary
+
+
+def test_a_bundle_that_drafts_nothing_and_one_that_drafts_little_have_passed_nothing():
+    engine = make_engine()
+    few = check_acceptance(engine, PROMPTS[:1], [[0] * 9], None, "why")
+    assert few.status in ("not run", "failed") and not few.json_from_check()["has_enough_drafts"]
+    engine.proposer = NoneProposer()
+    none = check_acceptance(engine, PROMPTS, [[0] * 9] * 4, None, "why")
+    assert (none.status, none.summary) == ("not run", "the bundle drafts nothing")
+
+
+def test_drafts_are_better_where_no_chance_explains_it():
+    assert are_better(FirstDrafts(100, 10), FirstDrafts(100, 0))
+    assert not are_better(FirstDrafts(100, 3), FirstDrafts(100, 0))
+    assert not are_better(FirstDrafts(100, 0), FirstDrafts(100, 0))
+    assert not are_better(FirstDrafts(0, 0), FirstDrafts(100, 0)) and not are_better(
+        FirstDrafts(9, 9), FirstDrafts(0, 0)
+    )
+
+
+@pytest.mark.parametrize(("least", "status"), [(100, "passed"), (99, "not run"), (0, "not run")])
+def test_a_run_with_too_few_drafts_makes_a_check_not_run(least, status):
+    counts = DraftCounts({"many": (1000, 90), "few": (least, 80)})
+    check = check_of("a", True, "all equal", {"x": 1}, counts)
+    assert check.status == status and check_of("a", False, "one differs", {}, counts).status == "failed"
+    assert ("few: " in check.summary and "many: " not in check.summary) == (least < 100)
+    found = check.json_from_check()
+    assert (found["num_draft_tokens"], found["num_draft_steps"]) == (1000 + least, 170)
+    assert found["has_enough_drafts"] == (least >= 100) and found["x"] == 1
 
 
 def test_one_failed_check_fails_the_certificate():
     good, bad = check_of("a", True, "", {}), check_of("b", False, "", {})
-    assert verdict_of([good, not_run("c", "why")]) == "passed"
-    assert verdict_of([good, bad]) == "failed"
+    assert verdict_of([good, good]) == "passed"
+    assert verdict_of([good, not_run("c", "why")]) == "incomplete"
+    assert verdict_of([good, bad, not_run("c", "why")]) == "failed"
     assert Check("a", "passed", "s", {"x": 1}, 0.123).json_from_check() == {
         "name": "a", "status": "passed", "summary": "s", "seconds": 0.12, "x": 1
     }  # fmt: skip

@@ -35,6 +35,25 @@ def test_rows_are_those_of_a_fresh_prefill(kind):
     assert found.facts["num_sequences"] == 3 and found.facts["num_accepted"] > 20
     assert found.facts["row_deviation"] == found.facts["logit_deviation"] == 0
     assert ("not shown" in found.summary) == (kind is HiddenRows)
+    assert found.facts["chain_deviation"] == 0 and "chains are those of single steps in bits" in found.summary
+
+
+def test_a_step_of_one_row_with_other_numbers_is_stated_and_fails_where_it_is_far_off():
+    for share, status in ((1e-4, "passed"), (0.5, "failed")):
+
+        class OtherSingles(StrictEngine):
+            share_ = share
+
+            def _tail(self, feeds, tokens, logits, scored):
+                outputs = super()._tail(feeds, tokens, logits, scored)
+                if tokens.shape[1] == 1:
+                    outputs["logits"] = outputs["logits"] * (1 + self.share_)
+                return outputs
+
+        engine = make_engine(OtherSingles)
+        found = check_caches(engine, PROMPTS, plain_texts(make_engine(), PROMPTS, NUM))
+        assert found.status == status and found.facts["chain_deviation"] > share / 10
+        assert "chains are those of single steps but for" in found.summary
 
 
 @pytest.mark.parametrize("kind", [StaleRow, HiddenStale])

@@ -14,15 +14,25 @@ from tests.mock_lm import VOCAB
 
 
 def test_faults_change_speed_alone():
-    check = check_faults(make_engine(), PROMPTS, 16)
+    check = check_faults(make_engine(), PROMPTS, 36)
     assert check.status == "passed", check.facts
     runs = {(run["text"], run["fault"]): run for run in check.facts["runs"]}
     assert len(runs) == 12
     steps = {fault: run["num_steps"] for (text, fault), run in runs.items() if text == "greedy"}
-    assert steps["no drafts"] == 15 * len(PROMPTS) > steps["full chains"] > len(PROMPTS)
+    assert steps["no drafts"] == 35 * len(PROMPTS) > steps["full chains"] > len(PROMPTS)
     assert runs["greedy", "full trees"]["num_accepted"] > 20
     assert runs["sampled", "full trees"]["num_accepted"] > 20
     assert {run["num_equal"] for run in runs.values()} == {len(PROMPTS)}
+
+
+@pytest.mark.parametrize("num_tokens", [2, 8])
+def test_few_drafts_show_nothing(num_tokens):
+    check = check_faults(make_engine(), PROMPTS, num_tokens)
+    assert (
+        check.status == "not run"
+        and "too few drafts" in check.summary
+        and not check.json_from_check()["has_enough_drafts"]
+    )
 
 
 @pytest.mark.parametrize("kind", [StaleRow, WrongFollower])

@@ -7,7 +7,7 @@ from speccompile.certificate.ties import find_divergences, first_difference, tex
 from tests.certificate.certificate_lab import PROMPTS, TARGET, StaleRow, WrongFollower, make_engine
 from tests.mock_lm import VOCAB
 
-NUM = 24
+NUM = 40
 
 
 def greedy(kind=None, tree="chain"):

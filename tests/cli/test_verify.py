@@ -10,7 +10,7 @@ from speccompile.runtime.bundle import CERTIFICATE, CERTIFICATE_PAGE, MANIFEST, 
 from speccompile.runtime.certificates import certificate_facts, facts_of_bundle, text_from_facts
 from tests.certificate.certificate_lab import StrictEngine, WrongFollower, make_engine
 
-PROMPTS = '{"prompt": [3, 1, 4, 1]}\n{"prompt": [2, 7, 2]}\n'
+PROMPTS = "".join(f'{{"prompt": {prompt}}}\n' for prompt in ([3, 1, 4, 1], [2, 7, 2], [9, 9, 8], [1, 2]))
 
 
 @pytest.fixture
@@ -27,35 +27,51 @@ def bundle(run, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("speccompile.certificate.verify.load", load)
     monkeypatch.setattr(
         "speccompile.certificate.verify.check_sampled",
-        lambda engine, prompts, _, tell: check_sampled(engine, prompts, 40, tell),
+        lambda engine, prompts, _, tell: check_sampled(engine, prompts, 90, tell),
     )
     (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     return tmp_path / "b", kinds.append
 
 
-def verify(run, *more):
-    return run("verify", "b", "--prompts", "prompts.jsonl", "--num-tokens", "12", "--without-checkpoint", *more)
+def verify(run, *more, num_tokens=40):
+    prompts = ("--prompts", "prompts.jsonl", "--num-tokens", num_tokens)
+    return run("verify", "b", *prompts, "--without-checkpoint", *more)
 
 
 def test_a_certificate_lies_in_the_bundle_and_is_shown(bundle, run):
     folder, _ = bundle
     code, out, _ = verify(run)
     assert code == 0, out
-    assert "passed" in out and "certificate.html" in out
+    assert "incomplete in" in out and "certificate.html" in out
     found = json.loads((folder / CERTIFICATE).read_text())
-    assert found["verdict"] == "passed" and found["num_prompts"] == 2
+    assert found["verdict"] == "incomplete" and found["num_prompts"] == 4
     checks = {check["name"]: check for check in found["checks"]}
     assert checks["greedy"]["status"] == checks["faults"]["status"] == "passed"
     assert checks["reference"]["status"] == "not run" and "leave the checkpoint out" in checks["reference"]["summary"]
     assert checks["grammar"]["status"] == "not run" and "without a tokenizer" in checks["grammar"]["summary"]
     page = (folder / CERTIFICATE_PAGE).read_text()
-    assert "<td>grammar</td>" in page
-    assert "Certificate: passed" in page and "full trees" in page and "<script" not in page
+    assert "sampled texts within a grammar" in page
+    assert "Certificate: incomplete" in page and "full trees" in page and "<script" not in page
     read_bundle(folder)  # its files are none of the manifest's, and allowed
     code, out, _ = run("inspect", "b")
-    assert code == 0 and "certificate passed" in out and "not run: " in out and "grammar" in out
+    assert code == 0 and "certificate incomplete" in out and "not run: " in out and "grammar" in out
     code, out, _ = run("inspect", "b", "--json")
     assert json.loads(out)["certificate"]["is_stale"] is False and json.loads(out)["foreign_files"] == []
+
+
+@pytest.mark.usefixtures("bundle")
+def test_checks_that_scored_too_few_drafts_are_not_run_and_have_an_exit_code(run):
+    code, out, _ = verify(run, "--limit", "1", "--json", num_tokens=8)
+    found = json.loads(out)
+    assert code == 10 and found["verdict"] == "incomplete"
+    checks = {check["name"]: check for check in found["checks"]}
+    for name in ("greedy", "faults", "caches"):
+        assert checks[name]["status"] == "not run" and not checks[name]["has_enough_drafts"]
+        assert checks[name]["num_draft_tokens"] > 0 and checks[name]["least_draft_tokens_of_a_run"] == 100
+    assert "too few drafts, drafts, batch 1: " in checks["greedy"]["summary"]
+    assert "at least 100" in checks["greedy"]["summary"] and "more prompts or tokens" in checks["greedy"]["summary"]
+    assert "num_draft_tokens" not in checks["tokenizer"]
+    assert "certificate incomplete" in run("inspect", "b")[1]
 
 
 def test_a_failed_check_has_an_exit_code(bundle, run):
@@ -71,7 +87,9 @@ def test_a_failed_check_has_an_exit_code(bundle, run):
 
 def test_build_verifies_when_asked_and_replaces_a_verified_bundle(bundle, run, recipe, monkeypatch):
     folder, _ = bundle
-    monkeypatch.setattr("speccompile.certificate.verify.find_prompts", lambda engine, given: [[3, 1, 4]])
+    monkeypatch.setattr(
+        "speccompile.certificate.verify.find_prompts", lambda engine, given: [[3, 1, 4], [2, 7, 2], [9, 9, 8], [1, 2]]
+    )
     monkeypatch.setattr("speccompile.certificate.verify.find_checkpoint", lambda bundle, folder: (None, "none here"))
     assert verify(run)[0] == 0
     code, out, err = run("build", recipe, "-o", "b")
@@ -95,7 +113,7 @@ def test_a_certificate_of_another_bundle_is_stale(bundle, run):
         other["digest"] = digest_from_manifest(other)
         facts = certificate_facts(folder, other)
         assert facts["is_stale"] and facts["changed_files"] == [name]
-        assert text_from_facts(facts).startswith(f"stale, as {name} changed since; passed")
+        assert text_from_facts(facts).startswith(f"stale, as {name} changed since; incomplete")
     (folder / "report.html").write_text("edited")
     code, out, _ = run("inspect", "b")
     assert code == 7 and "certificate stale" in out

@@ -12,8 +12,10 @@ from speccompile.certificate.acceptance import check_acceptance
 from speccompile.certificate.caches import check_caches
 from speccompile.certificate.checkpoint import open_reference
 from speccompile.certificate.greedy import plain_texts
+from speccompile.certificate.shifted import FirstDrafts, are_better, decode_shifted
 from speccompile.certificate.tokenizers import check_tokenizer
 from speccompile.certificate.verify import STEPS, Options, Subject, run_checks
+from tests.certificate.shifting import shift_drafts
 from tests.e2e.conftest import MODELS, build_bundle
 
 TEXTS = (
@@ -38,7 +40,10 @@ def test_the_example_pair_passes_every_check(subject):
         check.summary for check in checks.values()
     ]
     assert checks["distance"].facts["kl"] < 1e-6 and checks["distance"].facts["top1"] == 1
-    assert checks["acceptance"].facts["engine"] == checks["acceptance"].facts["reference"]
+    loop = checks["acceptance"].facts["loop"]
+    assert loop["engine"] == loop["reference"]
+    counts = {name: check.drafts for name, check in checks.items() if check.drafts is not None}
+    assert set(counts) == {"greedy", "faults", "sampled", "grammar", "caches", "acceptance"}
     assert checks["caches"].facts["num_caches"] > 10 and checks["caches"].facts["row_deviation"] < 1e-3
 
 
@@ -93,13 +98,29 @@ def eagle(e2e_folder):
     )
     engine = speccompile.load(bundle, verify=False)
     prompts = [prompt for prompt in lab.PROMPTS if len(prompt) > 1]
-    return engine.bundle, prompts, plain_texts(engine, prompts, 40), reference
+    engine.controller = None
+    return engine, prompts, plain_texts(engine, prompts, 40), reference
 
 
 def test_drafts_of_compiled_graphs_are_accepted_as_those_of_the_network(eagle):
     check = check_acceptance(*eagle, "")
     assert check.status == "passed", check.summary
-    assert check.facts["engine"]["length"] > 1.3
+    assert check.facts["loop"]["engine"]["length"] > 1.3
+
+
+def test_drafts_that_are_shifted_by_one_fail_in_the_loop_too(eagle, monkeypatch):
+    load = speccompile.load
+
+    def load_shifted(*arguments, **options):
+        engine = load(*arguments, **options)
+        shift_drafts(engine)
+        return engine
+
+    monkeypatch.setattr("speccompile.certificate.acceptance.load", load_shifted)
+    check = check_acceptance(*eagle, "")
+    assert check.status == "failed" and are_better(
+        *(FirstDrafts.of(run) for run in decode_shifted(*eagle[:2], 40).values())
+    )
 
 
 def test_features_of_other_layers_fail(eagle, monkeypatch):
@@ -122,11 +143,11 @@ def test_the_loop_along_the_targets_own_text_is_the_loop(eagle, monkeypatch):
     """As a bundle whose texts differ from float32's is compared: by the text that it wrote."""
     from speccompile.certificate import acceptance
 
-    own = check_acceptance(*eagle, "").facts["reference"]
+    own = check_acceptance(*eagle, "").facts["loop"]["reference"]
     monkeypatch.setattr(acceptance, "is_exact", lambda manifest: False)
     along = check_acceptance(*eagle, "")
-    assert along.facts["reference"] == own and along.facts["bound"] == 0.15
-    bundle, prompts, texts, reference = eagle
+    assert along.facts["loop"]["reference"] == own and along.facts["loop"]["bound"] == 0.15
+    engine, prompts, texts, reference = eagle
     others = [[(token + 1) % 30 for token in text] for text in texts]
-    strange = check_acceptance(bundle, prompts, others, reference, "").facts["reference"]
+    strange = check_acceptance(engine, prompts, others, reference, "").facts["loop"]["reference"]
     assert sum(strange["kept"]) < sum(own["kept"]) and sum(strange["tried"]) > 0

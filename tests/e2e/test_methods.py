@@ -26,6 +26,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
+from tests.certificate.shifting import check_that_a_shift_shows
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, method_of, sources
 from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, watch_scored
 
@@ -216,6 +217,16 @@ def test_on_drafts_in_every_step_that_may_whatever_it_costs(lab, plain, method, 
     assert bool(num_drafts["auto"]) == (limit != 0)
 
 
+def test_every_method_has_a_row_or_a_lab_of_its_own():
+    """`gemma4_assistant` needs a target of its own, and `none` drafts nothing."""
+    assert {method_of(name).name for name in ROWS} == set(registry.METHODS) - {"gemma4_assistant", "none"}
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(lab, method, form):
+    check_that_a_shift_shows(lab(method, form, "onnxruntime"), prompts(), 40)
+
+
 @pytest.mark.parametrize(("method", "form"), forms())
 def test_drafts_after_steps_without_drafts_are_those_of_a_fresh_prompt(lab, method, form):
     """Plain steps between steps with drafts take nothing from a draft that reads features of the target."""
@@ -339,6 +350,48 @@ def test_a_chat_that_goes_on_in_its_own_cache_says_the_same(lab, method, form):
             [said[:length]], SamplingParams(max_new_tokens=5 + slot, ignore_eos=True), speculative=False
         )
         assert plain.tokens == said[length:-2]
+
+
+def turn_back(engine, keeps):
+    """Returns the answers of a chat that goes back behind its last turn again and again, and their stats."""
+    scheduler, stats, answers, numbers = (
+        Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5),
+        [],
+        [],
+        itertools.count(),
+    )
+    said = [(7 + k * k) % 24 for k in range(20)]
+    for back in (4, 9, 2, 13, 5):
+        handle = RequestHandle(
+            Request(said, SamplingParams(max_new_tokens=12, ignore_eos=True)),
+            next(numbers),
+            0.0,
+            None,
+            lambda out: None,
+        )
+        open_outputs(handle, engine, "on")
+        sequence = handle.open[0].sequence
+        scheduler.add(handle)
+        while scheduler.has_work:
+            stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
+        answers.append((said, sequence.tokens[len(said) :]))
+        said = [*sequence.tokens[:-back], back, 3]
+    return answers, stats
+
+
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_a_chat_that_goes_back_drafts_as_after_a_prompt_that_was_read_anew(lab, method, form):
+    """Nothing that a draft keeps of the tokens that were taken back has a part in its next drafts."""
+    engine = lab(method, form, "onnxruntime")
+    (anew, stats), (kept, later) = turn_back(engine, False), turn_back(engine, True)
+    assert kept == anew
+    counts = [[(s["num_draft_tokens"], s["num_accepted"]) for s in rows] for rows in (stats, later)]
+    assert counts[0] == counts[1] and all(num for num, _ in counts[0])
+    reused = [s["num_reused_tokens"] for s in later]
+    assert reused[0] == 0 and all(num > 5 for num in reused[1:]), reused
+    for said, answer in anew:
+        [plain] = engine.generate([said], SamplingParams(max_new_tokens=12, ignore_eos=True), speculative=False)
+        assert plain.tokens == answer
 
 
 FORTY = [b"</s>", *(piece.encode() for piece in ('{"', '":', '","', '"}', '"', "{", "}", "[", "]", ",", ":"))]

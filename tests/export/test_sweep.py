@@ -13,7 +13,9 @@ from speccompile.checkpoints.families import check_architecture
 from speccompile.errors import ExportError
 from tests.export import sweep_all
 from tests.export.families import CONFIGS
-from tests.export.sweep import Verdict, judge, refusal_of_config
+from tests.export.harness import make_checkpoint
+from tests.export.sweep import MAX_SEQ_LEN, Verdict, chain_difference, judge, refusal_of_config
+from tests.export.sweep_configs import config_of
 
 TRANSFORMERS, VERDICTS = sweep_all.read_result()
 # The others need `make sweep`. These have features that no config of tests/checkpoints/families.py has.
@@ -87,6 +89,16 @@ def test_a_wrong_type_would_stand_on_the_page() -> None:
 @pytest.mark.parametrize("model_type", SLICE)
 def test_a_slice_of_the_sweep(model_type: str) -> None:
     assert judge(model_type) == VERDICTS[model_type] == Verdict("equal")
+
+
+@pytest.mark.parametrize("model_type", ["minicpm3", "deepseek_v2", "llama4_text", "olmo3"])
+def test_chains_have_the_bits_of_single_steps(model_type: str, tmp_path: Path) -> None:
+    """Also where each head or expert has a matrix of its own, for which a single row has another kernel."""
+    from speccompile.export.decoder import export_decoder
+
+    make_checkpoint(config_of(model_type), tmp_path)
+    made = export_decoder(tmp_path, max_seq_len=MAX_SEQ_LEN)
+    assert [chain_difference(*made, batch) for batch in (1, 2)] == [0.0, 0.0]
 
 
 SPIN = """

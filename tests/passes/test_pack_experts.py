@@ -306,3 +306,30 @@ def test_a_router_with_a_bias_is_kept_from_the_passes_on_linears() -> None:
 )
 def test_other_gemms_stay(text: str) -> None:
     assert flat_linears(gemms(text)) == 0
+
+
+def heads(rows: str = "nodes", kind: str = "float", matrices: str = "3, 8, 5") -> ir.Model:
+    shapes = f"({kind}[b, 3, {rows}, 8] x, {kind}[{matrices}] w) => (y)"
+    return graph(f"test {shapes} {{ y = MatMul(x, w) }}")
+
+
+def test_a_product_with_a_matrix_for_each_head_has_its_last_row_twice() -> None:
+    rng, before, model = np.random.default_rng(0), heads(), heads()
+    assert mix_rows(model) == 1
+    assert mix_rows(model) == 0, "a second run finds nothing"
+    feeds = {"x": rng.standard_normal((2, 3, 16, 8), np.float32), "w": rng.standard_normal((3, 8, 5), np.float32)}
+    sessions = [ort.InferenceSession(ir.to_proto(m).SerializeToString()) for m in (before, model)]
+    wanted, got = (session.run(None, feeds)[0] for session in sessions)
+    check_same(got, wanted)
+    for num in (1, 2, 3, 8):
+        alone = sessions[1].run(None, {**feeds, "x": feeds["x"][:, :, :num]})[0]
+        assert np.array_equal(alone, got[:, :, :num]), num
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"rows": "1"}, {"rows": "4"}, {"matrices": "8, 5"}, {"kind": "double"}],
+    ids=["one", "four", "2d", "double"],
+)
+def test_other_products_stay(fields: dict[str, str]) -> None:
+    assert mix_rows(heads(**fields)) == 0

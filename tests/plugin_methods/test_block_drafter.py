@@ -30,6 +30,7 @@ from speccompile.recipe import find_device, load_recipe, resolve
 from speccompile.recipe.models import speculator_section
 from speccompile.runtime.bundle import read_bundle
 from speccompile.runtime.spec_engine import SpecEngine
+from tests.certificate.shifting import check_that_a_shift_shows
 from tests.e2e.conftest import build_bundle
 from tests.e2e.test_mlp import write_target
 from tests.pipeline import fakes
@@ -202,6 +203,10 @@ def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
     dims = open_source(plan, plan.target, None).dims
     with pytest.raises(RecipeError, match="a hidden size of 64; expected 32, as the target has"):
         open_source(plan, plan.drafts[0], dataclasses.replace(dims, hidden_size=32))
+
+
+def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(bundles: dict[str, Path]) -> None:
+    check_that_a_shift_shows(load(bundles), PROMPTS, 45)
 
 
 def test_its_sources_are_in_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

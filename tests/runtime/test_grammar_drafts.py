@@ -313,6 +313,49 @@ def test_forced_tokens_come_before_a_chains_own_and_in_place_of_a_lookups():
     assert proposer.propose(batch).tokens.tolist() == [[1]]
 
 
+LONG = StructuredOutputs(choice=("c" * 12,))  # every token is forced
+
+
+@pytest.mark.parametrize(
+    ("max_new", "max_seq", "max_forced", "num"),
+    [(4, 32, 9, 3), (1, 32, 9, 0), (20, 8, 9, 6), (20, 32, 5, 5), (9, 32, 0, 0)],
+)
+def test_forced_chains_end_with_the_text_the_cache_and_the_nodes(max_new, max_seq, max_forced, num):
+    sequence = TokenSequence(0, [1, 2], SamplingParams(max_new, structured_outputs=LONG), frozenset(), None)
+    sequence.grammar = GRAMMARS.matcher(LONG, [])
+    sequence.plan(max_seq)
+    batch = SequenceBatch([], 1, is_invariant=True, max_forced=max_forced)
+    batch.sequences = [sequence]
+    batch.changed()
+    assert len(sequence.grammar.forced()) > 9
+    tree = grammar_drafts.forced_chains(batch)
+    assert (0 if tree is None else tree.nodes - 1) == num
+    sequence.speculation = "off"
+    assert grammar_drafts.forced_chains(batch) is None
+
+
+def test_the_warp_of_drafts_leaves_what_a_grammar_masks_first_to_the_mask():
+    """Top-k and top-p of a sequence with a grammar come after its mask; those of the others are fed as they are."""
+    params = [
+        SamplingParams(9, temperature=0.7, top_k=3, top_p=0.9),
+        SamplingParams(9, temperature=0.5, top_k=2, top_p=0.8, structured_outputs=CONSTRAINT),
+        SamplingParams(9, structured_outputs=CONSTRAINT),
+        SamplingParams(9),
+    ]
+    batch = SequenceBatch([], 4)
+    batch.sequences = [TokenSequence(i, [1], p, frozenset(), None) for i, p in enumerate(params)]
+    for sequence in batch.sequences[1:3]:
+        sequence.grammar = GRAMMARS.matcher(CONSTRAINT, [])
+    batch.changed()
+    fed, own = drafting.draft_warp(batch), {name: part.copy() for name, part in batch.warp_feeds().items()}
+    assert fed["temperature"].tolist() == pytest.approx([0.7, 0.5, 1.0, 0.0])
+    assert fed["top_k"].tolist() == [3, 0, 0, own["top_k"][3]]
+    assert fed["top_p"].tolist() == pytest.approx([0.9, 1.0, 1.0, own["top_p"][3]])
+    assert own["top_k"][1] == 2  # the target's own
+    for name, part in own.items():
+        np.testing.assert_array_equal(batch.warp_feeds()[name], part)
+
+
 def test_forced_tokens_of_some_sequences_stand_before_the_drafts_of_the_method():
     engine = make_engine("raced chain", 2)
     asked = SamplingParams(6, structured_outputs=CONSTRAINT)

@@ -334,6 +334,14 @@ def test_a_bundle_built_for_less_is_refused():
             make(**fields)
 
 
+@pytest.mark.parametrize(("num_rows", "kept"), [(4, 4), (7, 7), (30, 7), (0, 0)])
+def test_rows_beyond_the_prefix_are_not_kept(num_rows, kept):
+    _, proposer = make(1, tree="chain")
+    sequence = TokenSequence(0, list(PROMPTS[0]), SamplingParams(max_new_tokens=4), frozenset(), None)
+    proposer.rows.lengths[0] = 7
+    assert proposer.resume(0, sequence, num_rows) == kept == proposer.rows.lengths[0]
+
+
 def test_a_sequence_decoded_plainly_catches_up():
     """Many pending rows are read in runs of their own before the next draft."""
     target, proposer = make(1, tree="chain")

@@ -21,6 +21,7 @@ from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.pipeline import build
 from speccompile.speculators.gemma4_assistant.checkpoint import FORMATS, AssistantSource
 from tests import store
+from tests.certificate.shifting import check_that_a_shift_shows
 from tests.pipeline import fakes
 from tests.speculators.gemma_lab import (
     KINDS,
@@ -254,6 +255,10 @@ def test_trees_have_the_likeliest_tokens_of_transformers(
         for node in roots:
             (child,) = (c for c in range(1, 5) if parents[c] == node)
             assert nodes[child] == own_drafts(target, assistant, text, 2, [nodes[node]])[0][1]
+
+
+def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(engine: Any) -> None:
+    check_that_a_shift_shows(engine, PROMPTS, NUM_TOKENS)
 
 
 def test_sampled_text_does_not_depend_on_the_batch(engine: Any) -> None:

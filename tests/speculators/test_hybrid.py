@@ -169,6 +169,27 @@ def test_a_drafter_whose_drafts_were_dropped_has_no_part_and_is_not_told():
     assert not batch.sequences[0].has_draft
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_drafters_go_on_from_the_row_that_all_of_them_have(order):
+    """One of them needs a row less than it is given, as features do, and another lacks many."""
+
+    class Keeps(Scripted):
+        def __init__(self, most, less):
+            super().__init__(7, 1)
+            self.most, self.less, self.rows = most, less, None
+
+        def resume(self, slot, sequence, num_rows):
+            self.rows = min(self.most, num_rows - self.less)
+            return self.rows
+
+    for pair, wanted in (((Keeps(99, 0), Keeps(99, 1)), 8), ((Keeps(4, 0), Keeps(99, 1)), 4), ((Keeps(99, 0),) * 2, 9)):
+        drafters = [Drafter(pair[i], None) for i in order]
+        hybrid = HybridProposer(drafters, MethodContext(1, 64, 8))
+        sequence = SimpleNamespace(tokens=[1] * 12, max_drafts=9, grammar=None, sampling=None)
+        assert hybrid.resume(0, sequence, 9) == wanted
+        assert {proposer.rows for proposer in pair} == {wanted}
+
+
 def test_measured_times_are_each_drafters_own():
     hybrid, free, costly, batch = scripted([0.0], 1.0)
     seen = {}

@@ -18,6 +18,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.borrowed import find_owner
 from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.registry import reference_ops
+from speccompile.ops.row_products import row_ops
 
 
 class ReferenceEngine(EngineBase[Callable[..., Any]]):
@@ -42,7 +43,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
     ) -> None:
         super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
         self.rollback = kv_rollback
-        self.evaluator = ReferenceEvaluator(str(path), new_ops=reference_ops())
+        self.evaluator = ReferenceEvaluator(str(path), new_ops=[*reference_ops(), *row_ops()])
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = [t.name for t in spec.plain_outputs]
         sizes = {"batch": max_slots, "max_seq": max_rows, specs.SHARED_ROWS: max_rows}

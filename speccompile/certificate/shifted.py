@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance of a method's drafts beside that of the same drafts with other tokens: for methods of any kind.
+
+A drafter whose tokens are wrong (by a table, by their order) gives no wrong text. Its drafts are then accepted no more
+often than tokens at random, which the same drafts with all their tokens shifted show: as many, in the same trees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from speccompile.certificate.decoding import Decoded, Prompts, decode_with
+from speccompile.certificate.planted_drafts import SpoiltDrafts
+from speccompile.core.protocols import Proposer
+from speccompile.core.sampling_params import SamplingParams
+from speccompile.runtime.spec_engine import SpecEngine
+
+LEAST_ERRORS = 2.5  # standard errors of the difference of the shares
+OWN, SHIFTED = "the method's drafts", "the same, shifted"
+
+
+@dataclass(frozen=True)
+class FirstDrafts:
+    """Of steps with drafts: how many kept one at least.
+
+    Args:
+        num_steps: with drafts.
+        num_kept: of these.
+    """
+
+    num_steps: int
+    num_kept: int
+
+    @classmethod
+    def of(cls, decoded: Decoded) -> FirstDrafts:
+        """Returns those of a run."""
+        rows = [(accepted, num) for (depth, accepted), num in decoded.outcomes.items() if depth]
+        return cls(sum(num for _, num in rows), sum(num for accepted, num in rows if accepted))
+
+    @property
+    def share(self) -> float:
+        """Kept / steps."""
+        return self.num_kept / max(1, self.num_steps)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns a JSON-ready dict."""
+        return {"num_steps_with_drafts": self.num_steps, "num_that_kept_one": self.num_kept, "share": self.share}
+
+
+def are_better(own: FirstDrafts, shifted: FirstDrafts) -> bool:
+    """Returns whether drafts are kept more often than shifted ones, by `LEAST_ERRORS` standard errors."""
+    if not (own.num_steps and shifted.num_steps):
+        return False
+    share = (own.num_kept + shifted.num_kept) / (own.num_steps + shifted.num_steps)
+    error = math.sqrt(share * (1 - share) * (1 / own.num_steps + 1 / shifted.num_steps))
+    return own.share > shifted.share + LEAST_ERRORS * error
+
+
+def decode_shifted(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> dict[str, Decoded]:
+    """Decodes greedily with the method's drafts, and with the same drafts shifted by a random number a step.
+
+    Args:
+        engine: of the bundle.
+        prompts: token ids.
+        num_tokens: of each text.
+    """
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    batch_size, vocab = min(engine.context.max_slots, len(prompts)), engine.verifier.engine.spec.vocab_size
+    shifted = cast(Proposer, SpoiltDrafts(engine.proposer, vocab, share=1.0))
+    runs = {OWN: engine.proposer, SHIFTED: shifted}
+    return {
+        name: decode_with(engine, proposer, prompts, params, batch_size=batch_size) for name, proposer in runs.items()
+    }
