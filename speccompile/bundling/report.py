@@ -33,7 +33,7 @@ th, p.sub { color: #98a2b3 } .cached { background: #444c5c } }
 
 def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     """Returns the page of a manifest (its `digest` and the report's own file record may still be missing)."""
-    recipe, changed, rest = manifest["recipe"], [], []
+    recipe, changed, rest = manifest["recipe"], list[tuple[str, str]](), list[tuple[str, str]]()
     for key, value in dotted_keys(recipe):
         (rest if is_default(recipe, key, value) else changed).append((key, text_from_value(value)))
     title = f"{str(recipe['target']['model']).rstrip('/').split('/')[-1]} · {recipe['speculator']['method']}"
@@ -60,7 +60,7 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
 def _summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what a reader wants to know first: what was built, its size, and how fast the target is."""
     recipe, graphs = manifest["recipe"], manifest["graphs"]
-    target = next((graph for graph in graphs.values() if graph.get("role") == "target"), {})
+    target: Mapping[str, Any] = next((graph for graph in graphs.values() if graph.get("role") == "target"), {})
     tuning, stages = target.get("tuning") or {}, manifest["stages"]
     rows = [
         ("target", str(recipe["target"]["model"])),

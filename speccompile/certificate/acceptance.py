@@ -19,7 +19,7 @@ from typing import Any
 from speccompile.certificate.checkpoint import Reference, is_exact
 from speccompile.certificate.decoding import Prompts, decode_with, drafts_nothing
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
-from speccompile.certificate.shifted import OWN, SHIFTED, FirstDrafts, are_better, decode_shifted
+from speccompile.certificate.shifted import OWN, SHIFTS, FirstDrafts, decode_shifted, is_better
 from speccompile.checkpoints.lora import open_lora
 from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
@@ -131,13 +131,16 @@ def check_acceptance(
     if bundle is not None and bundle.recipe.target.weights != "checkpoint":
         return not_run(ACCEPTANCE, f"the target's weights are {bundle.recipe.target.weights}: no draft is right")
     runs = decode_shifted(engine, prompts, min(len(text) for text in plain))
-    own, shifted = FirstDrafts.of(runs[OWN]), FirstDrafts.of(runs[SHIFTED])
-    is_right, counts = are_better(own, shifted), {name: decoded.counts for name, decoded in runs.items()}
+    own, shifted = FirstDrafts.of(runs[OWN]), {name: FirstDrafts.of(runs[name]) for name in SHIFTS}
+    is_right = all(is_better(own, other) for other in shifted.values())
+    counts = {name: decoded.counts for name, decoded in runs.items()}
     found = None
     if reference is not None and bundle is not None:
         found, why = compare_with_loop(bundle, prompts, plain, reference)
-    facts = {"own": own.facts(), "shifted": shifted.facts(), "loop": why if found is None else found.facts()}
-    summary = f"{own.share:.1%} of steps keep a draft, {shifted.share:.1%} if all tokens are shifted"
+    sides = {"own": own.facts(), **{name: other.facts() for name, other in shifted.items()}}
+    facts = {**sides, "loop": why if found is None else found.facts()}
+    most = max(other.share for other in shifted.values())
+    summary = f"{own.share:.1%} of steps keep a draft, at most {most:.1%} if all tokens are shifted by one"
     if found is not None:
         is_right, counts["greedy chains"] = is_right and found.is_right, found.counts
     told = f"no plain loop in torch: {why}" if found is None else found.summary

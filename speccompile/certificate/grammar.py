@@ -43,7 +43,7 @@ KINDS = ("[a-z]", "[0-9]", "[0-9]", "[A-Z]")  # of one character after another, 
 REGEX = f"({''.join(KINDS)})*"
 TOP_K, TOP_P = 3, 0.95
 FREQUENCY_PENALTY = -1.0  # the second digit is likelier to be the first one again
-PROMPT_TOKENS = 1  # which need no prefill
+PROMPT_TOKENS = 1
 LEAST_CHOICE = 2  # tokens of each kind that a vocabulary needs to have
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -132,7 +132,7 @@ def check_grammar(
     allowed = Allowed(plain_tokens(engine.tokenizer, size), engine.eos_token_ids, size)
     if min(np.count_nonzero(mask & ~allowed.ended) for mask in allowed.masks) < LEAST_CHOICE:
         return not_run(GRAMMAR, "the tokenizer has no tokens of letters and digits alone")
-    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, allowed.probs)
+    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, allowed.probs, repeats=True)
     asked = [  # a text ends with the last token that is tested, so that it may be the one after a whole path of drafts
         SamplingParams(
             NUM_TOKENS,

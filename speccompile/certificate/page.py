@@ -39,7 +39,6 @@ WORDS = {
     "chain_deviation": "largest difference of a chain's logits from single steps, standard deviations",
     "is_exact": "float32 with the checkpoint's weights",
     "own": "the method's drafts",
-    "shifted": "the same, all tokens shifted",
     "loop": "the plain loop in torch",
 }
 

@@ -147,7 +147,7 @@ class FullTrees(KnownDrafts):
 
 
 class SpoiltDrafts:
-    """The drafts of a method, of which a share on average are other tokens; see `Proposer`.
+    """The drafts of a method, in which every second token on average is another one; see `Proposer`.
 
     The method takes the verdict for its own tokens, as it would if what it computed were wrong.
 
@@ -155,11 +155,10 @@ class SpoiltDrafts:
         inner: the method's proposer.
         vocab_size: of the target.
         seed: of the choice.
-        share: of the tokens.
     """
 
-    def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0, share: float = 0.5) -> None:
-        self.inner, self.vocab_size, self.rng, self.share = inner, vocab_size, np.random.default_rng(seed), share
+    def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0) -> None:
+        self.inner, self.vocab_size, self.rng = inner, vocab_size, np.random.default_rng(seed)
         self.catches_up, self._drafted = inner.catches_up, TokenTree.roots([0])
         for name in ("start", "resume", "prefill", "skip", "observe", "flush"):
             setattr(self, name, getattr(inner, name))
@@ -170,14 +169,37 @@ class SpoiltDrafts:
         return self.inner.caches
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns the method's drafts, spoilt; where all are, siblings still differ from each other."""
+        """Returns the method's drafts, spoilt."""
         self._drafted = tree = self.inner.propose(batch)
-        is_other = self.rng.random(tree.tokens.shape) < self.share
-        is_other[:, 0] = False
-        others: Ints = (tree.tokens + self.rng.integers(1, self.vocab_size)) % self.vocab_size
-        return replace(tree, tokens=np.where(is_other, others, tree.tokens), draft_probs=None)
+        others = self.others(tree.tokens)
+        others[:, 0] = tree.tokens[:, 0]
+        return replace(tree, tokens=others, draft_probs=None)
+
+    def others(self, tokens: Ints) -> Ints:
+        """Returns what takes the place of the tokens [batch, nodes]."""
+        is_other = self.rng.random(tokens.shape) < 0.5
+        made: Ints = np.where(is_other, self.rng.integers(self.vocab_size, size=tokens.shape), tokens)
+        return made
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Gives the method the verdict on its drafts."""
         del tree
         self.inner.commit(batch, self._drafted, verdict, outputs)
+
+
+class ShiftedDrafts(SpoiltDrafts):
+    """The drafts of a method, of which each token has another id; siblings stay different. See `SpoiltDrafts`.
+
+    Args:
+        inner, vocab_size: see there.
+        shift: added to every id.
+    """
+
+    def __init__(self, inner: Proposer, vocab_size: int, shift: int) -> None:
+        super().__init__(inner, vocab_size)
+        self.shift = shift
+
+    def others(self, tokens: Ints) -> Ints:
+        """Returns the shifted tokens."""
+        made: Ints = (tokens + self.shift) % self.vocab_size
+        return made

@@ -159,22 +159,22 @@ def _without(dist: Floats, token: int) -> Floats:
 
 
 def choose_prompt(
-    engine: SpecEngine, prompts: Prompts, length: int, probs_after: ProbsAfter = free_probs
+    engine: SpecEngine, prompts: Prompts, length: int, probs_after: ProbsAfter = free_probs, *, repeats: bool = False
 ) -> tuple[list[int], Rows]:
     """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions.
-
-    For a method that looks drafts up, this text and the beginning again come after it: something is found then.
 
     Args:
         engine: see `exact_rows`.
         prompts: token ids.
         length: most tokens of the beginning.
         probs_after: see `ProbsAfter`.
+        repeats: that text and the beginning again come after it, so that drafts are at hand: a lookup finds the text,
+            and a drafter expects the like of it.
     """
     begun = [list(prompt[:length]) for prompt in prompts[:MOST_PROMPTS]]
     found = [(prompt, exact_rows(engine, prompt, probs_after)) for prompt in begun]
     prompt, rows = min(found, key=lambda pair: max(joint_of(pair[1]).values()))
-    if not isinstance(engine.proposer, LooksUp):
+    if not repeats:
         return prompt, rows
     joint = joint_of(rows)
     prompt = [*prompt, *max(joint, key=joint.__getitem__), *prompt]
@@ -259,7 +259,7 @@ def check_sampled(
     """
     if not gives_logits(engine):
         return not_run(SAMPLED, "the target keeps its logits to itself (engine.logits: false)")
-    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS)
+    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, repeats=isinstance(engine.proposer, LooksUp))
     asked = [
         SamplingParams(NUM_TOKENS + 1, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, seed=seed, ignore_eos=True)
         for seed in range(num_samples)

@@ -2,7 +2,8 @@
 """Acceptance of a method's drafts beside that of the same drafts with other tokens: for methods of any kind.
 
 A drafter whose tokens are wrong (by a table, by their order) gives no wrong text. Its drafts are then accepted no more
-often than tokens at random, which the same drafts with all their tokens shifted show: as many, in the same trees.
+often than any tokens are, or less often than what they are off by one from. Both is shown by the same drafts, as many
+and in the same trees, with every id one higher and one lower.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from speccompile.certificate.decoding import Decoded, Prompts, decode_with
-from speccompile.certificate.planted_drafts import SpoiltDrafts
+from speccompile.certificate.planted_drafts import ShiftedDrafts
 from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
 
 LEAST_ERRORS = 2.5  # standard errors of the difference of the shares
-OWN, SHIFTED = "the method's drafts", "the same, shifted"
+OWN, SHIFTS = "the method's drafts", {"the same, each id one higher": 1, "the same, each id one lower": -1}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class FirstDrafts:
         return {"num_steps_with_drafts": self.num_steps, "num_that_kept_one": self.num_kept, "share": self.share}
 
 
-def are_better(own: FirstDrafts, shifted: FirstDrafts) -> bool:
+def is_better(own: FirstDrafts, shifted: FirstDrafts) -> bool:
     """Returns whether drafts are kept more often than shifted ones, by `LEAST_ERRORS` standard errors."""
     if not (own.num_steps and shifted.num_steps):
         return False
@@ -59,7 +60,7 @@ def are_better(own: FirstDrafts, shifted: FirstDrafts) -> bool:
 
 
 def decode_shifted(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> dict[str, Decoded]:
-    """Decodes greedily with the method's drafts, and with the same drafts shifted by a random number a step.
+    """Returns by `OWN` and the names of `SHIFTS` the greedy texts with these drafts.
 
     Args:
         engine: of the bundle.
@@ -68,8 +69,9 @@ def decode_shifted(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> dic
     """
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     batch_size, vocab = min(engine.context.max_slots, len(prompts)), engine.verifier.engine.spec.vocab_size
-    shifted = cast(Proposer, SpoiltDrafts(engine.proposer, vocab, share=1.0))
-    runs = {OWN: engine.proposer, SHIFTED: shifted}
-    return {
-        name: decode_with(engine, proposer, prompts, params, batch_size=batch_size) for name, proposer in runs.items()
-    }
+    runs = {OWN: engine.proposer}
+    runs |= {name: cast(Proposer, ShiftedDrafts(engine.proposer, vocab, shift)) for name, shift in SHIFTS.items()}
+    made = dict[str, Decoded]()
+    for name, proposer in runs.items():
+        made[name] = decode_with(engine, proposer, prompts, params, batch_size=batch_size)
+    return made

@@ -3,7 +3,7 @@ import pytest
 
 from speccompile.certificate.acceptance import Acceptance, check_acceptance, is_near, is_no_less, outcomes_of
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run, verdict_of
-from speccompile.certificate.shifted import FirstDrafts, are_better
+from speccompile.certificate.shifted import FirstDrafts, is_better
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.certificate.certificate_lab import PROMPTS, make_engine
 from tests.certificate.shifting import check_that_a_shift_shows
@@ -68,13 +68,11 @@ def test_a_bundle_that_drafts_nothing_and_one_that_drafts_little_have_passed_not
     assert (none.status, none.summary) == ("not run", "the bundle drafts nothing")
 
 
-def test_drafts_are_better_where_no_chance_explains_it():
-    assert are_better(FirstDrafts(100, 10), FirstDrafts(100, 0))
-    assert not are_better(FirstDrafts(100, 3), FirstDrafts(100, 0))
-    assert not are_better(FirstDrafts(100, 0), FirstDrafts(100, 0))
-    assert not are_better(FirstDrafts(0, 0), FirstDrafts(100, 0)) and not are_better(
-        FirstDrafts(9, 9), FirstDrafts(0, 0)
-    )
+def test_drafts_is_better_where_no_chance_explains_it():
+    assert is_better(FirstDrafts(100, 10), FirstDrafts(100, 0))
+    assert not is_better(FirstDrafts(100, 3), FirstDrafts(100, 0))
+    assert not is_better(FirstDrafts(100, 0), FirstDrafts(100, 0))
+    assert not is_better(FirstDrafts(0, 0), FirstDrafts(100, 0)) and not is_better(FirstDrafts(9, 9), FirstDrafts(0, 0))
 
 
 @pytest.mark.parametrize(("least", "status"), [(100, "passed"), (99, "not run"), (0, "not run")])
