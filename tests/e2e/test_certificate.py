@@ -23,14 +23,14 @@ TEXTS = (
     "class Queue:\n    def __init__(self):\n        self",
     "import ",
 )
-NUM = 24
+NUM = 48
 
 
 @pytest.fixture(scope="module")
 def subject(pair):
     engine = speccompile.load(pair, verify=False)
     engine.controller = None
-    return Subject(engine, engine.bundle, Options(TEXTS, num_tokens=NUM, num_samples=160))
+    return Subject(engine, engine.bundle, Options(TEXTS, num_tokens=NUM, num_samples=360))
 
 
 def test_the_example_pair_passes_every_check(subject):
