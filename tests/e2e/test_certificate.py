@@ -22,6 +22,9 @@ TEXTS = (
     "def read_lines(path):\n    with open(path) as",
     "class Queue:\n    def __init__(self):\n        self",
     "import ",
+    "def main():\n    ",
+    "for i in range(10):\n    for",
+    "values = [1, 2, 3]\n",
 )
 NUM = 48
 

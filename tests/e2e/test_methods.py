@@ -386,7 +386,9 @@ def test_a_chat_that_goes_back_drafts_as_after_a_prompt_that_was_read_anew(lab, 
     (anew, stats), (kept, later) = turn_back(engine, False), turn_back(engine, True)
     assert kept == anew
     counts = [[(s["num_draft_tokens"], s["num_accepted"]) for s in rows] for rows in (stats, later)]
-    assert counts[0] == counts[1] and all(num for num, _ in counts[0])
+    if method not in ("hybrid", "suffix"):  # which learn from other requests what is drafted
+        assert counts[0] == counts[1]
+    assert all(num for rows in counts for num, _ in rows)
     reused = [s["num_reused_tokens"] for s in later]
     assert reused[0] == 0 and all(num > 5 for num in reused[1:]), reused
     for said, answer in anew:
