@@ -13,7 +13,7 @@ from speccompile.errors import CheckpointError
 TODO = "Correct config.json, or use the checkpoint as its author published it."
 OBJECTS = ("text_config", "transformer_layer_config", "layer_config")  # that describe layers as well
 _TOKEN = re.compile(r"(^|_)(bos|eos|pad|sep)_token_id$")
-_FLAG = re.compile(r"^(use_cache|tie_word_embeddings|(attention|mlp|qkv)_bias|use_sliding_window)$")
+_FLAG = re.compile(r"^(use_cache|tie_word_embeddings|\w+_bias|use_sliding_window)$")
 _NUMBER = re.compile(r"(_eps|_epsilon|^rope_theta|_dropout|_pdrop|^initializer_range|_softcapping)$")
 _LEAST = {"rope_theta": 0.0, "rms_norm_eps": 0.0}
 

@@ -36,8 +36,8 @@ def config_errors(where: str, config: Mapping[str, Any]) -> Iterator[None]:
         field = _FIELD.search(str(fault))
         said = re.sub(r"^\w+: ", "", str(fault).strip().splitlines()[-1].strip()).rstrip(".")[:_MAX_SAID]
         got = shown(config.get(field[1])) if field else "values that do not go together"
-        place = f"{where} ({field[1]})" if field else where
-        raise CheckpointError(place, got, f"what transformers takes: {said}", TODO) from fault
+        at = f"{where} ({field[1]})" if field else where
+        raise CheckpointError(at, got, f"what transformers takes: {said}", TODO) from fault
 
 
 def read_whole_config(source: Path) -> Any:

@@ -138,8 +138,8 @@ def _check_transforms(base: Scheme, held: Mapping[str, Any]) -> None:
     _refuse_others(base, "transform_config.", held, ("config_groups",))
     for name, group in _mapping(held.get("config_groups")).items():
         applied = group.get("apply") if isinstance(group, Mapping) else None
-        places = [_mapping(a).get("location") for a in applied] if isinstance(applied, list) else [None]
-        if online := [place for place in places if place not in _OFFLINE]:
+        locations = [_mapping(a).get("location") for a in applied] if isinstance(applied, list) else [None]
+        if online := [location for location in locations if location not in _OFFLINE]:
             got = f"transform_config with {shown(name)} applied to {shown(online[0])}, at every step"
             expected = f"transforms of {' and '.join(_OFFLINE)} alone, which the stored weights hold"
             raise CheckpointError(base.where, got, expected, _PLAIN)

@@ -71,8 +71,8 @@ def test_words_are_read_lowest_bits_first(bits: int) -> None:
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
 
 
-def rotated(*places: str) -> dict[str, Any]:
-    group = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": place} for place in places]}
+def rotated(*locations: str) -> dict[str, Any]:
+    group = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": location} for location in locations]}
     return COMPRESSED | {"transform_config": {"config_groups": {"R4": group}}}
 
 

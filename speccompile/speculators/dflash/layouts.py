@@ -45,10 +45,9 @@ from speccompile.speculators.dflash.drafter import (
 )
 from speccompile.speculators.dflash.path_rows import check_path, derive_path, path_rows, path_sizes
 
-METHOD, SCOPE = "dflash", "transformer_layer_config"
-EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-PREDECESSORS, SUCCESSORS = (f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
+METHOD, SCOPE, EMBEDDINGS, LM_HEAD = "dflash", "transformer_layer_config", "embed_tokens.weight", "lm_head.weight"
 LAYERS, AUX_LAYERS = "target_layer_ids", "aux_hidden_state_layer_ids"
+PREDECESSORS, SUCCESSORS = (f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor"))
 _TYPES = ("dflash", "dflash2", "dspark", "jetspec")  # of the speculators format
 _NAMES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator", "DSparkDraftModel", CORRECTED, DOMINO)
 _TODO = "Correct config.json, or override it with --set."
