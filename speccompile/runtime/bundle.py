@@ -14,11 +14,12 @@ from typing import Any
 
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.common.json_reader import read_json_object, shown
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BundleError
 from speccompile.runtime.manifest_checks import check_types
 from speccompile.runtime.records import GraphRecord, ImageRecord, RecipeRecord
 from speccompile.runtime.rules import record_from_json
+from speccompile.runtime.spec_checks import check_specs
 
 SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
@@ -147,6 +148,8 @@ def _check_manifest(where: Path, manifest: Mapping[str, Any]) -> None:
     if manifest.get("digest") != digest_from_manifest(manifest):
         got, expected = "contents that differ from its own digest", f"digest {shown(manifest.get('digest'))[:17]}..."
         raise BundleError(str(where), got, expected, f"The manifest was changed. {_REBUILD}")
+    specs = {name: spec_from_json(graph["spec"]) for name, graph in manifest["graphs"].items()}
+    check_specs(str(where), specs)
     tokenizer = manifest.get("tokenizer")
     if tokenizer is not None and tokenizer not in manifest["files"]:
         raise BundleError(f"{where} (tokenizer)", repr(tokenizer), "one of files", _REBUILD)

@@ -330,6 +330,7 @@ def write_deepspec(folder, layers=(0, 1, 3, 4, 6)):
     """DeepSpec's layout: norms of queries and keys, layers by their outputs, the whole vocabulary."""
     from safetensors.torch import load_file, save_file
 
+    torch.manual_seed(11)
     heads = lab.random_heads(lab.sizes(draft_vocab_size=lab.VOCAB))
     lab.write_eagle3(folder, heads, {"embed_tokens.weight": torch.randn(lab.VOCAB, lab.HIDDEN)})
     held = load_file(folder / "model.safetensors")
@@ -364,9 +365,8 @@ def test_norms_of_queries_and_keys_and_five_layers_of_the_target(folder, tmp_pat
         assert np.asarray(chain[CANDIDATES]).ravel().tolist() == wanted[-1].topk(4).indices.tolist()
     # The norms matter.
     plain = {k: t for k, t in held.items() if "q_norm" not in k}
-    assert (
-        target_logits(config, plain, "layers.0", torch.tensor(TOKENS_READ), states)[-1].argmax() != wanted[-1].argmax()
-    )
+    other = target_logits(config, plain, "layers.0", torch.tensor(TOKENS_READ), states)
+    assert (other[-1] - wanted[-1]).abs().max() > 100 * TOLERANCE * wanted[-1].abs().max()
 
 
 REFUSED_CONFIGS = [

@@ -313,6 +313,7 @@ def load_engine(
     """
     session = open_session(path, settings)
     check_io(path, spec, session)
+    check_tensors(path, spec, session)
     compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
     engine_class = StateOrtEngine if spec.states else OrtEngine
     engine = engine_class(session, spec, max_slots, max_rows, compactor, owners)
@@ -328,11 +329,27 @@ def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None
     Raises:
         BundleError: they differ.
     """
-    wanted = [t.name for t in (*spec.inputs, *spec.outputs)]
-    got = [t.name for t in (*session.get_inputs(), *session.get_outputs())]
-    if got != wanted:
-        differing = sorted(set(got) ^ set(wanted)) or got
+    wanted, held = (*spec.inputs, *spec.outputs), (*session.get_inputs(), *session.get_outputs())
+    got = [t.name for t in held]
+    if got != [t.name for t in wanted]:
+        differing = sorted(set(got) ^ {t.name for t in wanted}) or got
         raise BundleError(str(path), f"tensors {differing}", "those of the manifest", "Build the bundle again.")
+
+
+def check_tensors(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
+    """Compare the dims and kinds of a session's inputs and outputs with its spec, whose names are the session's.
+
+    Raises:
+        BundleError: they differ.
+    """
+    held = (*session.get_inputs(), *session.get_outputs())
+    for tensor, stated in zip(held, (*spec.inputs, *spec.outputs), strict=True):
+        # A dim without a name is not stated by the graph; floats may be narrower than the spec's.
+        dims = [own if own is None else other for own, other in zip(tensor.shape, stated.dims, strict=False)]
+        is_kind = tensor.type == f"tensor({stated.dtype})" or ("float" in tensor.type and "float" in stated.dtype)
+        if len(tensor.shape) != len(stated.dims) or dims != tensor.shape or not is_kind:
+            got, expected = f"{tensor.name} {tensor.type} {tensor.shape}", f"{stated.dtype} {list(stated.dims)}"
+            raise BundleError(str(path), got, f"{expected}, as the manifest says", "Build the bundle again.")
 
 
 __all__ = ["FAULTS", "OrtEngine", "StateOrtEngine", "check_io", "load_engine", "open_session", "session_options"]
