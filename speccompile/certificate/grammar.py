@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.certificate.chi_square import ALPHA, POWER
-from speccompile.certificate.decoding import Prompts, gives_logits
+from speccompile.certificate.decoding import Prompts, decode_with, drafts_nothing, gives_logits
 from speccompile.certificate.results import Check, check_of, not_run
 from speccompile.certificate.sampled import (
     NUM_SAMPLES,
@@ -43,7 +43,7 @@ KINDS = ("[a-z]", "[0-9]", "[0-9]", "[A-Z]")  # of one character after another, 
 REGEX = f"({''.join(KINDS)})*"
 TOP_K, TOP_P = 3, 0.95
 FREQUENCY_PENALTY = -1.0  # the second digit is likelier to be the first one again
-PROMPT_TOKENS = 1
+PROMPT_TOKENS, NUM_TRIED = 1, 8  # of the prompt; texts that show whether the method drafts after it
 LEAST_CHOICE = 2  # tokens of each kind that a vocabulary needs to have
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -132,7 +132,6 @@ def check_grammar(
     allowed = Allowed(plain_tokens(engine.tokenizer, size), engine.eos_token_ids, size)
     if min(np.count_nonzero(mask & ~allowed.ended) for mask in allowed.masks) < LEAST_CHOICE:
         return not_run(GRAMMAR, "the tokenizer has no tokens of letters and digits alone")
-    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, allowed.probs, repeats=True)
     asked = [  # a text ends with the last token that is tested, so that it may be the one after a whole path of drafts
         SamplingParams(
             NUM_TOKENS,
@@ -146,8 +145,13 @@ def check_grammar(
         )
         for seed in range(num_samples)
     ]
-    runs = make_runs(engine, rows, NUM_TOKENS - 1)
     may_draft = engine.verifier.may_draft(GRAMMAR, asked[0])
+    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, allowed.probs)
+    if may_draft and not drafts_nothing(engine):
+        tried = decode_with(engine, engine.proposer, [prompt] * len(asked[:NUM_TRIED]), asked[:NUM_TRIED])
+        if tried.num_drafts < NUM_TRIED:  # nothing in one token makes a drafter expect such a text
+            prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, allowed.probs, repeats=True)
+    runs = make_runs(engine, rows, NUM_TOKENS - 1)
     if not may_draft:  # the target compacts its caches in the step, by verdicts without the grammar
         runs = {PLAIN: runs[PLAIN]}
     fits, found = fit_runs(engine, prompt, rows, runs, asked, tell)

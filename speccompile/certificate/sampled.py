@@ -168,17 +168,21 @@ def choose_prompt(
         prompts: token ids.
         length: most tokens of the beginning.
         probs_after: see `ProbsAfter`.
-        repeats: that text and the beginning again come after it, so that drafts are at hand: a lookup finds the text,
-            and a drafter expects the like of it.
+        repeats: one of the likeliest texts comes after it, and the beginning again for a method that looks drafts up,
+            so that drafts are at hand: a lookup finds the text, and a drafter expects the like of it.
     """
     begun = [list(prompt[:length]) for prompt in prompts[:MOST_PROMPTS]]
     found = [(prompt, exact_rows(engine, prompt, probs_after)) for prompt in begun]
     prompt, rows = min(found, key=lambda pair: max(joint_of(pair[1]).values()))
     if not repeats:
         return prompt, rows
-    joint = joint_of(rows)
-    prompt = [*prompt, *max(joint, key=joint.__getitem__), *prompt]
-    return prompt, exact_rows(engine, prompt, probs_after)
+    joint, again = joint_of(rows), prompt if isinstance(engine.proposer, LooksUp) else []
+    texts = sorted(joint, key=joint.__getitem__, reverse=True)[:MOST_PROMPTS]
+    made = [[*prompt, *text, *again] for text in texts]
+    return min(
+        ((longer, exact_rows(engine, longer, probs_after)) for longer in made),
+        key=lambda pair: max(joint_of(pair[1]).values()),
+    )
 
 
 def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
