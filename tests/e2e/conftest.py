@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.core import registry
+from speccompile.core.jobs import MethodContext
+from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.stats import TimedEngine
 from tests import store
+from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, method_of, sources
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples/models"
+SLOTS = 8  # of `lab`
 
 
 def build_bundle(folder: Path, name: str, text: str, overrides: tuple[str, ...] = ()) -> Path:
@@ -59,3 +65,51 @@ def _cheap(cheap_measurements: None) -> None:
 def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets no clock decide whether to draft: on targets as small as these plain decoding is often faster."""
     monkeypatch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """Returns (method, form, backend) -> SpecEngine; every graph is exported once and compiled once a backend."""
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime")
+    from tests.speculators.eagle_lab import write_target
+
+    folder = tmp_path_factory.mktemp("methods")
+    write_target(folder / "target")
+    models, engines, graphs = {}, {}, {}
+
+    def engine_of(source, backend, target=None):
+        key = (source.job, backend)
+        if key not in engines:
+            owners = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
+            # A decoder's graph is the same whatever its tail will be.
+            graph = (source.job.model, source.job.source, str(getattr(source, "outputs", source.job.options)))
+            if graph not in graphs:
+                graphs[graph] = store.export(source)[0]
+            maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"
+            maker.compile(graphs[graph], source.spec(), graph_folder)
+            sizes = {
+                "max_slots": SLOTS,
+                "max_rows": MAX_ROWS + source.spec().rows_written_ahead,
+                "tuning": {"threads": 1},
+                "owners": owners,
+            }
+            if source.role == "target":
+                maker.compile_rollback(source.dims, graph_folder / "rollback")
+                sizes["rollback"] = graph_folder / "rollback" / maker.graph_file
+            engines[key] = TimedEngine(maker.load(graph_folder / maker.graph_file, source.spec(), **sizes))
+        return engines[key]
+
+    def load(method, form, backend, costs=None):
+        row = ROWS[method]
+        if row.write is not None and method not in models:
+            row.write(folder / method, folder / "target")
+        models[method] = folder / method
+        target, *rest = sources(method, form, folder / "target", models[method], keep_logits=True)
+        drafts = {source.job.name: engine_of(source, backend, target) for source in rest}
+        context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES, dict.fromkeys(("target", *drafts), costs) if costs else {})
+        proposer = method_of(method).make_proposer(config_of(method, form, models[method]), drafts, context)
+        return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
+
+    load.target = folder / "target"
+    return load

@@ -13,74 +13,22 @@ import pytest
 
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
-from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.grammars import Grammars
-from speccompile.runtime.handles import RequestHandle, open_outputs
 from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.service import Service
-from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from tests import store
 from tests.backends.tensorrt.profile_watch import ProfileWatch
 from tests.certificate.shifting import check_that_a_shift_shows
-from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, forms, method_of, sources
+from tests.e2e.conftest import SLOTS
+from tests.e2e.test_method_chats import talk
+from tests.method_rows import MAX_NODES, MAX_SEQ, ROWS, forms, method_of
 from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, watch_scored
 
 BACKENDS = ("onnxruntime", "reference")
 BATCHES = (1, 3, 8)
-SLOTS = 8
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """Returns (method, form, backend) -> SpecEngine; every graph is exported once and compiled once a backend."""
-    pytest.importorskip("torch")
-    pytest.importorskip("onnxruntime")
-    from tests.speculators.eagle_lab import write_target
-
-    folder = tmp_path_factory.mktemp("methods")
-    write_target(folder / "target")
-    models, engines, graphs = {}, {}, {}
-
-    def engine_of(source, backend, target=None):
-        key = (source.job, backend)
-        if key not in engines:
-            owners = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
-            # A decoder's graph is the same whatever its tail will be.
-            graph = (source.job.model, source.job.source, str(getattr(source, "outputs", source.job.options)))
-            if graph not in graphs:
-                graphs[graph] = store.export(source)[0]
-            maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"
-            maker.compile(graphs[graph], source.spec(), graph_folder)
-            sizes = {
-                "max_slots": SLOTS,
-                "max_rows": MAX_ROWS + source.spec().rows_written_ahead,
-                "tuning": {"threads": 1},
-                "owners": owners,
-            }
-            if source.role == "target":
-                maker.compile_rollback(source.dims, graph_folder / "rollback")
-                sizes["rollback"] = graph_folder / "rollback" / maker.graph_file
-            engines[key] = TimedEngine(maker.load(graph_folder / maker.graph_file, source.spec(), **sizes))
-        return engines[key]
-
-    def load(method, form, backend, costs=None):
-        row = ROWS[method]
-        if row.write is not None and method not in models:
-            row.write(folder / method, folder / "target")
-        models[method] = folder / method
-        target, *rest = sources(method, form, folder / "target", models[method], keep_logits=True)
-        drafts = {source.job.name: engine_of(source, backend, target) for source in rest}
-        context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES, dict.fromkeys(("target", *drafts), costs) if costs else {})
-        proposer = method_of(method).make_proposer(config_of(method, form, models[method]), drafts, context)
-        return SpecEngine(engine_of(target, backend), drafts, proposer, None, context)
-
-    load.target = folder / "target"
-    return load
 
 
 def prompts():
@@ -303,97 +251,6 @@ def test_two_tokens_after_drafts_drawn_from_masks_follow_the_targets_distributio
     assert (p_value < 1e-4) == is_wrong, p_value
     if not is_wrong:
         assert 20 < sum(r.stats["num_accepted"] for r in results) < sum(r.stats["num_draft_tokens"] for r in results)
-
-
-def talk(engine, keeps, at_once):
-    """Two more turns of three chats: all tokens, and the stats of every answer.
-
-    Args:
-        engine: of a method.
-        keeps: caches for the next turns.
-        at_once: the chats go on side by side; otherwise one after the other.
-    """
-    scheduler, stats, numbers = Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5), [], itertools.count()
-    chats = [[(7 * i + k * k) % 24 for k in range(17 + i)] for i in range(3)]
-    for turn in range(3):
-        sequences = []
-        for i, said in enumerate(chats):
-            asked = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
-            handle = RequestHandle(Request(said, asked), next(numbers), 0.0, None, lambda step_output: None)
-            open_outputs(handle, engine, "auto")
-            sequences.append(handle.open[0].sequence)
-            scheduler.add(handle)
-            last = i == len(chats) - 1
-            while scheduler.has_work and (last or not at_once):
-                stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
-        chats = [[*sequence.tokens, turn, 3 + turn] for sequence in sequences]
-    return chats, stats
-
-
-@pytest.mark.parametrize(("method", "form"), forms())
-def test_a_chat_that_goes_on_in_its_own_cache_says_the_same(lab, method, form):
-    engine = lab(method, form, "onnxruntime")
-    (anew, stats), (kept, later), (beside, last) = (
-        talk(engine, False, False),
-        talk(engine, True, False),
-        talk(engine, True, True),
-    )
-    assert anew == kept == beside
-    assert [s["num_reused_tokens"] for s in stats] == [0] * 9
-    # Drafts are as good as after a prompt that was read as a whole: rows and features of the draft are the same.
-    assert [s["num_accepted"] for s in later] == [s["num_accepted"] for s in stats]
-    for answers in (later, last):
-        assert [s["num_reused_tokens"] > 10 for s in answers] == [False] * 3 + [True] * 6
-    for said, slot in zip(anew, range(3), strict=True):
-        length = len(said) - 2 - (5 + slot)
-        [plain] = engine.generate(
-            [said[:length]], SamplingParams(max_new_tokens=5 + slot, ignore_eos=True), speculative=False
-        )
-        assert plain.tokens == said[length:-2]
-
-
-def turn_back(engine, keeps):
-    """Returns the answers of a chat that goes back behind its last turn again and again, and their stats."""
-    scheduler, stats, answers, numbers = (
-        Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5),
-        [],
-        [],
-        itertools.count(),
-    )
-    said = [(7 + k * k) % 24 for k in range(20)]
-    for back in (4, 9, 2, 13, 5):
-        handle = RequestHandle(
-            Request(said, SamplingParams(max_new_tokens=12, ignore_eos=True)),
-            next(numbers),
-            0.0,
-            None,
-            lambda out: None,
-        )
-        open_outputs(handle, engine, "on")
-        sequence = handle.open[0].sequence
-        scheduler.add(handle)
-        while scheduler.has_work:
-            stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
-        answers.append((said, sequence.tokens[len(said) :]))
-        said = [*sequence.tokens[:-back], back, 3]
-    return answers, stats
-
-
-@pytest.mark.parametrize(("method", "form"), forms())
-def test_a_chat_that_goes_back_drafts_as_after_a_prompt_that_was_read_anew(lab, method, form):
-    """Nothing that a draft keeps of the tokens that were taken back has a part in its next drafts."""
-    engine = lab(method, form, "onnxruntime")
-    (anew, stats), (kept, later) = turn_back(engine, False), turn_back(engine, True)
-    assert kept == anew
-    counts = [[(s["num_draft_tokens"], s["num_accepted"]) for s in rows] for rows in (stats, later)]
-    if method not in ("hybrid", "suffix"):  # which learn from other requests what is drafted
-        assert counts[0] == counts[1]
-    assert all(num for rows in counts for num, _ in rows)
-    reused = [s["num_reused_tokens"] for s in later]
-    assert reused[0] == 0 and all(num > 5 for num in reused[1:]), reused
-    for said, answer in anew:
-        [plain] = engine.generate([said], SamplingParams(max_new_tokens=12, ignore_eos=True), speculative=False)
-        assert plain.tokens == answer
 
 
 FORTY = [b"</s>", *(piece.encode() for piece in ('{"', '":', '","', '"}', '"', "{", "}", "[", "]", ",", ":"))]

@@ -20,7 +20,7 @@ from speccompile.drafting import grammars as drafting
 from speccompile.drafting import static_tree
 from speccompile.drafting.candidates import Candidates, grow_product
 from speccompile.runtime import grammar_drafts
-from speccompile.runtime.grammars import GrammarFault, GrammarMatcher, Grammars
+from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
@@ -371,26 +371,6 @@ def test_forced_tokens_of_some_sequences_stand_before_the_drafts_of_the_method()
     assert grammar_drafts.forced_chains(batch) is None  # the other one has none
     tree = engine.proposer.propose(batch)
     assert tree.tokens[0, 1] == 5 and tree.num_nodes[0] > 2
-
-
-def test_a_grammar_that_fails_for_drafts_is_whole_for_the_text(monkeypatch):
-    grammar = GRAMMARS.matcher(CONSTRAINT, [])
-    right, failing = GrammarMatcher._mask_by, []
-
-    def mask_by(self, path, matcher):
-        if len(path) == 2:
-            failing.append(matcher)
-            raise GrammarFault("too complex")
-        return right(self, path, matcher)
-
-    monkeypatch.setattr(GrammarMatcher, "_mask_by", mask_by)
-    assert grammar.draft_mask([1, 5]) is None and grammar.draft_mask([1]).tolist() == allowed_after((1,))
-    assert failing[0] is not grammar._matcher and grammar.allowed([]).tolist() == allowed_after(())
-    with pytest.raises(GrammarFault):
-        grammar.read([3, 3, 3])
-    with pytest.raises(GrammarFault, match="a text that it does not allow"):
-        grammar.allowed([])
-    assert grammar.draft_mask([]) is None and grammar.forced() == []
 
 
 def test_chains_of_any_proposer_are_cut():

@@ -11,10 +11,11 @@ from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammars as module
-from speccompile.runtime.grammars import GrammarFault, Grammars
+from speccompile.runtime.grammars import GrammarFault, GrammarMatcher, Grammars
 from speccompile.runtime.text import text_of_tokens
 from tests.pipeline import fakes
 from tests.runtime.grammar_lab import EOS, TOKENS, VOCAB, Pieces, make_grammars, tokens_of
+from tests.runtime.test_grammar_drafts import CONSTRAINT, GRAMMARS, allowed_after
 from tests.runtime.test_text import WORDS, ids_of, llama_decoder
 
 pytest.importorskip("llguidance")
@@ -172,3 +173,23 @@ def test_a_first_space_is_one_of_the_text(wanted):
     while (token := int(np.flatnonzero(matcher.allowed(tokens))[-1])) != eos:
         tokens.append(token)
     assert text_of_tokens(tokenizer, tokens, prompt) == (" Paris," if "choice" in wanted else "    return")
+
+
+def test_a_grammar_that_fails_for_drafts_is_whole_for_the_text(monkeypatch):
+    grammar = GRAMMARS.matcher(CONSTRAINT, [])
+    right, failing = GrammarMatcher._mask_by, []
+
+    def mask_by(self, path, matcher):
+        if len(path) == 2:
+            failing.append(matcher)
+            raise GrammarFault("too complex")
+        return right(self, path, matcher)
+
+    monkeypatch.setattr(GrammarMatcher, "_mask_by", mask_by)
+    assert grammar.draft_mask([1, 5]) is None and grammar.draft_mask([1]).tolist() == allowed_after((1,))
+    assert failing[0] is not grammar._matcher and grammar.allowed([]).tolist() == allowed_after(())
+    with pytest.raises(GrammarFault):
+        grammar.read([3, 3, 3])
+    with pytest.raises(GrammarFault, match="a text that it does not allow"):
+        grammar.allowed([])
+    assert grammar.draft_mask([]) is None and grammar.forced() == []
