@@ -11,9 +11,11 @@ import asyncio
 import importlib.util
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -262,7 +264,10 @@ class Grammars:
         self._kept: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._loading, self._is_open = threading.Lock(), True
+        # Its threads know the tokenizer alone: an engine that nobody closes is collected, and the process ends.
+        self._source = partial(_source, tokenizer, vocab_size, self._eos)
         self._checker = ConstraintChecker(self._source)
+        weakref.finalize(self, self._checker.close)
         self._builders = ThreadPoolExecutor(NUM_BUILDERS, "speccompile-grammars")  # starts threads when they are needed
 
     def matcher(
@@ -351,14 +356,6 @@ class Grammars:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _source(self) -> Mapping[str, Any]:
-        """Returns what `make_vocabulary` takes."""
-        tokenizer = self._tokenizer
-        if hasattr(tokenizer, "to_str"):
-            num = max(self._vocab_size, tokenizer.get_vocab_size())
-            return {"tokenizer": tokenizer.to_str(), "num": num, "eos": self._eos}
-        return {"tokens": [list(token) for token in tokenizer.tokens], "num": None, "eos": self._eos}
-
     def _load_vocabulary(self) -> None:
         with self._loading:
             if self._vocabulary is None:
@@ -390,3 +387,11 @@ class Grammars:
             todo = "Choose the reasoning parser of this model, or none."
             raise RuntimeFault(WHERE, f"no token {' or '.join(texts)}", "markers of one token each", todo)
         return found[0], found[1]
+
+
+def _source(tokenizer: Any, vocab_size: int, ends: list[int]) -> Mapping[str, Any]:
+    """Returns what `make_vocabulary` takes."""
+    if hasattr(tokenizer, "to_str"):
+        num = max(vocab_size, tokenizer.get_vocab_size())
+        return {"tokenizer": tokenizer.to_str(), "num": num, "eos": ends}
+    return {"tokens": [list(token) for token in tokenizer.tokens], "num": None, "eos": ends}

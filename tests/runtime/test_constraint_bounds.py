@@ -2,6 +2,7 @@
 """Constraints are tried in a process of their own: what ends it is a refusal, and others go on."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -133,3 +134,13 @@ def test_a_walk_that_becomes_slow_is_told_from_one_that_is_slow():
     steady, growing = [0.001] * 300, [0.00001 * at for at in range(300)]
     assert not constraint_limits._grows(steady) and constraint_limits._grows(growing)
     assert not constraint_limits._grows(growing[:40])
+
+
+def test_the_process_ends_with_grammars_that_nobody_closes():
+    grammars = make_grammars()
+    assert grammars.compile(StructuredOutputs(regex="a")) is not None
+    child = grammars._checker._process.child
+    assert child.poll() is None
+    del grammars
+    gc.collect()
+    assert child.wait(10) == -signal.SIGKILL
