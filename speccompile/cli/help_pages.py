@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from speccompile.common.json_reader import is_unicode
+from speccompile.core.sampling_params import SamplingParams
 
 WIDTH = 120  # of a page at most
 _WORD = "speccompile.help"  # where a context keeps the word of --help=WORD
@@ -26,10 +27,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("method", "speculation", "plain", "speculative_config", "spec_method", "spec_model", "spec_tokens"),
         "assistant_tokens",
     ),
-    "Sampling": (
-        *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"),
-        *("presence_penalty", "frequency_penalty", "stop"),
-    ),
+    "Sampling": tuple(SamplingParams.__dataclass_fields__),
     "Answers": ("tool_call_parser", "reasoning_parser", "per_request_spec_decode_metrics", "vllm_metrics"),
     "Limits": (
         *("max_queue", "timeout_s", "max_request_bytes", "max_connections", "header_timeout_s", "body_timeout_s"),

@@ -82,7 +82,7 @@ def test_nemotrons_number_of_layers_is_that_of_their_kinds(tmp_path: Path) -> No
         (
             "granitemoehybrid",
             {**_BAMBA, "layer_types": ["mamba"]},
-            "expected 4 times full_attention or linear_attention",
+            r"layer_types\): got 1 kinds; expected a list of 4",
         ),
         ("nemotron_h", {**_NEMOTRON, "hybrid_override_pattern": "MX"}, "got .*'X'"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),

@@ -66,6 +66,7 @@ def test_the_defaults_of_a_recipe_are_those_of_a_request():
         "ignore_eos",
         "logprobs",
         "logprobs_mode",
+        "prompt_logprobs",
         "structured_outputs",
         "skip_special_tokens",
     }

@@ -33,7 +33,7 @@ def batch_of(tokens: list[int]) -> Any:
     sequence = SimpleNamespace(
         tokens=list(tokens), max_drafts=99, grammar=None, sampling=None, draft_state=None, has_draft=True
     )
-    return SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0, may_draw=False)
+    return SimpleNamespace(sequences=[sequence], is_forced=False, is_greedy=True, least_drafts=0, may_draw=False)
 
 
 @pytest.mark.parametrize(("name", "config"), LOOKUPS)

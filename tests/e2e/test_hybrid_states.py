@@ -16,7 +16,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.speculators.hybrid import proposer as proposer_module
-from tests.e2e.test_methods import lab, prompts  # noqa: F401
+from tests.e2e.test_methods import prompts
 
 NUM_STEPS = 9
 
@@ -40,7 +40,7 @@ def next_drafts(engine, watched, batch):
 
 
 @pytest.mark.parametrize("form", ["chain", "tree"])
-def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monkeypatch, form):  # noqa: F811
+def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monkeypatch, form):
     engine = lab("hybrid", form, "onnxruntime")
     [watched] = engine.engines[1:]
     rng, used = random.Random(3), []
