@@ -34,6 +34,7 @@ NGRAM = {"method": "ngram", "num_draft_tokens": 4, "tokens_per_match": 1}
 TREE = {"method": "suffix", "depth": 4, "num_draft_tokens": 4, "tree": "auto", "tokens_per_match": 1}
 LENGTHS = (9, 1, 17, 4, 6, 12, 3, 8, 15, 5, 7, 11)
 PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate(LENGTHS)]
+REPEATED = [(prompt * 9)[:18] for prompt in PROMPTS]  # in which lookups find enough drafts for a check
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +65,11 @@ def _load(folder: Path, quantization: str, monkeypatch: pytest.MonkeyPatch, spec
 def _check_trees(engine: Any) -> None:
     """Checks a bundle with planted trees as its certificate does, and that its method may be one of trees."""
     bundle = engine.bundle.path
-    check = check_faults(engine, PROMPTS[:3], 16)
+    check = check_faults(engine, REPEATED * 3, 24)
     assert check.status == "passed", check.summary
     runs = [run for run in check.facts["runs"] if run["fault"] == "full trees"]
     assert len(runs) == 2 and all(run["num_accepted"] > 12 for run in runs)
-    check = check_caches(engine, PROMPTS[:3], plain_texts(engine, PROMPTS[:3], 24))
+    check = check_caches(engine, REPEATED, plain_texts(engine, REPEATED, 24))
     assert check.status == "passed" and "with trees" in check.summary, check.summary
     assert check.facts["logit_deviation"] < 1e-4 and check.facts["num_accepted"] > 12
     engine, params = speccompile.load(bundle, method=TREE), SamplingParams(max_new_tokens=NUM_TOKENS)

@@ -206,7 +206,7 @@ def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(bundles: dict[str, Path]) -> None:
-    check_that_a_shift_shows(load(bundles), PROMPTS, 45)
+    check_that_a_shift_shows(load(bundles), PROMPTS * 6, 45)
 
 
 def test_its_sources_are_in_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.cache_rows import CacheRows
-from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
+from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.specs import HIDDEN, LENGTHS
 from speccompile.core.tree import Floats, Ints, TokenTree
 
@@ -54,6 +54,9 @@ class BlockProposer:
         """Returns 0: features of the rows that the slot holds are not kept, so all tokens are read again."""
         self.start(slot, sequence)
         return 0
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """Learns nothing from times."""
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
         """Reads all features of the prompt so far but the last, which the first step reads."""
