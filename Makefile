@@ -148,7 +148,7 @@ peers:  ## Make an environment for each engine to compare with, under build/peer
 bundles/%/manifest.json: recipes/%.yaml | setup
 	$(BIN)/speccompile build $< -o $(@D)
 
-gpu-env: $(GPU_VENV)/.set-up  ## Make .venv-gpu: all that gpu-check needs on a machine with an NVIDIA GPU (some 8 GB)
+gpu-env: $(GPU_VENV)/.set-up  ## Make .venv-gpu: all that gpu-check needs on a machine with an NVIDIA GPU (several GB)
 
 # TensorRT-RTX has no kernels for Hopper, B200, B300 and Thor: there full TensorRT comes too, from NVIDIA's own index.
 $(GPU_VENV)/.set-up: pyproject.toml Makefile
