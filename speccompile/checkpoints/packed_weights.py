@@ -3,8 +3,8 @@
 
 A layer `NAME` of such a checkpoint has several tensors, as `NAME.qweight`, `NAME.scales` and `NAME.qzeros`; here it has
 one, `NAME.weight` [out, in] float32: (level - zero) * scale, with one rounding. So whatever reads a checkpoint sees an
-ordinary one, and a build quantises it in its own forms or not at all. Scales of activations and caches are not read:
-activations are not quantised.
+ordinary one; a build that keeps the weights as they are reads their levels too (`integer_weights`). Scales of
+activations and caches are not read: activations are not quantised.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from speccompile.checkpoints.integer_weights import IntegerWeight
 from speccompile.checkpoints.packed_schemes import Scheme
 from speccompile.checkpoints.safetensors import TensorHeader
 from speccompile.errors import CheckpointError
@@ -36,12 +37,14 @@ class PackedWeight:
     Args:
         shape: [out, in] of the weight.
         parts: keys of its tensors by the part's name.
-        unpack: makes the weight, [out, in] float32, of its parts as `numbers` gives them.
+        unpack: makes the weight, [out, in] float32 or its integers, of its parts as `numbers` gives them.
+        has_levels: `unpack` makes integers.
     """
 
     shape: tuple[int, int]
     parts: Mapping[str, str]
-    unpack: Callable[[Arrays], np.ndarray]
+    unpack: Callable[[Arrays], IntegerWeight | np.ndarray]
+    has_levels: bool
 
 
 def plain_headers(
@@ -97,15 +100,16 @@ def _packed_weight(
 ) -> PackedWeight | None:
     """Returns how a layer is unpacked; None where its weight is plain."""
     layer = _Layer(scheme, name, headers)
+    read: tuple[tuple[int, int], Callable[[Arrays], IntegerWeight | np.ndarray]]
     if "qweight" in headers:
-        shape, unpack = layer.awq() if scheme.method == "awq" else layer.gptq()
+        read = layer.awq() if scheme.method == "awq" else layer.gptq()
     elif "weight_packed" in headers:
-        shape, unpack = layer.bits()
+        read = layer.bits()
     elif headers["weight"].dtype in (*_FP8, "I8"):
-        shape, unpack = layer.scaled()
+        read = layer.scaled()
     else:
         return None
-    return PackedWeight(shape, parts, unpack)
+    return PackedWeight(read[0], parts, read[1], "weight" not in headers or headers["weight"].dtype == "I8")
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class _Layer:
         if shape != expected:
             raise CheckpointError(f"{self.name}.{name}", f"shape {list(shape)}", f"{list(expected)}", _TODO)
 
-    def gptq(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+    def gptq(self) -> tuple[tuple[int, int], Callable[[Arrays], IntegerWeight]]:
         """Words along the input: qweight [in * bits / 32, out], scales and qzeros by group."""
         bits, offset = self.scheme.bits, self.scheme.zero_offset
         per_word = 32 // bits
@@ -146,15 +150,15 @@ class _Layer:
             self.expect("g_idx", self.part("g_idx", ("I32", "I64"), 1), (num_in,))
         group_of = self.groups(num_in, groups)
 
-        def unpack(parts: Arrays) -> np.ndarray:
+        def unpack(parts: Arrays) -> IntegerWeight:
             levels = unpack_words(parts["qweight"].T, bits)  # [out, in]
             zeros = unpack_words(parts["qzeros"], bits)[:, :num_out].astype(np.int32) + offset  # [groups, out]
             groups_of = self.order(parts["g_idx"], groups) if has_order else group_of
-            return (levels - zeros.T[:, groups_of]) * parts["scales"].T[:, groups_of].astype(np.float32)
+            return IntegerWeight(levels, zeros.T, parts["scales"].T.astype(np.float32), groups_of, bits)
 
         return (num_out, num_in), unpack
 
-    def awq(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+    def awq(self) -> tuple[tuple[int, int], Callable[[Arrays], IntegerWeight]]:
         """Words along the output: qweight [in, out / 8], scales and qzeros by group."""
         num_in, words = self.part("qweight", ("I32",), 2)
         num_out = words * 8
@@ -163,15 +167,14 @@ class _Layer:
         self.expect("qzeros", self.part("qzeros", ("I32",), 2), (groups, words))
         group_of = self.groups(num_in, groups)
 
-        def unpack(parts: Arrays) -> np.ndarray:
-            levels, zeros = (_awq_levels(parts[p]) for p in ("qweight", "qzeros"))  # [in or groups, out]
-            scales = parts["scales"].astype(np.float32)
-            weight = (levels.astype(np.int32) - zeros[group_of]) * scales[group_of]
-            return np.ascontiguousarray(weight.T)
+        def unpack(parts: Arrays) -> IntegerWeight:
+            levels, zeros = (_awq_levels(parts[p]).T for p in ("qweight", "qzeros"))  # [out, in or groups]
+            scales = parts["scales"].T.astype(np.float32)
+            return IntegerWeight(np.ascontiguousarray(levels), zeros.astype(np.int32), scales, group_of, bits=4)
 
         return (num_out, num_in), unpack
 
-    def bits(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+    def bits(self) -> tuple[tuple[int, int], Callable[[Arrays], IntegerWeight]]:
         """compressed-tensors' words along the input: level + 2^(bits - 1), [out, ceil(in * bits / 32)]."""
         num_out, words = self.part("weight_packed", ("I32",), 2)
         self.expect("weight_shape", self.part("weight_shape", ("I64", "I32"), 1), (2,))
@@ -184,20 +187,20 @@ class _Layer:
             zero_shape = self.part("weight_zero_point", ("I32",), 2)
             self.expect("weight_zero_point", zero_shape, (-(-num_out * bits // 32), groups))
 
-        def unpack(parts: Arrays) -> np.ndarray:
+        def unpack(parts: Arrays) -> IntegerWeight:
             asked = tuple(int(size) for size in parts["weight_shape"])
             self.expect("weight_shape (its values)", asked, (num_out, num_in))
-            levels = unpack_words(parts["weight_packed"], bits).astype(np.int32)
+            levels = unpack_words(parts["weight_packed"], bits)
             zeros = np.full((num_out, groups), 1 << (bits - 1), np.int32)
             if "weight_zero_point" in parts:
                 zeros = unpack_words(parts["weight_zero_point"].T, bits).T[:num_out].astype(np.int32)
             order = self.order(parts["weight_g_idx"], groups) if has_order else group_of
             scales = np.broadcast_to(parts["weight_scale"].astype(np.float32), (num_out, groups))
-            return (levels - zeros[:, order]) * scales[:, order]
+            return IntegerWeight(levels, zeros, scales, order, bits)
 
         return (num_out, num_in), unpack
 
-    def scaled(self) -> tuple[tuple[int, int], Callable[[Arrays], np.ndarray]]:
+    def scaled(self) -> tuple[tuple[int, int], Callable[[Arrays], IntegerWeight | np.ndarray]]:
         """8-bit levels [out, in], integers or FP8, and scales of the tensor, of rows, of groups or of blocks."""
         num_out, num_in = self.part("weight", (*_FP8, "I8"), 2)
         scale = "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
@@ -208,17 +211,20 @@ class _Layer:
         if "weight_zero_point" in self.headers:
             self.expect("weight_zero_point", self.headers["weight_zero_point"].shape, shape)
 
-        def spread(values: np.ndarray) -> np.ndarray:
-            table = values.astype(np.float32).reshape((1, 1) if values.size == 1 else (len(values), -1))
-            by_row = np.repeat(table, rows, axis=0)[:num_out]
-            return np.repeat(by_row, columns, axis=1)[:, :num_in]
+        def by_row(values: np.ndarray) -> np.ndarray:
+            table = values.reshape((1, 1) if values.size == 1 else (len(values), -1))
+            return np.repeat(table, rows, axis=0)[:num_out]
 
-        def unpack(parts: Arrays) -> np.ndarray:
-            levels: np.ndarray = parts["weight"].astype(np.float32)
-            if "weight_zero_point" in parts:
-                levels -= spread(parts["weight_zero_point"])
-            levels *= spread(parts[scale])
-            return levels
+        def unpack(parts: Arrays) -> IntegerWeight | np.ndarray:
+            levels, scales = parts["weight"], by_row(parts[scale].astype(np.float32))
+            if levels.dtype == np.int8:
+                zeros = np.full(scales.shape, 128, np.int32)
+                if "weight_zero_point" in parts:
+                    zeros += by_row(parts["weight_zero_point"].astype(np.int32))
+                group_of = np.arange(num_in) // columns
+                return IntegerWeight(levels.view(np.uint8) ^ np.uint8(128), zeros, scales, group_of, bits=8)
+            weight: np.ndarray = levels.astype(np.float32) * np.repeat(scales, columns, axis=1)[:, :num_in]
+            return weight
 
         return (num_out, num_in), unpack
 

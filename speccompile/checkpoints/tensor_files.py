@@ -18,10 +18,12 @@ import numpy as np
 
 from speccompile.checkpoints.checkpoint import list_stored, read_index, scheme_of
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
+from speccompile.checkpoints.integer_weights import IntegerWeight
 from speccompile.checkpoints.packed_schemes import Scheme
-from speccompile.checkpoints.packed_weights import numbers, plain_headers
+from speccompile.checkpoints.packed_weights import PackedWeight, numbers, plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
 from speccompile.errors import CheckpointError
+from speccompile.ops.grid import Grid
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +75,24 @@ class TensorFiles:
         packed = self._packed.get(key)
         if packed is None:
             return self._stored_array(key)
+        held = self._unpacked(packed)
+        if isinstance(held, np.ndarray):
+            return held
+        grid = held.grid()
+        return held.weight() if grid is None else grid.weight()
+
+    @property
+    def grid_keys(self) -> tuple[str, ...]:
+        """The tensors that have levels of few bits, of which `grid` may return some."""
+        return tuple(key for key, packed in self._packed.items() if packed.has_levels)
+
+    def grid(self, key: str) -> Grid | None:
+        """Returns a tensor [out, in] as the grid whose weights are those of `array`; None where it has none."""
+        packed = self._packed.get(key)
+        held = None if packed is None or not packed.has_levels else self._unpacked(packed)
+        return held.grid() if isinstance(held, IntegerWeight) else None
+
+    def _unpacked(self, packed: PackedWeight) -> IntegerWeight | np.ndarray:
         stored = {part: (self._stored_array(k), self._stored[k].dtype) for part, k in packed.parts.items()}
         return packed.unpack({part: numbers(array, dtype) for part, (array, dtype) in stored.items()})
 

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.ops.grid import Grid
+
 BLOCK = 32  # inputs with one scale
 LEAST, MOST = -8, 7  # levels of 4 bits
 DAMPING = 0.01  # times the mean of H's diagonal, added to the diagonal
@@ -58,6 +60,11 @@ class Blocks:
         """Returns the weights that the levels stand for, [in, out] float32."""
         scales = np.repeat(self.scales.astype(np.float32), BLOCK, axis=0)[: len(self.levels)]
         return self.levels * scales
+
+    def grid(self) -> Grid:
+        """Returns them as a grid, [out, in]."""
+        levels = (self.levels.T - np.int8(LEAST)).view(np.uint8)
+        return Grid(levels, self.scales.T, BLOCK, bits=4, zero=-LEAST)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,15 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.ops import packing
+from speccompile.ops.grid import Grid, GridKind
 from speccompile.ops.packed_linear import op_name
-from speccompile.passes.attach_blocks import quantised_of
+from speccompile.passes.attach_grids import grid_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes_of, weight_of
 from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import only_use, operands, rank, replace_tree
 
-Weights = Literal["float", "int8", "int4"]
+Weights = Literal["float", "int8", "int4", "stored"]
 INTEGER_FORMS = {"int8": "Int8", "int4": "Int4"}
 
 
@@ -72,6 +73,19 @@ def is_bfloat16(weight: np.ndarray) -> bool:
     return not (np.ascontiguousarray(weight).view(np.uint32) & 0xFFFF).any()
 
 
+def form_of(kind: GridKind) -> str | None:
+    """Returns the form that holds grids of a kind; None: the kernels do not compute it."""
+    if kind.has_minimums or kind.is_wide or kind.group != packing.GROUP:
+        return None
+    return "Int4" if kind.bits <= 4 else "Int8"
+
+
+def pack_grid(grid: Grid, form: str) -> packing.Packed:
+    """Packs a grid of which `form_of` gives the form."""
+    levels = (grid.levels.astype(np.int16) - grid.zero).astype(np.int8).T
+    return packing.pack_levels(*packing.padded_levels(levels, grid.scales.T), form)
+
+
 class _Packer:
     """Packs each weight once."""
 
@@ -90,9 +104,10 @@ class _Packer:
     def _pack(self, linear: _Linear, edit: Editor) -> tuple[str, list[ir.Value]]:
         tensor, gate = linear.weight.const_value, linear.gate
         assert tensor is not None
-        form = INTEGER_FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
-
-        quantised = quantised_of(tensor, bits=4) if form == "Int4" else None
+        num_in, num_out = sizes_of(tensor)
+        grid = grid_of(tensor)
+        form = None if grid is None else form_of(grid.kind)
+        form = form or INTEGER_FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
 
         def arranged(array: np.ndarray) -> np.ndarray:
             if gate is None:
@@ -100,12 +115,12 @@ class _Packer:
             return packing.interleave_gate(swapped_halves(array) if gate.is_second else array)
 
         def packed() -> packing.Packed:
-            if quantised is None:
+            if (held := grid_of(tensor)) is None:
                 return packing.pack(arranged(tensor.numpy()), form)
-            levels, scales = quantised
-            return packing.pack_levels(*packing.padded_levels(arranged(levels), arranged(scales)), form)
+            # Outputs from 1, as a gate's halves are padded with 0.
+            rows = arranged(np.arange(1, num_out + 1)[None])[0] - 1
+            return pack_grid(held.take(rows), form)
 
-        num_in, num_out = sizes_of(tensor)
         dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
         name = f"{linear.weight.name}.packed"
         dtype = PACKED_DTYPES[form]
@@ -113,7 +128,7 @@ class _Packer:
         lazy = ir.LazyTensor(lambda: ir.tensor(packed().weights), dtype, ir.Shape(dims), name=name)
         values = [edit.const(lazy, name)]
         if packing.is_integer(form):
-            scales = packing.pack_scales(arranged(tensor.numpy()), form) if quantised is None else packed().scales
+            scales = packing.pack_scales(arranged(tensor.numpy()), form) if grid is None else packed().scales
             assert scales is not None
             values.append(edit.const(scales, f"{name}.scales"))
         return form, values
@@ -128,18 +143,23 @@ PACKED_DTYPES = {
 }
 
 
+def _is_packed(linear: _Linear, weights: Weights) -> bool:
+    grid = grid_of(linear.weight.const_value) if weights == "stored" else None
+    return grid is None or form_of(grid.kind) is not None
+
+
 def pack_linears(model: ir.Model, weights: Weights) -> int:
     """Pack every linear with constant weights [in, out].
 
     Args:
         model: to be changed in place.
         weights: float: bfloat16 where every weight is one of its numbers, else float32; int8 or int4: quantised in
-            groups of 32.
+            groups of 32; stored: as the grids that are attached, as far as the kernels compute them, others as float.
 
     Returns:
         The number of linears.
     """
-    linears, packer = _linears(model), _Packer(model, weights)
+    linears, packer = [linear for linear in _linears(model) if _is_packed(linear, weights)], _Packer(model, weights)
     for linear in linears:
         edit = Editor(model, linear.last)
         form, constants = packer.pack(linear, edit)

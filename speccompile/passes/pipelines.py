@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
-from speccompile.passes.attach_blocks import attach_blocks_pass
+from speccompile.ops.grid import Grid
 from speccompile.passes.attach_compaction import attach_compaction_pass
+from speccompile.passes.attach_grids import attach_grids_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
-from speccompile.passes.compensation import Blocks
 from speccompile.passes.dense_experts import dense_experts_pass
 from speccompile.passes.flat_linears import FLAT_LINEARS
 from speccompile.passes.fold_scale import FOLD_SCALE
@@ -68,7 +68,7 @@ def onnxruntime_table(
     spec: GraphSpec,
     quantization: str,
     form: str,
-    blocks: Mapping[str, Blocks] | None = None,
+    grids: Mapping[str, Grid] | None = None,
     *,
     packs_experts: bool | None = None,
 ) -> tuple[Pass, ...]:
@@ -78,7 +78,7 @@ def onnxruntime_table(
         spec: the graph's inputs and outputs afterwards.
         quantization: none, int8 or int4.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
-        blocks: for int4: the weights of all linears, quantised over calibration text; None: they are rounded.
+        grids: for int4: the weights of all linears, quantised over calibration text; None: they are rounded.
         packs_experts: experts have packed weights, of the quantisation; None: where it is one, or the form is that of
             our kernels: without these, each body of unquantised experts would unpack what it gathers.
 
@@ -103,7 +103,7 @@ def onnxruntime_table(
         MERGE_LINEARS,
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
-        *((attach_blocks_pass(blocks),) if blocks is not None and quantization == "int4" else ()),
+        *((attach_grids_pass(grids),) if grids is not None and quantization == "int4" else ()),
         *forms[form],
         SHARE_COMMON,
         REMOVE_DEAD,

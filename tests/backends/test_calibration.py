@@ -17,7 +17,7 @@ from speccompile.backends.onnxruntime.forms import forms_of
 from speccompile.core.jobs import CompileOptions
 from speccompile.errors import BuildError
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
-from speccompile.passes.attach_blocks import linears_of
+from speccompile.passes.attach_grids import linears_of
 from speccompile.passes.compensation import Blocks
 
 BOUND = 0.04  # KL of this random model: 0.012 with int8, several times more with int4

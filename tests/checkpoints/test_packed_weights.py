@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, count_params, list_tensors, read_dims
 from speccompile.checkpoints.families import check_architecture
+from speccompile.checkpoints.integer_weights import IntegerWeight
 from speccompile.checkpoints.packed_weights import unpack_words
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.errors import CheckpointError, ExportError
@@ -39,6 +40,59 @@ def test_every_value_survives(case: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, expected, err_msg=key)
     check_checkpoint(tmp_path, read_dims(tmp_path))
     assert count_params(tmp_path) == sum(value.size for value in values.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_integers_are_read_as_the_grid_of_the_same_numbers(case: str, tmp_path: Path) -> None:
+    write(tmp_path, case)
+    files = open_files(tmp_path)
+    grids = {key: grid for key in files.headers if (grid := files.grid(key)) is not None}
+    assert set(grids) == set(files.grid_keys)
+    assert bool(grids) == ("fp8" not in case)
+    for key, grid in grids.items():
+        weight = grid.weight()
+        assert weight.shape == files.headers[key].shape and grid.levels.max() < 1 << grid.bits
+        np.testing.assert_array_equal(weight.view(np.uint32), files.array(key).view(np.uint32), err_msg=key)
+    has_order = any(grid.order is not None for grid in grids.values())
+    assert has_order == ("ordered" in case)
+
+
+def integers(bits: int, group: int, num_in: int = 96, *, zero: int | None = None, fine: bool = False) -> IntegerWeight:
+    """Random integers; scales of float32 in full where they are fine, else of float16."""
+    rng = np.random.default_rng(bits + group)
+    shape = (7, -(-num_in // group))
+    levels = rng.integers(0, 1 << bits, (7, num_in)).astype(np.uint8)
+    zeros = rng.integers(0, 1 << bits, shape).astype(np.int32) if zero is None else np.full(shape, zero, np.int32)
+    scales = rng.uniform(0.001, 0.1, shape).astype(np.float32 if fine else np.float16).astype(np.float32)
+    return IntegerWeight(levels, zeros, scales, rng.permutation(np.arange(num_in) // group), bits)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 1000])
+@pytest.mark.parametrize(("bits", "zero"), [(2, 2), (4, 8), (4, 7), (4, 16), (4, None), (8, 128), (8, 127), (8, None)])
+def test_a_grid_has_the_numbers_of_integers(bits: int, zero: int | None, group: int, fine: bool) -> None:
+    held = integers(bits, group, zero=zero, fine=fine)
+    grid = held.grid()
+    is_symmetric = zero in (2, 8, 128)
+    if bits == 8 and fine and not is_symmetric:
+        assert grid is None  # neither minimums nor differences of levels are exact
+        return
+    assert grid is not None
+    np.testing.assert_array_equal(grid.weight(), held.weight())
+    assert (grid.minimums is None) == (is_symmetric or fine)
+    assert grid.group in (16, 32, 64, 96) and (group >= 96 or group % grid.group == 0)
+    has_few_bits = (is_symmetric or zero == 16) and not fine  # -16 * scale has no more of them
+    assert grid.scales.dtype == (np.float16 if has_few_bits else np.float32)
+
+
+@pytest.mark.parametrize("fault", ["a group of 8", "groups of several sizes", "an infinite scale"])
+def test_integers_that_have_no_grid(fault: str) -> None:
+    held = integers(4, 8 if "8" in fault else 32)
+    if "sizes" in fault:
+        held.group_of[np.flatnonzero(held.group_of == 0)[0]] = 1
+    elif "scale" in fault:
+        held.scales[0, 0] = np.inf
+    assert held.grid() is None
 
 
 @pytest.mark.usefixtures("our_attention")

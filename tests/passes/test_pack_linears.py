@@ -9,9 +9,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from speccompile.ops.grid import Grid
 from speccompile.ops.registry import attach_functions
-from speccompile.passes.attach_blocks import attach_blocks
-from speccompile.passes.compensation import Blocks
+from speccompile.passes.attach_grids import attach_grids
 from speccompile.passes.fuse_norm_linears import fuse_norm_linears
 from speccompile.passes.pack_linears import is_bfloat16, pack_linears
 from speccompile.passes.quantize_blocks import quantize_blocks
@@ -213,12 +213,13 @@ def test_a_layer_of_two_residuals_becomes_two_nodes() -> None:
 def test_attached_levels_are_packed_as_they_are(gated: bool) -> None:
     """The same weights as MatMulNBits holds, columns of a gate in the order of the panels."""
     rng = np.random.default_rng(4)
-    blocks = Blocks(rng.integers(-8, 8, (K, N)).astype(np.int8), rng.uniform(-0.1, 0.1, (2, N)).astype(np.float16))
+    levels, scales = rng.integers(0, 16, (N, K)).astype(np.uint8), rng.uniform(-0.1, 0.1, (N, 2)).astype(np.float16)
+    grid = Grid(levels, scales, 32, 4, 8)
     body = f"m = MatMul(x, w) a, b = Split<axis = -1, num_outputs = 2>(m) {GATES['silu'][0]}" if gated else PLAIN
     sizes = f"float[b, t, {N // 2 if gated else N}] y"
     before, after = (make(body, sizes, w=numbers(K, N)) for _ in range(2))
     for model in (before, after):
-        assert attach_blocks(model, {"w": blocks}) == 1
+        assert attach_grids(model, {"w": grid}) == 1
     assert quantize_blocks(before, 4) == 1
     assert pack_linears(after, "int4") == 1
     assert ops(after) == {f"{'Gated' if gated else ''}PackedLinearInt4": 1}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised linears: error bound by the step of the grid, and rows that do not depend on their neighbours."""
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -8,12 +10,18 @@ import pytest
 
 from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.errors import PassError
-from speccompile.passes.attach_blocks import attach_blocks
-from speccompile.passes.compensation import Blocks
+from speccompile.ops.grid import Grid
+from speccompile.passes.attach_grids import attach_grids
 from speccompile.passes.edit import Editor
-from speccompile.passes.quantize_blocks import blocks_from_levels, levels_from_weight, quantize_blocks
+from speccompile.passes.quantize_blocks import (
+    in_blocks,
+    levels_from_weight,
+    quantize_blocks,
+    zeros_and_rest,
+)
 from speccompile.passes.quantize_int8 import int8_from_weight, quantize_int8
 from tests.cpu import least_rows
+from tests.passes.graphs import ops
 
 
 def make_linear(weight: np.ndarray) -> ir.Model:
@@ -85,7 +93,9 @@ def test_int8_weights_round_to_the_nearest_level() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_pad_the_last_block_with_the_zero_point(bits: int) -> None:
     weight = np.random.default_rng(0).standard_normal((40, 3)).astype(np.float32)
-    levels, scale = blocks_from_levels(*levels_from_weight(weight, bits), bits)
+    model = make_linear(weight)
+    assert quantize_blocks(model, bits) == 1
+    levels, scale = (model.graph.initializers[f"w.{part}"].const_value.numpy() for part in (f"int{bits}", "scale"))
     assert levels.shape == (3, 2, 32 * bits // 8) and scale.shape == (3, 2)
     zero = 0x88 if bits == 4 else 0x80
     assert (levels[:, 1, 8 * bits // 8 :] == zero).all()
@@ -102,25 +112,73 @@ def test_levels_are_the_nearest_to_scales_of_float16(bits: int, num_in: int) -> 
     assert (np.abs(levels * wide - weight) <= np.abs(wide) * 1.01).all()  # one level more on one side
 
 
-@pytest.mark.parametrize("num_in", [64, 45])
-def test_the_product_takes_weights_that_are_attached(num_in: int) -> None:
-    rng = np.random.default_rng(0)
-    weight = rng.standard_normal((num_in, 12)).astype(np.float32)
-    levels = rng.integers(-8, 8, (num_in, 12)).astype(np.int8)
-    blocks = Blocks(levels, rng.uniform(-1, 1, (-(-num_in // 32), 12)).astype(np.float16))
-    model = make_linear(weight)
-    assert attach_blocks(model, {"w": blocks}) == 1
-    np.testing.assert_array_equal(model.graph.initializers["w"].const_value.numpy(), blocks.weight())
-    assert quantize_blocks(model, 4) == 1
+KINDS = {
+    "symmetric": {"bits": 4, "zero": 8},
+    "symmetric, 8 bits": {"bits": 8, "zero": 128, "group": 128},
+    "zero points": {"bits": 4, "points": True, "group": 64},
+    "zero points, 8 bits": {"bits": 8, "points": True},
+    "minimums": {"bits": 4, "minimums": True},
+    "minimums, 5 bits, groups of 16": {"bits": 5, "minimums": True, "group": 16},
+    "symmetric, 6 bits, groups of 16": {"bits": 6, "zero": 32, "group": 16},
+    "whole rows": {"bits": 8, "zero": 128, "group": 1000},
+    "2 bits": {"bits": 2, "zero": 2},
+}
+
+
+def make_grid(num_in: int, num_out: int = 12, seed: int = 0, group: int = 32, **kind: Any) -> Grid:
+    """A grid of random levels, scales of float16 and minimums of float32."""
+    rng, bits = np.random.default_rng(seed), kind["bits"]
+    group = min(group, num_in)
+    levels = rng.integers(0, 1 << bits, (num_out, num_in)).astype(np.uint8)
+    scales = rng.uniform(0.01, 0.1, (num_out, -(-num_in // group))).astype(np.float16)
+    if kind.get("points"):
+        minimums = -scales.astype(np.float32) * rng.integers(0, 1 << bits, scales.shape).astype(np.float32)
+    else:
+        minimums = -rng.uniform(0, 1, scales.shape).astype(np.float32)
+    if "zero" in kind:
+        return Grid(levels, scales, group, bits, kind["zero"])
+    return Grid(levels, scales.astype(np.float32), group, bits, minimums=minimums)
+
+
+@pytest.mark.parametrize("num_in", [192, 45])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_takes_weights_that_are_attached(kind: str, num_in: int) -> None:
+    grid = make_grid(num_in, **KINDS[kind])
+    model = make_linear(np.zeros((num_in, 12), np.float32))
+    assert attach_grids(model, {"w": grid}) == 1
+    np.testing.assert_array_equal(model.graph.initializers["w"].const_value.numpy(), grid.weight().T)
+    assert quantize_blocks(model, None) == 1
+    assert ("Add" in ops(model)) == ("minimums" in kind)
     eye = np.eye(num_in, dtype=np.float32)[None]  # every row gives a row of the weights
-    got = session_of(model).run(None, {"x": eye})[0][0]
-    np.testing.assert_allclose(got, blocks.weight(), rtol=1e-4, atol=1e-5)
+    session = session_of(model)
+    got = session.run(None, {"x": eye})[0][0]
+    np.testing.assert_allclose(got, grid.weight().T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_hold_the_weights_of_a_grid_exactly(kind: str) -> None:
+    """In float64, in which no product and no sum of them is rounded."""
+    grid = make_grid(200, **KINDS[kind])
+    blocks = in_blocks(grid)
+    assert blocks.group in (16, 32)
+    np.testing.assert_array_equal(blocks.weight(), grid.weight())
+    zeros, rest = zeros_and_rest(blocks)
+    assert (rest is not None) == ("minimums" in kind)
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        return np.repeat(values.astype(np.float64), blocks.group, axis=1)[:, :200]
+
+    exact = (blocks.levels - spread(zeros)) * spread(blocks.scales)
+    exact += 0 if rest is None else spread(rest)
+    wanted = (grid.levels - float(grid.zero)) * np.repeat(grid.scales.astype(np.float64), grid.group, axis=1)[:, :200]
+    wanted += 0 if grid.minimums is None else np.repeat(grid.minimums.astype(np.float64), grid.group, axis=1)[:, :200]
+    np.testing.assert_array_equal(exact, wanted)
 
 
 def test_weights_of_another_graph_are_not_attached() -> None:
     weight = np.ones((64, 12), np.float32)
-    blocks = Blocks(np.ones((64, 11), np.int8), np.ones((2, 11), np.float16))
+    grid = Grid(np.ones((11, 64), np.uint8), np.ones((11, 2), np.float16), 32, 4, 8)
     with pytest.raises(PassError, match="no weights w"):
-        attach_blocks(make_linear(weight), {"v": blocks})
+        attach_grids(make_linear(weight), {"v": grid})
     with pytest.raises(PassError, match=r"w of shape \[64, 11\]"):
-        attach_blocks(make_linear(weight), {"w": blocks})
+        attach_grids(make_linear(weight), {"w": grid})

@@ -139,7 +139,7 @@ class Collector:
         import onnx_ir as ir
 
         from speccompile.backends.onnxruntime.engine import open_session
-        from speccompile.passes.attach_blocks import linears_of
+        from speccompile.passes.attach_grids import linears_of
         from speccompile.passes.edit import sizes_of
 
         model = ir.load(graph)

@@ -99,7 +99,7 @@ def compile_best(
     others_bytes = 0 if is_target else _weight_bytes(model)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="forms-") as folder:
         scratch, record = Path(folder), dict[str, Any]()
-        reference, blocks = scratch / "reference" / path.name, None
+        reference, grids = scratch / "reference" / path.name, None
         if is_target:
             # Gathered experts would be copied for every row of a text.
             packs_experts = kernel_library.find_library() is not None
@@ -108,17 +108,17 @@ def compile_best(
         if texts is not None:
             says("calibrate")
             found = calibration.calibrate(reference, tried, texts, scratch / "blocks")
-            blocks = found.blocks
+            grids = {name: blocks.grid() for name, blocks in found.blocks.items()}
             record["calibration"] = {
                 "texts": "given" if texts else "drawn from the target",
                 "num_tokens": found.num_tokens,
-                "num_linears": len(blocks),
+                "num_linears": len(grids),
             }
             record["peak_rss_bytes"] = read_peak_rss() + found.peak_rss_bytes
         files = {name: scratch / "forms" / name / path.name for name in by_name}
         reports, step_ms, distances = {}, {}, {}
         for name, form in by_name.items():
-            table = onnxruntime_table(tried, form.quantization, form.kernel, blocks)
+            table = onnxruntime_table(tried, form.quantization, form.kernel, grids)
             reports[name] = lower_and_save(model, table, files[name], progress)
             write_sequences(files[name])
         if is_target:
@@ -135,7 +135,7 @@ def compile_best(
             for file in files[best.name].parent.iterdir():
                 file.rename(path.parent / file.name)
         else:
-            lower_and_save(model, onnxruntime_table(spec, best.quantization, best.kernel, blocks), path, progress)
+            lower_and_save(model, onnxruntime_table(spec, best.quantization, best.kernel, grids), path, progress)
     record |= {"form": best.name, "quantization": best.quantization, "forms_measured": step_ms}
     return {**record, "form_distances": {name: asdict(row) for name, row in distances.items()}, **reports[best.name]}
 
