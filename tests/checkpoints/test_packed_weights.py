@@ -62,6 +62,7 @@ def integers(bits: int, group: int, num_in: int = 96, *, zero: int | None = None
     rng = np.random.default_rng(bits + group)
     shape = (7, -(-num_in // group))
     levels = rng.integers(0, 1 << bits, (7, num_in)).astype(np.uint8)
+    levels[:, :2] = 0, (1 << bits) - 1
     zeros = rng.integers(0, 1 << bits, shape).astype(np.int32) if zero is None else np.full(shape, zero, np.int32)
     scales = rng.uniform(0.001, 0.1, shape).astype(np.float32 if fine else np.float16).astype(np.float32)
     return IntegerWeight(levels, zeros, scales, rng.permutation(np.arange(num_in) // group), bits)
