@@ -18,24 +18,26 @@ import numpy as np
 
 from speccompile.core.specs import TensorSpec
 from speccompile.ops.op import Op
-from speccompile.ops.packed_linear import (
-    GATE,
-    SILU,
-    WEIGHT_DIMS,
-    activated,
-    columns_of,
-    product_of,
-)
-from speccompile.ops.packing import COLUMNS, DTYPES, FORMS, GROUP, Packed, is_integer
+from speccompile.ops.packed_bodies import GATE, ROUNDED, SIZES, nibbles, spread_groups
+from speccompile.ops.packed_linear import SILU, activated, columns_of, constant_specs, grid_attributes, product_of
+from speccompile.ops.packing import COLUMNS, FORMS, GROUP, ZEROS, Packed, has_minimums, is_int4, is_integer
 
 
 def _twin(form: str, has_gate: bool) -> Callable[..., tuple[Any, ...]]:
     """Returns the numpy twin; inputs and attributes are those of the op."""
 
     def twin(
-        x: Any, ids: Any, weights: Any, *rest: Any, num_in: int, num_out: int, num_experts: int, activation: int = SILU
+        x: Any,
+        ids: Any,
+        *rest: Any,
+        num_in: int,
+        num_out: int,
+        num_experts: int,
+        activation: int = SILU,
+        group: int = GROUP,
+        unit: int = GROUP,
     ) -> tuple[Any, ...]:
-        *scales, bias = rest
+        *constants, bias = rest
         chosen = ids.reshape(-1)
         if ((chosen < 0) | (chosen >= num_experts)).any():
             raise IndexError(f"an expert outside 0 to {num_experts - 1}")
@@ -43,7 +45,8 @@ def _twin(form: str, has_gate: bool) -> Callable[..., tuple[Any, ...]]:
         flat = np.zeros((len(chosen), num_out), np.float32)
         columns = columns_of(num_out, has_gate)
         for expert in np.unique(chosen):
-            packed = Packed(weights[expert], scales[0][expert] if scales else None)
+            weights, scales, minimums = (*[constant[expert] for constant in constants], None, None)[:3]
+            packed = Packed(weights, scales, minimums, group, unit)
             own = chosen == expert
             flat[own] = product_of(rows[own], packed, form, columns) + bias[expert]
         if has_gate:
@@ -73,26 +76,12 @@ _ROUTES = """
     at_least_one = Max(per_row, single)
     numbers = Range(none, num_ids, single)
     sources = Div(numbers, at_least_one)
-    rows = Gather<axis = 0>(x, sources)
+    source = Gather<axis = 0>(x, sources)
     chosen = Gather<axis = 0>(weights, experts)
     chosen_bias = Gather<axis = 0>(bias, experts)
 """
 
 # By form: `matrix` [ids, panels, 32, K padded] float32 of the chosen weights.
-_STEPS = """
-    chosen_scales = Gather<axis = 0>(scales, experts)
-    half_steps = Transpose<perm = [0, 1, 3, 2]>(chosen_scales)
-    narrow_steps = Cast<to = 1>(half_steps)
-    last = Constant<value_ints = [-1]>()
-    steps = Unsqueeze(narrow_steps, last)
-    in_groups = Constant<value_ints = [0, 0, 0, -1, 32]>()
-    as_levels = Reshape(stored, in_groups)
-    wide_levels = Cast<to = 1>(as_levels)
-    levels = Sub(wide_levels, middle)
-    weighed = Mul(levels, steps)
-    in_rows = Constant<value_ints = [0, 0, 0, -1]>()
-    matrix = Reshape(weighed, in_rows)
-"""
 _MATRIX = {
     "F32": "matrix = Transpose<perm = [0, 1, 3, 2]>(chosen)",
     "Bf16": """
@@ -101,54 +90,43 @@ _MATRIX = {
     in_rows = Constant<value_ints = [0, 0, 0, -1]>()
     matrix = Reshape(turned, in_rows)
     """,
-    "Int8": f"""
-    stored = Transpose<perm = [0, 1, 4, 2, 3, 5]>(chosen)
-    middle = Constant<value = float {{128.0}}>()
-    {_STEPS}
-    """,
-    "Int4": f"""
-    mask = Constant<value = uint8 {{15}}>()
-    shift = Constant<value = uint8 {{4}}>()
-    low = BitwiseAnd(chosen, mask)
-    high = BitShift<direction = "RIGHT">(chosen, shift)
-    half_axis = Constant<value_ints = [4]>()
-    low_half = Unsqueeze(low, half_axis)
-    high_half = Unsqueeze(high, half_axis)
-    halves = Concat<axis = 4>(low_half, high_half)
-    stored = Transpose<perm = [0, 1, 5, 2, 3, 4, 6]>(halves)
-    middle = Constant<value = float {{8.0}}>()
-    {_STEPS}
-    """,
 }
 
-# By form: `source` [ids, K]: the rows, or what their levels stand for.
-_ROUNDED = f"""
-    rows_in = Constant<value_int: int = @num_in>()
-    group = Constant<value_int = {GROUP}>()
-    negative = Neg(rows_in)
-    missing = Mod(negative, group)
-    missing1 = Unsqueeze(missing, zero)
-    pads = Concat<axis = 0>(zero, zero, zero, missing1)
-    padded = Pad(rows, pads)
-    by_group = Constant<value_ints = [0, -1, {GROUP}]>()
-    groups = Reshape(padded, by_group)
-    sizes = Abs(groups)
-    last_axis = Constant<value_ints = [-1]>()
-    peak = ReduceMax(sizes, last_axis)
-    most = Constant<value = float {{127.0}}>()
-    least_peak = Constant<value = float {{1e-30}}>()
-    nothing = Constant<value = float {{0.0}}>()
-    ratio = Div(most, peak)
-    is_small = Less(peak, least_peak)
-    inverse = Where(is_small, nothing, ratio)
-    scaled = Mul(groups, inverse)
-    rounded = Round(scaled)
-    row_steps = Div(peak, most)
-    whole = Mul(rounded, row_steps)
-    flat_rows = Constant<value_ints = [0, -1]>()
-    source = Reshape(whole, flat_rows)
-"""
-_SOURCE = {"F32": "source = Identity(rows)", "Bf16": "source = Identity(rows)", "Int8": _ROUNDED, "Int4": _ROUNDED}
+
+def _grid_matrix(form: str) -> str:
+    if is_int4(form):
+        stored = f"{nibbles('chosen', 4)}\n    stored = Transpose<perm = [0, 1, 5, 2, 3, 4, 6]>(halves)"
+    else:
+        stored = "stored = Transpose<perm = [0, 1, 4, 2, 3, 5]>(chosen)"
+    of_units = "".join(
+        f"""
+    chosen_{name} = Gather<axis = 0>({name}, experts)
+    half_{name} = Transpose<perm = [0, 1, 3, 2]>(chosen_{name})
+    group_{name} = Cast<to = 1>(half_{name})
+    {spread_groups(f"group_{name}", f"unit_{name}", 3)}
+    own_{name} = Unsqueeze(unit_{name}, last)
+    """
+        for name in ("scales", *(("minimums",) if has_minimums(form) else ()))
+    )
+    return f"""
+    {SIZES}
+    {stored}
+    in_rows = Constant<value_ints = [0, 0, 0, -1]>()
+    stored_rows = Reshape(stored, in_rows)
+    levels_end = Mul(units, unit)
+    level_axis = Constant<value_ints = [3]>()
+    own_levels = Slice(stored_rows, zero, levels_end, level_axis)
+    every = Constant<value_ints = [0, 0, 0, -1]>()
+    unit_shape = Concat<axis = 0>(every, unit)
+    as_levels = Reshape(own_levels, unit_shape)
+    wide_levels = Cast<to = 1>(as_levels)
+    middle = Constant<value = float {{{float(ZEROS[form])}}}>()
+    levels = Sub(wide_levels, middle)
+    {of_units}
+    {"steps = Mul(levels, own_scales)" if has_minimums(form) else "weighed = Mul(levels, own_scales)"}
+    {"weighed = Add(steps, own_minimums)" if has_minimums(form) else ""}
+    matrix = Reshape(weighed, in_rows)
+    """
 
 
 def _columns(has_gate: bool) -> str:
@@ -188,9 +166,11 @@ def _columns(has_gate: bool) -> str:
 # One product of a matrix with a vector for each id, so that no row depends on their number.
 _PRODUCT = """
     width = Shape<start = 1, end = 2>(source)
+    axis1 = Constant<value_ints = [1]>()
     axis2 = Constant<value_ints = [2]>()
     own = Slice(kept, zero, width, axis2)
-    as_column = Unsqueeze(source, axis2)
+    own_rows = Slice(rounded, zero, width, axis1)
+    as_column = Unsqueeze(own_rows, axis2)
     column = MatMul(own, as_column)
     product = Squeeze(column, axis2)
     biased = Add(product, chosen_bias)
@@ -199,21 +179,22 @@ _PRODUCT = """
 
 def _body(form: str, has_gate: bool) -> str:
     ends = "three = Constant<value_ints = [3]>()\n    four = Constant<value_ints = [4]>()"
+    matrix = (
+        f"{_grid_matrix(form)}{ROUNDED}" if is_integer(form) else f"{_MATRIX[form]}\n    rounded = Identity(source)"
+    )
     end = GATE if has_gate else "y = Identity(biased)"
-    return "\n    ".join((_ROUTES, ends, _MATRIX[form], _SOURCE[form], _columns(has_gate), _PRODUCT, end))
+    return "\n    ".join((_ROUTES, ends, matrix, _columns(has_gate), _PRODUCT, end))
 
 
 def _make_op(form: str, has_gate: bool) -> Op:
-    scales = (TensorSpec("scales", ("experts", "panels", "groups", COLUMNS), "float16"),)
-    attributes: dict[str, int | float] = {"num_in": 0, "num_out": 0, "num_experts": 0}
+    attributes: dict[str, int | float] = {"num_in": 0, "num_out": 0, "num_experts": 0, **grid_attributes(form)}
     attributes |= {"activation": SILU} if has_gate else {}
     return Op(
         expert_op_name(form, has_gate),
         (
             TensorSpec("x", ("rows", "num_in"), "float32"),
             TensorSpec("ids", ("rows", "per_row"), "int64"),
-            TensorSpec("weights", ("experts", *WEIGHT_DIMS[form]), DTYPES[form]),
-            *(scales if is_integer(form) else ()),
+            *constant_specs(form, "experts"),
             TensorSpec("bias", ("experts", "num_out"), "float32"),
         ),
         (TensorSpec("y", ("ids", "num_out"), "float32"),),
@@ -228,4 +209,4 @@ def expert_op_name(form: str, has_gate: bool = False) -> str:
     return f"{'Gated' if has_gate else ''}ExpertLinear{form}"
 
 
-EXPERT_LINEARS: tuple[Op, ...] = tuple(_make_op(form, has_gate) for form in FORMS for has_gate in (False, True))
+EXPERT_LINEARS: tuple[Op, ...] = tuple(_make_op(form, has_gate) for form in FORMS[:4] for has_gate in (False, True))

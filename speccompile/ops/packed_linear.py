@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linears whose weights are packed for the CPU kernels (`plugins/cpu/linear.h`): four ops in four forms.
+"""Linears whose weights are packed for the CPU kernels (`plugins/cpu/linear.h`): four ops in six forms.
 
 PackedLinear is x W + bias. NormPackedLinear adds a residual and normalises before, GatedPackedLinear applies a gate
-after, NormGatedPackedLinear does both. Forms F32 and Bf16 compute in float32 from weights as they are; Int8 and Int4
-quantise each row of activations in groups of 32 and add exact integer products of a group. A row's numbers depend on
-that row alone.
+after, NormGatedPackedLinear does both. Forms F32 and Bf16 compute in float32 from weights as they are; the others
+quantise each row of activations in units of 32 or 16 and add exact integer products of a unit, and with minimums each
+minimum times the unit's sum. A row's numbers depend on that row alone.
 
-The bodies unpack the constant weights, which ONNX Runtime does once at load, and use MatMul or MatMulNBits (blocks of
-32, accuracy level 4), whose arithmetic is that of the integer forms.
+The bodies unpack the constant weights, which ONNX Runtime does once at load, and use MatMul or MatMulNBits (blocks of a
+unit, accuracy level 4), whose arithmetic is that of the integer forms. MatMulNBits has a zero point of half the levels:
+a minimum is then what it is more than the zero point's value, and is multiplied with the sums of the rounded rows.
 """
 
 from __future__ import annotations
@@ -20,31 +21,59 @@ import numpy as np
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats
 from speccompile.ops.op import Op
-from speccompile.ops.packing import COLUMNS, DTYPES, FORMS, GROUP, Packed, is_integer, unpack, unpack_levels
+from speccompile.ops.packed_bodies import GATE, block_product, nibbles
+from speccompile.ops.packing import (
+    COLUMNS,
+    DTYPES,
+    FORMS,
+    GROUP,
+    Packed,
+    has_minimums,
+    is_int4,
+    is_integer,
+    spread,
+    unpack,
+    unpack_levels,
+)
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 MIN_PEAK = np.float32(1e-30)  # a group of activations whose largest magnitude is smaller has levels of 0
-WEIGHT_DIMS: dict[str, tuple[str | int, ...]] = {
+_Dims = tuple[str | int, ...]
+WEIGHT_DIMS: dict[str, _Dims] = {
     "F32": ("panels", "k", COLUMNS),
     "Bf16": ("panels", "pairs", COLUMNS, 2),
-    "Int8": ("panels", "groups", 8, COLUMNS, 4),
-    "Int4": ("panels", "groups", 4, COLUMNS, 4),
+    **{form: ("panels", "steps", 4 if is_int4(form) else 8, COLUMNS, 4) for form in FORMS if is_integer(form)},
 }
 
 
-def quantize_rows(x: Floats) -> tuple[Any, Any]:
-    """Quantises rows in groups of 32, ties to even.
+def constant_specs(form: str, *leading: str) -> tuple[TensorSpec, ...]:
+    """Returns the inputs of packed weights; scales and minimums may be float32 too. `leading`: dims before theirs."""
+    named = ("scales", *(("minimums",) if has_minimums(form) else ())) if is_integer(form) else ()
+    dims: _Dims = (*leading, "panels", "groups", COLUMNS)
+    weights = TensorSpec("weights", (*leading, *WEIGHT_DIMS[form]), DTYPES[form])
+    return (weights, *(TensorSpec(name, dims, "float16") for name in named))
+
+
+def grid_attributes(form: str) -> dict[str, int | float]:
+    """Returns the attributes `group` and `unit` of an op in an integer form, see `Packed`; nothing for the others."""
+    return {"group": GROUP, "unit": GROUP} if is_integer(form) else {}
+
+
+def quantize_rows(x: Floats, unit: int = GROUP) -> tuple[Any, Any]:
+    """Quantises rows in units of neighbours, ties to even.
 
     Args:
         x: [rows, K] float32.
+        unit: 16 or 32.
 
     Returns:
-        Levels [rows, groups, 32] int8 in -127 to 127 and scales [rows, groups] float32: largest magnitude / 127.
+        Levels [rows, units, unit] int8 in -127 to 127 and scales [rows, units] float32: largest magnitude / 127. K is
+        padded with zeros to a multiple of 32.
     """
-    groups = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
-    peak = np.abs(groups).max(axis=2)
+    units = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, unit)
+    peak = np.abs(units).max(axis=2)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=~(peak < MIN_PEAK))
-    levels = np.rint(groups * inverse[..., None])
+    levels = np.rint(units * inverse[..., None])
     return levels.astype(np.int8), (peak / np.float32(127)).astype(np.float32)
 
 
@@ -54,15 +83,27 @@ def product_of(x: Any, packed: Packed, form: str, columns: Any) -> Any:
         weight = unpack(packed, form)[: x.shape[1], columns]
         return (x.astype(np.float64) @ weight.astype(np.float64)).astype(np.float32)
     assert packed.scales is not None
-    levels, scales = quantize_rows(x)
-    weight = unpack_levels(packed.weights, form)[:, columns].reshape(-1, GROUP, len(columns))
-    steps = packed.scales.astype(np.float32).transpose(1, 0, 2).reshape(packed.scales.shape[1], -1)[:, columns]
-    total = np.zeros((len(x), len(columns)), np.float64)
-    for group in range(weight.shape[0]):
-        whole = levels[:, group].astype(np.int32) @ weight[group].astype(np.int32)
-        step = (scales[:, group, None] * steps[group]).astype(np.float32)
-        total = (total + whole * step.astype(np.float64)).astype(np.float32).astype(np.float64)
-    return total.astype(np.float32)
+    unit = packed.unit
+    levels, scales = quantize_rows(x, unit)
+    weight = unpack_levels(packed.weights, form)[:, columns].reshape(-1, unit, len(columns))
+    steps, minimums = (
+        None if values is None else spread(values, packed.group, unit, len(weight))[:, columns]
+        for values in (packed.scales, packed.minimums)
+    )
+    assert steps is not None
+    sums = levels.sum(axis=2, dtype=np.int32).astype(np.float32) * scales
+    total = np.zeros((len(x), len(columns)), np.float32)
+
+    def add(product: Any) -> Any:  # rounded once, as a fused multiply-add
+        return (total + product).astype(np.float32)
+
+    for at in range(len(weight)):
+        whole = levels[:, at].astype(np.int32) @ weight[at].astype(np.int32)
+        step = (scales[:, at, None] * steps[at]).astype(np.float32)
+        total = add(whole * step.astype(np.float64))
+        if minimums is not None:
+            total = add(sums[:, at, None] * minimums[at].astype(np.float64))
+    return total
 
 
 def activated(x: Any, kind: int) -> Any:
@@ -90,9 +131,16 @@ def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any,
     """Returns the numpy twin; inputs and attributes are those of the op."""
 
     def twin(
-        x: Any, *rest: Any, num_in: int, num_out: int, epsilon: float = 0.0, activation: int = SILU
+        x: Any,
+        *rest: Any,
+        num_in: int,
+        num_out: int,
+        epsilon: float = 0.0,
+        activation: int = SILU,
+        group: int = GROUP,
+        unit: int = GROUP,
     ) -> tuple[Any, ...]:
-        weights, *scales, bias = rest[2:] if has_norm else rest
+        *constants, bias = rest[2:] if has_norm else rest
         source, results = x, []
         if has_norm:
             residual, gamma = rest[:2]
@@ -100,7 +148,8 @@ def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any,
             results.append(source)
             mean = np.mean(np.square(source.astype(np.float64)), axis=-1, keepdims=True)
             source = (source / np.sqrt(mean + epsilon) * gamma).astype(np.float32)
-        packed = Packed(weights, scales[0] if scales else None)
+        weights, scales, minimums = (*constants, None, None)[:3]
+        packed = Packed(weights, scales, minimums, group, unit)
         rows = np.ascontiguousarray(source.reshape(-1, num_in))
         flat = product_of(rows, packed, form, columns_of(num_out, has_gate)) + bias
         if has_gate:
@@ -137,15 +186,8 @@ _BY_COLUMN = {
     as_rows = Constant<value_ints = [0, 0, -1]>()
     by_column = Reshape(turned, as_rows)
     """,
-    "Int4": """
-    mask = Constant<value = uint8 {15}>()
-    shift = Constant<value = uint8 {4}>()
-    low = BitwiseAnd(weights, mask)
-    high = BitShift<direction = "RIGHT">(weights, shift)
-    half_axis = Constant<value_ints = [3]>()
-    low_half = Unsqueeze(low, half_axis)
-    high_half = Unsqueeze(high, half_axis)
-    halves = Concat<axis = 3>(low_half, high_half)
+    "Int4": f"""
+    {nibbles("weights", 3)}
     turned = Transpose<perm = [0, 4, 1, 2, 3, 5]>(halves)
     as_rows = Constant<value_ints = [0, 0, -1]>()
     by_column = Reshape(turned, as_rows)
@@ -181,47 +223,15 @@ _FLOAT_PRODUCT = """
     matrix = Transpose<perm = [1, 0]>(own)
     product = MatMul(source, matrix)
 """
-_BYTES = {"Int8": "blocks = Constant<value_ints = [0, -1, 32]>()\n    packed = Reshape(kept, blocks)"}
-_BYTES["Int4"] = """
-    in_pairs = Constant<value_ints = [0, -1, 2]>()
-    pairs = Reshape(kept, in_pairs)
-    even, odd = Split<axis = 2, num_outputs = 2>(pairs)
-    odd_bits = BitShift<direction = "LEFT">(odd, shift)
-    bytes = BitwiseOr(even, odd_bits)
-    blocks = Constant<value_ints = [0, -1, 16]>()
-    packed = Reshape(bytes, blocks)
-"""
 
 
 def _integer_product(form: str, has_gate: bool) -> str:
-    bits = 8 if form == "Int8" else 4
-    numbers = f"bits = {bits}, block_size = {GROUP}, accuracy_level = 4"
-    return f"""
-    {_BYTES[form]}
-    scales_by_column = Transpose<perm = [0, 2, 1]>(scales)
-    {_columns("scales_by_column", "half_scales", has_gate)}
-    steps = Cast<to = 1>(half_scales)
-    product = com.microsoft.MatMulNBits<K: int = @num_in, N: int = @num_out, {numbers}>(source, packed, steps)
-"""
-
-
-# y of `biased` and the attribute `activation`.
-GATE = """
-    gate, up = Split<axis = -1, num_outputs = 2>(biased)
-    kind = Constant<value_int: int = @activation>()
-    silu_kind = Constant<value_int = 0>()
-    tanh_kind = Constant<value_int = 1>()
-    is_silu = Equal(kind, silu_kind)
-    is_tanh = Equal(kind, tanh_kind)
-    active = If (is_silu) <
-        then_branch = silu () => (silu_out) { share = Sigmoid(gate) silu_out = Mul(gate, share) },
-        else_branch = gelu () => (gelu_out) { gelu_out = If (is_tanh) <
-            then_branch = by_tanh () => (tanh_out) { tanh_out = Gelu<approximate = "tanh">(gate) },
-            else_branch = by_erf () => (erf_out) { erf_out = Gelu(gate) }
-        > }
-    >
-    y = Mul(active, up)
-"""
+    scales, minimums = (
+        f"{name}_by_column = Transpose<perm = [0, 2, 1]>({name})\n"
+        + _columns(f"{name}_by_column", f"half_{name}", has_gate)
+        for name in ("scales", "minimums")
+    )
+    return block_product(form, scales, minimums)
 
 
 def _body(form: str, has_norm: bool, has_gate: bool) -> str:
@@ -235,15 +245,15 @@ def _body(form: str, has_norm: bool, has_gate: bool) -> str:
         sizes += "two = Constant<value_int = 2>()\n    half_columns = Div(columns, two)"
     product = _integer_product(form, has_gate) if is_integer(form) else _FLOAT_PRODUCT
     end = f"biased = Add(product, bias){GATE}" if has_gate else "y = Add(product, bias)"
-    parts = (_NORM if has_norm else _NO_NORM, sizes, _BY_COLUMN[form], _columns("by_column", "kept", has_gate))
+    unpacked = _BY_COLUMN[form.removesuffix("Min")]
+    parts = (_NORM if has_norm else _NO_NORM, sizes, unpacked, _columns("by_column", "kept", has_gate))
     return "\n    ".join((*parts, product, end))
 
 
 def _make_op(form: str, has_norm: bool, has_gate: bool) -> Op:
     x = TensorSpec("x", ("batch", "nodes", "num_in"), "float32")
     before = (TensorSpec("residual", x.dims, "float32"), TensorSpec("gamma", ("num_in",), "float32"))
-    scales = (TensorSpec("scales", ("panels", "groups", COLUMNS), "float16"),)
-    attributes: dict[str, int | float] = {"num_in": 0, "num_out": 0}
+    attributes: dict[str, int | float] = {"num_in": 0, "num_out": 0, **grid_attributes(form)}
     attributes |= ({"epsilon": 1e-6} if has_norm else {}) | ({"activation": SILU} if has_gate else {})
     y = TensorSpec("y", ("batch", "nodes", "num_out"), "float32")
     return Op(
@@ -251,8 +261,7 @@ def _make_op(form: str, has_norm: bool, has_gate: bool) -> Op:
         (
             x,
             *(before if has_norm else ()),
-            TensorSpec("weights", WEIGHT_DIMS[form], DTYPES[form]),
-            *(scales if is_integer(form) else ()),
+            *constant_specs(form),
             TensorSpec("bias", ("num_out",), "float32"),
         ),
         (y, *((TensorSpec("sum", x.dims, "float32"),) if has_norm else ())),
@@ -268,6 +277,8 @@ def op_name(form: str, has_norm: bool = False, has_gate: bool = False) -> str:
     return f"{'Norm' if has_norm else ''}{'Gated' if has_gate else ''}PackedLinear{form}"
 
 
-PACKED_LINEARS: tuple[Op, ...] = tuple(
+_OPS = tuple(
     _make_op(form, has_norm, has_gate) for form in FORMS for has_norm in (False, True) for has_gate in (False, True)
 )
+PACKED_LINEARS: tuple[Op, ...] = tuple(op for op in _OPS if not has_minimums(op.name))
+MINIMUM_LINEARS: tuple[Op, ...] = tuple(op for op in _OPS if has_minimums(op.name))

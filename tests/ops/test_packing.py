@@ -7,7 +7,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from speccompile.ops.packing import FORMS, interleave_gate, pack, unpack, unpack_levels
+from speccompile.backends.onnxruntime.linear_cases import random_grid
+from speccompile.ops.grid import Grid
+from speccompile.ops.packing import (
+    gate_columns,
+    grid_form,
+    interleave_gate,
+    pack,
+    pack_grid,
+    packed_dims,
+    unpack,
+    unpack_levels,
+)
 
 SIZES = [(1, 1), (33, 70), (128, 96)]
 
@@ -16,7 +27,7 @@ def weight_of(num_in: int, num_out: int) -> np.ndarray:
     return np.random.default_rng(num_in).standard_normal((num_in, num_out)).astype(np.float32)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["F32", "Bf16", "Int8", "Int4"])
 @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
 def test_unpacked_weights_are_the_weights(form: str, num_in: int, num_out: int) -> None:
     weight = weight_of(num_in, num_out)
@@ -68,3 +79,62 @@ def test_gate_and_up_stand_side_by_side_in_a_panel() -> None:
     assert np.array_equal(mixed[:, :16], weight[:, :16]) and np.array_equal(mixed[:, 16:32], weight[:, 20:36])
     assert np.array_equal(mixed[:, 32:36], weight[:, 16:20]) and np.array_equal(mixed[:, 48:52], weight[:, 36:])
     assert not mixed[:, 36:48].any() and not mixed[:, 52:].any()
+
+
+GRIDS = [
+    ("float16", 32, 32),
+    ("float32", 16, 16),
+    ("float32", 64, 32),
+    ("float16", 32, 16),
+    ("float32", 128, 16),
+    ("float16", 0, 32),
+]
+
+
+@pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
+@pytest.mark.parametrize(("dtype", "group", "unit"), GRIDS)
+@pytest.mark.parametrize(("num_in", "num_out"), [*SIZES, (5, 40), (290, 34)])
+def test_a_grid_stays_as_it_is(form: str, dtype: str, group: int, unit: int, num_in: int, num_out: int) -> None:
+    grid = random_grid(form, num_in, num_out, 0, group=group, dtype=dtype)
+    got, packed = pack_grid(grid, unit=unit)
+    assert got == form and packed.scales is not None and packed.scales.dtype == dtype
+    weight = unpack(packed, form)[:num_in, :num_out]
+    assert np.array_equal(weight.T.view(np.int32), grid.weight().view(np.int32))
+    assert packed.weights.shape == packed_dims(num_in, num_out, form)
+    assert packed.scales.shape == (-(-num_out // 32), -(-num_in // packed.group), 32)
+    assert packed.group % packed.unit == 0 and packed.unit in (16, unit)
+    assert set(packed.attributes) == {n for n, v in (("group", packed.group), ("unit", packed.unit)) if v != 32}
+
+
+def _small_grid(bits: int, zero: int, *, has_minimums: bool = False, group: int = 32) -> Grid:
+    levels = np.tile(np.arange(1 << bits, dtype=np.uint8), -(-64 // (1 << bits)))[:64][None].repeat(33, axis=0)
+    scales = np.full((33, -(-levels.shape[1] // group)), 0.25, np.float32)
+    return Grid(levels, scales, group, bits, zero, scales * -3 if has_minimums else None)
+
+
+@pytest.mark.parametrize(
+    ("bits", "zero", "has_minimums", "form"),
+    [
+        *[(2, 2, False, "Int4"), (3, 4, False, "Int4"), (4, 8, False, "Int4"), (4, 7, False, "Int8")],
+        *[(5, 16, False, "Int8"), (6, 32, False, "Int8"), (8, 128, False, "Int8"), (7, 0, False, "Int8")],
+        *[(2, 0, True, "Int4Min"), (4, 0, True, "Int4Min"), (5, 0, True, "Int8Min"), (8, 0, True, "Int8Min")],
+        (8, 127, False, "Int8Min"),  # -127 to 128: no signed byte
+        (8, 0, False, "Int8Min"),
+    ],
+)
+def test_the_form_of_a_grid(bits: int, zero: int, has_minimums: bool, form: str) -> None:
+    grid = _small_grid(bits, zero, has_minimums=has_minimums)
+    assert grid_form(grid) == form
+    got, packed = pack_grid(grid)
+    assert got == form and np.array_equal(unpack(packed, form)[:64, :33].T, grid.weight())
+
+
+def test_outputs_of_a_grid_in_the_order_of_a_gate_are_those_of_the_weights() -> None:
+    grid = random_grid("Int4Min", 70, 52, 0, group=32, dtype="float16")
+    form, packed = pack_grid(grid.take(gate_columns(52)))
+    assert np.array_equal(unpack(packed, form)[:70], interleave_gate(grid.weight().T))
+
+
+def test_a_group_that_no_unit_divides_is_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 24; expected a multiple of 16, or all of a row"):
+        pack_grid(_small_grid(4, 8, group=24))

@@ -17,8 +17,8 @@ from onnx import ModelProto, TensorProto, helper
 
 from speccompile.backends.onnxruntime import kernel_build, kernel_library
 from speccompile.backends.onnxruntime.kernel_selftest import run
+from speccompile.backends.onnxruntime.linear_cases import form_of, random_packed
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
-from speccompile.ops.packing import interleave_gate, pack
 from speccompile.ops.registry import OPS, functions
 from tests import store
 
@@ -95,19 +95,16 @@ def isa_of(path: Path) -> str:
     return bytes(name()).decode()
 
 
-def linear_case(op_name: str, num_in: int, num_out: int, seed: int = 0, scale: float = 0.05) -> tuple[Arrays, Arrays]:
-    """Constants and attributes of a packed linear."""
+def linear_case(op_name: str, num_in: int, num_out: int, seed: int = 0, **grid: Any) -> tuple[Arrays, Arrays]:
+    """Constants and attributes of a packed linear; `grid` as in `random_packed`."""
     op, rng = OPS[op_name], np.random.default_rng(seed)
-    weight = (rng.standard_normal((num_in, num_out)) * scale).astype(np.float32)
-    form = op_name.rsplit("PackedLinear", 1)[1]
-    packed = pack(interleave_gate(weight) if "activation" in op.attributes else weight, form)
+    packed = random_packed(form_of(op), num_in, num_out, seed, has_gate="activation" in op.attributes, **grid)
     known = {
         "gamma": (1 + 0.1 * rng.standard_normal(num_in)).astype(np.float32),
-        "weights": packed.weights,
-        "scales": packed.scales,
+        **packed.constants,
         "bias": rng.standard_normal(num_out).astype(np.float32),
     }
-    attributes: Arrays = {**op.attributes, "num_in": num_in, "num_out": num_out}
+    attributes: Arrays = {**op.attributes, "num_in": num_in, "num_out": num_out, **packed.attributes}
     return {t.name: known[t.name] for t in op.inputs if t.name in known}, attributes
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.backends.onnxruntime.linear_cases import form_of, random_packed
 from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.op import Op
-from speccompile.ops.packing import FORMS, pack_experts
 
 Arrays = dict[str, NDArray[Any]]
 Attributes = dict[str, int | float]
@@ -19,19 +19,16 @@ Run = Callable[[Arrays], list[NDArray[Any]]]  # of one session: inputs by name -
 NUM_ROWS, PER_ROW = 7, 3
 
 
-def expert_constants(op: Op, num_in: int, num_out: int, num_experts: int, seed: int = 0) -> tuple[Arrays, Attributes]:
-    """Returns random weights, scales and bias of an expert op by name, and its attributes."""
-    rng = np.random.default_rng(seed)
-    form = next(form for form in FORMS if op.name.endswith(form))
-    weights = (rng.standard_normal((num_experts, num_in, num_out)) * 0.1).astype(np.float32)
-    packed = pack_experts(weights, form, has_gate="activation" in op.attributes)
-    known = {
-        "weights": packed.weights,
-        "scales": packed.scales,
-        "bias": rng.standard_normal((num_experts, num_out)).astype(np.float32),
-    }
-    attributes = {**op.attributes, "num_in": num_in, "num_out": num_out, "num_experts": num_experts}
-    return {t.name: array for t in op.inputs if (array := known.get(t.name)) is not None}, attributes
+def expert_constants(
+    op: Op, num_in: int, num_out: int, num_experts: int, seed: int = 0, **grid: Any
+) -> tuple[Arrays, Attributes]:
+    """Returns random weights and bias of an expert op by name, and its attributes; `grid` as in `random_packed`."""
+    has_gate, seeds = "activation" in op.attributes, range(seed, seed + num_experts)
+    parts = [random_packed(form_of(op), num_in, num_out, own, has_gate=has_gate, **grid) for own in seeds]
+    constants = {name: np.stack([part.constants[name] for part in parts]) for name in parts[0].constants}
+    bias = np.random.default_rng(seed).standard_normal((num_experts, num_out)).astype(np.float32)
+    sizes = {"num_in": num_in, "num_out": num_out, "num_experts": num_experts}
+    return {**constants, "bias": bias}, {**op.attributes, **sizes, **parts[0].attributes}
 
 
 def expert_rows(num_rows: int, num_in: int, num_experts: int, per_row: int, seed: int = 1) -> Arrays:

@@ -7,7 +7,6 @@ Run as `python -m speccompile.backends.onnxruntime.kernel_selftest LIBRARY`; exi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +16,13 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
 from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
+from speccompile.backends.onnxruntime.linear_cases import NUM_ROWS, linear_cases
 from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault, with_trees
 from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
 from speccompile.ops.op import DOMAIN, Op
-from speccompile.ops.packed_linear import PACKED_LINEARS
-from speccompile.ops.packing import FORMS, interleave_gate, pack
 
 TOLERANCE = 1e-4  # of the largest number; a wrong kernel is off by far more
-NUM_ROWS = 7  # more than one tile of rows in most instruction sets
 
 
 @dataclass(frozen=True)
@@ -43,25 +40,6 @@ class Case:
     inputs: dict[str, Any]
     attributes: dict[str, int | float]
     by_row: tuple[str, ...]
-
-
-def linear_cases(num_in: int = 70, num_out: int = 52) -> Iterator[Case]:
-    """Yields a call of every packed linear; the sizes need padding in every direction."""
-    rng = np.random.default_rng(0)
-    for op in PACKED_LINEARS:
-        form = next(form for form in FORMS if op.name.endswith(form))
-        weight = rng.standard_normal((num_in, num_out)).astype(np.float32)
-        packed = pack(interleave_gate(weight) if "activation" in op.attributes else weight, form)
-        given = {
-            "x": rng.standard_normal((1, NUM_ROWS, num_in)).astype(np.float32),
-            "residual": rng.standard_normal((1, NUM_ROWS, num_in)).astype(np.float32),
-            "gamma": rng.standard_normal(num_in).astype(np.float32),
-            "weights": packed.weights,
-            "scales": packed.scales,
-            "bias": rng.standard_normal(num_out).astype(np.float32),
-        }
-        attributes = {**op.attributes, "num_in": num_in, "num_out": num_out}
-        yield Case(op, {t.name: given[t.name] for t in op.inputs}, attributes, ("x", "residual"))
 
 
 def run(session: ort.InferenceSession, inputs: dict[str, Any]) -> list[Any]:
@@ -87,7 +65,9 @@ def session_options(library: str, threads: int) -> ort.SessionOptions:
 def open_case(case: Case, library: str, threads: int = 2) -> ort.InferenceSession:
     """Opens a session of the one node with the library's kernel."""
     options = session_options(library, threads)
-    inputs, outputs = ([(t.name, t.dtype) for t in side] for side in (case.op.inputs, case.op.outputs))
+    # Scales and minimums may have another element type than the op names.
+    inputs = [(t.name, case.inputs[t.name].dtype.name if t.name in case.inputs else t.dtype) for t in case.op.inputs]
+    outputs = [(t.name, t.dtype) for t in case.op.outputs]
     model = one_node_model(DOMAIN, case.op.name, inputs, outputs, case.attributes)
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
@@ -167,7 +147,7 @@ def state_fault(library: str) -> str | None:
 def sequence_fault(library: str) -> str | None:
     """Returns what is wrong with a sequence of all packed linears; None where it gives the bits of its kernels."""
     inputs, outputs, lines, wanted = dict[str, Any](), list[tuple[str, str]](), list[str](), list[Any]()
-    cases = list(linear_cases())
+    cases = [Case(*call, by_row=()) for call in linear_cases()]
     num_inputs = sum(len(case.inputs) for case in cases)
     for index, case in enumerate(cases):
         numbers = range(len(inputs), len(inputs) + len(case.inputs))
@@ -190,8 +170,8 @@ def sequence_fault(library: str) -> str | None:
 def main() -> None:
     """Runs every case; the first fault is the last line of standard error."""
     library = sys.argv[1]
-    for case in linear_cases():
-        fault = fault_of(case, library)
+    for call in linear_cases():
+        fault = fault_of(Case(*call, by_row=("x", "residual")), library)
         if fault is not None:
             sys.exit(fault)
     faults = (fault(library) for fault in (expert_fault, attention_fault, tail_fault, state_fault, sequence_fault))
