@@ -40,7 +40,7 @@ _MODELOPT = "hf_quant_config.json"  # says of ModelOpt's weights what a `quantiz
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
 HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _MAX_SHOWN = 255  # also of a file's name, in bytes
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "backbone.embeddings.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "backbone.embeddings.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
 _EVERY_LAYER = re.compile(
     r"(attn|attention|norm|ln_).*\.(weight|bias)$"
@@ -355,7 +355,7 @@ def check_checkpoint(source: Path, dims: ModelDims) -> None:
             raise CheckpointError(
                 str(source), f"{name} in {tensor.dtype}", "F32, F16 or BF16 weights", "Use the unquantised checkpoint."
             )
-        if name.endswith(_EMBEDDINGS) and tensor.shape[:1] != (dims.vocab_size,):
+        if name.endswith(EMBEDDINGS) and tensor.shape[:1] != (dims.vocab_size,):
             raise CheckpointError(
                 str(source),
                 f"{name} of shape {list(tensor.shape)}",

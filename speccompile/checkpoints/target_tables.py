@@ -7,11 +7,13 @@ Each graph is compiled separately, so tables shared in training are copied into 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.checkpoint import EMBEDDINGS as _EMBEDDINGS
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.lora import digests_of_adapter, open_lora
-from speccompile.checkpoints.tensor_files import open_files
+from speccompile.checkpoints.tensor_files import TensorFiles, open_files
 from speccompile.checkpoints.text_towers import text_names
 from speccompile.core.jobs import SourceContext
 from speccompile.errors import CheckpointError
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 RANDOM_SEED = 1
+EMBEDDINGS, LM_HEAD = "embeddings", "LM head"
+_HEADS = ("lm_head.weight", "embed_out.weight")
 _OTHER_PREFIX, _PREFIX = "backbone.", "model."  # in the files of Nemotron-H, and in the model
 
 
@@ -78,6 +82,21 @@ def read_tables(context: SourceContext) -> TargetTables:
         if adapter is not None:
             tables[name] = torch.from_numpy(adapter.merge_table(name, tables[name].numpy()))
     return TargetTables(*(tables[name] for name in names))
+
+
+def find_table(folder: Path, table: str) -> tuple[TensorFiles, str] | None:
+    """Returns the files and the key of `EMBEDDINGS` or `LM_HEAD`, by the names alone; None where none is stored.
+
+    Raises:
+        CheckpointError: see `open_files`.
+    """
+    files = open_files(folder)
+    outside = {name: key for name, key in text_names(files.headers).items() if ".layers." not in name}
+    for endings in ((_HEADS,) if table == LM_HEAD else ()) + (_EMBEDDINGS,):
+        for name, key in outside.items():
+            if name.endswith(endings):
+                return files, key
+    return None
 
 
 def _names(folder: Any) -> tuple[str, str]:

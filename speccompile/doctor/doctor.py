@@ -48,7 +48,7 @@ def find_target(model: str) -> Target:
         CheckpointError: no such model, or no config of a language model.
     """
     folder = resolve_checkpoint(model, _SMALL_FILES)
-    return Target(model, read_dims(folder), read_text_config(folder), _count_tokens(folder))
+    return Target(model, read_dims(folder), read_text_config(folder), _count_tokens(folder), folder)
 
 
 def _count_tokens(folder: Path) -> int:
@@ -149,6 +149,8 @@ def examine(
         CheckpointError: the target cannot be read, or a hub id cannot be resolved.
     """
     aim = find_target(target) if target else None
+    if aim is not None and values is False:
+        aim = replace(aim, folder=None)
     known = load_formats() if formats is None else formats
     folder = resolve_checkpoint(model, SPECULATOR_FILES)
     try:
@@ -256,6 +258,7 @@ def check_speculator(
     formats: Sequence[Format],
     target: ModelDims | None = None,
     *,
+    target_folder: Path | None = None,
     values: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> Case:
@@ -265,6 +268,7 @@ def check_speculator(
         folder: of the speculator.
         formats: the method's layouts.
         target: sizes of the model that it is for.
+        target_folder: of that model, with its weights; None: its tables are not compared.
         values: check the weights too, not only headers.
         overrides: instead of values of its config.
 
@@ -275,7 +279,7 @@ def check_speculator(
         CheckpointError: the first fault, with a hint at the doctor.
     """
     found = open_checkpoint(folder, formats, overrides)
-    aim = Target("the target", target, {}) if target is not None else None
+    aim = Target("the target", target, {}, folder=target_folder) if target is not None else None
     raise_first(_report(found, str(folder), aim, values))
     assert found.layout is not None  # an unknown layout is an error of the report
     return make_case(found, found.layout, aim)

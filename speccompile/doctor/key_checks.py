@@ -9,11 +9,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from speccompile.checkpoints.packed_weights import numbers
 from speccompile.checkpoints.safetensors import TensorHeader
+from speccompile.checkpoints.target_tables import find_table
+from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.doctor.config_keys import check_keys
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Check, Expected, finding, resolve_sizes
+from speccompile.errors import CheckpointError
 
+MIN_COSINE = 0.5  # of a table's rows with the target's; rows of two models are at 0, those trained on stay near 1
+_TABLE_ROWS = 1024  # of a table that are compared
 CHUNK_ITEMS = 1 << 24  # elements of a tensor that are checked at once
 # Bits of the exponent: all set in NaN and in infinities, and in nothing else.
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}
@@ -172,6 +178,38 @@ def check_vocabulary(case: Case) -> Iterator[Finding]:
     yield finding("error", case.where(), got, expected, todo)
 
 
+def check_tables(case: Case) -> Iterator[Finding]:
+    """A stored copy of a table of the target resembles it: others take the target's, or this one, in silence."""
+    folder = case.target.folder if case.target is not None else None
+    for want in case.expected.values() if folder is not None else ():
+        header = case.files.headers.get(want.key)
+        if not want.row.table or header is None or header.dtype not in want.row.dtypes:
+            continue
+        assert folder is not None
+        try:
+            found = find_table(folder, want.row.table)
+        except CheckpointError:  # no weights there: what is wrong with them is for the target's own checks
+            return
+        if found is None or found[0].headers[found[1]].shape != header.shape:
+            continue
+        cosine = _mean_cosine((case.files, want.key), found)
+        if not cosine >= MIN_COSINE:
+            got = f"a table unlike the target's {want.row.table}: mean cosine of their rows {cosine:.2f}"
+            todo = "The stored one is used. If it was never trained, remove it: the target's stands in."
+            yield finding("warning", case.where(want.key), got, f"the target's, or rows near it: {MIN_COSINE}", todo)
+
+
+def _mean_cosine(*tables: tuple[TensorFiles, str]) -> float:
+    """Returns the mean cosine of some rows of two tables; that of a row of zeros is 0."""
+    rows = []
+    for files, key in tables:
+        array, dtype = files.array(key), files.headers[key].dtype
+        some = np.linspace(0, len(array) - 1, min(len(array), _TABLE_ROWS)).astype(np.int64)
+        held = numbers(np.asarray(array[some]), dtype).astype(np.float64)
+        rows.append(held / np.maximum(np.linalg.norm(held, axis=1, keepdims=True), np.finfo(np.float64).tiny))
+    return float((rows[0] * rows[1]).sum(1).mean())
+
+
 def _text(shape: tuple[int | None, ...]) -> str:
     return "[" + ", ".join("?" if d is None else str(d) for d in shape) + "]"
 
@@ -188,4 +226,5 @@ COMMON = (
     Check("values.zero", check_trained),
     Check("target.width", check_width),
     Check("target.vocabulary", check_vocabulary),
+    Check("target.tables", check_tables),
 )

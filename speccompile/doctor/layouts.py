@@ -81,6 +81,7 @@ class Row:
         may_differ: from that, where both are stored.
         is_zero: a missing one is all zero.
         is_derived: a missing one is computed by the layout's `complete`.
+        table: the target's (`target_tables.EMBEDDINGS` or `LM_HEAD`) of which it is a copy, or which stands in for it.
     """
 
     key: str
@@ -94,6 +95,7 @@ class Row:
     may_differ: bool = False
     is_zero: bool = False
     is_derived: bool = False
+    table: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,14 @@ class Target:
         dims: its sizes.
         config: its config.json; empty where only the sizes are known.
         num_tokens: in its tokenizer; 0 where not known. Further rows of the vocabulary are padding.
+        folder: with its weights; None: what needs them is not checked.
     """
 
     name: str
     dims: ModelDims
     config: Mapping[str, Any]
     num_tokens: int = 0
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,20 @@ from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.doctor.doctor import check_kind, check_method, check_speculator, read_speculator
+from speccompile.doctor.doctor import (
+    check_kind,
+    check_method,
+    check_speculator,
+    findings_from_case,
+    read_speculator,
+)
 from speccompile.doctor.layouts import Format
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 
 class SpeculatorSource:
@@ -64,8 +73,13 @@ class SpeculatorSource:
         return None if self.is_random else read_speculator(self.folder, self.formats, overrides=self.overrides)[1]
 
     def check(self) -> None:
-        """Checks every key and shape by the files' headers."""
-        check_speculator(self.folder, self.formats, self.context.target, overrides=self.overrides)
+        """Checks every key and shape by the files' headers, and warns of what else the doctor finds in them."""
+        job = self.context.target_job
+        folder = None if job is None else find_folder(job, self.context.weights)
+        options = {"target_folder": folder, "overrides": self.overrides}
+        case = check_speculator(self.folder, self.formats, self.target, **options)
+        for found in findings_from_case(case) if self.role == "draft" else ():  # several graphs may be of one folder
+            _log.warning("%s: got %s; expected %s. %s", found.where, found.got, found.expected, found.todo)
 
     def digests(self) -> dict[str, str]:
         """Returns the digests of config and weights, and of the target's where its tables are used."""

@@ -43,6 +43,7 @@ from tests.checkpoints.lab_files import (  # noqa: F401
     layer_shapes,
     save,
     set_config,
+    write_tables,
     write_target,
 )
 from tests.checkpoints.mask_files import pard, peagle_numbered, peagle_ours, peagle_speculators

@@ -29,6 +29,13 @@ def write_target(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def write_tables(folder: Path) -> Tensors:
+    """Gives a target its embeddings and LM head; returns them by their names."""
+    tables = draw({"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}, 7)
+    save_file(tables, folder / "model.safetensors")
+    return tables
+
+
 def draw(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {key: (torch.randn(shape, generator=generator) * 0.2).bfloat16() for key, shape in shapes.items()}

@@ -88,6 +88,60 @@ def test_every_check_has_a_trap() -> None:
     assert {c.name for f in FORMATS for c in f.checks} == {trap.check for trap in TRAPS.values()}
 
 
+COPIES = {
+    "eagle": (lab.eagle_ours, "embed_tokens.weight", "model.embed_tokens.weight"),
+    "eagle3": (lab.eagle3_ours, "embed_tokens.weight", "model.embed_tokens.weight"),
+    "eagle3-numbered": (lab.eagle3_numbered, "embed_tokens.weight", "model.embed_tokens.weight"),
+    "eagle3-speculators": (lab.eagle3_speculators, "embed_tokens.weight", "model.embed_tokens.weight"),
+    "peagle": (lab.peagle_ours, "embed_tokens.weight", "model.embed_tokens.weight"),
+    "dflash": (lab.dflash_one, "embed_tokens.weight", "model.embed_tokens.weight"),
+    "dflash-head": (lab.dflash_two, "lm_head.weight", "lm_head.weight"),
+    "dflash-tied": (lab.dflash_one, "lm_head.weight", "model.embed_tokens.weight"),
+    "mtp": (lab.mtp_ours, "mtp.embed_tokens.weight", "model.embed_tokens.weight"),
+    "mtp-glm": (lab.mtp_glm, f"model.layers.{lab.LAYERS}.embed_tokens.weight", "model.embed_tokens.weight"),
+    "mtp-glm-head": (lab.mtp_glm, f"model.layers.{lab.LAYERS}.shared_head.head.weight", "lm_head.weight"),
+}
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "copy": (lambda t: t, False),
+    "trained on": (lambda t: t * 3 + 0.1 * torch.roll(t, 1, 0), False),
+    "zeros": (torch.zeros_like, True),
+    "ones": (torch.ones_like, True),
+    "another order": (lambda t: torch.roll(t, 1, 0), True),
+    "initial values": (lambda t: lab.draw({"": tuple(t.shape)}, 3)[""], True),
+}
+
+
+@pytest.mark.parametrize(("make", "key", "table"), COPIES.values(), ids=COPIES.keys())
+def test_a_stored_copy_of_a_table_of_the_target_that_is_none_is_said(
+    make: Any, key: str, table: str, tmp_path: Path, target: Path
+) -> None:
+    folder, tables = make(tmp_path / "speculator"), lab.write_tables(target)
+    if table == "model.embed_tokens.weight" and key == "lm_head.weight":
+        save_file({table: tables[table]}, target / "model.safetensors")
+    for name, (change, is_said) in CHANGES.items():
+        lab.edit(folder, lambda held, change=change: held.update({key: change(tables[table])}))
+        found = [f for f in look(folder, target).findings if f.check == "target.tables" and f"({key})" in f.where]
+        assert [f.severity for f in found] == ["warning"] * is_said, name
+        assert "target.tables" not in {f.check for f in look(folder, target, values=False).findings}
+
+
+def test_a_build_says_that_a_stored_table_is_unlike_the_targets(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from speccompile.checkpoints.checkpoint import read_dims
+    from speccompile.core.jobs import GraphJob, SourceContext
+
+    folder = lab.eagle3_ours(tmp_path / "speculator")
+    context = SourceContext("checkpoint", 64, 6, read_dims(target), GraphJob("target", str(target)))
+    method = registry.method("eagle3")
+    tables = lab.write_tables(target)["model.embed_tokens.weight"]
+    for table, num in ((tables, 0), (tables.flip(0), 1)):
+        lab.edit(folder, lambda held, table=table: held.update({"embed_tokens.weight": table}))
+        for job in method.graph_jobs(method.Config(str(folder), layers=(0, 2, 4))):
+            registry.find_class(job.source)(job, context).check()
+        assert caplog.text.count("(embed_tokens.weight): got a table unlike the target's embeddings") == num
+
+
 @pytest.mark.parametrize(("vocab", "words"), [(38, "convert --target. cuts the rows"), (44, "cannot be made up")])
 def test_a_padded_vocabulary_is_distinguished_from_another(vocab: int, words: str, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from speccompile.checkpoints import target_tables
 from speccompile.doctor.decoder_rows import (
     decoder_config,
     decoder_reads,
@@ -135,8 +136,8 @@ def _rows() -> tuple[Row, ...]:
         Row("markov_head.markov_w2.weight", ("draft_vocab", "markov"), need="markov"),
         Row("confidence_head.proj.weight", (1, "confidence_inputs"), need="has_confidence"),
         Row("confidence_head.proj.bias", (1,), need="has_confidence", is_optional=True),
-        Row(EMBEDDINGS, ("vocab", "hidden"), is_optional=True),
-        Row(LM_HEAD, ("draft_vocab", "hidden"), is_optional=True),
+        Row(EMBEDDINGS, ("vocab", "hidden"), is_optional=True, table=target_tables.EMBEDDINGS),
+        Row(LM_HEAD, ("draft_vocab", "hidden"), is_optional=True, table=target_tables.LM_HEAD),
         Row("d2t", ("draft_vocab",), dtypes=("I64", "I32"), need="has_map"),
         Row("t2d", ("vocab",), dtypes=("BOOL",), need="has_map", is_optional=True),
         *corrector_rows(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.target_tables import EMBEDDINGS
 from speccompile.core.jobs import CandidateOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import (
@@ -82,7 +83,7 @@ FORMATS = (
             flag("has_bias", "bias", present=r"^fc\.bias$"),
         ),
         (
-            Row("embed_tokens.weight", ("vocab", "hidden")),
+            Row("embed_tokens.weight", ("vocab", "hidden"), table=EMBEDDINGS),
             Row("fc.weight", ("hidden", "two_hidden")),
             Row("fc.bias", ("hidden",), need="has_bias"),
             *decoder_rows("layers.0", has_input_norm=False),

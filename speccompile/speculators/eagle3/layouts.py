@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from speccompile.checkpoints.target_tables import EMBEDDINGS as _SHARED
 from speccompile.doctor.decoder_rows import (
     decoder_config,
     decoder_reads,
@@ -256,8 +257,8 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
         Row("norm.weight", ("hidden",)),
         Row("lm_head.weight", ("draft_vocab", "hidden"), need="!head_rank" if has_low_rank else ""),
         *(low_rank if has_low_rank else ()),
-        Row("embed_tokens.weight", ("vocab", "hidden"), need="has_own_embedding"),
-        Row("embed_tokens.weight", ("vocab", "hidden"), need="!has_own_embedding", is_optional=True),
+        Row(EMBEDDINGS, ("vocab", "hidden"), need="has_own_embedding"),
+        Row(EMBEDDINGS, ("vocab", "hidden"), need="!has_own_embedding", is_optional=True, table=_SHARED),
         *(Row(k, d, dtypes=t, need="is_reduced", is_derived=late) for k, d, t, late in maps),
         *(Row(k, d, dtypes=t, need="!is_reduced", is_optional=True) for k, d, t, _ in maps),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from speccompile.checkpoints import target_tables
 from speccompile.checkpoints.text_towers import text_config
 from speccompile.doctor.decoder_rows import times
 from speccompile.doctor.findings import Finding
@@ -155,8 +156,8 @@ def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
         layer: prefix of the layer's keys with its dot; empty where it has none.
     """
 
-    def part(name: str, *dims: str, is_optional: bool = False) -> Row:
-        return Row(names.get(name, name), dims, name=name, is_optional=is_optional)
+    def part(name: str, *dims: str, table: str = "") -> Row:
+        return Row(names.get(name, name), dims, name=name, is_optional=bool(table), table=table)
 
     def row(tail: str, *dims: str | int, need: str = "", over: tuple[tuple[str, str, int], ...] = ()) -> Row:
         return Row(f"{layer}{tail}", dims, over, f"{LAYER}.{tail}", need=need)
@@ -171,8 +172,8 @@ def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
     return (
         part("fc.weight", "hidden", "two_hidden"),
         *(part(name, "hidden") for name in (NORM_EMBEDDING, NORM_HIDDEN, NORM)),
-        part(EMBEDDINGS, "vocab", "hidden", is_optional=True),
-        part(LM_HEAD, "vocab", "hidden", is_optional=True),
+        part(EMBEDDINGS, "vocab", "hidden", table=target_tables.EMBEDDINGS),
+        part(LM_HEAD, "vocab", "hidden", table=target_tables.LM_HEAD),
         row("input_layernorm.weight", "hidden"),
         row("post_attention_layernorm.weight", "hidden"),
         *(row(f"self_attn.{p}_proj.weight", w, "hidden", need=needs[p]) for p, w in heads.items()),
