@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.config_values import check_values
+from speccompile.checkpoints.config_values import check_heads, check_values
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
@@ -206,7 +206,10 @@ def read_dims(source: Path) -> ModelDims:
     if not isinstance(model_type, str):
         expected = "a text such as 'llama'"
         raise CheckpointError(f"{where} (model_type)", shown(model_type), expected, "Download the file again.")
-    if is_latent(config):
+    if not is_latent(config):
+        has_dim = any(config.get(key) for key in ("head_dim", "kv_channels"))
+        check_heads(where, (sizes["hidden_size"], heads, kv_heads), has_dim=has_dim)
+    else:
         kv_heads, head_dim = 1, sum(stated_size(source, config, key) for key in LATENT_WIDTHS)
     layer_dims = layer_dims_from_config(where, config, sizes["num_layers"], kv_heads, head_dim)
     return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, layer_dims=layer_dims, **sizes)

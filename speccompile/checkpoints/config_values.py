@@ -15,6 +15,7 @@ OBJECTS = ("text_config", "transformer_layer_config", "layer_config")  # that de
 _TOKEN = re.compile(r"(^|_)(bos|eos|pad|sep)_token_id$")
 _FLAG = re.compile(r"^(use_cache|tie_word_embeddings|\w+_bias|use_sliding_window)$")
 _NUMBER = re.compile(r"(_eps|_epsilon|^rope_theta|_dropout|_pdrop|^initializer_range|_softcapping)$")
+_SHARE, _WIDTH = re.compile("^partial_rotary_factor$"), re.compile("^(moe_)?intermediate_size$")
 _LEAST = {"rope_theta": 0.0, "rms_norm_eps": 0.0}
 
 
@@ -49,6 +50,8 @@ def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         (_TOKEN, lambda name, v: _is_token(v) or (isinstance(v, list) and all(map(_is_token, v))), "a token, or none"),
         (_FLAG, lambda name, v: isinstance(v, bool), "true or false"),
         (_NUMBER, lambda name, v: _is_number(v) and v >= _LEAST.get(name, v), "a number"),
+        (_SHARE, lambda name, v: _is_number(v) and 0 < v <= 1, "a share of a head, at most 1"),
+        (_WIDTH, lambda name, v: isinstance(v, list) or (type(v) is int and v > 0), "a number of columns"),
         (re.compile("^hidden_act(ivation)?$"), lambda name, v: isinstance(v, str), "the name of an activation"),
         (re.compile("^sliding_window$"), lambda name, v: type(v) is int and v >= 0, "a number of tokens, or none"),
         (re.compile("^rope_(scaling|parameters)$"), lambda name, v: isinstance(v, Mapping), "an object"),
@@ -62,7 +65,7 @@ def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def check_values(where: str, config: Mapping[str, Any]) -> None:
-    """Refuses a model's config with such values, or with kinds of other layers than it has.
+    """Refuses a model's config with such values, more experts a token than it has, or kinds of other layers.
 
     Args:
         where: its file.
@@ -73,10 +76,35 @@ def check_values(where: str, config: Mapping[str, Any]) -> None:
     """
     for name, got, expected in wrong_values(config):
         raise CheckpointError(f"{where} ({name})", got, expected, TODO)
+    experts = next((config[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k)), None)
+    chosen = config.get("num_experts_per_tok")
+    if type(experts) is int and type(chosen) is int and not 1 <= chosen <= max(experts, 1):
+        expected = f"1 to {experts}, the number of experts"
+        raise CheckpointError(f"{where} (num_experts_per_tok)", str(chosen), expected, TODO)
     kinds, num = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is not None and type(num) is int and not (isinstance(kinds, list) and len(kinds) == num):
         got = f"{len(kinds)} kinds" if isinstance(kinds, list) else shown(kinds)
         raise CheckpointError(f"{where} (layer_types)", got, f"a list of {num}, the num_hidden_layers", TODO)
+
+
+def check_heads(where: str, sizes: tuple[int, int, int], *, has_dim: bool) -> None:
+    """Refuses heads that do not share their keys evenly, or that do not divide the width where they must.
+
+    Args:
+        where: the config's file.
+        sizes: hidden size, heads, key and value heads.
+        has_dim: the config states the width of a head.
+
+    Raises:
+        CheckpointError: with the sizes.
+    """
+    hidden, heads, kv_heads = sizes
+    if heads % kv_heads:
+        expected = f"a divisor of {heads}, the num_attention_heads"
+        raise CheckpointError(f"{where} (num_key_value_heads)", str(kv_heads), expected, TODO)
+    if not has_dim and hidden % heads:
+        expected = f"a divisor of {hidden}, the hidden_size, as there is no head_dim"
+        raise CheckpointError(f"{where} (num_attention_heads)", str(heads), expected, TODO)
 
 
 def _is_number(value: Any) -> bool:

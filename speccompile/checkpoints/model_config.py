@@ -69,6 +69,7 @@ def read_model_config(source: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
     config = read_whole_config(source)
+    _drop_far_pads(config)
     if config.model_type in ("muse_glimmer", "muse_glimmer_text"):
         from speccompile.checkpoints.muse_glimmer import register
 
@@ -83,4 +84,12 @@ def read_model_config(source: Path) -> Any:
         text = CONFIG_MAPPING[SAME_AS[text.model_type]](**fields)
     if text.architectures is None:
         text.architectures = config.architectures
+    _drop_far_pads(text)
     return text
+
+
+def _drop_far_pads(config: Any) -> None:
+    """Leaves out a token of padding without a row, which changes no number; torch's embedding refuses it."""
+    pad, vocab = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(vocab, int) and not -vocab <= pad < vocab:
+        config.pad_token_id = None

@@ -137,6 +137,7 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundling.graphs import open_source
     from speccompile.checkpoints.checkpoint import read_text_config
     from speccompile.core import registry
+    from speccompile.export.decoder_source import DecoderSource
     from speccompile.recipe.predict import own_cache_bytes, predict, predict_counts
 
     backend: Backend = registry.backend(plan.engine.backend)
@@ -148,6 +149,8 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
         counts, slots = source.counts(), plan.engine.max_batch_size
         if counts is None:
             config = read_text_config(source.folder)
+            if isinstance(source, DecoderSource):
+                check_class(source.folder)
             sizes = (slots, source.max_rows, backend, plan.dtype)
             num_nodes = plan.engine.max_draft_nodes + 1
             prediction = predict(config, source.dims, job.quantization, *sizes, max_pending=num_nodes)
@@ -162,6 +165,20 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
         "build_peak_bytes": max(g["build_peak_bytes"] for g in graphs.values()),
     }
     return {"graphs": graphs, "total": total}
+
+
+def check_class(folder: Path) -> None:
+    """Lets a model's own class read its config, where the packages that build are installed.
+
+    Raises:
+        CheckpointError, ExportError: see `export.weights.check_model`.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("torch") and find_spec("transformers"):
+        from speccompile.export.weights import check_model
+
+        check_model(folder)
 
 
 def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from speccompile.cli.build import check_class
 from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
 from speccompile.cli.prompts import read_requests
 from speccompile.errors import RecipeError
@@ -44,8 +45,9 @@ def doctor_command(
     them is an error. With --probe its drafter runs on the target for about a minute, under every convention that the
     file could mean, and the one that the weights were trained for is named.
     """
-    from speccompile.doctor.doctor import examine
+    from speccompile.doctor.doctor import examine, find_target
 
+    quiet_libraries()
     with errors_as_json(as_json):
         if target is None and probe:
             raise RecipeError("--target", "nothing", "the model on which --probe drafts", "Give it with --target.")
@@ -53,6 +55,8 @@ def doctor_command(
             raise RecipeError("--prompts", str(prompts), "--probe, which reads them", "Add --probe.")
         texts = None if prompts is None else [request.prompt for request in read_requests(prompts)]
         given = parse_overrides(overrides or [])
+        if target is not None and (folder := find_target(target).folder) is not None:
+            check_class(folder)
         report = examine(speculator, target, values=values, overrides=given)
         if not as_json:
             _print_report(report)
@@ -70,7 +74,6 @@ def doctor_command(
 def _probe(
     speculator: str, target: str, prompts: list[str | list[int]] | None, overrides: dict[str, Any]
 ) -> ProbeReport:
-    quiet_libraries()
     from speccompile.certificate.probe import probe_checkpoint
 
     with live_stages() as progress:

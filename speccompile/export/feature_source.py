@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, stated_size
+from speccompile.checkpoints.config_values import check_heads
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
@@ -146,20 +147,22 @@ def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, m
         max_positions: rows of the cache: positions are rotary and not bounded by the config's number.
 
     Raises:
-        CheckpointError: a size is missing or no positive integer.
+        CheckpointError: a size is missing or no positive integer; see `check_heads`.
     """
 
     def size(name: str, default: int | None = None) -> int:
         return stated_size(folder, config, name, "Complete config.json.", default)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
+    kv_heads = size("num_key_value_heads", heads)
+    check_heads(str(folder / "config.json"), (hidden, heads, kv_heads), has_dim=bool(config.get("head_dim")))
     return FeatureDims(
         model_type=model_type,
         vocab_size=size("vocab_size"),
         hidden_size=hidden,
         num_layers=size("num_hidden_layers", 1),
         num_heads=heads,
-        num_kv_heads=size("num_key_value_heads", heads),
+        num_kv_heads=kv_heads,
         head_dim=size("head_dim", hidden // heads),
         max_positions=max_positions,
         target_hidden_size=size("target_hidden_size", hidden),

@@ -30,6 +30,8 @@ from speccompile.export.lora import merge_lora
 
 Weights = Literal["checkpoint", "random"]
 RANDOM_SEED = 0
+# What the classes of models raise for values of a config; an AssertionError is torch's.
+_REFUSALS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
 # Buffers of older checkpoints that are computed from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 
@@ -46,36 +48,51 @@ def load_model(source: Path, weights: Weights, lora: LoraAdapter | None = None) 
         CheckpointError: transformers finds a weight missing, left over or of another shape; see `merge_lora`.
         ExportError: transformers does not support the architecture or cannot replace its attention.
     """
-    try:
-        with no_progress_bar():
-            config = read_model_config(source)
-            adapted = is_adapted(config.model_type)
-            config._attn_implementation = "eager" if adapted else IMPLEMENTATION
-            is_packed = hasattr(config, "quantization_config") and method_of(read_config(source)) != MXFP4
-            if is_packed:  # these weights are read by us, see `packed_weights`
-                del config.quantization_config
-            # An architecture without transformers' registry of attentions may fail here.
-            model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
-            if lora is not None:
-                merge_lora(model, lora)
-            if adapted:
-                adapt_model(model)
-                set_attention(model, IMPLEMENTATION)
-    except OSError as fault:
-        raise CheckpointError(
-            str(source), str(fault).strip().splitlines()[0], "files that can be read", "Check the folder."
-        ) from fault
-    except (ValueError, KeyError, ImportError, AttributeError, RuntimeError) as fault:
-        raise ExportError(
-            str(source),
-            _what_failed(fault),
-            "a causal language model that transformers builds with replaceable attention",
-            "Use another model, or a transformers version that knows this one.",
-        ) from fault
+    with _build_errors(source), no_progress_bar():
+        config = read_model_config(source)
+        adapted = is_adapted(config.model_type)
+        config._attn_implementation = "eager" if adapted else IMPLEMENTATION
+        is_packed = hasattr(config, "quantization_config") and method_of(read_config(source)) != MXFP4
+        if is_packed:  # these weights are read by us, see `packed_weights`
+            del config.quantization_config
+        # An architecture without transformers' registry of attentions may fail here.
+        model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
+        if lora is not None:
+            merge_lora(model, lora)
+        if adapted:
+            adapt_model(model)
+            set_attention(model, IMPLEMENTATION)
     set_experts(model, "batched_mm")  # the default grouped matmul has no ONNX form; the batched one has
     _freeze_rope(model)
     _keep_eps(model)
     return model.eval()
+
+
+def check_model(source: Path) -> None:
+    """Makes the model without memory for its weights, which shows what its own class makes of the config.
+
+    Raises:
+        CheckpointError, ExportError: see `load_model`.
+    """
+    with _build_errors(source), torch.device("meta"):
+        AutoModelForCausalLM.from_config(read_model_config(source), trust_remote_code=False)
+
+
+@contextmanager
+def _build_errors(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        raise CheckpointError(
+            str(source), str(fault).strip().splitlines()[0], "files that can be read", "Check the folder."
+        ) from fault
+    except (*_REFUSALS, ImportError, RuntimeError) as fault:
+        raise ExportError(
+            str(source),
+            _what_failed(fault),
+            "a causal language model that transformers builds with replaceable attention",
+            "Correct config.json, use another model, or a transformers version that knows this one.",
+        ) from fault
 
 
 def set_experts(model: Any, implementation: str) -> None:

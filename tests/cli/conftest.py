@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from speccompile.cli import build
 from speccompile.cli.main import main
 from tests.pipeline import fakes
 
@@ -29,6 +30,7 @@ def kept_commands() -> Iterator[None]:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a command in a folder of its own, with the fakes installed; returns (exit code, stdout, stderr)."""
     fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
+    monkeypatch.setattr(build, "check_class", lambda folder: None)  # it imports torch: see test_doctor.py
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)

@@ -161,3 +161,41 @@ def test_a_probe_is_part_of_the_json(
         "changed": {"layers": [1, 2]}, "num_starts": 96, "mean_acceptance_length": 2.0,
         "by_position": [0.6, 0.5], "gain": 0.6, "standard_error": 0.05,
     }  # fmt: skip
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "heads that do not divide": ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads"),
+    "a head of odd width": ({"head_dim": 5}, "RoPE requires an even rotary dimension"),
+    "an unknown activation": ({"hidden_act": "sillu"}, "KeyError: 'sillu'"),
+    "angles without a factor": ({"rope_scaling": {"rope_type": "yarn"}}, "Missing required keys"),
+    "experts that are shared unevenly": (
+        {"model_type": "deepseek_v2", "n_routed_experts": 4, "num_experts_per_tok": 9},
+        "num_experts_per_tok",
+    ),
+    "GPT-2's width": (
+        {
+            "model_type": "gpt2",
+            "n_embd": 15,
+            "hidden_size": None,
+            "n_head": 4,
+            "n_layer": 2,
+            "architectures": ["GPT2LMHeadModel"],
+        },
+        "must be divisible by num_heads",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_a_models_own_class_rejects_is_seen_before_a_build(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculator, target = lab.medusa_ours(tmp_path / "speculator"), lab.write_target(tmp_path / "target")
+    words_of_build = ("build", target, "--weights", "random", "--dry-run", "--set", "engine.max_seq_len=32")
+    assert (run(*words_of_build), run("doctor", speculator, "--target", target)) == (0, 0)
+    lab.set_config(target, **changes)
+    capsys.readouterr()
+    for command in (words_of_build, ("doctor", speculator, "--target", target)):
+        assert run(*command) in (3, 4), command[0]
+        told = " ".join(capsys.readouterr().err.split())
+        assert words in told and str(target) in told.replace(" ", ""), told
