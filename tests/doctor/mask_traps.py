@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that read masks, and a head of two products, with one fault each; see `tests.doctor.traps`."""
+"""Drafts that read masks, a head of two products, and stored tables, with one fault each; see `tests.doctor.traps`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+
 from tests.checkpoints import checkpoint_lab as lab
 from tests.doctor.traps import Trap, config, put, tensors
+
+
+def untrained_embeddings(folder: Path) -> None:
+    """Gives a drafter embeddings that are not those of the target beside it."""
+    lab.write_tables(folder.parent / "target")
+    lab.edit(folder, lambda held: held.update({"embed_tokens.weight": torch.eye(lab.VOCAB, lab.HIDDEN).bfloat16()}))
+
 
 MASK_TRAPS: dict[str, Trap] = {
     "a head of two products without its first": Trap(
@@ -85,5 +96,12 @@ MASK_TRAPS: dict[str, Trap] = {
         "eagle3.config",
         "got 'eagle3'; expected 'peagle'",
         config(speculators_config__algorithm="eagle3"),
+    ),
+    "embeddings that were never trained": Trap(
+        lab.eagle3_ours,
+        "target.tables",
+        r"\(embed_tokens\.weight\): got a table unlike the target's embeddings: mean cosine of their rows -?0\.0",
+        untrained_embeddings,
+        severity="warning",
     ),
 }
