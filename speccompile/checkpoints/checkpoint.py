@@ -199,17 +199,15 @@ def read_dims(source: Path) -> ModelDims:
         config = {_NAMES["max_positions"][0]: MAX_POSITION + 1, **config}
     sizes: dict[str, Any] = {field: _size(source, config, field) for field in _NAMES}
     heads, where = sizes["num_heads"], str(source / "config.json")
-    kv_heads = _kv_heads(where, config, heads)
+    kv_heads, has_dim = _kv_heads(where, config, heads), any(config.get(key) for key in ("head_dim", "kv_channels"))
+    check_heads(where, (sizes["hidden_size"], heads, kv_heads), has_dim=has_dim or is_latent(config))
     head_dim = optional_size(where, config, ("head_dim", "kv_channels"), sizes["hidden_size"] // heads)
     head_dim += POSITION_COLUMNS if has_alibi(config) else 0
     model_type = "" if config.get("model_type") is None else config["model_type"]
     if not isinstance(model_type, str):
         expected = "a text such as 'llama'"
         raise CheckpointError(f"{where} (model_type)", shown(model_type), expected, "Download the file again.")
-    if not is_latent(config):
-        has_dim = any(config.get(key) for key in ("head_dim", "kv_channels"))
-        check_heads(where, (sizes["hidden_size"], heads, kv_heads), has_dim=has_dim)
-    else:
+    if is_latent(config):
         kv_heads, head_dim = 1, sum(stated_size(source, config, key) for key in LATENT_WIDTHS)
     layer_dims = layer_dims_from_config(where, config, sizes["num_layers"], kv_heads, head_dim)
     return ModelDims(model_type=model_type, num_kv_heads=kv_heads, head_dim=head_dim, layer_dims=layer_dims, **sizes)

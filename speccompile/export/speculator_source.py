@@ -76,8 +76,7 @@ class SpeculatorSource:
         """Checks every key and shape by the files' headers, and warns of what else the doctor finds in them."""
         job = self.context.target_job
         folder = None if job is None else find_folder(job, self.context.weights)
-        options = {"target_folder": folder, "overrides": self.overrides}
-        case = check_speculator(self.folder, self.formats, self.target, **options)
+        case = check_speculator(self.folder, self.formats, self.target, target_folder=folder, overrides=self.overrides)
         for found in findings_from_case(case) if self.role == "draft" else ():  # several graphs may be of one folder
             _log.warning("%s: got %s; expected %s. %s", found.where, found.got, found.expected, found.todo)
 

@@ -260,10 +260,9 @@ def _check_variant(case: Case) -> Iterator[Finding]:
     if (fault := variant_of(case.config)) is not None:
         name, got, expected = fault
         yield finding("error", case.where_in_config(name), got, expected, "Use a DFlash or DFlash 2 drafter.")
-    inner = {"gate_proj": "a gated Markov head", "joint_proj": "a Markov head with a state"}
-    for part, label in inner.items():
-        if f"{case.prefix}markov_head.{part}.weight" in case.files.headers:
-            yield finding("error", case.where(f"{case.prefix}markov_head.{part}.weight"), label, "a table", _TODO)
+    for part, label in (("gate_proj", "a gated Markov head"), ("joint_proj", "a Markov head with a state")):
+        if (key := f"{case.prefix}markov_head.{part}.weight") in case.files.headers:
+            yield finding("error", case.where(key), label, "a table", _TODO)
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
