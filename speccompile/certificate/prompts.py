@@ -17,7 +17,7 @@ TEXTS = (
     "1, 2, 4, 8, 16, 32,",
     "for number in range(10):\n    for other in range(10):\n        print(number, other)\n\nfor ",
 )
-MOST_TOKENS = 48  # of a prompt
+MOST_TOKENS = 48  # of a text of ours
 
 
 def find_prompts(engine: SpecEngine, given: Sequence[str | Sequence[int]] | None = None) -> list[list[int]]:
@@ -25,11 +25,14 @@ def find_prompts(engine: SpecEngine, given: Sequence[str | Sequence[int]] | None
 
     Args:
         engine: with the tokenizer.
-        given: texts or token ids; None: `TEXTS`, or ids where the bundle has no tokenizer.
+        given: texts or token ids; None: `TEXTS`, or ids where the bundle has no tokenizer. Of those that fill more
+            than a third of the context the last tokens count, as a conversation asks its question there.
     """
-    most = min(MOST_TOKENS, max(2, engine.context.max_seq_len // 3))
+    third = max(2, engine.context.max_seq_len // 3)
+    most = min(MOST_TOKENS, third)
     if given is not None:
         encoded = [engine.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in given]
+        encoded, most = [ids[-third:] for ids in encoded], third
     elif engine.tokenizer is not None:
         encoded = [engine.encode(text) for text in TEXTS]
     else:

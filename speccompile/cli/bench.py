@@ -17,8 +17,8 @@ import speccompile
 from speccompile.cli.bench_peers import ENVIRONMENTS, PEERS, PRECISIONS
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.output import print_warning
-from speccompile.cli.prompts import Request, check_results, read_requests, write_results
-from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.cli.prompts import Request, check_results, prompts_of_bundle, read_requests, write_results
+from speccompile.common.tokenizer_file import encode_text, load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def bench_command(
         Path | None, typer.Option("--prompts", help="A file with one JSON object a line; `category` groups them.")
     ] = None,
     categories: Annotated[
-        str | None, typer.Option(help="In its place our own prompts: `all`, or some of code,chat,math,json,copy-edit.")
+        str | None,
+        typer.Option(help="In its place our own chats, texts where there is no template: `all`, or e.g. code,maths."),
     ] = None,
     context_lengths: Annotated[
         str | None, typer.Option(help="Comma-separated tokens: every prompt after others of its category, cut to each.")
@@ -99,18 +100,21 @@ def bench_command(
     from speccompile.cli.bench_rounds import open_workers, run_rounds
     from speccompile.cli.bench_tables import print_report
     from speccompile.runtime.bundle import read_bundle
+    from speccompile.runtime.template_files import knows_chats, tokenizer_folder
 
+    if (prompts is None) == (categories is None):
+        raise typer.BadParameter("give either --prompts or --categories")
     check_results(json_out)
     check_plot(plot)
     more = _read_methods(also)
     installed, left_out = read_peers(peers, peers_dir) if peers else ([], {})
     threads = usable_threads(threads)
-    requests = _read_requests(prompts, categories, limit)
     opened = read_bundle(bundle)
+    requests = _read_requests(prompts, categories, limit, knows_chats(tokenizer_folder(opened)))
     lengths = read_lengths(context_lengths, opened.recipe.engine.max_seq_len, max_new_tokens)
     chosen = _choose_modes(modes, opened, method)
     num_threads = threads or int(opened.graph("target").tuning.get("threads", 1))
-    tokens = _token_ids(opened, [request.prompt for request in requests])
+    tokens = _token_ids(opened, requests)
     prompts_read = [Sample(ids, request.category) for ids, request in zip(tokens, requests, strict=True)]
     samples = samples_from_prompts(prompts_read, lengths)
     ids = [sample.ids for sample in samples]
@@ -208,17 +212,15 @@ def _read_methods(names: str | None) -> list[str]:
     return found
 
 
-def _read_requests(prompts: Path | None, categories: str | None, limit: int | None) -> list[Request]:
+def _read_requests(
+    prompts: Path | None, categories: str | None, limit: int | None, has_template: bool
+) -> list[Request]:
     """Returns the prompts of a file, or ours of some categories; `limit` counts within each category of ours."""
-    if (prompts is None) == (categories is None):
-        raise typer.BadParameter("give either --prompts or --categories")
     if prompts is not None:
         return read_requests(prompts, limit)
     from speccompile.cli.bench_categories import read_categories
 
-    found = read_categories(str(categories))
-    names = dict.fromkeys(request.category for request in found)
-    return [request for name in names for request in [r for r in found if r.category == name][:limit]]
+    return read_categories(str(categories), has_template, limit)
 
 
 def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
@@ -240,14 +242,15 @@ def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
     return chosen
 
 
-def _token_ids(bundle: Bundle, prompts: list[str | list[int]]) -> list[list[int]]:
-    """Returns the token ids of the prompts, made by the bundle's tokenizer, for all modes."""
-    if all(isinstance(prompt, list) for prompt in prompts):
+def _token_ids(bundle: Bundle, requests: Sequence[Request]) -> list[list[int]]:
+    """Returns the token ids of the prompts, made by the bundle's tokenizer and chat template, for all modes."""
+    prompts = prompts_of_bundle(bundle, requests)
+    if not any(isinstance(prompt, str) for prompt in prompts):
         return [list(prompt) for prompt in prompts if isinstance(prompt, list)]
     if bundle.tokenizer_path is None:
         raise RuntimeFault(str(bundle.path), "no tokenizer", "prompts of token ids", "Write lists of ids as prompts.")
     tokenizer = load_tokenizer(bundle.tokenizer_path, BundleError, "Build the bundle again.")
-    return [tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [encode_text(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _job(

@@ -11,9 +11,10 @@ from typing import Any
 from speccompile.cli.bench_rounds import Runs
 from speccompile.cli.bench_summary import Texts, summary_from_runs
 from speccompile.cli.prompts import Request, read_requests
+from speccompile.common.chats import CHATS
 from speccompile.errors import RuntimeFault
 
-FILE = Path(__file__).with_name("categories.jsonl")
+TEXTS = Path(__file__).with_name("categories.jsonl")  # to be continued: for models without a chat template
 ALL = "all"
 _FIGURES = (
     *("tokens_per_s", "tokens_per_s_spread", "mean_acceptance_length", "num_tokens"),
@@ -34,21 +35,25 @@ class Sample:
     category: str | None
 
 
-def read_categories(names: str) -> list[Request]:
-    """Returns the prompts of some categories, in the order of the file.
+def read_categories(names: str, has_template: bool, limit: int | None = None) -> list[Request]:
+    """Returns the prompts of some categories, one category after the other.
 
     Args:
         names: comma-separated, or `ALL`.
+        has_template: conversations, by the model's chat template; else texts to be continued.
+        limit: the first ones of each category.
 
     Raises:
         RuntimeFault: there is no such category.
     """
-    requests = read_requests(FILE)
+    requests = read_requests(CHATS if has_template else TEXTS)
     known = list(dict.fromkeys(str(request.category) for request in requests))
     chosen = known if names.strip() == ALL else [name.strip() for name in names.split(",") if name.strip()]
     if not chosen or any(name not in known for name in chosen):
-        raise RuntimeFault("--categories", repr(names), f"{ALL}, or some of {', '.join(known)}", "Correct the option.")
-    return [request for request in requests if request.category in chosen]
+        kind = "with" if has_template else "without"
+        expected = f"{ALL}, or some of {', '.join(known)} (of a model {kind} a chat template)"
+        raise RuntimeFault("--categories", repr(names), expected, "Correct the option.")
+    return [one for name in known if name in chosen for one in [r for r in requests if r.category == name][:limit]]
 
 
 def read_lengths(text: str | None, max_seq_len: int, max_new_tokens: int) -> list[int]:

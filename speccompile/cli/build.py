@@ -263,18 +263,11 @@ def _hint(bundle: Bundle, path: str) -> str:
         bundle: what was built.
         path: quoted for a shell.
     """
+    from speccompile.runtime.template_files import knows_chats
+
     skipped = [stage["skipped"] for stage in bundle.manifest["stages"] if stage.get("skipped")]
     if skipped:
         return f"Not tuned, not checked ({_reason(skipped[0])}). Try: speccompile inspect {path}"
-    if _knows_chats(bundle.path / "tokenizer"):
-        return f"It knows chats. Try: speccompile serve {path}, and send messages to /v1/chat/completions"
+    if knows_chats(bundle.path / "tokenizer"):
+        return f"It knows chats. Try: speccompile serve {path}, or speccompile chat {path}"
     return f'Try: speccompile generate {path} --prompt "def "'
-
-
-def _knows_chats(folder: Path) -> bool:
-    """Returns whether a chat template lies beside the tokenizer."""
-    from speccompile.runtime.bundle import read_json
-
-    config = folder / "tokenizer_config.json"
-    is_in_config = config.exists() and read_json(config).get("chat_template") is not None
-    return is_in_config or (folder / "chat_template.jinja").exists()

@@ -15,18 +15,16 @@ from rich.console import Console
 from rich.text import Text
 
 from speccompile.cli.generate import STYLES, kinds_of, print_stats
-from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
+from speccompile.cli.model_options import SOURCE_HELP, check_template, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
 from speccompile.common.json_reader import is_unicode
-from speccompile.common.tokenizer_file import encode_text
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.chat_prompts import find_template
+from speccompile.runtime.template_files import tokenizer_folder
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
-    from speccompile.recipe.model_recipe import ModelOptions
-    from speccompile.runtime.chat_template import ChatTemplate
     from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.service import Service
 
@@ -36,7 +34,6 @@ COMMANDS = {
     "/help": "these commands",
     "/exit": "end, as Ctrl-D does",
 }
-_SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")
 _MAX_TOKENS = 512  # of an answer, where neither the option nor the bundle says more
 
 
@@ -64,57 +61,17 @@ def chat_command(
     check_sampling(sampling)
     from speccompile.runtime.service import Service, ServiceOptions
 
-    _check_template(source, model)
+    check_template(source, model)
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
-    template = _read_template(engine)
+    folder = tokenizer_folder(engine.bundle)
+    find_template(folder, "speccompile chat" if folder is None else str(folder))
     given = sampling if "max_new_tokens" in sampling else {"max_new_tokens": _MAX_TOKENS, **sampling}
     service = Service(engine, ServiceOptions(speculation="off" if plain else "auto"))
     service.start()
     try:
-        _converse(Chat(service, template, replace(engine.defaults, **given), system), Console(soft_wrap=True))
+        _converse(Chat(service, replace(engine.defaults, **given), system), Console(soft_wrap=True))
     finally:
         service.close()
-
-
-def _check_template(source: str, model: ModelOptions) -> None:
-    """Refuses what would be built of a checkpoint without a chat template.
-
-    Raises:
-        RuntimeFault: the packages that templates need are not installed.
-        BundleError: it has none.
-        RecipeError, CheckpointError: see `load_recipe` and `resolve_checkpoint`.
-    """
-    from speccompile.checkpoints.checkpoint import resolve_checkpoint
-    from speccompile.prepare import is_model, is_recipe
-    from speccompile.recipe import load_recipe
-    from speccompile.recipe.speculative_config import verifier_of
-    from speccompile.runtime.hub import find_bundle, is_hub_id
-
-    target = source
-    if is_recipe(source):
-        section = load_recipe(source, model.settings).target
-        if section.weights == "random":
-            return
-        target = section.model
-    elif not is_model(source) or (is_hub_id(source) and find_bundle(source) is not None):
-        return  # a bundle
-    folder = resolve_checkpoint(target, _SMALL_FILES)
-    verifier = verifier_of(folder)
-    if verifier is not None:  # a speculator's template is that of its target
-        target, folder = verifier, resolve_checkpoint(verifier, _SMALL_FILES)
-    find_template(folder, target)
-
-
-def _read_template(engine: Any) -> ChatTemplate:
-    """Returns the bundle's chat template.
-
-    Raises:
-        RuntimeFault: the packages that it needs are not installed.
-        BundleError: it has none.
-    """
-    path = None if engine.bundle is None else engine.bundle.tokenizer_path
-    where = "speccompile chat" if engine.bundle is None else str(engine.bundle.path / "tokenizer")
-    return find_template(None if path is None else path.parent, where)
 
 
 @dataclass
@@ -123,7 +80,6 @@ class Chat:
 
     Args:
         service: decodes; rows of the conversation so far are kept in its caches.
-        template: makes a prompt of the messages.
         sampling: of the answers.
         system: the first message's text; None: there is none.
         messages: so far.
@@ -132,7 +88,6 @@ class Chat:
     """
 
     service: Service
-    template: ChatTemplate
     sampling: SamplingParams
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -151,7 +106,7 @@ class Chat:
 
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*self.messages, {"role": "user", "content": text}]
-        self.prompt = self._prompt([*first, *messages])
+        self.prompt = self.service.engine.chat_prompt([*first, *messages])
         steps: SimpleQueue[StepOutput] = SimpleQueue()
         handle = self.service.submit(Request(self.prompt, self.sampling), steps.put)
         parts: list[str] = []
@@ -167,12 +122,6 @@ class Chat:
             raise RuntimeFault("chat", step.error, "an answer", "Begin again with /reset.")
         self.stats.append(step.stats or {})
         self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
-
-    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        text = self.template.render(messages, True, {})
-        tokenizer = self.service.engine.tokenizer
-        assert tokenizer is not None  # where there is a template there is one
-        return encode_text(tokenizer, text, "messages", special=False)
 
     def reset(self) -> None:
         """Forgets the conversation and its counts."""

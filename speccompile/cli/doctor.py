@@ -15,7 +15,7 @@ from rich.text import Text
 
 from speccompile.cli.build import check_class
 from speccompile.cli.output import errors_as_json, live_stages, print_json, quiet_libraries
-from speccompile.cli.prompts import read_requests
+from speccompile.cli.prompts import prompts_of_requests, read_requests
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def doctor_command(
             raise RecipeError("--target", "nothing", "the model on which --probe drafts", "Give it with --target.")
         if prompts is not None and not probe:
             raise RecipeError("--prompts", str(prompts), "--probe, which reads them", "Add --probe.")
-        texts = None if prompts is None else [request.prompt for request in read_requests(prompts)]
+        texts = None if prompts is None else _texts(prompts, str(target))
         given = parse_overrides(overrides or [])
         if target is not None and (folder := find_target(target).folder) is not None:
             check_class(folder)
@@ -69,6 +69,18 @@ def doctor_command(
         _print_probe(probed)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _texts(prompts: Path, target: str) -> list[str | list[int]]:
+    """Returns the prompts of a file, conversations as token ids by the target's chat template."""
+    requests = read_requests(prompts)
+    if not any(request.messages for request in requests):
+        return [request.prompt for request in requests]
+    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.training.text import read_tokenizer
+
+    folder = resolve_checkpoint(target)
+    return prompts_of_requests(requests, read_tokenizer(folder)[0], folder)
 
 
 def _probe(

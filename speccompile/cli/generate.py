@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
+from speccompile.cli.model_options import SOURCE_HELP, check_template, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.output import print_warning
 from speccompile.cli.progress import open_display
@@ -40,8 +40,18 @@ def register(app: typer.Typer) -> None:
 
 def generate_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE_HELP)],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One prompt.")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with one JSON object a line.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(metavar="[TEXT]", help="What the model is asked; without a chat template, what it continues."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The same as TEXT.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A file with one JSON object a line: `prompt`, a text as it is, or `messages`."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue TEXT as it is, where the model has a chat template too.")
+    ] = False,
     image: Annotated[
         list[Path] | None,
         typer.Option(help="An image of --prompt (PNG, JPEG or WebP); once for each mark in it, in their order."),
@@ -59,25 +69,31 @@ def generate_command(
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
 ) -> None:
-    """Continue one prompt or a file of prompts.
+    """Answer or continue one prompt or a file of prompts.
 
-    One text is shown as it comes, on a terminal in colours: accepted drafts green, recovered tokens yellow, bonus
-    tokens cyan. A model or a recipe is built first, into $SPECCOMPILE_CACHE (~/.cache/speccompile).
+    TEXT is a user's message where the model has a chat template, and is continued as it is where it has none. One text
+    is shown as it comes, on a terminal in colours: accepted drafts green, recovered tokens yellow, bonus tokens cyan.
+    A model or a recipe is built first, into $SPECCOMPILE_CACHE (~/.cache/speccompile).
     """
-    if (prompt is None) == (prompts is None):
-        raise typer.BadParameter("give either --prompt or --prompts")
+    if [text, prompt, prompts].count(None) != 2:
+        raise typer.BadParameter("give one of TEXT, --prompt and --prompts")
     check_sampling(sampling)
     check_results(json_out)
-    if image and prompt is None:
-        raise typer.BadParameter("give --image with --prompt; lines of a file have `images`")
-    requests = [Request(prompt, {}, images=tuple(image or ()))] if prompt is not None else []
-    requests = requests or read_requests(prompts or Path())
+    text = prompt if text is None else text
+    if text is None and (image or raw):
+        instead = "lines of a file have `images`" if image else "in a file `prompt` is a text as it is"
+        raise typer.BadParameter(f"give {'--image' if image else '--raw'} with one text; {instead}")
+    requests = [Request(text, {}, images=tuple(image or ()))] if text is not None else read_requests(prompts or Path())
+    if any(request.messages for request in requests):
+        check_template(source, model)
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     if batch_size is not None and batch_size > engine.context.max_slots:
         expected = f"at most {engine.context.max_slots}, the bundle's engine.max_batch_size"
         raise typer.BadParameter(f"got {batch_size}; expected {expected}", param_hint="--batch-size")
     defaults = replace(engine.defaults, **sampling)
     params = [_sampling(index, defaults, request) for index, request in enumerate(requests)]
+    if text is not None and not raw:
+        requests = [_as_chat(engine, requests[0])]
     results = _generate(engine, requests, params, not plain, batch_size, json_out)
     if json_out is not None:
         write_results(json_out, [result.json_from_generation() for result in results])
@@ -106,6 +122,16 @@ def _sampling(index: int, defaults: SamplingParams, request: Request) -> Samplin
         raise RuntimeFault(f"prompt {index} ({fault.where})", fault.got, fault.expected, fault.todo) from fault
 
 
+def _as_chat(engine: SpecEngine, request: Request) -> Request:
+    """Returns a text as the message of a user where the model has a chat template."""
+    from speccompile.runtime.template_files import knows_chats, tokenizer_folder
+
+    if knows_chats(tokenizer_folder(engine.bundle)):
+        return replace(request, messages=({"role": "user", "content": request.prompt},))
+    typer.echo("no chat template: the text is continued as it is", err=True)
+    return request
+
+
 def _generate(
     engine: SpecEngine,
     requests: Sequence[Request],
@@ -115,12 +141,13 @@ def _generate(
     json_out: Path | None,
 ) -> list[Generation]:
     """Decode; one text is shown as it comes, of several each when it is whole, in their order."""
-    prompts = [request.prompt for request in requests]
+    prompts = [_prompt_of(engine, request) for request in requests]
+    shown = [_shown(request) for request in requests]
     images = [engine.read_images(request.images) for request in requests]
     console = Console(highlight=False, soft_wrap=True)
     shows_text = json_out is None or (len(requests) == 1 and str(json_out) != "-")
     if shows_text and (len(requests) == 1 or (console.is_terminal and batch_size == 1)):
-        return _generate_live(engine, prompts, images, sampling, speculative, console)
+        return _generate_live(engine, prompts, shown, images, sampling, speculative, console)
     results: dict[int, Generation] = {}
     num_shown, num_prompts = 0, len(prompts)
     run = engine.run(prompts, sampling, images=images, speculative=speculative, batch_size=batch_size)
@@ -131,36 +158,49 @@ def _generate(
             results[index] = generation
             tell(f"generate: prompts {len(results)}/{num_prompts}")
             while shows_text and not console.is_terminal and num_shown in results:
-                _print_whole(console, num_shown, prompts[num_shown], results[num_shown])
+                _print_whole(console, num_shown, shown[num_shown], results[num_shown])
                 num_shown += 1
     if shows_text:  # on a terminal: when the bar is gone
         for index in range(num_shown, num_prompts):
-            _print_whole(console, index, prompts[index], results[index])
+            _print_whole(console, index, shown[index], results[index])
     return [results[index] for index in range(num_prompts)]
 
 
-def _print_whole(console: Console, index: int, prompt: str | list[int], result: Generation) -> None:
+def _prompt_of(engine: SpecEngine, request: Request) -> str | list[int]:
+    if not request.messages:
+        return request.prompt
+    where, num_images = f"{request.where} (messages)", len(request.images)
+    return engine.chat_prompt(request.messages, request.variables, num_images=num_images, where=where)
+
+
+def _shown(request: Request) -> str:
+    """Returns what is printed before a text: the prompt that it continues; an answer stands alone."""
+    return request.prompt if isinstance(request.prompt, str) and not request.messages else ""
+
+
+def _print_whole(console: Console, index: int, shown: str, result: Generation) -> None:
     console.print(Text(f"--- {index}", style="dim"))
-    print(f"{prompt if isinstance(prompt, str) else ''}{result.text}", flush=True)
+    print(f"{shown}{result.text}", flush=True)
 
 
 def _generate_live(
     engine: SpecEngine,
     prompts: Sequence[str | list[int]],
+    shown: Sequence[str],
     images: Sequence[Sequence[Image]],
     sampling: Sequence[SamplingParams],
     speculative: bool,
     console: Console,
 ) -> list[Generation]:
     results = []
-    for index, (prompt, params, found) in enumerate(zip(prompts, sampling, images, strict=True)):
+    for index, (prompt, before, params, found) in enumerate(zip(prompts, shown, sampling, images, strict=True)):
         if len(prompts) > 1:
             console.print(Text(f"--- {index}", style="dim"))
         stream = engine.stream(prompt, params, images=found, speculative=speculative)
         if console.is_terminal:
-            _paint(console, prompt, stream, engine.text_sink(params, stream.prompt))
+            _paint(console, before, stream, engine.text_sink(params, stream.prompt))
         else:
-            _write(prompt, stream)
+            _write(before, stream)
         if stream.generation is not None:
             results.append(stream.generation)
     has_colours = console.is_terminal and console.color_system is not None and not console.no_color
@@ -169,9 +209,9 @@ def _generate_live(
     return results
 
 
-def _paint(console: Console, prompt: str | list[int], stream: Stream, sink: TextSink | None) -> None:
+def _paint(console: Console, shown: str, stream: Stream, sink: TextSink | None) -> None:
     """Print a text as it comes, each token in the colour of its kind."""
-    console.print(Text(prompt if isinstance(prompt, str) else f"{len(prompt)} tokens", style="dim"), end="")
+    console.print(Text(shown, style="dim"), end="")
     for step in stream:
         for token, kind in zip(step.tokens, kinds_of(step), strict=True):
             text = sink.push((token,))[0] if sink is not None else f" {token}"
@@ -181,9 +221,9 @@ def _paint(console: Console, prompt: str | list[int], stream: Stream, sink: Text
     console.print()
 
 
-def _write(prompt: str | list[int], stream: Stream) -> None:
+def _write(shown: str, stream: Stream) -> None:
     """Write a text as it comes, byte for byte: no colours, no tabs turned into spaces."""
-    print(prompt if isinstance(prompt, str) else "", end="", flush=True)
+    print(shown, end="", flush=True)
     for step in stream:
         print(step.text, end="", flush=True)
     print(flush=True)

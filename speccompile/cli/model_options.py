@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ARGUMENT = "model"  # of a command: the `ModelOptions`
 SOURCE_HELP = "A bundle's folder; or a checkpoint's folder, an id of the hub or a recipe, which is built first."
 GENERATION_CONFIGS = ("auto", "none")
+SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")  # of a checkpoint, for its template
 
 
 def _options(
@@ -122,6 +123,36 @@ def _read(
     short = {METHOD: spec_method, MODEL: spec_model, NUM_TOKENS: spec_tokens}
     given |= {key: value for key, value in short.items() if value is not None}
     return ModelOptions(given, tuple(settings), generation_config == "auto")
+
+
+def check_template(source: str, model: ModelOptions) -> None:
+    """Refuses what would be built of a checkpoint without a chat template.
+
+    Raises:
+        RuntimeFault: the packages that templates need are not installed.
+        BundleError: it has none.
+        RecipeError, CheckpointError: see `load_recipe` and `resolve_checkpoint`.
+    """
+    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.prepare import is_model, is_recipe
+    from speccompile.recipe import load_recipe
+    from speccompile.recipe.speculative_config import verifier_of
+    from speccompile.runtime.chat_prompts import find_template
+    from speccompile.runtime.hub import find_bundle, is_hub_id
+
+    target = source
+    if is_recipe(source):
+        section = load_recipe(source, model.settings).target
+        if section.weights == "random":
+            return
+        target = section.model
+    elif not is_model(source) or (is_hub_id(source) and find_bundle(source) is not None):
+        return  # a bundle
+    folder = resolve_checkpoint(target, SMALL_FILES)
+    verifier = verifier_of(folder)
+    if verifier is not None:  # a speculator's template is that of its target
+        target, folder = verifier, resolve_checkpoint(verifier, SMALL_FILES)
+    find_template(folder, target)
 
 
 def load_source(

@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt files: one JSON object a line, optionally with its own sampling fields."""
+"""Prompt files: one JSON object a line, a text or a conversation, optionally with its own sampling fields."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speccompile.common.json_reader import parse_json
 from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
-from speccompile.errors import BuildError, RuntimeFault
+from speccompile.errors import BuildError, BundleError, RuntimeFault
+from speccompile.runtime.chat_prompts import check_messages, tokens_of_messages
+from speccompile.runtime.template_files import tokenizer_folder
+
+if TYPE_CHECKING:
+    from speccompile.runtime.bundle import Bundle
 
 
 @dataclass(frozen=True)
@@ -20,16 +26,22 @@ class Request:
     """One prompt.
 
     Args:
-        prompt: a text, or token ids.
+        prompt: a text, or token ids; not read where there are messages.
         overrides: sampling fields that win over the options of the command.
         category: kind of text, by which `bench` groups; None: not stated.
         images: files, in the order of the prompt.
+        messages: the conversation that the chat template makes a prompt of; empty: it is `prompt`.
+        variables: more variables for the template.
+        where: names the prompt in faults.
     """
 
     prompt: str | list[int]
     overrides: dict[str, Any]
     category: str | None = None
     images: tuple[Path, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    where: str = field(default="prompt", compare=False)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -107,10 +119,20 @@ def _read_line(where: str, line: str, folder: Path) -> Request:
         data = parse_json(line)
     except ValueError as fault:
         raise RuntimeFault(where, str(fault), "one JSON object", todo) from fault
-    prompt: Any = data.get("prompt") if isinstance(data, dict) else None
+    prompt, messages = (data.get("prompt"), data.get("messages")) if isinstance(data, dict) else (None, None)
     is_ids = isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)
-    if not isinstance(prompt, str) and not is_ids:
-        raise RuntimeFault(where, line[:60], "an object with `prompt`, a text or token ids", todo)
+    if (prompt is None) == (messages is None) or not (messages is not None or isinstance(prompt, str) or is_ids):
+        expected = "an object with `prompt`, a text or token ids, or with `messages`, a conversation"
+        raise RuntimeFault(where, line[:60], expected, todo)
+    if messages is not None:
+        try:
+            check_messages(messages)
+        except RuntimeFault as fault:
+            raise RuntimeFault(f"{where} ({fault.where})", fault.got, fault.expected, fault.todo) from fault
+    variables = data.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        expected = "an object of variables for the chat template"
+        raise RuntimeFault(f"{where} (chat_template_kwargs)", repr(variables)[:60], expected, todo)
     overrides = {}
     for key, declared in SAMPLING_PARAMETERS.items():
         if declared.in_prompts and data.get(key) is not None:
@@ -125,7 +147,39 @@ def _read_line(where: str, line: str, folder: Path) -> Request:
     if not isinstance(images, list) or not all(isinstance(name, str) and (folder / name).is_file() for name in images):
         expected = f"a list of image files, by paths from {folder}"
         raise RuntimeFault(f"{where} (images)", repr(images)[:60], expected, todo)
-    return Request(prompt, overrides, category, tuple(folder / name for name in images))
+    paths, prompt = tuple(folder / name for name in images), "" if prompt is None else prompt
+    return Request(prompt, overrides, category, paths, tuple(messages or ()), variables, where)
+
+
+def prompts_of_bundle(bundle: Bundle, requests: Sequence[Request]) -> list[str | list[int]]:
+    """Returns the prompts, conversations as token ids by a bundle's tokenizer and chat template.
+
+    Raises:
+        RuntimeFault, BundleError: see `tokens_of_messages`.
+    """
+    folder, tokenizer = tokenizer_folder(bundle), None
+    if bundle.tokenizer_path is not None and any(request.messages for request in requests):
+        tokenizer = load_tokenizer(bundle.tokenizer_path, BundleError, "Build the bundle again.")
+    return prompts_of_requests(requests, tokenizer, folder)
+
+
+def prompts_of_requests(requests: Sequence[Request], tokenizer: Any, folder: Path | None) -> list[str | list[int]]:
+    """Returns the prompts, conversations as token ids.
+
+    Args:
+        requests: of a file.
+        tokenizer: `tokenizers.Tokenizer`; None where there is no folder.
+        folder: of the tokenizer and its chat template; None: there is none.
+
+    Raises:
+        RuntimeFault, BundleError: see `tokens_of_messages`.
+    """
+    return [
+        tokens_of_messages(tokenizer, folder, one.messages, one.variables, where=f"{one.where} (messages)")
+        if one.messages
+        else one.prompt
+        for one in requests
+    ]
 
 
 def check_results(path: Path | None) -> None:

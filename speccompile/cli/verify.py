@@ -44,10 +44,13 @@ def verify_command(
     too few drafts.
     """
     from speccompile.certificate.verify import Options
-    from speccompile.cli.prompts import read_requests
+    from speccompile.cli.prompts import prompts_of_bundle, read_requests
+    from speccompile.runtime.bundle import read_bundle
 
     with errors_as_json(as_json):
-        given = None if prompts is None else [request.prompt for request in read_requests(prompts, limit)]
+        given = None
+        if prompts is not None:
+            given = prompts_of_bundle(read_bundle(bundle), read_requests(prompts, limit))
         options = Options(given, num_tokens, checkpoint=checkpoint, use_checkpoint=use_checkpoint)
         certificate = run_verify(bundle, options)
     if as_json:

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of conversations: the chat template beside a tokenizer, whose package need not be installed."""
+"""Prompts of conversations: messages as templates read them, rendered by the one beside a tokenizer, as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.common.extras import install_command
+from speccompile.common.json_reader import is_unicode, parse_json
+from speccompile.common.tokenizer_file import encode_text
 from speccompile.errors import BundleError, RuntimeFault
+from speccompile.runtime.template_files import TEMPLATE_FILE, read_template_file
 
 if TYPE_CHECKING:
     from speccompile.runtime.chat_template import ChatTemplate
+
+_TODO = 'Write [{"role": "user", "content": "..."}].'
+_PARTS = "a text, or a list of parts of the types text and image"
 
 
 def find_template(folder: Path | None, where: str) -> ChatTemplate:
@@ -25,29 +31,107 @@ def find_template(folder: Path | None, where: str) -> ChatTemplate:
         RuntimeFault: the package that renders it is not installed.
         BundleError: there is none.
     """
+    if folder is None or read_template_file(folder) is None:
+        todo = f"Give a text as it is (generate --raw), or put {TEMPLATE_FILE} beside the tokenizer and build again."
+        got = "no chat template, as there is no tokenizer" if folder is None else f"no chat template in {folder}"
+        raise BundleError(where, got, "a model that was trained on conversations", todo)
     try:
         from speccompile.runtime.chat_template import read_chat_template
     except ModuleNotFoundError as fault:
-        todo = f"Install them: {install_command('serve')}."
+        todo = f"Install them: {install_command('serve')}. Or give a text as it is (generate --raw)."
         raise RuntimeFault(where, f"no package {fault.name}", "the packages of the extra [serve]", todo) from fault
-    template = None if folder is None else read_chat_template(folder)
-    if template is None:
-        todo = "Give a text as it is (generate), or put chat_template.jinja beside the tokenizer and build again."
-        raise BundleError(where, "no chat template", "a model that was trained on conversations", todo)
+    template = read_chat_template(folder)
+    assert template is not None
     return template
 
 
-def prompt_of_messages(folder: Path | None, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-    """Returns the text of a conversation with the assistant's turn opened.
+def check_messages(messages: Any, where: str = "messages") -> None:
+    """Refuses what is no conversation.
+
+    Args:
+        messages: to be looked at.
+        where: names them in the fault.
+
+    Raises:
+        RuntimeFault: no list of messages, or one of them has no role or no content; it is named.
+    """
+
+    def refuse(place: str, got: Any, expected: str) -> None:
+        raise RuntimeFault(place, f"{got!r:.60}", expected, _TODO)
+
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        refuse(where, messages, "a list of messages with `role` and `content`")
+    for at, message in enumerate(messages):
+        place = f"{where}[{at}]"
+        if not isinstance(message, Mapping):
+            refuse(place, message, "an object with `role` and `content`")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            refuse(f"{place}.role", message.get("role"), "a name such as system, user or assistant")
+        content = message.get("content")
+        is_list = isinstance(content, Sequence) and not isinstance(content, str)
+        if content is None and message.get("tool_calls"):
+            continue
+        if not isinstance(content, str) and not (is_list and all(_is_part(part) for part in content)):
+            refuse(f"{place}.content", content, _PARTS)
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def message_for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as chat templates read it: parts of text joined, arguments of tool calls as objects."""
+    content = message.get("content")
+    if content is None:
+        content = ""
+    elif not isinstance(content, str) and all(part["type"] == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    told = {**message, "content": content}
+    if message.get("tool_calls"):
+        told["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
+    return told
+
+
+def _call_for_template(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = parse_json(function["arguments"].strip() or "{}")
+    except ValueError:  # also where it is nested too deeply
+        return call
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def tokens_of_messages(
+    tokenizer: Any,
+    folder: Path | None,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    where: str = "messages",
+    expand: Callable[[str], str] = str,
+) -> list[int]:
+    """Returns the token ids of a conversation with the assistant's turn opened, as the server has them.
+
+    Args:
+        tokenizer: `tokenizers.Tokenizer`; None where there is no folder.
+        folder: of the tokenizer, with the chat template; None: there is none.
+        messages: with `role` and `content`.
+        variables: more variables for the template.
+        where: names the messages in faults.
+        expand: returns the rendered text with the tokens of its images.
 
     Raises:
         RuntimeFault: they are no messages, or the template refuses them; see also `find_template`.
         BundleError: see `find_template`.
     """
-    are_messages = isinstance(messages, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in messages)
-    if not are_messages or not messages:
-        got = "none" if are_messages and not messages else f"{messages!r:.60}"
-        todo = 'Write [{"role": "user", "content": "..."}].'
-        raise RuntimeFault("messages", got, "a list of messages with `role` and `content`", todo)
-    where = "chat" if folder is None else str(folder)
-    return find_template(folder, where).render(messages, True, variables)
+    check_messages(messages, where)
+    template = find_template(folder, where)
+    text = template.render([message_for_template(message) for message in messages], True, variables or {}, where)
+    if not is_unicode(text):
+        got, todo = "text with half of a surrogate pair", "Decode what it was made of as UTF-8."
+        raise RuntimeFault(where, got, "Unicode text", todo)
+    return encode_text(tokenizer, expand(text), where, special=False)  # templates write special tokens themselves

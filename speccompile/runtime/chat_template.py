@@ -16,11 +16,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from speccompile.errors import BundleError, RuntimeFault
-from speccompile.runtime.bundle import read_json
-
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.template_files import read_template_file
 
 
 class _Generation(Extension):
@@ -46,7 +43,11 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+        where: str = "messages",
     ) -> str:
         """Returns the prompt, special tokens included.
 
@@ -54,6 +55,7 @@ class ChatTemplate:
             messages: with `role` and `content`.
             add_generation_prompt: open the assistant's turn at the end.
             extra: more variables for the template.
+            where: names the messages in the fault.
 
         Raises:
             RuntimeFault: the template refuses these messages, or cannot be rendered with them.
@@ -64,7 +66,7 @@ class ChatTemplate:
             return template.render(add_generation_prompt=add_generation_prompt, **variables)
         except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
             todo = "Correct the messages: roles, their order, and what the template reads of them."
-            raise RuntimeFault("messages", f"{fault}", "messages that the chat template takes", todo) from fault
+            raise RuntimeFault(where, f"{fault}", "messages that the chat template takes", todo) from fault
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -96,21 +98,5 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     Raises:
         BundleError: tokenizer_config.json is no JSON object.
     """
-    config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
-    path = folder / TEMPLATE_FILE
-    source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several by name, as older tokenizers have them
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        where, got = str(folder / CONFIG_FILE), f"a chat_template of type {type(source).__name__}"
-        raise BundleError(where, got, "a text", "Correct it in the checkpoint and build the bundle again.")
-    tokens = {name: _text_of_token(config.get(name)) for name in _SPECIAL}
-    return ChatTemplate(source, {name: text for name, text in tokens.items() if text is not None})
-
-
-def _text_of_token(value: Any) -> str | None:
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+    found = read_template_file(folder)
+    return None if found is None else ChatTemplate(*found)

@@ -17,7 +17,7 @@ from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.bundle import Bundle
-from speccompile.runtime.chat_prompts import prompt_of_messages
+from speccompile.runtime.chat_prompts import tokens_of_messages
 from speccompile.runtime.control import Controller, controller_of
 from speccompile.runtime.generation import Generation, Stream
 from speccompile.runtime.grammars import Grammars
@@ -27,6 +27,7 @@ from speccompile.runtime.prompt_bytes import PromptBytes
 from speccompile.runtime.run_arguments import Images, Prompt, match_arguments, token_ids
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
+from speccompile.runtime.template_files import tokenizer_folder
 from speccompile.runtime.text import TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
@@ -197,18 +198,31 @@ class SpecEngine:
         return answer
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        num_images: int = 0,
+        where: str = "messages",
     ) -> list[int]:
         """Returns the token ids of a conversation by the model's chat template, with the assistant's turn opened.
+
+        Args:
+            messages: with `role` and `content`.
+            variables: more variables for the template.
+            num_images: images of the conversation.
+            where: names the messages in faults.
 
         Raises:
             RuntimeFault: the template refuses the messages, or its package is not installed.
             BundleError: the bundle has no chat template.
         """
-        path = None if self.bundle is None else self.bundle.tokenizer_path
-        text = prompt_of_messages(None if path is None else path.parent, messages, variables or {})
-        assert self.tokenizer is not None  # where there is a template there is one
-        return encode_text(self.tokenizer, text, "messages", special=False)
+
+        def expand(text: str) -> str:
+            return self.expand_images(text, num_images, where)
+
+        folder = tokenizer_folder(self.bundle)
+        return tokens_of_messages(self.tokenizer, folder, messages, variables, where=where, expand=expand)
 
     def _finished(
         self, sequences: list[TokenSequence], decoded: Iterator[list[Step]]

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from speccompile.checkpoints.checkpoint import resolve_checkpoint
 from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
+from speccompile.runtime.chat_prompts import tokens_of_messages
 from speccompile.training.states import batch_from_outputs
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import read_tokenizer
@@ -127,10 +129,16 @@ def _read_prompts(path: Path, target: Path) -> list[list[int]]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         tokenizer, _ = read_tokenizer(target)
-        rows = [list(line.get("prompt_ids") or tokenizer.encode(line["prompt"]).ids) for line in lines]
+        rows = [_ids_of_line(line, tokenizer, target) for line in lines]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
         got = f"{type(fault).__name__}: {fault}"
         raise RecipeError(str(path), got, "an object with prompt a line", "Correct the file.") from fault
     if not rows:
         raise RecipeError(str(path), "no prompt", "an object with prompt a line", "Give some prompts.")
     return rows
+
+
+def _ids_of_line(line: dict[str, Any], tokenizer: Tokenizer, target: Path) -> list[int]:
+    if (messages := line.get("messages")) is not None:
+        return tokens_of_messages(tokenizer, target, messages)
+    return list(line.get("prompt_ids") or tokenizer.encode(line["prompt"]).ids)

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from rich.console import Console
 
 from speccompile.cli import bench
 from speccompile.cli.bench_categories import (
-    FILE,
+    TEXTS,
     Sample,
     figures_by_group,
     groups_from_samples,
@@ -29,7 +28,9 @@ from speccompile.cli.bench_rounds import run_rounds
 from speccompile.cli.bench_summary import summary_from_runs
 from speccompile.cli.bench_tables import figure, print_report
 from speccompile.cli.bench_worker import decode_with
+from speccompile.cli.main import main
 from speccompile.cli.prompts import read_requests
+from speccompile.common.chats import read_chats
 from speccompile.core.jobs import MethodContext
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
@@ -108,23 +109,37 @@ def test_without_lengths_buckets_are_powers_of_two_and_categories_may_be_missing
     assert groups == {"by_category": {}, "by_context": {"up to 32": [0, 1], "up to 64": [2, 3], "up to 256": [4]}}
 
 
-def test_our_prompts_are_of_five_categories() -> None:
-    counts = Counter(request.category for request in read_categories("all"))
+def test_texts_of_ours_are_of_five_categories() -> None:
+    counts = Counter(request.category for request in read_categories("all", False))
     assert set(counts) == CATEGORIES and set(counts.values()) == {6}
-    assert {r.category for r in read_categories("json, math")} == {"json", "math"}
-    texts = [request.prompt for request in read_requests(FILE)]
+    assert {r.category for r in read_categories("json, math", False)} == {"json", "math"}
+    texts = [request.prompt for request in read_requests(TEXTS)]
     assert len(set(texts)) == 30 and all(isinstance(text, str) and 40 < len(text) < 600 for text in texts)
     for wanted in ("poetry", "", "code,poetry"):
-        with pytest.raises(RuntimeFault, match="some of code, chat, math, json, copy-edit"):
-            read_categories(wanted)
+        with pytest.raises(RuntimeFault, match=r"some of code, chat, math, json, copy-edit.*without a chat template"):
+            read_categories(wanted, False)
 
 
-def test_limits_count_within_a_category() -> None:
-    found = bench._read_requests(None, "code,json", 2)
-    assert [request.category for request in found] == ["code", "code", "json", "json"]
-    for given in ((None, None), (Path("x"), "all")):
-        with pytest.raises(typer.BadParameter, match="give either --prompts or --categories"):
-            bench._read_requests(*given, None)
+def test_a_model_with_a_template_gets_conversations() -> None:
+    found = read_categories("all", True)
+    assert len(found) == len(read_chats()) and all(request.messages for request in found)
+    names = list(dict.fromkeys(request.category for request in found))
+    assert names == ["code", "dialogue", "maths", "rewriting", "languages"]
+    with pytest.raises(RuntimeFault, match=r"some of code, dialogue, maths, rewriting, languages.*with a "):
+        read_categories("json", True)
+
+
+@pytest.mark.parametrize(("names", "has_template"), [("code,json", False), ("maths,code", True)])
+def test_limits_count_within_a_category(names: str, has_template: bool) -> None:
+    found = bench._read_requests(None, names, 2, has_template)
+    first, second = sorted(names.split(","))
+    assert [request.category for request in found] == [first, first, second, second]
+
+
+@pytest.mark.parametrize("given", [(), ("--prompts", "x", "--categories", "all")])
+def test_prompts_are_of_one_source(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "bundle", *given]) == 2
+    assert "give either --prompts or --categories" in capsys.readouterr().err
 
 
 def test_lengths_leave_room_for_the_new_tokens() -> None:

@@ -8,12 +8,11 @@ import os
 import pty
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from speccompile.cli import chat
 from speccompile.cli.main import main
-from speccompile.runtime.chat_template import ChatTemplate
 from tests.runtime.test_spec_engine import Letters, make_engine, text
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -26,11 +25,12 @@ class Tokenizer(Letters):
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine(monkeypatch, tmp_path):
     """Returns the engine that the command loads, over a language model in numpy, with a template that joins texts."""
     made = make_engine(Tokenizer(), slots=1, max_seq=64)
     monkeypatch.setattr("speccompile.runtime.engine.load", lambda *_, **__: made)
-    monkeypatch.setattr(chat, "_read_template", lambda engine: ChatTemplate(TEMPLATE))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    made.bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
     return made
 
 
@@ -79,8 +79,7 @@ def test_a_conversation_that_does_not_fit_is_an_error(talk):
 
 
 def test_a_bundle_without_a_template_is_refused(engine, monkeypatch, capsys):
-    monkeypatch.undo()
-    monkeypatch.setattr("speccompile.runtime.engine.load", lambda *_, **__: engine)
+    engine.bundle = None
     assert main(["chat", "bundle"]) == 7
     assert "no chat template" in capsys.readouterr().err
 

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from speccompile.cli import options
 from speccompile.cli.main import main
 from speccompile.common.cores import num_usable_cores
-from tests.runtime.test_spec_engine import make_engine, text
+from tests.runtime.test_spec_engine import Letters, make_engine, text
 
 COLOURS = {"TERM": "xterm-256color", "FORCE_COLOR": "1", "NO_COLOR": None}
 
@@ -94,6 +95,97 @@ def test_one_prompt_into_a_pipe_comes_step_by_step(engine, monkeypatch):
     runner.join()
     os.close(read)
     assert (head + rest).decode() == f"abc{text('abc', 20)}\n"
+
+
+class Plain(Letters):
+    """A tokenizer that notes whether special tokens are put around each text."""
+
+    def __init__(self):
+        self.special = []
+
+    def encode(self, text, add_special_tokens=True):
+        self.special.append(add_special_tokens)
+        return super().encode(text)
+
+
+TEMPLATE = """{%- for m in messages -%}
+{%- if m.role == "king" -%}{{- raise_exception("no role " + m.role) -}}{%- endif -%}
+b{{- m.content -}}
+{%- endfor -%}{{- think -}}"""
+
+
+@pytest.fixture
+def chat_engine(engine, tmp_path):
+    """Returns the engine with a template that writes b before each message."""
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    engine.bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
+    engine.tokenizer = Plain()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out", "special"),
+    [
+        (("abc",), text("babc", 6), False),
+        (("--prompt", "abc"), text("babc", 6), False),
+        (("abc", "--raw"), "abc" + text("abc", 6), True),
+        (("-p", "abc", "--raw"), "abc" + text("abc", 6), True),
+    ],
+)
+def test_a_text_is_a_users_message_where_there_is_a_template(chat_engine, capsys, arguments, out, special):
+    assert generate(*arguments, "--max-new-tokens", 6) == 0
+    assert capsys.readouterr() == (out + "\n", "") and chat_engine.tokenizer.special[0] is special
+
+
+NOTE = "no chat template: the text is continued as it is\n"
+
+
+@pytest.mark.parametrize(("more", "note"), [((), NOTE), (("--raw",), "")])
+def test_without_a_template_a_text_is_continued_and_one_line_says_so(engine, capsys, more, note):
+    assert generate("abc", "--max-new-tokens", 6, *more) == 0
+    assert capsys.readouterr() == (f"abc{text('abc', 6)}\n", note)
+
+
+def test_a_file_may_have_conversations_beside_texts(chat_engine, tmp_path, capsys):
+    rows = (
+        {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "c"}]},
+        {"prompt": "abc"},
+        {"messages": [{"role": "user", "content": "c"}], "chat_template_kwargs": {"think": "d"}, "max_new_tokens": 3},
+    )
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate("--prompts", file, "--max-new-tokens", 6) == 0
+    answers = (text("babc", 6), "abc" + text("abc", 6), text("bcd", 3))
+    assert capsys.readouterr().out == "".join(f"--- {i}\n{answer}\n" for i, answer in enumerate(answers))
+    assert generate("--prompts", file, "--max-new-tokens", 6, "--json", "-") == 0
+    assert [row["text"] for row in json.loads(capsys.readouterr().out)] == [answers[0], text("abc", 6), answers[2]]
+
+
+def test_conversations_that_cannot_be_rendered_are_errors(chat_engine, tmp_path, capsys):
+    file = tmp_path / "p.jsonl"
+    file.write_text('\n{"messages": [{"role": "king", "content": "c"}]}\n')
+    assert generate("--prompts", file) == 8
+    err = capsys.readouterr().err
+    assert f"{file}:2 (messages)" in err and "no role king" in err and "Correct the messages" in err
+    (tmp_path / "chat_template.jinja").unlink()
+    assert generate("--prompts", file) == 7
+    err = capsys.readouterr().err
+    assert f"{file}:2 (messages)" in err and "no chat template" in err and "chat_template.jinja" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give one of TEXT, --prompt and --prompts"),
+        (("a", "--prompt", "a"), "give one of TEXT, --prompt and --prompts"),
+        (("--prompts", "x", "--raw"), "give --raw with one text; in a file `prompt` is a text as it is"),
+        (("--prompts", "x", "--image", "y"), "give --image with one text; lines of a file have `images`"),
+    ],
+)
+def test_what_is_asked_for_once_is_asked_for_in_one_way(engine, capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert generate(*arguments) == 2
+    assert words in capsys.readouterr().err and not engine.loaded
 
 
 def test_a_text_that_ends_with_the_cache_says_so(engine, prompts, capsys):

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
-from speccompile.cli.prompts import Request, read_requests, write_results
-from speccompile.errors import BuildError, RuntimeFault
+from speccompile.cli import bench
+from speccompile.cli.prompts import Request, prompts_of_bundle, read_requests, write_results
+from speccompile.errors import BuildError, BundleError, RuntimeFault
 
 
 def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
@@ -29,6 +35,19 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
         (r'{"prompt": "\ud800"}', r"p\.jsonl:2: got text with half of a surrogate pair"),
         ("[" * 9999, r"p\.jsonl:2: got values nested more than"),
         ('"text"', r"p\.jsonl:2: got .*expected an object with `prompt`"),
+        (
+            '{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
+            r":2: got .*with `prompt`, .* or with",
+        ),
+        ('{"messages": []}', r"p\.jsonl:2 \(messages\): got \[\]; expected a list of messages"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            r"jsonl:2 \(messages\[0\]\.content\): got None; expected a text, or a",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 3}',
+            r"\(chat_template_kwargs\): got 3; expected an object of variables",
+        ),
         ('{"text": "a"}', "expected an object with `prompt`"),
         ('{"prompt": "a", "temperature": "hot"}', r"p\.jsonl:2 \(temperature\): got 'hot'; expected a number"),
         ('{"prompt": "a", "top_k": 1.5}', r"\(top_k\): got 1\.5; expected a whole number"),
@@ -47,6 +66,31 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(RuntimeFault, match=message):
         read_requests(file)
+
+
+def test_a_line_may_be_a_conversation(tmp_path):
+    messages = [{"role": "user", "content": "a"}]
+    row = {"messages": messages, "category": "code", "seed": 3, "chat_template_kwargs": {"think": False}}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    wanted = Request("", {"seed": 3}, "code", messages=tuple(messages), variables={"think": False})
+    assert read_requests(tmp_path / "p.jsonl") == [wanted]
+
+
+def test_conversations_of_a_bundle_are_rendered_by_its_template_and_end_with_the_answers_beginning(tmp_path):
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(("<s>", "you", "me", "a", "b", "?"))}, "?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing("<s> $0", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}you {{ m.content }} {% endfor %}{% if add_generation_prompt %}me{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
+    requests = [Request("a", {}), Request([4], {}), Request("", {}, messages=({"role": "user", "content": "b"},))]
+    assert prompts_of_bundle(bundle, requests) == ["a", [4], [1, 4, 2]]
+    assert bench._token_ids(bundle, requests) == [[0, 3], [4], [1, 4, 2]]
+    (tmp_path / "chat_template.jinja").unlink()
+    assert prompts_of_bundle(bundle, requests[:2]) == ["a", [4]]
+    with pytest.raises(BundleError, match=r"prompt \(messages\): got no chat template in"):
+        prompts_of_bundle(bundle, requests)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):

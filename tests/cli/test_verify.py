@@ -38,6 +38,12 @@ def verify(run, *more, num_tokens=40):
     return run("verify", "b", *prompts, "--without-checkpoint", *more)
 
 
+def test_conversations_need_a_template(bundle, run, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    code, _, err = verify(run)
+    assert code == 7 and "prompts.jsonl:1 (messages)" in err and "no chat template" in err
+
+
 def test_a_certificate_lies_in_the_bundle_and_is_shown(bundle, run):
     folder, _ = bundle
     code, out, _ = verify(run)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, BodyField, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
+from speccompile.runtime.chat_prompts import message_for_template
 from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.neutral import (
     BODY,
@@ -219,15 +220,6 @@ class ToolCall(Body):
     index: int | None = None
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        """Returns the call as a chat template reads it."""
-        try:
-            arguments = from_json(self.function.arguments.strip() or "{}")
-            arguments = {} if arguments is None else arguments
-        except ValueError:  # also where it is nested too deeply
-            arguments = self.function.arguments
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
-
 
 class Function(Body):
     """A function that may be called."""
@@ -276,20 +268,16 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as a chat template reads it; arguments of tool calls are objects."""
-        content: str | list[dict[str, str]]
-        if self.content is None or isinstance(self.content, str):
-            content = self.content or ""
-        elif self.image_urls():
-            content = [_part_for_template(part) for part in self.content]
-        else:
-            content = "".join(part.text for part in self.content if isinstance(part, TextPart))
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [_part_for_template(part) for part in content]
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
         if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
+            message["tool_calls"] = [call.model_dump(include={"id", "type", "function"}) for call in self.tool_calls]
+        return message_for_template(message)
 
     def image_urls(self) -> list[str]:
         """Returns the URLs of its images, in order."""
