@@ -56,23 +56,23 @@ def check_messages(messages: Any, where: str = "messages") -> None:
         RuntimeFault: no list of messages, or one of them has no role or no content; it is named.
     """
 
-    def refuse(place: str, got: Any, expected: str) -> None:
-        raise RuntimeFault(place, f"{got!r:.60}", expected, _TODO)
+    def refuse(at_message: str, got: Any, expected: str) -> None:
+        raise RuntimeFault(at_message, f"{got!r:.60}", expected, _TODO)
 
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         refuse(where, messages, "a list of messages with `role` and `content`")
     for at, message in enumerate(messages):
-        place = f"{where}[{at}]"
+        at_message = f"{where}[{at}]"
         if not isinstance(message, Mapping):
-            refuse(place, message, "an object with `role` and `content`")
+            refuse(at_message, message, "an object with `role` and `content`")
         if not isinstance(message.get("role"), str) or not message["role"]:
-            refuse(f"{place}.role", message.get("role"), "a name such as system, user or assistant")
+            refuse(f"{at_message}.role", message.get("role"), "a name such as system, user or assistant")
         content = message.get("content")
         is_list = isinstance(content, Sequence) and not isinstance(content, str)
         if content is None and message.get("tool_calls"):
             continue
         if not isinstance(content, str) and not (is_list and all(_is_part(part) for part in content)):
-            refuse(f"{place}.content", content, _PARTS)
+            refuse(f"{at_message}.content", content, _PARTS)
 
 
 def _is_part(part: Any) -> bool:

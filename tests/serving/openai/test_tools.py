@@ -11,7 +11,7 @@ from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.openai.message import message_from_deltas
-from speccompile.serving.openai.protocol import ChatBody, ToolCall
+from speccompile.serving.openai.protocol import ChatBody, Message
 from speccompile.serving.openai.tool_formats import HERMES, LLAMA, MISTRAL, TOOL_FORMATS
 from speccompile.serving.openai.tools import ChatFormats, formats_from_options, plan_chat
 from tests.runtime.test_structured_text import make_engine
@@ -129,8 +129,9 @@ def test_of_calls_that_the_model_decides_on_one_is_told_where_no_more_are_wanted
 
 @pytest.mark.parametrize(("text", "value"), [("", {}), (" ", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ("{a", "{a")])
 def test_arguments_of_earlier_calls_are_objects(text, value):
-    call = ToolCall.model_validate({"function": {"name": "clock", "arguments": text}})
-    assert call.for_template()["function"]["arguments"] == value
+    call = {"function": {"name": "clock", "arguments": text}}
+    told = Message.model_validate({"role": "assistant", "tool_calls": [call]}).for_template()
+    assert told["content"] == "" and told["tool_calls"][0]["function"] == {"name": "clock", "arguments": value}
 
 
 def test_other_names_are_content_and_a_reasoning_that_the_prompt_ended_may_go_on():
