@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
+from speccompile.bundling.choices import complete_plan
 from speccompile.bundling.graphs import (
     Graph,
-    choose_dtype,
     compile_graph,
     compile_options,
     find_graph,
@@ -59,7 +59,7 @@ def build(
         with log.stage("prepare kernels"):
             backend.prepare()
         with log.stage("check checkpoints"):
-            plan = choose_dtype(plan)
+            plan = complete_plan(plan)
             graphs = _check_checkpoints(plan, backend, log)
         graphs_folder = folder / "graphs"
         graphs_folder.mkdir()

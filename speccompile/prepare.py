@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.bundling.graphs import choose_dtype, find_graph, needed_jobs
+from speccompile.bundling.choices import complete_plan
+from speccompile.bundling.graphs import find_graph, needed_jobs
 from speccompile.bundling.manifest import RECIPE
 from speccompile.bundling.stage_cache import BUNDLES, StageCache
 from speccompile.bundling.stages import Progress
@@ -118,7 +119,7 @@ def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
             check_model(section)
         speculator = [f"speculator={json.dumps(section)}"] if section else []
         recipe = load_recipe(source, [*speculator, *options.settings])
-    return choose_dtype(resolve(recipe, find_device(recipe.engine.device)))
+    return complete_plan(resolve(recipe, find_device(recipe.engine.device)))
 
 
 def _error_from_folder(source: str, folder: Path) -> RecipeError:

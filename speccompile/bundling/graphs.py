@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +16,13 @@ from speccompile.bundling.calibration import calibration_of
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
-from speccompile.checkpoints.checkpoint import read_config, read_text_config
-from speccompile.checkpoints.folders import find_config
 from speccompile.checkpoints.lora import open_lora
-from speccompile.checkpoints.safetensors import read_header
+from speccompile.checkpoints.tensor_files import has_grids, open_files
 from speccompile.checkpoints.texts import Texts
 from speccompile.common.extras import install_command
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
-from speccompile.core.jobs import CompileOptions, GraphJob, SourceContext, json_from_options
+from speccompile.core.jobs import STORED, CompileOptions, GraphJob, SourceContext, json_from_options
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec
 from speccompile.drafting.sliding_rows import rows_of_slot
@@ -104,33 +101,6 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     return source
 
 
-def choose_dtype(plan: BuildPlan) -> BuildPlan:
-    """Returns the plan with the dtype that its backend chooses for the target's checkpoint, where it was left open.
-
-    Raises:
-        CheckpointError: the target has no config.
-    """
-    if not plan.chooses_dtype:
-        return plan
-    folder = find_config(plan.target)
-    config = read_text_config(folder)
-    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
-    dtype = backend.choose_dtype(_stored_dtype(folder, config), str(config.get("model_type")), plan.engine.options)
-    return replace(plan, dtype=dtype, chooses_dtype=False)
-
-
-def _stored_dtype(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the dtype that a checkpoint's config names, else that of most tensors of its first file."""
-    for held in (config, read_config(folder)):
-        for name in ("dtype", "torch_dtype"):
-            if isinstance(held.get(name), str):
-                return str(held[name]).removeprefix("torch.")
-    for file in sorted(folder.glob("*.safetensors"))[:1]:
-        counts = Counter(tensor.dtype for tensor in read_header(file).values())
-        return {"F16": "float16", "BF16": "bfloat16"}.get(counts.most_common(1)[0][0]) if counts else None
-    return None
-
-
 def needed_jobs(plan: BuildPlan, target: ModelDims) -> list[GraphJob]:
     """Returns the jobs of a plan besides the target's whose graphs its checkpoints need.
 
@@ -191,10 +161,25 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "sources": digest_from_sources((*SOURCES, *backend.graph_sources)),
         "method": digest_from_package(job.source.partition(":")[0], leave_out=NOT_OF_GRAPHS),
     }
+    if job.quantization == STORED:
+        _check_stored(plan, job, source)
     texts = calibration_of(plan, job, source, backend)
     if texts is not None:
         depends_on["calibration"] = digest_from_json({"texts": texts})
     return Graph(job, source, source.dims, digest_from_json(depends_on), texts)
+
+
+def _check_stored(plan: BuildPlan, job: GraphJob, source: GraphSource) -> None:
+    """Refuses to keep weights as they are stored where none are of few bits.
+
+    Raises:
+        RecipeError: there are none.
+    """
+    if plan.weights == "checkpoint" and not has_grids(source.folder):
+        where = "target.quantization" if job.name == TARGET else "speculator.quantization"
+        expected = "quantised weights: GGUF, AWQ, GPTQ, or compressed-tensors of 4 or 8 bits"
+        todo = "Choose none, or a form that the build quantises to; with auto it chooses."
+        raise RecipeError(where, f"stored of {job.model}, whose weights are floats", expected, todo)
 
 
 def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Backend, *, is_draft: bool) -> None:
@@ -228,11 +213,13 @@ def compile_graph(
             model, dims = _export(graph.source, log)
         with log.stage(f"compile {name}") as stage:
             options = compile_options(plan, graph.max_rows, graph.spec.rows_written_ahead)
-            options = replace(options, calibration=graph.calibration)
+            grids = open_files(graph.source.folder) if graph.job.quantization == STORED else None
+            options = replace(options, calibration=graph.calibration, grids=grids)
             report = backend.compile(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
+            stage.note = _note_of(graph, plan, report)
         del model
         gc.collect()  # weights are in reference cycles, and the next graph needs the memory
         write_json(dest / _REPORT, {**report, "dims": json_from_dims(dims)})
@@ -250,6 +237,24 @@ def compile_graph(
         rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)
         record["caches"] = {"rows": rows, "slot_bytes": rows * graph.dims.cache_row_bytes}
     return graph, record
+
+
+def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | None:
+    """Returns what a user should know of a graph's weights; None: nothing."""
+    quantization = graph.job.quantization
+    if held := report.get("weights"):
+        if not held["num_float"]:
+            return None
+        names = ", ".join(held["float_names"]) + (", ..." if held["num_float"] > len(held["float_names"]) else "")
+        return (
+            f"{held['num_float']} linears have no quantised weights of this kind in the checkpoint: {names} stay floats"
+        )
+    if quantization in ("none", STORED) or plan.weights != "checkpoint" or not has_grids(graph.source.folder):
+        return None
+    row = report.get("form_distances", {}).get(report.get("form"), {})
+    change = f"perplexity {row['perplexity']:+.1%}" if "perplexity" in row else f"KL {row['kl']:.1e}" if row else ""
+    told = f" ({change} from the checkpoint's own on the build's text)" if change else ""
+    return f"{quantization} rounds weights that are quantised already{told}; stored keeps them as they are"
 
 
 def tune_graph(

@@ -89,6 +89,15 @@ def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
     return _SCHEMES[method](held, Scheme(method, where))
 
 
+def has_integers(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config says of weights that they are packed integers."""
+    method = method_of(config)
+    if method != "compressed-tensors":
+        return method in ("gptq", "awq")
+    groups = _mapping(_mapping(config["quantization_config"]).get("config_groups")).values()
+    return any(_mapping(_mapping(group).get("weights")).get("type", "int") == "int" for group in groups)
+
+
 def _gptq_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
     bits = _one_of(base, held, "bits", (2, 4, 8), None)
     layout = _one_of(base, held, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.checkpoint import list_stored, read_index, scheme_of
+from speccompile.checkpoints.checkpoint import list_stored, read_config, read_index, scheme_of
 from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
 from speccompile.checkpoints.integer_weights import IntegerWeight
-from speccompile.checkpoints.packed_schemes import Scheme
+from speccompile.checkpoints.packed_schemes import Scheme, has_integers
 from speccompile.checkpoints.packed_weights import PackedWeight, numbers, plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
 from speccompile.errors import CheckpointError
@@ -170,6 +170,16 @@ def open_files(folder: Path) -> TensorFiles:
     start = len(wrapper_prefix(headers))
     named = {k[start:]: h for k, h in headers.items()}, {k[start:]: f for k, f in files.items()}
     return TensorFiles(*named, {k[start:]: t for k, t in tensors.items()}, scheme_of(folder))
+
+
+def has_grids(folder: Path) -> bool:
+    """Returns whether a target's folder has weights of few bits, of which `TensorFiles.grid` returns some.
+
+    Where it has its config alone, as when sizes are predicted, that decides.
+    """
+    if any(folder.glob("*.safetensors")):
+        return bool(open_files(folder).grid_keys)
+    return has_integers(read_config(folder))
 
 
 def _is_pickle(path: Path) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 from speccompile.core.dims import ModelDims
 
 PREFILL_CHUNK = 128  # tokens of a prompt that are read at once
+STORED = "stored"  # quantization of a job: that of its checkpoint's weights, which stay as they are
 AS_TARGET = "as target"  # model or quantization of a job: those that the target has
 DECODER = "speccompile.export.decoder_source:DecoderSource"
 
@@ -88,7 +89,7 @@ class GraphJob:
 
     Args:
         name: the graph's name in the bundle; `make_proposer` finds its engine under it.
-        model, quantization: checkpoint folder or hub id; `none`, `int8` or `int4`; or `AS_TARGET`.
+        model, quantization: checkpoint folder or hub id; `none`, `int8`, `int4` or `STORED`; or `AS_TARGET`.
         source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
         options: a frozen dataclass of the kind that the source reads; all of it is in the graph's cache key.
         config, lora: folder whose config.json replaces the model's where no weights are read; adapter to merge.
@@ -174,6 +175,7 @@ class CompileOptions:
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
         consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
         calibration: texts over which a backend that `calibrates` weighs errors; empty: its own; None: no texts.
+        grids: for the quantisation `stored`: the checkpoint, an `ops.grid.GridSource`; None: all weights are floats.
     """
 
     dtype: str = "float32"
@@ -183,10 +185,11 @@ class CompileOptions:
     backend: Any = None
     consumes_model: bool = False
     calibration: tuple[tuple[int, ...], ...] | None = None
+    grids: Any = field(default=None, compare=False)
 
     def json_from_options(self) -> dict[str, Any]:
         """Returns a JSON-ready dict."""
-        return asdict(self)
+        return json_from_options(self)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach quantised weights to the linears whose weights they are."""
+"""Attach quantised weights to the linears whose weights they are.
+
+Inputs of a grid with an order are gathered in this order before the product, so that nothing else needs to know of it.
+Where outputs of a merged linear have no grid in common, or some have none, it becomes several products.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace as replaced
 
+import numpy as np
 import onnx_ir as ir
 
 from speccompile.errors import PassError
 from speccompile.ops.grid import Grid
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import nodes_of, sizes_of, weight_of
+from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
+from speccompile.passes.stored_rows import Piece, StoredRows
 
 
 class GridTensor(ir.LazyTensor):
@@ -69,3 +76,75 @@ def attach_grids(model: ir.Model, grids: Mapping[str, Grid]) -> int:
 def attach_grids_pass(grids: Mapping[str, Grid]) -> Pass:
     """Returns the pass for quantised weights by the name of the weights."""
     return Pass("attach_grids", lambda model: attach_grids(model, grids))
+
+
+def attach_stored(model: ir.Model, rows: StoredRows) -> int:
+    """Replaces the weights of linears by the grids of a checkpoint that have the same numbers; returns how many.
+
+    Args:
+        model: with linears merged.
+        rows: of the checkpoint; `attached` is filled.
+    """
+    users: dict[ir.Value, list[ir.Node]] = {}
+    for node, value in linears_of(model):
+        users.setdefault(value, []).append(node)
+    count = 0
+    for value, nodes in users.items():
+        weight, name = value.const_value, str(value.name)
+        assert weight is not None
+        numbers = weight.numpy().T
+        pieces = rows.pieces(rows.find(numbers), numbers.shape[1])
+        rows.attached[name] = [(piece.kind, piece.num_out * numbers.shape[1]) for piece in pieces]
+        count += any(piece.kind is not None for piece in pieces)
+        if len(pieces) == 1 and not (pieces[0].kind and pieces[0].kind.order):
+            if pieces[0].kind is not None:
+                value.const_value = _tensor(weight, rows, pieces[0], 0, name)
+            continue
+        edit, start, parts = Editor(model), 0, list[tuple[ir.Value, bytes]]()
+        for index, piece in enumerate(pieces):
+            tensor = _tensor(weight, rows, piece, start, f"{name}.{index}")
+            parts.append((edit.const(tensor, str(tensor.name)), piece.kind.order if piece.kind else b""))
+            start += piece.num_out
+        for node in nodes:
+            _replace(model, node, parts)
+        del model.graph.initializers[name]
+    return count
+
+
+def _tensor(weight: ir.TensorProtocol, rows: StoredRows, piece: Piece, start: int, name: str) -> ir.LazyTensor:
+    """Returns the part of a weight from an output on: a grid, its inputs in its own order, or float32."""
+    shape = (sizes_of(weight)[0], piece.num_out)
+    if piece.kind is not None:
+        return GridTensor(lambda: replaced(rows.grid(piece), order=None), shape, name)
+
+    def columns() -> ir.TensorProtocol:
+        return ir.tensor(weight.numpy()[:, start : start + piece.num_out].copy())
+
+    return ir.LazyTensor(columns, weight.dtype, ir.Shape(shape), name=name)
+
+
+def _replace(model: ir.Model, node: ir.Node, parts: list[tuple[ir.Value, bytes]]) -> None:
+    """Replaces a product by those with parts of its weights, each with the order of its inputs; empty: as they are."""
+    edit, source, products = Editor(model, node), node.inputs[0], []
+    out = node.outputs[0]
+    assert source is not None
+    for value, order in parts:
+        inputs = source
+        if order:
+            inputs = edit.op(
+                "Gather", source, edit.const(np.frombuffer(order, np.int32), f"{value.name}.order"), axis=-1
+            )
+            inputs.type, inputs.shape = source.type, source.shape
+        product = edit.op("MatMul", inputs, value)
+        product.type = out.type
+        if out.shape is not None and value.shape is not None:
+            product.shape = ir.Shape([*out.shape.dims[:-1], value.shape[1]])
+        products.append(product)
+    whole = products[0] if len(products) == 1 else edit.op("Concat", *products, axis=-1)
+    whole.type, whole.shape = out.type, out.shape
+    replace(node, whole)
+
+
+def attach_stored_pass(rows: StoredRows) -> Pass:
+    """Returns the pass for the rows of a checkpoint."""
+    return Pass("attach_stored", lambda model: attach_stored(model, rows))

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from speccompile.core.jobs import STORED
 from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
 from speccompile.ops.grid import Grid
 from speccompile.passes.attach_compaction import attach_compaction_pass
-from speccompile.passes.attach_grids import attach_grids_pass
+from speccompile.passes.attach_grids import attach_grids_pass, attach_stored_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
@@ -38,6 +39,7 @@ from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
+from speccompile.passes.stored_rows import StoredRows
 from speccompile.passes.tie_weights import TIE_WEIGHTS
 
 # The form that our CPU kernels compute, where there is a library of them.
@@ -52,12 +54,18 @@ ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
         PACKED: (pack_linears_pass("int8"), FUSE_NORM_LINEARS),
     },
     "int4": {"blocks32": (quantize_blocks_pass(4),), PACKED: (pack_linears_pass("int4"), FUSE_NORM_LINEARS)},
+    # What our kernels do not compute is left for blocks.
+    STORED: {
+        "blocks": (quantize_blocks_pass(None),),
+        PACKED: (pack_linears_pass("stored"), quantize_blocks_pass(None), FUSE_NORM_LINEARS),
+    },
 }
 # Experts have one form, whatever that of the linears is: without our kernels its bodies run.
 _ORT_EXPERTS = {
     "none": pack_experts_pass("float"),
     "int8": pack_experts_pass("int8"),
     "int4": pack_experts_pass("int4"),
+    STORED: pack_experts_pass("stored"),
 }
 
 # The passes on CUDA after bodies are attached: without them nodes on the CPU and copies prevent CUDA graphs.
@@ -68,7 +76,7 @@ def onnxruntime_table(
     spec: GraphSpec,
     quantization: str,
     form: str,
-    grids: Mapping[str, Grid] | None = None,
+    grids: Mapping[str, Grid] | StoredRows | None = None,
     *,
     packs_experts: bool | None = None,
 ) -> tuple[Pass, ...]:
@@ -76,9 +84,10 @@ def onnxruntime_table(
 
     Args:
         spec: the graph's inputs and outputs afterwards.
-        quantization: none, int8 or int4.
+        quantization: none, int8, int4 or stored.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
-        grids: for int4: the weights of all linears, quantised over calibration text; None: they are rounded.
+        grids: for int4: the weights of all linears, quantised over calibration text, None: they are rounded; for
+            stored: the checkpoint's.
         packs_experts: experts have packed weights, of the quantisation; None: where it is one, or the form is that of
             our kernels: without these, each body of unquantised experts would unpack what it gathers.
 
@@ -92,6 +101,11 @@ def onnxruntime_table(
     # Our kernels take attention as it is, from the merged product of Q, K and V where there is one.
     has_kernels = form == PACKED
     is_packed = (has_kernels or quantization != "none") if packs_experts is None else packs_experts
+    attached: tuple[Pass, ...] = ()
+    if isinstance(grids, StoredRows):
+        attached = (attach_stored_pass(grids),)
+    elif grids is not None and quantization == "int4":
+        attached = (attach_grids_pass(grids),)
     return (
         attach_tail(spec),
         *(() if has_kernels else (LOWER_ATTENTION,)),
@@ -103,7 +117,7 @@ def onnxruntime_table(
         MERGE_LINEARS,
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
-        *((attach_grids_pass(grids),) if grids is not None and quantization == "int4" else ()),
+        *attached,
         *forms[form],
         SHARE_COMMON,
         REMOVE_DEAD,

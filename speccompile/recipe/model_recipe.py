@@ -12,10 +12,11 @@ from typing import Any
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import read_dims, resolve_checkpoint
 from speccompile.checkpoints.folders import find_config
+from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.common.json_reader import read_json_object
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import GraphJob
+from speccompile.core.jobs import STORED, GraphJob
 from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import CheckpointError
@@ -84,6 +85,8 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
         target.setdefault("quantization", AUTO)
         # Calibrated int4 is farther from float32 than `auto` allows, and calibration takes most of a build.
         target.setdefault("calibration", NO_TEXTS)
+    elif has_weights and STORED in backend.quantizations and has_grids(folder):
+        target.setdefault("quantization", STORED)
     if "method" not in sections["speculator"]:
         chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=has_weights)
         sections["speculator"] = chosen | sections["speculator"]

@@ -22,7 +22,7 @@ from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.recipe.training import TrainingSection
 
-Quantization = Literal["none", "int8", "int4", "fp8", "auto"]
+Quantization = Literal["none", "int8", "int4", "fp8", "stored", "auto"]
 AUTO_TEXTS, NO_TEXTS = "auto", "none"  # values of target.calibration that are no file
 
 
@@ -47,7 +47,8 @@ class TargetSection(Section):
     )
     quantization: Quantization = Field(
         "none",
-        description="Form of the weights of linear layers; 'auto' keeps the fastest form that is close to float32.",
+        description="Form of the weights of linear layers: 'stored' keeps those of a quantised checkpoint as they are; "
+        "'auto' does so too, and keeps the fastest form that is close to float32 of any other.",
     )
     calibration: str = Field(
         AUTO_TEXTS,

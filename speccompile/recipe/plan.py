@@ -12,7 +12,7 @@ from speccompile.backends.base import Backend
 from speccompile.common.cores import num_usable_cores
 from speccompile.common.parameters import parameters
 from speccompile.core import registry
-from speccompile.core.jobs import AS_TARGET, DecoderOptions, GraphJob, TargetOutputs
+from speccompile.core.jobs import AS_TARGET, STORED, DecoderOptions, GraphJob, TargetOutputs
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, EngineSection, Recipe, backend_config
@@ -80,7 +80,8 @@ class BuildPlan:
         decoding: defaults of a request.
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
         vision: the target's vision tower as a graph job; None: its prompts have no images.
-        chooses_dtype: the recipe left the dtype open, and the backend has several: `bundling.graphs.choose_dtype`.
+        chooses_dtype: the recipe left the dtype open, and the backend has several: see `bundling.choices`.
+        open_drafts: names of drafts whose quantisation is `auto`: see `bundling.choices`.
     """
 
     target: GraphJob
@@ -94,6 +95,7 @@ class BuildPlan:
     calibration: str = AUTO_TEXTS
     vision: GraphJob | None = None
     chooses_dtype: bool = False
+    open_drafts: tuple[str, ...] = ()
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
@@ -163,7 +165,8 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
     on_device = backend.for_device(engine_plan.device)
-    drafts = tuple(_decided(job, recipe, on_device) for job in method.graph_jobs(config))
+    jobs = method.graph_jobs(config)
+    drafts = tuple(_decided(job, recipe, on_device) for job in jobs)
     _check_forms(on_device, recipe, drafts)
     _check_calibration(on_device, recipe)
     target = _target_job(recipe, method.target_outputs(config), engine_plan.logits)
@@ -183,6 +186,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         decoding=SamplingParams(**recipe.decoding.model_dump()),
         calibration=recipe.target.calibration,
         vision=_vision_job(recipe),
+        open_drafts=tuple(job.name for job in jobs if job.quantization == AUTO and job.model != AS_TARGET),
     )
 
 
@@ -225,6 +229,9 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
     forms += [("speculator.quantization", job.quantization, named) for job in drafts]
     if recipe.target.dtype != "auto":
         forms.append(("target.dtype", recipe.target.dtype, backend.dtypes))
+    if STORED in {form for _, form, _ in forms} and recipe.target.weights == "random":
+        todo = "Leave target.quantization out, or build from the checkpoint."
+        raise RecipeError("target.quantization", "stored with target.weights: random", "a checkpoint's weights", todo)
     for where, got, known in forms:
         if got not in known:
             expected = f"one of {', '.join(known)} with engine.backend: {backend.name}"

@@ -26,10 +26,10 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    quantizations: tuple[str, ...] = ("none", "int8", "int4", "auto")
+    quantizations: tuple[str, ...] = ("none", "int8", "int4", "stored", "auto")
     # Drafts change the time alone. Of six drafters with chains of a fixed length beside an int8 target, int4 ones had
     # 0.97 to 1.02 times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/cpu_kernels.md).
-    draft_quantizations: Mapping[str, str] = MappingProxyType({"int8": "int4", "int4": "int4", "auto": "int4"})
+    draft_quantizations: Mapping[str, str] = MappingProxyType(dict.fromkeys(("int8", "int4", "stored", "auto"), "int4"))
     calibrates: tuple[str, ...] = ("int4", "auto")
     graph_file = GRAPH_FILE
     graph_sources: tuple[str, ...] = (
@@ -70,15 +70,16 @@ class OnnxRuntimeBackend(Backend):
             model: neutral graph from the export; left unchanged.
             spec: inputs and outputs of the lowered graph.
             dest: folder to write to; made when missing.
-            quantization: none, int8, int4 or auto.
+            quantization: none, int8, int4, stored or auto.
             form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
-            options: of them `calibration` is read, for int4 targets; sizes and profiles are not used here.
+            options: of them `calibration` is read, for int4 targets, and `grids` for stored weights; sizes and profiles
+                are not used here.
             progress: called with the name of each pass.
 
         Returns:
             {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: {"kl", "top1"}},
             "kernels_in_sequences", "passes": [...], "op_histogram": {"before", "after"}}; with calibration also
-            "calibration" and "peak_rss_bytes".
+            "calibration" and "peak_rss_bytes", of stored weights "weights": see `StoredRows.record`.
 
         Raises:
             PassError, BuildError, RecipeError.
@@ -88,6 +89,7 @@ class OnnxRuntimeBackend(Backend):
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.expert_products import expert_products
         from speccompile.passes.pipelines import onnxruntime_table
+        from speccompile.passes.stored_rows import stored_rows
 
         forms = forms_of(quantization, form, has_experts=any(expert_products(model)))
         texts = None if options is None else options.calibration
@@ -98,8 +100,10 @@ class OnnxRuntimeBackend(Backend):
             path = dest / GRAPH_FILE
             best = compile_best(model, spec, path, forms, texts if is_calibrated else None, progress)
             return {**best, "kernels_in_sequences": write_sequences(path)}
-        table = onnxruntime_table(spec, forms[0].quantization, forms[0].kernel)
+        rows = stored_rows(quantization, options)
+        table = onnxruntime_table(spec, forms[0].quantization, forms[0].kernel, rows)
         report = lower_and_save(model, table, dest / GRAPH_FILE, progress)
+        report |= {} if rows is None else {"weights": rows.record()}
         chosen = {"form": forms[0].name, "quantization": forms[0].quantization}
         sequences = {"kernels_in_sequences": write_sequences(dest / GRAPH_FILE)}
         return {**chosen, "forms_measured": {}, "form_distances": {}, **sequences, **report}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
 
-_FORMS = {"none": "fp32", "int8": "blocks32", "int4": "blocks32"}  # those with CUDA kernels
+_FORMS = {"none": "fp32", "int8": "blocks32", "int4": "blocks32", "stored": "blocks"}  # those with CUDA kernels
 _NO_GPU = "no CUDA device: lowered on a machine without one, not run"
 _NO_PACKAGE = "no package cuda-python: lowered on a machine without it, not run"
 _NO_PROVIDER = "an onnxruntime without CUDA: lowered, not run"
@@ -40,7 +40,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     """Branch-free bodies, shapes kept on the device, CUDA graphs; see `OnnxRuntimeBackend`."""
 
     devices = ("cuda",)
-    quantizations = ("none", "int8", "int4")
+    quantizations = ("none", "int8", "int4", "stored")
     draft_quantizations: Mapping[str, str] = MappingProxyType({})  # not measured on a GPU
     calibrates = ()  # int4 weights are rounded: a large target would read its text on the CPU
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
@@ -68,13 +68,15 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         """
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
+        from speccompile.passes.stored_rows import stored_rows
 
         form = form or _FORMS.get(quantization, quantization)
         if form not in _FORMS.values():
             expected = f"one of {', '.join(sorted(set(_FORMS.values())))} with engine.device: cuda"
             raise RecipeError("quantization", f"{quantization}/{form}", expected, "Choose one of these.")
         # The packed experts' bodies have ops without CUDA kernels.
-        table = onnxruntime_table(spec, quantization, form, packs_experts=False)
+        rows = stored_rows(quantization, options)
+        table = onnxruntime_table(spec, quantization, form, rows, packs_experts=False)
         max_nodes = (options or CompileOptions(max_nodes=17)).max_nodes
         report = lower_and_save(
             model,
@@ -85,7 +87,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
             max_nodes=max_nodes,
             finish=ORT_CUDA_FINISH,
         )
-        return {"form": form, "forms_measured": {}, **report}
+        return {"form": form, "forms_measured": {}, **report, **({} if rows is None else {"weights": rows.record()})}
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
         """Refuses a graph with recurrent states and no cache, and a GPU that the installed ONNX Runtime does not use.

@@ -13,6 +13,7 @@ from speccompile.backends.memory import read_peak_rss
 from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.sequences import write_sequences
 from speccompile.backends.writing import lower_and_save
+from speccompile.core.jobs import STORED
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
 
@@ -29,7 +30,7 @@ class Form:
 
     Args:
         name: in records; with its quantisation where that is to be chosen too.
-        quantization: none, int8 or int4.
+        quantization: none, int8, int4 or stored.
         kernel: a key of `ORT_QUANTIZATION[quantization]`.
     """
 
@@ -47,7 +48,7 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
     """Returns the forms to try: those of a quantisation, or of all with `auto`; those of our kernels where they run.
 
     Args:
-        quantization: none, int8, int4 or auto.
+        quantization: none, int8, int4, stored or auto.
         kernel: the only one; None: all.
         has_experts: whether rows gather the weights of experts. Unquantised ones then need our kernels, where there
             are some: a prompt's rows would copy gigabytes.
@@ -56,6 +57,7 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
         return [
             Form(f"{q}/{form.kernel}", q, form.kernel)
             for q in ORT_QUANTIZATION
+            if q != STORED
             for form in forms_of(q, has_experts=has_experts)
         ]
     if kernel is not None:
@@ -63,7 +65,8 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
     # Without our kernels the packed form runs ONNX Runtime's, as the others do. With them it replaces the form of one
     # scale an activation row: it is as fast, and nearer to float32.
     has_kernels = kernel_library.find_library() is not None
-    left_out = {"rowq8", *(("fp32",) if has_experts else ())} if has_kernels else {PACKED}
+    # Stored weights are those of the checkpoint in either form.
+    left_out = {"rowq8", "blocks", *(("fp32",) if has_experts else ())} if has_kernels else {PACKED}
     known = ORT_QUANTIZATION.get(quantization, {quantization: ()})
     return [Form(k, quantization, k) for k in known if k not in left_out]
 

@@ -25,6 +25,7 @@ class ReferenceBackend(Backend):
     """The oracle: graphs are not lowered, and nothing is measured."""
 
     name = "reference"
+    quantizations = ("none", "stored")
     graph_file = GRAPH_FILE
     graph_sources = ("backends/reference/backend", "backends/writing")
     keeps_logits = True
@@ -42,7 +43,7 @@ class ReferenceBackend(Backend):
         options: CompileOptions | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """Attach the tail and write `dest/graph.onnx`.
+        """Attach the tail and write `dest/graph.onnx`; stored weights are the float32 numbers that they mean.
 
         Raises:
             RecipeError: a quantisation is requested: the oracle computes in float32 only.
@@ -51,10 +52,9 @@ class ReferenceBackend(Backend):
         from speccompile.passes.pipelines import reference_table
 
         del options
-        if quantization != "none":
-            raise RecipeError(
-                "target.quantization", quantization, "none with engine.backend: reference", "Choose another backend."
-            )
+        if quantization not in self.quantizations:
+            expected = f"{' or '.join(self.quantizations)} with engine.backend: reference"
+            raise RecipeError("target.quantization", quantization, expected, "Choose another backend.")
         report = lower_and_save(model, reference_table(spec), dest / GRAPH_FILE, progress)
         return {"form": "fp32", "forms_measured": {}, **report}
 

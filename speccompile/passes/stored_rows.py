@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a checkpoint's grids, found by their float32 numbers.
+
+An export permutes, joins and pads the outputs of linears and mixes no inputs: each output of a lowered linear is a row
+of a tensor of the checkpoint, bit for bit, and has that row's levels and scales.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.jobs import STORED, CompileOptions
+from speccompile.ops.grid import Array, Grid, GridKind, GridSource, common_kind
+
+ZEROS, UNKNOWN = -1, -2  # in the place of a tensor: an output of zeros; one that no grid has
+_MAX_GROWTH = 1.25  # of a common kind of several tensors: with more bytes their products stay apart
+_MAX_PIECES = 8  # products into which a linear is cut
+_MAX_NAMED = 8  # names in a record
+
+Found = NDArray[np.int64]  # [out, 2]: tensor and row of each output
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring outputs of a linear.
+
+    Args:
+        found: of each.
+        kind: of their grid; None: their numbers stay float32.
+    """
+
+    found: Found
+    kind: GridKind | None
+
+    @property
+    def num_out(self) -> int:
+        """The outputs."""
+        return len(self.found)
+
+
+@dataclass
+class StoredRows:
+    """The table. Rows are read again when they are asked for.
+
+    Args:
+        source: the checkpoint.
+        attached: kinds of the weights to which grids were attached, by the weights' name; None in the place of a kind:
+            float32.
+        unheld: tensors of few bits whose numbers no grid has.
+    """
+
+    source: GridSource
+    attached: dict[str, list[tuple[GridKind | None, int]]] = field(default_factory=dict)
+    unheld: list[str] = field(default_factory=list)
+    _keys: list[str] = field(default_factory=list)
+    _kinds: list[GridKind] = field(default_factory=list)
+    _rows: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in self.source.grid_keys:
+            if (grid := self.source.grid(key)) is None:
+                self.unheld.append(key)
+                continue
+            for row, digest in enumerate(_digests(grid.weight())):
+                self._rows.setdefault(digest, (len(self._keys), row))
+            self._keys.append(key)
+            self._kinds.append(grid.kind)
+
+    def find(self, weight: Array) -> Found:
+        """Returns where the outputs of a weight [out, in] float32 come from."""
+        zeros = next(_digests(np.zeros((1, weight.shape[1]), np.float32)))
+        unknown = (UNKNOWN, 0)
+        found = [(ZEROS, 0) if d == zeros else self._rows.get(d, unknown) for d in _digests(weight)]
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    def pieces(self, found: Found, num_in: int) -> list[Piece]:
+        """Returns the outputs of a linear as one piece where its grids have a kind in common, else as several."""
+        if (whole := self._joined(found, num_in)) is not None:
+            return [whole]
+        pieces: list[Piece] = []
+        for run in _runs(found):
+            last = self._joined(np.concatenate([pieces[-1].found, run]), num_in) if pieces else None
+            if last is not None:
+                pieces[-1] = last
+            else:
+                pieces.append(self._joined(run, num_in) or Piece(run, None))
+        if len(pieces) <= _MAX_PIECES:
+            return pieces
+        return [self._joined(found, num_in, max_growth=math.inf) or Piece(found, None)]
+
+    def _joined(self, found: Found, num_in: int, max_growth: float = _MAX_GROWTH) -> Piece | None:
+        """Returns outputs as one piece; None where they have no kind in common, or one that takes much more."""
+        tensors, counts = np.unique(found[:, 0], return_counts=True)
+        if (tensors == UNKNOWN).any():
+            return Piece(found, None) if (tensors < 0).all() else None
+        held = [(self._kinds[t], int(n)) for t, n in zip(tensors, counts, strict=True) if t >= 0]
+        if not held:
+            return Piece(found, None)
+        kind = common_kind([kind for kind, _ in held])
+        if kind is None:
+            return None
+        apart = sum(own.num_bytes(num, num_in) for own, num in held)
+        together = kind.num_bytes(sum(num for _, num in held), num_in)
+        return Piece(found, kind) if together <= max_growth * apart else None
+
+    def record(self) -> dict[str, Any]:
+        """Returns how many weights are held in which kind, and which are floats, JSON-ready."""
+        kinds: Counter[str] = Counter()
+        floats = {name: sum(size for kind, size in held if kind is None) for name, held in self.attached.items()}
+        for held in self.attached.values():
+            for kind, size in held:
+                if kind is not None:
+                    kinds[str(kind)] += size
+        floats = {name: size for name, size in floats.items() if size}
+        return {
+            "grids": dict(kinds.most_common()),
+            "floats": sum(floats.values()),
+            "float_names": list(floats)[:_MAX_NAMED],
+            "num_float": len(floats),
+            "unheld": self.unheld[:_MAX_NAMED],
+        }
+
+    def grid(self, piece: Piece) -> Grid:
+        """Reads the grid of a piece's outputs."""
+        kind, parts = piece.kind, dict[int, Grid]()
+        assert kind is not None
+        for tensor in np.unique(piece.found[:, 0]):
+            if tensor >= 0:
+                held = self.source.grid(self._keys[tensor])
+                assert held is not None
+                parts[int(tensor)] = held.take(piece.found[piece.found[:, 0] == tensor, 1]).to(kind)
+        first = next(iter(parts.values()))
+        whole = first.take(np.full(piece.num_out, -1))
+        for tensor, part in parts.items():
+            at = piece.found[:, 0] == tensor
+            whole.levels[at], whole.scales[at] = part.levels, part.scales
+            if whole.minimums is not None and part.minimums is not None:
+                whole.minimums[at] = part.minimums
+        return whole
+
+
+def stored_rows(quantization: str, options: CompileOptions | None) -> StoredRows | None:
+    """Returns the rows of the checkpoint that a graph is compiled from; None where its weights are not kept."""
+    if quantization != STORED or options is None or options.grids is None:
+        return None
+    return StoredRows(options.grids)
+
+
+def _digests(weight: Array) -> Iterator[bytes]:
+    """Yields a digest of each row of a matrix of float32."""
+    for row in np.ascontiguousarray(weight, np.float32):
+        yield hashlib.sha256(row).digest()
+
+
+def _runs(found: Found) -> list[Found]:
+    """Returns neighbouring outputs of the same tensor; zeros go with those before them."""
+    tensors = found[:, 0].copy()
+    for i in range(1, len(tensors)):
+        if tensors[i] == ZEROS:
+            tensors[i] = tensors[i - 1]
+    cuts = np.flatnonzero(np.diff(tensors)) + 1
+    return [np.asarray(run) for run in np.split(found, cuts)]
