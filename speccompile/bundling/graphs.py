@@ -243,12 +243,9 @@ def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | 
     """Returns what a user should know of a graph's weights; None: nothing."""
     quantization = graph.job.quantization
     if held := report.get("weights"):
-        if not held["num_float"]:
-            return None
-        names = ", ".join(held["float_names"]) + (", ..." if held["num_float"] > len(held["float_names"]) else "")
-        return (
-            f"{held['num_float']} linears have no quantised weights of this kind in the checkpoint: {names} stay floats"
-        )
+        names = ", ".join(held["float_names"]) + ", ..." * (held["num_float"] > len(held["float_names"]))
+        told = f"the checkpoint has no levels of {held['num_float']} linears, which stay floats: {names}"
+        return told if held["num_float"] else None
     if quantization in ("none", STORED) or plan.weights != "checkpoint" or not has_grids(graph.source.folder):
         return None
     row = report.get("form_distances", {}).get(report.get("form"), {})

@@ -14,7 +14,6 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.ops import packing
-from speccompile.ops.grid import Grid, GridKind
 from speccompile.ops.packed_linear import op_name
 from speccompile.passes.attach_grids import grid_of
 from speccompile.passes.base import Pass
@@ -73,17 +72,13 @@ def is_bfloat16(weight: np.ndarray) -> bool:
     return not (np.ascontiguousarray(weight).view(np.uint32) & 0xFFFF).any()
 
 
-def form_of(kind: GridKind) -> str | None:
-    """Returns the form that holds grids of a kind; None: the kernels do not compute it."""
-    if kind.has_minimums or kind.is_wide or kind.group != packing.GROUP:
-        return None
-    return "Int4" if kind.bits <= 4 else "Int8"
+@dataclass(frozen=True)
+class _Packed:
+    """The op's constants and what they say of it."""
 
-
-def pack_grid(grid: Grid, form: str) -> packing.Packed:
-    """Packs a grid of which `form_of` gives the form."""
-    levels = (grid.levels.astype(np.int16) - grid.zero).astype(np.int8).T
-    return packing.pack_levels(*packing.padded_levels(levels, grid.scales.T), form)
+    form: str
+    constants: list[ir.Value]
+    attributes: dict[str, int]
 
 
 class _Packer:
@@ -91,61 +86,64 @@ class _Packer:
 
     def __init__(self, model: ir.Model, weights: Weights) -> None:
         self.model, self.weights = model, weights
-        self.made: dict[tuple[str, bool, bool], tuple[str, list[ir.Value]]] = {}
+        self.made: dict[tuple[str, bool, bool], _Packed] = {}
 
-    def pack(self, linear: _Linear, edit: Editor) -> tuple[str, list[ir.Value]]:
-        """Returns the form and the constants: weights, and scales where the form has them."""
+    def pack(self, linear: _Linear, edit: Editor) -> _Packed:
+        """Returns the form and the constants: weights, and what else the form has."""
         gate = linear.gate
         key = (str(linear.weight.name), gate is not None, gate is not None and gate.is_second)
         if key not in self.made:
             self.made[key] = self._pack(linear, edit)
         return self.made[key]
 
-    def _pack(self, linear: _Linear, edit: Editor) -> tuple[str, list[ir.Value]]:
+    def _pack(self, linear: _Linear, edit: Editor) -> _Packed:
         tensor, gate = linear.weight.const_value, linear.gate
         assert tensor is not None
         num_in, num_out = sizes_of(tensor)
-        grid = grid_of(tensor)
-        form = None if grid is None else form_of(grid.kind)
-        form = form or INTEGER_FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
 
         def arranged(array: np.ndarray) -> np.ndarray:
             if gate is None:
                 return array
             return packing.interleave_gate(swapped_halves(array) if gate.is_second else array)
 
-        def packed() -> packing.Packed:
-            if (held := grid_of(tensor)) is None:
-                return packing.pack(arranged(tensor.numpy()), form)
+        def from_grid() -> tuple[str, packing.Packed] | None:
             # Outputs from 1, as a gate's halves are padded with 0.
-            rows = arranged(np.arange(1, num_out + 1)[None])[0] - 1
-            return pack_grid(held.take(rows), form)
+            columns = arranged(np.arange(1, num_out + 1)[None])[0] - 1
+            return None if (grid := grid_of(tensor)) is None else packing.pack_grid(grid.take(columns))
 
-        dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
+        if (held := from_grid()) is None:
+            form = INTEGER_FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
+            dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
+            rest = {"scales": packing.pack_scales(arranged(tensor.numpy()), form)} if packing.is_integer(form) else {}
+            attributes = dict[str, int]()
+        else:
+            form, first = held
+            dims, attributes = first.weights.shape, first.attributes
+            rest = {key: array for key, array in first.constants.items() if key != "weights"}
+
+        def weights() -> ir.TensorProtocol:
+            made = from_grid() or (form, packing.pack(arranged(tensor.numpy()), form))
+            return ir.tensor(made[1].weights)
+
         name = f"{linear.weight.name}.packed"
-        dtype = PACKED_DTYPES[form]
         # Lazy: a packed copy exists only while it is written out.
-        lazy = ir.LazyTensor(lambda: ir.tensor(packed().weights), dtype, ir.Shape(dims), name=name)
-        values = [edit.const(lazy, name)]
-        if packing.is_integer(form):
-            scales = packing.pack_scales(arranged(tensor.numpy()), form) if grid is None else packed().scales
-            assert scales is not None
-            values.append(edit.const(scales, f"{name}.scales"))
-        return form, values
+        values = [edit.const(ir.LazyTensor(weights, PACKED_DTYPES[form], ir.Shape(dims), name=name), name)]
+        values += [edit.const(array, f"{name}.{key}") for key, array in rest.items()]
+        return _Packed(form, values, attributes)
 
 
 # Element types of packed weights, by form.
 PACKED_DTYPES = {
-    "F32": ir.DataType.FLOAT,
-    "Bf16": ir.DataType.BFLOAT16,
-    "Int8": ir.DataType.UINT8,
-    "Int4": ir.DataType.UINT8,
+    form: ir.DataType[{"float32": "FLOAT"}.get(name, name.upper())] for form, name in packing.DTYPES.items()
 }
 
 
-def _is_packed(linear: _Linear, weights: Weights) -> bool:
-    grid = grid_of(linear.weight.const_value) if weights == "stored" else None
-    return grid is None or form_of(grid.kind) is not None
+def _is_computed(linear: _Linear) -> bool:
+    """Returns whether the kernels compute the grid of a linear, if it has one."""
+    grid = grid_of(linear.weight.const_value)
+    if grid is None or packing.has_minimums(packing.grid_form(grid)):
+        return True
+    return grid.scales.dtype == np.float16 and grid.group == packing.GROUP
 
 
 def pack_linears(model: ir.Model, weights: Weights) -> int:
@@ -154,23 +152,23 @@ def pack_linears(model: ir.Model, weights: Weights) -> int:
     Args:
         model: to be changed in place.
         weights: float: bfloat16 where every weight is one of its numbers, else float32; int8 or int4: quantised in
-            groups of 32; stored: as the grids that are attached, as far as the kernels compute them, others as float.
+            groups of 32; stored: as float. Grids that are attached are packed as they are, if the kernels compute them.
 
     Returns:
         The number of linears.
     """
-    linears, packer = [linear for linear in _linears(model) if _is_packed(linear, weights)], _Packer(model, weights)
+    linears, packer = [linear for linear in _linears(model) if _is_computed(linear)], _Packer(model, weights)
     for linear in linears:
         edit = Editor(model, linear.last)
-        form, constants = packer.pack(linear, edit)
+        packed = packer.pack(linear, edit)
         assert linear.weight.const_value is not None
         num_in, num_out = sizes_of(linear.weight.const_value)
-        attributes = {"num_in": num_in, "num_out": num_out}
+        attributes = {"num_in": num_in, "num_out": num_out, **packed.attributes}
         if linear.gate is not None:
             attributes["activation"] = linear.gate.activation
         bias = packed_bias(linear.bias, linear.gate, (num_out,), edit)
-        name = op_name(form, has_gate=linear.gate is not None)
-        out = edit.op(name, linear.node.inputs[0], *constants, bias, domain=OPS_DOMAIN, **attributes)
+        name = op_name(packed.form, has_gate=linear.gate is not None)
+        out = edit.op(name, linear.node.inputs[0], *packed.constants, bias, domain=OPS_DOMAIN, **attributes)
         out.shape, out.type = linear.last.outputs[0].shape, linear.last.outputs[0].type
         replace_tree(linear.last, out) if linear.last is not linear.node else replace(linear.node, out)
     for linear in linears:

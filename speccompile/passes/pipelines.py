@@ -54,7 +54,6 @@ ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
         PACKED: (pack_linears_pass("int8"), FUSE_NORM_LINEARS),
     },
     "int4": {"blocks32": (quantize_blocks_pass(4),), PACKED: (pack_linears_pass("int4"), FUSE_NORM_LINEARS)},
-    # What our kernels do not compute is left for blocks.
     STORED: {
         "blocks": (quantize_blocks_pass(None),),
         PACKED: (pack_linears_pass("stored"), quantize_blocks_pass(None), FUSE_NORM_LINEARS),

@@ -119,7 +119,7 @@ class StoredRows:
             for kind, size in held:
                 if kind is not None:
                     kinds[str(kind)] += size
-        floats = {name: size for name, size in floats.items() if size}
+        floats = {name.removesuffix(".transposed"): size for name, size in floats.items() if size}
         return {
             "grids": dict(kinds.most_common()),
             "floats": sum(floats.values()),
