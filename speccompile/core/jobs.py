@@ -187,10 +187,6 @@ class CompileOptions:
     calibration: tuple[tuple[int, ...], ...] | None = None
     grids: Any = field(default=None, compare=False)
 
-    def json_from_options(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
-        return json_from_options(self)
-
 
 @dataclass(frozen=True)
 class StepCosts:

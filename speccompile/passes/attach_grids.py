@@ -17,7 +17,7 @@ from speccompile.errors import PassError
 from speccompile.ops.grid import Grid
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
-from speccompile.passes.stored_rows import Piece, StoredRows
+from speccompile.passes.stored_rows import Part, StoredRows
 
 
 class GridTensor(ir.LazyTensor):
@@ -93,42 +93,42 @@ def attach_stored(model: ir.Model, rows: StoredRows) -> int:
         weight, name = value.const_value, str(value.name)
         assert weight is not None
         numbers = weight.numpy().T
-        pieces = rows.pieces(rows.find(numbers), numbers.shape[1])
-        rows.attached[name] = [(piece.kind, piece.num_out * numbers.shape[1]) for piece in pieces]
-        count += any(piece.kind is not None for piece in pieces)
-        if len(pieces) == 1 and not (pieces[0].kind and pieces[0].kind.order):
-            if pieces[0].kind is not None:
-                value.const_value = _tensor(weight, rows, pieces[0], 0, name)
+        parts = rows.parts(rows.find(numbers), numbers.shape[1])
+        rows.attached[name] = [(part.kind, part.num_out * numbers.shape[1]) for part in parts]
+        count += any(part.kind is not None for part in parts)
+        if len(parts) == 1 and not (parts[0].kind and parts[0].kind.order):
+            if parts[0].kind is not None:
+                value.const_value = _tensor(weight, rows, parts[0], 0, name)
             continue
-        edit, start, parts = Editor(model), 0, list[tuple[ir.Value, bytes]]()
-        for index, piece in enumerate(pieces):
-            tensor = _tensor(weight, rows, piece, start, f"{name}.{index}")
-            parts.append((edit.const(tensor, str(tensor.name)), piece.kind.order if piece.kind else b""))
-            start += piece.num_out
+        edit, start, values = Editor(model), 0, list[tuple[ir.Value, bytes]]()
+        for index, part in enumerate(parts):
+            tensor = _tensor(weight, rows, part, start, f"{name}.{index}")
+            values.append((edit.const(tensor, str(tensor.name)), part.kind.order if part.kind else b""))
+            start += part.num_out
         for node in nodes:
-            _replace(model, node, parts)
+            _replace(model, node, values)
         del model.graph.initializers[name]
     return count
 
 
-def _tensor(weight: ir.TensorProtocol, rows: StoredRows, piece: Piece, start: int, name: str) -> ir.LazyTensor:
+def _tensor(weight: ir.TensorProtocol, rows: StoredRows, part: Part, start: int, name: str) -> ir.LazyTensor:
     """Returns the part of a weight from an output on: a grid, its inputs in its own order, or float32."""
-    shape = (sizes_of(weight)[0], piece.num_out)
-    if piece.kind is not None:
-        return GridTensor(lambda: replaced(rows.grid(piece), order=None), shape, name)
+    shape = (sizes_of(weight)[0], part.num_out)
+    if part.kind is not None:
+        return GridTensor(lambda: replaced(rows.grid(part), order=None), shape, name)
 
     def columns() -> ir.TensorProtocol:
-        return ir.tensor(weight.numpy()[:, start : start + piece.num_out].copy())
+        return ir.tensor(weight.numpy()[:, start : start + part.num_out].copy())
 
     return ir.LazyTensor(columns, weight.dtype, ir.Shape(shape), name=name)
 
 
-def _replace(model: ir.Model, node: ir.Node, parts: list[tuple[ir.Value, bytes]]) -> None:
+def _replace(model: ir.Model, node: ir.Node, values: list[tuple[ir.Value, bytes]]) -> None:
     """Replaces a product by those with parts of its weights, each with the order of its inputs; empty: as they are."""
     edit, source, products = Editor(model, node), node.inputs[0], []
     out = node.outputs[0]
     assert source is not None
-    for value, order in parts:
+    for value, order in values:
         inputs = source
         if order:
             inputs = edit.op(

@@ -22,14 +22,14 @@ from speccompile.ops.grid import Array, Grid, GridKind, GridSource, common_kind
 
 ZEROS, UNKNOWN = -1, -2  # in the place of a tensor: an output of zeros; one that no grid has
 _MAX_GROWTH = 1.25  # of a common kind of several tensors: with more bytes their products stay apart
-_MAX_PIECES = 8  # products into which a linear is cut
+_MAX_PARTS = 8  # products into which a linear is cut
 _MAX_NAMED = 8  # names in a record
 
 Found = NDArray[np.int64]  # [out, 2]: tensor and row of each output
 
 
 @dataclass(frozen=True)
-class Piece:
+class Part:
     """Neighbouring outputs of a linear.
 
     Args:
@@ -81,35 +81,35 @@ class StoredRows:
         found = [(ZEROS, 0) if d == zeros else self._rows.get(d, unknown) for d in _digests(weight)]
         return np.array(found, np.int64).reshape(-1, 2)
 
-    def pieces(self, found: Found, num_in: int) -> list[Piece]:
-        """Returns the outputs of a linear as one piece where its grids have a kind in common, else as several."""
+    def parts(self, found: Found, num_in: int) -> list[Part]:
+        """Returns the outputs of a linear as one part where its grids have a kind in common, else as several."""
         if (whole := self._joined(found, num_in)) is not None:
             return [whole]
-        pieces: list[Piece] = []
+        parts: list[Part] = []
         for run in _runs(found):
-            last = self._joined(np.concatenate([pieces[-1].found, run]), num_in) if pieces else None
+            last = self._joined(np.concatenate([parts[-1].found, run]), num_in) if parts else None
             if last is not None:
-                pieces[-1] = last
+                parts[-1] = last
             else:
-                pieces.append(self._joined(run, num_in) or Piece(run, None))
-        if len(pieces) <= _MAX_PIECES:
-            return pieces
-        return [self._joined(found, num_in, max_growth=math.inf) or Piece(found, None)]
+                parts.append(self._joined(run, num_in) or Part(run, None))
+        if len(parts) <= _MAX_PARTS:
+            return parts
+        return [self._joined(found, num_in, max_growth=math.inf) or Part(found, None)]
 
-    def _joined(self, found: Found, num_in: int, max_growth: float = _MAX_GROWTH) -> Piece | None:
-        """Returns outputs as one piece; None where they have no kind in common, or one that takes much more."""
+    def _joined(self, found: Found, num_in: int, max_growth: float = _MAX_GROWTH) -> Part | None:
+        """Returns outputs as one part; None where they have no kind in common, or one that takes much more."""
         tensors, counts = np.unique(found[:, 0], return_counts=True)
         if (tensors == UNKNOWN).any():
-            return Piece(found, None) if (tensors < 0).all() else None
+            return Part(found, None) if (tensors < 0).all() else None
         held = [(self._kinds[t], int(n)) for t, n in zip(tensors, counts, strict=True) if t >= 0]
         if not held:
-            return Piece(found, None)
+            return Part(found, None)
         kind = common_kind([kind for kind, _ in held])
         if kind is None:
             return None
         apart = sum(own.num_bytes(num, num_in) for own, num in held)
         together = kind.num_bytes(sum(num for _, num in held), num_in)
-        return Piece(found, kind) if together <= max_growth * apart else None
+        return Part(found, kind) if together <= max_growth * apart else None
 
     def record(self) -> dict[str, Any]:
         """Returns how many weights are held in which kind, and which are floats, JSON-ready."""
@@ -128,22 +128,22 @@ class StoredRows:
             "unheld": self.unheld[:_MAX_NAMED],
         }
 
-    def grid(self, piece: Piece) -> Grid:
-        """Reads the grid of a piece's outputs."""
-        kind, parts = piece.kind, dict[int, Grid]()
+    def grid(self, part: Part) -> Grid:
+        """Reads the grid of a part's outputs."""
+        kind, grids = part.kind, dict[int, Grid]()
         assert kind is not None
-        for tensor in np.unique(piece.found[:, 0]):
+        for tensor in np.unique(part.found[:, 0]):
             if tensor >= 0:
                 held = self.source.grid(self._keys[tensor])
                 assert held is not None
-                parts[int(tensor)] = held.take(piece.found[piece.found[:, 0] == tensor, 1]).to(kind)
-        first = next(iter(parts.values()))
-        whole = first.take(np.full(piece.num_out, -1))
-        for tensor, part in parts.items():
-            at = piece.found[:, 0] == tensor
-            whole.levels[at], whole.scales[at] = part.levels, part.scales
-            if whole.minimums is not None and part.minimums is not None:
-                whole.minimums[at] = part.minimums
+                grids[int(tensor)] = held.take(part.found[part.found[:, 0] == tensor, 1]).to(kind)
+        first = next(iter(grids.values()))
+        whole = first.take(np.full(part.num_out, -1))
+        for tensor, held in grids.items():
+            at = part.found[:, 0] == tensor
+            whole.levels[at], whole.scales[at] = held.levels, held.scales
+            if whole.minimums is not None and held.minimums is not None:
+                whole.minimums[at] = held.minimums
         return whole
 
 

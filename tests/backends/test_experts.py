@@ -17,6 +17,7 @@ from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.engine import load_engine
 from speccompile.core import specs
 from speccompile.core.dims import ModelDims
+from speccompile.core.jobs import STORED
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.passes.pipelines import ORT_QUANTIZATION
 from speccompile.recipe.predict import predict
@@ -37,10 +38,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 48, **_ROUTED},
 }
 CONFIGS = {name: {**FAMILIES["llama2"], **_SIZES, "model_type": name, **own} for name, own in _OWN.items()}
-FORMS = [(q, form) for q, forms in ORT_QUANTIZATION.items() for form in forms]
+QUANTIZATIONS = {q: forms for q, forms in ORT_QUANTIZATION.items() if q != STORED}
+FORMS = [(q, form) for q, forms in QUANTIZATIONS.items() for form in forms]
 # All forms of one family; of the others those of our kernels, and the float32 that others are measured against.
 CASES = [("mixtral", *form) for form in FORMS]
-CASES += [(name, q, "packed") for name in ("qwen3_moe", "olmoe") for q in ORT_QUANTIZATION]
+CASES += [(name, q, "packed") for name in ("qwen3_moe", "olmoe") for q in QUANTIZATIONS]
 CASES += [("qwen3_moe", "none", "fp32"), ("qwen2_moe", "int8", "packed")]
 
 

@@ -142,7 +142,7 @@ def test_an_unknown_key_names_its_line_and_the_nearest_known_one(
         ("max_seq_len: 512", "max_seq_len: yes", 11, "True", "integer"),
         ("max_seq_len: 512", "threads: many", 11, "'many'", "integer or 'auto'"),
         ("max_seq_len: 512", "threads: 0", 11, "0", "greater than or equal to 1 or 'auto'"),
-        ("quantization: int8", "quantization: int7", 3, "'int7'", "'none', 'int8', 'int4', 'fp8' or 'auto'"),
+        ("quantization: int8", "quantization: int7", 3, "'int7'", "'none', 'int8', 'int4', 'fp8', 'stored' or 'auto'"),
         ("model: models/big", "model: 3", 2, "3", "string"),
         ("num_draft_tokens: 4", "num_draft_tokens: 4.5", 8, "4.5", "integer or 'auto'"),
         ("num_draft_tokens: 4", "widths: [1, two]", 8, "'two'", "integer"),
