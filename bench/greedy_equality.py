@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import speccompile
 from bench.methods import retune
 from speccompile.certificate.checkpoint import Reference, open_reference
-from speccompile.checkpoints.checkpoint import resolve_checkpoint
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.bundle import Bundle, read_bundle
 

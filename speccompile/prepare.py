@@ -22,7 +22,9 @@ from speccompile.bundling.stage_cache import BUNDLES, StageCache
 from speccompile.bundling.stages import Progress
 from speccompile.bundling.staging import disk_faults
 from speccompile.bundling.tokenizers import TOKENIZER_FILES
-from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
+from speccompile.checkpoints.folders import HUB_GGUF
+from speccompile.checkpoints.gguf.folder import gguf_files
+from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.core import registry
 from speccompile.errors import BundleError, RecipeError
@@ -57,16 +59,16 @@ class Prepared:
 
 
 def is_model(source: str) -> bool:
-    """Returns whether a name is a checkpoint: a folder with a config and without a manifest, or an id of the hub.
+    """Returns whether a name is a checkpoint: a folder of one, a GGUF file, or an id of the hub, with a file or not.
 
     What may be an id is a path where its first part is a folder here.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return (path / "config.json").is_file() and not (path / MANIFEST).exists()
+        return not (path / MANIFEST).exists() and ((path / "config.json").is_file() or bool(gguf_files(path)))
     if path.exists() or path.suffix in RECIPES:
-        return find_gguf(path) is not None  # refused with what to do
-    return is_hub_id(source)
+        return is_gguf(path)
+    return is_hub_id(source) or HUB_GGUF.fullmatch(source) is not None
 
 
 def is_recipe(source: str) -> bool:
@@ -83,7 +85,7 @@ def check_source(source: str) -> None:
     path = Path(source).expanduser()
     if (path / MANIFEST).is_file():
         return
-    expected = "a bundle's folder, a checkpoint's folder, a recipe (.yaml), or an id of the hub (OWNER/NAME)"
+    expected = "a bundle's or a checkpoint's folder, a GGUF file, a recipe (.yaml), or an id of the hub (OWNER/NAME)"
     if not path.is_dir():
         todo = "Check the path; a bundle is built with: speccompile build MODEL -o DIR."
         raise BundleError(source, "a file" if path.exists() else "no such file or folder", expected, todo)
@@ -92,9 +94,7 @@ def check_source(source: str) -> None:
 
 
 def _todo_for_folder(path: Path, files: Sequence[str]) -> str:
-    """Returns which folders in a folder have one of these files, or what to do with a GGUF file in it."""
-    if gguf := find_gguf(path):
-        return todo_for_gguf(gguf)
+    """Returns which folders in a folder have one of these files."""
     inside = sorted(str(path / found.parent.name) for name in files for found in path.glob(f"*/{name}"))
     return f"Did you mean {' or '.join(inside[:_MAX_NAMED])}?" if inside else "Check the path."
 
@@ -127,7 +127,8 @@ def _error_from_folder(source: str, folder: Path) -> RecipeError:
     got, todo = "a folder without config.json", _todo_for_folder(folder, ("config.json",))
     if (folder / MANIFEST).is_file():
         got, todo = "a bundle", f"It is built already; to build it again: speccompile build {folder / RECIPE}."
-    return RecipeError(source, got, "a recipe (.yaml), a checkpoint's folder, or an id of the hub (OWNER/NAME)", todo)
+    expected = "a recipe (.yaml), a checkpoint's folder, a GGUF file, or an id of the hub (OWNER/NAME)"
+    return RecipeError(source, got, expected, todo)
 
 
 def prepare(source: str, options: ModelOptions | None = None, progress: Progress = lambda stage: None) -> Prepared:
@@ -152,7 +153,7 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
     plan = plan_from_source(source, options or ModelOptions())
     entry = cache_root() / BUNDLES / key_of(plan)
     path = Path(source)
-    name = (path.stem if path.suffix in RECIPES else path.resolve().name) if path.exists() else source
+    name = (path.resolve().name if path.is_dir() else path.stem) if path.exists() else source
     found = Prepared(entry, name, is_kept=True)
     if _is_whole(entry):
         return found

@@ -15,6 +15,7 @@ from speccompile.bundling.staging import disk_faults, remove_leftovers
 _DIGEST = re.compile(r"(.*-)?[0-9a-f]{8,64}")
 # Single files by kind: measurements of a machine, and kernels compiled for a GPU or a CPU with results of self-tests.
 _FILES = {"tuning": (".json",), "kernels": (".ptx", ".cubin", ".so", ".json"), "tensorrt": (".timings", ".kernels")}
+GGUF = "gguf"  # folders of checkpoints that are links to GGUF files
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def _find(root: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(root.glob("*/*")):
         kind = path.parent.name
         is_file = path.suffix in _FILES.get(kind, ()) and path.is_file() and _DIGEST.fullmatch(path.stem)
-        if is_file or is_stage_entry(path):
+        is_folder = kind == GGUF and path.is_dir() and _DIGEST.fullmatch(path.name)
+        if is_file or is_folder or is_stage_entry(path):
             yield kind, path
     for path in sorted(root.glob("training/*/*")):
         if path.is_dir() and _DIGEST.fullmatch(path.name):

@@ -129,7 +129,12 @@ def check_same_tokenizer(
 def copy_tokenizer(source: Path, dest: Path) -> str | None:
     """Copy the tokenizer's existing files into the folder `dest`; returns tokenizer.json's path in the bundle."""
     dest.mkdir()
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, dest / name)
-    return f"{dest.name}/{TOKENIZER}" if (dest / TOKENIZER).exists() else None
+    return f"{dest.name}/{TOKENIZER}" if TOKENIZER in copy_tokenizer_files(source, dest) else None
+
+
+def copy_tokenizer_files(source: Path, dest: Path) -> list[str]:
+    """Copies the files that a tokenizer has; returns their names."""
+    found = [name for name in TOKENIZER_FILES if (source / name).exists()]
+    for name in found:
+        shutil.copyfile(source / name, dest / name)
+    return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.extras import install_command
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.bundle import Bundle
@@ -34,6 +35,8 @@ def find_checkpoint(bundle: Bundle, folder: Path | None = None) -> tuple[Path | 
     if bundle.manifest["recipe"]["target"].get("num_layers") is not None:
         return None, "the target has fewer layers than its checkpoint (target.num_layers)"
     found = folder or (Path(target.model) if target.model else None)
+    if found is not None and found.exists():
+        found = resolve_checkpoint(str(found))  # of a GGUF file: the folder that is made of it
     if found is None or not (found / "config.json").is_file():
         return None, f"the checkpoint {target.model} is not at hand; name its folder with --checkpoint"
     return found, ""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from speccompile.certificate.prompts import TEXTS
-from speccompile.checkpoints.checkpoint import resolve_checkpoint
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.registry import find_class, load_formats
 from speccompile.doctor.doctor import find_target, findings_from_case, open_known

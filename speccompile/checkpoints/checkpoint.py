@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from speccompile.checkpoints.config_values import check_heads, check_values
 from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
-from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
+from speccompile.checkpoints.gguf.folder import gguf_weights
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config
 from speccompile.checkpoints.mamba_sizes import with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
@@ -21,7 +20,6 @@ from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
 from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
-from speccompile.common.waiting import download_bar
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
 
@@ -35,11 +33,10 @@ _NAMES = {
 }
 
 MAX_SIZE = 2**31 - 1
+_MAX_NAME_BYTES = 255
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MODELOPT = "hf_quant_config.json"  # says of ModelOpt's weights what a `quantization_config` would
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "consolidated.00.pth")
-HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
-_MAX_SHOWN = 255  # also of a file's name, in bytes
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "backbone.embeddings.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.(.+)$")
 _EVERY_LAYER = re.compile(
@@ -48,54 +45,6 @@ _EVERY_LAYER = re.compile(
 # ModernBERT's embeddings are normalised already; A.X K1's first layer is dense.
 _TIED = "shared_transformer."  # of Zamba 2: a block of several layers, stored with the first of them
 _NOT_IN_THE_FIRST = ("attn_norm.weight", "post_mlp_layernorm.weight")
-HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "chat_template*", "*.model", "LICENSE*", "README.md")
-
-
-def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
-    """Returns the folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
-
-    Args:
-        model: folder or hub id.
-        patterns: files of a hub checkpoint to download.
-
-    Raises:
-        CheckpointError: neither a folder nor a hub id, or the download failed.
-    """
-    folder = Path(os.path.expanduser(model))
-    if os.path.isdir(folder):
-        return folder
-    is_there = os.path.exists(folder)
-    if is_there or folder.is_absolute() or model.startswith(".") or not HUB_ID.fullmatch(model):
-        got = ("a GGUF file" if find_gguf(folder) else "a file") if is_there else "no such folder"
-        raise CheckpointError(shown_path(model), got, "a checkpoint folder or a hub id like owner/name", hint(model))
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns), tqdm_class=download_bar(model)))
-    except (OSError, ValueError) as fault:  # the hub's errors derive from these
-        raise CheckpointError(
-            model,
-            f"no local folder of that name, and the hub said: {str(fault).strip().splitlines()[0]}",
-            "a folder or a hub id that can be downloaded",
-            "Check the name, the network and your access to a gated model, or give a local folder.",
-        ) from fault
-
-
-def hint(model: str) -> str:
-    """Returns the advice for a model that is no folder and no hub id."""
-    if (gguf := find_gguf(Path(os.path.expanduser(model)))) is not None:
-        return todo_for_gguf(gguf)
-    if os.path.isfile(os.path.expanduser(model)):
-        return "Give the folder that contains the file."
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}", model):
-        return f"A hub id has an owner before the name: find the one of {model!r}, e.g. OWNER/{model}."
-    return "Check the path; a hub id has an owner and a name, as in owner/name."
-
-
-def shown_path(model: str) -> str:
-    """Returns a path or hub id as it is shown in an error: without control characters, and cut where it is long."""
-    is_plain = model.isprintable() and len(model) <= _MAX_SHOWN
-    return model if model and is_plain else shown(model)
 
 
 def read_config(source: Path) -> dict[str, Any]:
@@ -106,9 +55,8 @@ def read_config(source: Path) -> dict[str, Any]:
     """
     path = source / "config.json"
     if not path.exists():
-        expected, gguf = "the config of a transformers checkpoint", find_gguf(source)
-        got = f"no such file, but {gguf.name}" if gguf else "no such file"
-        raise CheckpointError(str(path), got, expected, todo_for_gguf(gguf) if gguf else "Check the folder's path.")
+        expected = "the config of a transformers checkpoint"
+        raise CheckpointError(str(path), "no such file", expected, "Check the folder's path.")
     config = read_json_object(path, CheckpointError, "Download the file again.")
     if not config.get("quantization_config") and (source / _MODELOPT).is_file():
         held = read_json_object(source / _MODELOPT, CheckpointError, "Download the file again.").get("quantization")
@@ -260,18 +208,17 @@ def list_raw(source: Path) -> dict[str, TensorHeader]:
     if (source / _SINGLE).is_file():
         return read_header(source / _SINGLE)
     if not (source / _INDEX).is_file():
+        if (weights := gguf_weights(source)) is not None:
+            return {key: weight.header for key, weight in weights.items()}
         pickled = next((n for n in _PICKLED if (source / n).exists()), None)
-        gguf = find_gguf(source)
         todo = "Only safetensors are read, as unpickling runs code: convert with transformers' save_pretrained."
         if len(parts := sorted(source.glob("*.safetensors"))) > 0:
             got, expected = f"{len(parts)} files like {parts[0].name} without an index", f"{_SINGLE} or {_INDEX}"
             todo = f"Download {_INDEX} too, or write the weights anew with transformers' save_pretrained."
             raise CheckpointError(str(source), got, expected, todo)
         if pickled is None:
-            todo = todo_for_gguf(gguf) if gguf else "Check the path, or build with random weights."
-        raise CheckpointError(
-            str(source), pickled or (gguf.name if gguf else "no weights"), f"{_SINGLE} or {_INDEX}", todo
-        )
+            todo = "Check the path, or build with random weights."
+        raise CheckpointError(str(source), pickled or "no weights", f"{_SINGLE}, {_INDEX} or a GGUF file", todo)
     tensors: dict[str, TensorHeader] = {}
     by_shard: dict[str, list[str]] = defaultdict(list)
     for key, shard in read_index(source / _INDEX).items():
@@ -321,7 +268,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 def _is_file_name(value: Any) -> bool:
     is_name = isinstance(value, str) and "\0" not in value and Path(value).name == value
-    return is_name and len(value.encode()) <= _MAX_SHOWN
+    return is_name and len(value.encode()) <= _MAX_NAME_BYTES
 
 
 def count_params(source: Path) -> int:

@@ -4,12 +4,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from speccompile.checkpoints.checkpoint import HUB_FILES, resolve_checkpoint
+from speccompile.checkpoints.gguf.folder import find_gguf, folder_from_gguf, is_made, several
+from speccompile.checkpoints.gguf.header import is_gguf, split_names
+from speccompile.common.json_reader import shown
+from speccompile.common.waiting import download_bar
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import CheckpointError
+
+HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+HUB_GGUF = re.compile(rf"({HUB_ID.pattern})/([\w./-]+\.gguf)", re.IGNORECASE)
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "chat_template*", "*.model", "LICENSE*", "README.md")
+_MAX_SHOWN = 255  # also of a file's name, in bytes
 
 _SMALL_FILES = (
     "config.json",
@@ -18,6 +28,103 @@ _SMALL_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+
+
+def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
+    """Returns the folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
+
+    Args:
+        model: folder, GGUF file, hub id, or a hub id and a GGUF file in it. Of a folder or repository whose weights
+            are in one GGUF file, that file is taken.
+        patterns: files of a hub checkpoint to download.
+
+    Raises:
+        CheckpointError: none of these, the download failed, several GGUF files, or one that is not understood.
+    """
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
+        return _with_gguf(path)
+    is_there = os.path.exists(path)
+    if is_there and is_gguf(path):
+        return folder_from_gguf(path)
+    is_path = is_there or path.is_absolute() or model.startswith(".")
+    if not is_path and (match := HUB_GGUF.fullmatch(model)):
+        names = [str(PurePosixPath(match[2]).with_name(name)) for name in split_names(PurePosixPath(match[2]).name)]
+        return folder_from_gguf(_download(match[1], names) / match[2])
+    if is_path or not HUB_ID.fullmatch(model) or path.suffix.lower() == ".gguf":
+        got = "a file" if is_there else "no such file" if is_gguf(path) else "no such folder"
+        expected = "a checkpoint folder, a GGUF file or a hub id like owner/name"
+        raise CheckpointError(shown_path(model), got, expected, hint(model))
+    folder = _download(model, patterns)
+    if "*.safetensors" not in patterns and (folder / "config.json").is_file():
+        return folder
+    return _with_gguf(folder, model)
+
+
+def names_gguf(model: str) -> bool:
+    """Returns whether a name is that of a GGUF file, here or on the hub, or of a folder with one as its model."""
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
+        return not is_made(path) and find_gguf(path) is not None
+    return is_gguf(path) or HUB_GGUF.fullmatch(model) is not None
+
+
+def _with_gguf(folder: Path, hub_id: str = "") -> Path:
+    """Returns a folder, or the one that is made of the GGUF file in it where there are no other weights."""
+    if is_made(folder):
+        return folder
+    file = find_gguf(folder)
+    if (
+        file is None
+        and hub_id
+        and not any(f.suffix in (".safetensors", ".bin", ".pt", ".pth") for f in folder.iterdir())
+    ):
+        file = _download_gguf(hub_id)
+    return folder if file is None else folder_from_gguf(file)
+
+
+def _download_gguf(hub_id: str) -> Path | None:
+    """Returns the GGUF file of a repository; None where it has none, or cannot be asked."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        held = [PurePosixPath(f.filename) for f in snapshot_download(hub_id, allow_patterns=["*.gguf"], dry_run=True)]
+    except (OSError, ValueError):  # the hub's errors derive from these
+        return None
+    models = [file for file in held if not file.name.startswith("mmproj")]
+    firsts = [str(file) for file in models if split_names(file.name)[0] == file.name]
+    if len(firsts) > 1:
+        raise several(hub_id, firsts)
+    return _download(hub_id, [str(file) for file in models]) / firsts[0] if firsts else None
+
+
+def _download(hub_id: str, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), tqdm_class=download_bar(hub_id)))
+    except (OSError, ValueError) as fault:  # the hub's errors derive from these
+        raise CheckpointError(
+            hub_id,
+            f"no local folder of that name, and the hub said: {str(fault).strip().splitlines()[0]}",
+            "a folder or a hub id that can be downloaded",
+            "Check the name, the network and your access to a gated model, or give a local folder.",
+        ) from fault
+
+
+def hint(model: str) -> str:
+    """Returns the advice for a model that is no folder, no GGUF file and no hub id."""
+    if os.path.isfile(os.path.expanduser(model)):
+        return "Give the folder that contains the file."
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}", model) and not is_gguf(Path(model)):
+        return f"A hub id has an owner before the name: find the one of {model!r}, e.g. OWNER/{model}."
+    return "Check the path; a hub id has an owner and a name, as in owner/name."
+
+
+def shown_path(model: str) -> str:
+    """Returns a path or hub id as it is shown in an error: without control characters, and cut where it is long."""
+    is_plain = model.isprintable() and len(model) <= _MAX_SHOWN
+    return model if model and is_plain else shown(model)
 
 
 def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES) -> Path:
@@ -40,8 +147,8 @@ def find_config(job: GraphJob) -> Path:
     Raises:
         CheckpointError: neither a folder, nor a config beside the recipe, nor a hub id that can be reached.
     """
-    if Path(job.model).is_dir():
-        return Path(job.model)
+    if os.path.exists(job.model) or HUB_GGUF.fullmatch(job.model):
+        return resolve_checkpoint(job.model)
     if job.config is not None:
         return Path(job.config)
     from huggingface_hub import snapshot_download

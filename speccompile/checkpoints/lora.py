@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.checkpoints.checkpoint import HUB_ID, resolve_checkpoint
-from speccompile.checkpoints.folders import digests_from_checkpoint
+from speccompile.checkpoints.folders import HUB_ID, digests_from_checkpoint, resolve_checkpoint
 from speccompile.checkpoints.packed_weights import numbers
 from speccompile.checkpoints.safetensors import read_header
 from speccompile.checkpoints.tensor_files import TensorFiles

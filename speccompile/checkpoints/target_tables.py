@@ -21,7 +21,7 @@ from speccompile.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 RANDOM_SEED = 1
 EMBEDDINGS, LM_HEAD = "embeddings", "LM head"
 _HEADS = ("lm_head.weight", "embed_out.weight")

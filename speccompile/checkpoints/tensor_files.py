@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.checkpoints.checkpoint import list_stored, read_config, read_index, scheme_of
-from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
+from speccompile.checkpoints.gguf.folder import gguf_weights, weight_files
+from speccompile.checkpoints.gguf.tensors import GgufWeight
 from speccompile.checkpoints.integer_weights import IntegerWeight
 from speccompile.checkpoints.packed_schemes import Scheme, has_integers
 from speccompile.checkpoints.packed_weights import PackedWeight, numbers, plain_headers
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 # The files of a speculator that a build reads; all of them are in the digests.
-SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.pt", "*.bin", "*.pth")
+SPECULATOR_FILES = ("config.json", "*.index.json", "*.safetensors", "*.gguf", "*.pt", "*.bin", "*.pth")
 # Of torch's weights-only reader, which takes a pickle's operations as they come.
 _PICKLE_FAULTS = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError,
                   MemoryError, ArithmeticError, struct.error)  # fmt: skip
@@ -117,6 +118,27 @@ class TensorFiles:
         return plain.view(torch.bfloat16) if self.headers[key].dtype == "BF16" else plain
 
 
+class GgufFiles(TensorFiles):
+    """The tensors of a GGUF file."""
+
+    def __init__(self, weights: Mapping[str, GgufWeight]) -> None:
+        super().__init__({key: weight.header for key, weight in weights.items()}, {})
+        self._weights = weights
+
+    def array(self, key: str) -> np.ndarray:
+        """See `TensorFiles`."""
+        return self._weights[key].array()
+
+    @property
+    def grid_keys(self) -> tuple[str, ...]:
+        """See `TensorFiles`."""
+        return tuple(key for key, weight in self._weights.items() if weight.has_grid)
+
+    def grid(self, key: str) -> Grid | None:
+        """See `TensorFiles`."""
+        return self._weights[key].grid()
+
+
 def _array_from_tensor(tensor: Any) -> np.ndarray:
     import torch
 
@@ -152,9 +174,10 @@ def open_files(folder: Path) -> TensorFiles:
         paths = sorted(folder.glob("*.safetensors"))
     pickles = [] if paths else sorted(p for p in folder.iterdir() if _is_pickle(p))
     if not paths and not pickles:
-        gguf = find_gguf(folder)
-        todo = todo_for_gguf(gguf) if gguf else "Check the path; a download may have left the weights out."
-        raise CheckpointError(str(folder), gguf.name if gguf else "no weights", "*.safetensors, *.pt or *.bin", todo)
+        if (weights := gguf_weights(folder)) is not None:
+            return GgufFiles(weights)
+        todo = "Check the path; a download may have left the weights out."
+        raise CheckpointError(str(folder), "no weights", "*.safetensors, *.gguf, *.pt or *.bin", todo)
     headers: dict[str, TensorHeader] = {}
     files: dict[str, Path] = {}
     tensors: dict[str, Any] = {}
@@ -177,7 +200,7 @@ def has_grids(folder: Path) -> bool:
 
     Where it has its config alone, as when sizes are predicted, that decides.
     """
-    if any(folder.glob("*.safetensors")):
+    if weight_files(folder):
         return bool(open_files(folder).grid_keys)
     return has_integers(read_config(folder))
 

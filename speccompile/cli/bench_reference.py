@@ -97,11 +97,11 @@ def find_reference(
 
 def _facts(job: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all that the texts depend on."""
-    from speccompile.checkpoints.folders import digests_from_checkpoint
+    from speccompile.checkpoints.folders import digests_from_checkpoint, resolve_checkpoint
     from speccompile.checkpoints.lora import digests_from_lora, find_lora
     from speccompile.checkpoints.target_tables import WEIGHT_FILES
 
-    target = digests_from_checkpoint(Path(job["target"]), "checkpoint", WEIGHT_FILES)
+    target = digests_from_checkpoint(resolve_checkpoint(job["target"]), "checkpoint", WEIGHT_FILES)
     lora = {} if job["lora"] is None else digests_from_lora(find_lora(job["lora"]))
     asked = {key: job[key] for key in ("prompts", "max_new_tokens", "eos_token_ids")}
     return {"target": target, "lora": lora, **asked, "versions": _versions()}

@@ -91,7 +91,7 @@ def _transformers(job: dict[str, Any]) -> Decode:
     from transformers import GenerationConfig
     from transformers.utils import logging
 
-    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.training.target import Target
 
     logging.set_verbosity_error()

@@ -43,7 +43,7 @@ def build_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A recipe (docs/recipe.md), a checkpoint's folder or an id of the hub.",
+            help="A recipe (docs/recipe.md), a checkpoint's folder, a GGUF file or an id of the hub.",
         ),
     ],
     model: Any,
@@ -109,7 +109,9 @@ def build_command(
 def _name(source: str) -> str:
     """Returns the name of a recipe's file without its ending, of a folder or of a hub id without its owner."""
     path = Path(source)
-    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
+    return (
+        path.resolve().name if path.is_dir() else path.stem if path.is_file() or path.suffix == ".gguf" else path.name
+    )
 
 
 def _warn_without_device(plan: BuildPlan) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,14 +32,14 @@ def convert_command(
     With a target, rows of the vocabulary that only pad it are cut, and the layouts that name their target name it.
     A GGUF file becomes a transformers checkpoint with float32 weights, which a recipe can name.
     """
-    from speccompile.checkpoints.gguf_header import find_gguf
+    from speccompile.checkpoints.folders import names_gguf
 
-    if not Path(speculator).is_dir() and find_gguf(Path(speculator).expanduser()):
-        _convert_gguf(Path(speculator).expanduser(), output, as_json)
+    if names_gguf(speculator):
+        _convert_gguf(speculator, output, as_json)
         return
     from speccompile.bundling.guard import claim_folder
     from speccompile.bundling.staging import staged_folder
-    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
     from speccompile.core.registry import load_formats
     from speccompile.doctor.convert import convertible, layout_named, write_case
@@ -67,15 +67,20 @@ def convert_command(
         )
 
 
-def _convert_gguf(source: Path, output: Path, as_json: bool) -> None:
+def _convert_gguf(source: str, output: Path, as_json: bool) -> None:
     from speccompile.bundling.guard import claim_folder
     from speccompile.bundling.staging import staged_folder
-    from speccompile.export.gguf_file import write_checkpoint
+    from speccompile.bundling.tokenizers import copy_tokenizer_files
+    from speccompile.checkpoints.folders import resolve_checkpoint
+    from speccompile.checkpoints.gguf.folder import count_blocks
+    from speccompile.export.weights import write_plain
 
     with errors_as_json(as_json):
         claim = claim_folder(output)
-        with staged_folder(claim.path, claim.hold) as folder:
-            facts = write_checkpoint(source, folder)
+        folder = resolve_checkpoint(source)
+        with staged_folder(claim.path, claim.hold) as made:
+            facts: dict[str, Any] = {"model_type": write_plain(folder, made), "block_types": count_blocks(folder)}
+            facts["has_tokenizer"] = "tokenizer.json" in copy_tokenizer_files(folder, made)
     if as_json:
         print_json({"folder": str(output), **facts})
         return

@@ -76,7 +76,7 @@ def _texts(prompts: Path, target: str) -> list[str | list[int]]:
     requests = read_requests(prompts)
     if not any(request.messages for request in requests):
         return [request.prompt for request in requests]
-    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.training.text import read_tokenizer
 
     folder = resolve_checkpoint(target)

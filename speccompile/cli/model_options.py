@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from speccompile.runtime.spec_engine import SpecEngine
 
 ARGUMENT = "model"  # of a command: the `ModelOptions`
-SOURCE_HELP = "A bundle's folder; or a checkpoint's folder, an id of the hub or a recipe, which is built first."
+SOURCE_HELP = "A bundle's folder; or a checkpoint's folder, a GGUF file, an id of the hub or a recipe: built first."
 GENERATION_CONFIGS = ("auto", "none")
 SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja")  # of a checkpoint, for its template
 
@@ -133,7 +133,7 @@ def check_template(source: str, model: ModelOptions) -> None:
         BundleError: it has none.
         RecipeError, CheckpointError: see `load_recipe` and `resolve_checkpoint`.
     """
-    from speccompile.checkpoints.checkpoint import resolve_checkpoint
+    from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.prepare import is_model, is_recipe
     from speccompile.recipe import load_recipe
     from speccompile.recipe.speculative_config import verifier_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.tensor_files import TensorFiles, files_from_tensors
+from speccompile.checkpoints.tensor_files import NUMPY_TYPES, TensorFiles, files_from_tensors
 from speccompile.doctor.doctor import Checkpoint, findings_from_case, make_case, ours_from_case
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Format, Target
@@ -130,7 +130,7 @@ def write_safetensors(path: Path, files: TensorFiles) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in files.headers.items():
-        size_bytes = files.array(key).nbytes
+        size_bytes = tensor.size * np.dtype(NUMPY_TYPES[tensor.dtype]).itemsize
         header[key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + size_bytes]}
         end += size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, read_dims, read_text_config, resolve_checkpoint
+from speccompile.checkpoints.checkpoint import read_config, read_dims, read_text_config
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
 from speccompile.common.json_reader import shown
 from speccompile.common.tokenizer_file import load_tokenizer

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from speccompile.core.protocols import Engine
 
 MASK_TOKEN = "pard_token"  # in the config.json of a draft: what stands for a token that is not known
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "generation_config.json", "tokenizer.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "generation_config.json", "tokenizer.json")
 
 
 class DecoderSource:

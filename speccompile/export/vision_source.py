@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from speccompile.core.protocols import Engine
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 # Names of weights in the files, of several versions of transformers, and in our module. The pooling head is not used.
 _NAME = re.compile(
     r"^(?:model\.)?(?:(vision_tower)\.(?!(?:vision_model\.)?head\.)(?:vision_model\.)?|(multi_modal_projector)\.)(.+)$"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,12 @@ from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import list_raw, read_config, read_dims
 from speccompile.checkpoints.extra_modules import extra_keys
+from speccompile.checkpoints.gguf.folder import has_gguf, origin_of
 from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.packed_schemes import MXFP4, method_of
 from speccompile.checkpoints.safetensors import wrapper_prefix
-from speccompile.checkpoints.tensor_files import open_files
+from speccompile.checkpoints.tensor_files import TensorFiles, open_files
 from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export.adapters import adapt_model, is_adapted, set_attention
@@ -52,9 +54,6 @@ def load_model(source: Path, weights: Weights, lora: LoraAdapter | None = None) 
         config = read_model_config(source)
         adapted = is_adapted(config.model_type)
         config._attn_implementation = "eager" if adapted else IMPLEMENTATION
-        is_packed = hasattr(config, "quantization_config") and method_of(read_config(source)) != MXFP4
-        if is_packed:  # these weights are read by us, see `packed_weights`
-            del config.quantization_config
         # An architecture without transformers' registry of attentions may fail here.
         model = _random_model(config) if weights == "random" else _checkpoint_model(source, config)
         if lora is not None:
@@ -209,6 +208,8 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def _random_model(config: Any) -> Any:
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.to_empty(device="cpu")
@@ -219,34 +220,78 @@ def _random_model(config: Any) -> Any:
 
 
 def _checkpoint_model(source: Path, config: Any) -> Any:
+    model, info = read_weights(source, config)
+    left = set(info["unexpected_keys"])
+    if is_tower(read_config(source)):
+        left = {key for key in left if not is_other_part(key)}
+    check_loading(source, {**info, "unexpected_keys": left - extra_keys(left, read_dims(source).num_layers)})
+    _check_finite(source, model)
+    return model
+
+
+def read_weights(source: Path, config: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """Returns a model with the weights of a checkpoint, and transformers' loading info.
+
+    Packed weights and those of GGUF files are read by us, one tensor at a time.
+
+    Args:
+        source: the checkpoint's folder.
+        config: transformers' of it; the mark of packed weights is taken off it.
+        dtype: of the model.
+
+    Raises:
+        CheckpointError: see `open_files`.
+        OSError, ValueError: what transformers says.
+    """
     whole = read_config(source)
-    is_multimodal = is_tower(whole)
     settings = {
         "config": config,
-        "dtype": torch.float32,
+        "dtype": dtype,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # reported below, as an error of ours
+        "ignore_mismatched_sizes": True,  # see `check_loading`
     }
-    prefix = wrapper_prefix(list_raw(source)) if method_of(whole) in (None, MXFP4) else ""
-    renamed = {**({f"^{re.escape(prefix)}": ""} if prefix else {}), **(RENAMED if is_multimodal else {})}
+    is_ours = method_of(whole) not in (None, MXFP4) or has_gguf(source)
+    prefix = "" if is_ours else wrapper_prefix(list_raw(source))
+    renamed = {**({f"^{re.escape(prefix)}": ""} if prefix else {}), **(RENAMED if is_tower(whole) else {})}
     if renamed:
         settings["key_mapping"] = renamed
-    if method_of(whole) in (None, MXFP4):
+    if not is_ours:
         folder = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         if method_of(whole) == MXFP4:
             # Without `dequantize` transformers may keep the experts for kernels of its own.
             settings["quantization_config"] = Mxfp4Config(dequantize=True)
         model, info = AutoModelForCausalLM.from_pretrained(source, **folder, **settings)
-    else:
-        with torch.device("meta"):
-            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-        model, info = kind.from_pretrained(None, state_dict=_unpacked(source), **settings)
-    left = set(info["unexpected_keys"])
-    if is_multimodal:
-        left = {key for key in left if not is_other_part(key)}
-    check_loading(source, {**info, "unexpected_keys": left - extra_keys(left, read_dims(source).num_layers)})
-    _check_finite(source, model)
-    return model
+        return model, info
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    files = open_files(source)
+    model, info = kind.from_pretrained(None, state_dict={k: _Unread(files, k) for k in files.headers}, **settings)
+    return model, info
+
+
+def write_plain(source: Path, folder: Path) -> str:
+    """Writes a checkpoint with the float32 weights that another one means; returns its model type.
+
+    Raises:
+        CheckpointError: see `load_model`.
+    """
+    with no_progress_bar():
+        model = _checkpoint_model(source, read_model_config(source))
+        model.save_pretrained(folder)
+    return str(model.config.model_type)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A tensor that transformers reads when it comes to it, as it does the slices of safetensors."""
+
+    files: TensorFiles
+    key: str
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.files.tensor(self.key)[index]
 
 
 def _check_finite(source: Path, model: Any) -> None:
@@ -254,12 +299,8 @@ def _check_finite(source: Path, model: Any) -> None:
     for name, weight in model.named_parameters():
         if weight.numel() and not all(bound.isfinite() for bound in torch.aminmax(weight.detach())):
             todo = "Training diverged or the file was damaged: take an earlier checkpoint."
-            raise CheckpointError(f"{source} ({name})", "values that are NaN or infinite", "finite weights", todo)
-
-
-def _unpacked(source: Path) -> dict[str, torch.Tensor]:
-    files = open_files(source)
-    return {key: files.tensor(key) for key in files.headers}
+            where = f"{origin_of(source)} ({name})"
+            raise CheckpointError(where, "values that are NaN or infinite", "finite weights", todo)
 
 
 def check_loading(
@@ -289,4 +330,4 @@ def check_loading(
     ):
         if keys:
             some = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            raise CheckpointError(str(source), f"{len(keys)} {got} ({some})", expected, todo)
+            raise CheckpointError(str(origin_of(source)), f"{len(keys)} {got} ({some})", expected, todo)

@@ -15,8 +15,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from speccompile.checkpoints.checkpoint import hint
-from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
+from speccompile.checkpoints.folders import HUB_GGUF, hint
+from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.json_reader import shown
 from speccompile.core import registry
 from speccompile.errors import RecipeError
@@ -31,6 +31,7 @@ _MAX_NAME_BYTES = 255  # of Linux' file systems
 LORA_KEY = "lora"  # of the same kind
 VOCAB_KEY = "draft_vocab_text"  # of a text file
 CONFIG_KEY = "config"  # and one of this name a folder with a config.json
+_MODEL = "a checkpoint folder, a GGUF file or a hub id like owner/name"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
@@ -84,8 +85,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        gguf = find_gguf(path)
-        got, todo = ("a GGUF file", todo_for_gguf(gguf)) if gguf else (str(error), "Check the path.")
+        is_model = path.is_file() and is_gguf(path)
+        got, todo = ("a GGUF file", todo_for_checkpoint(path)) if is_model else (str(error), "Check the path.")
         raise RecipeError(str(path), got, "a readable YAML file", todo) from error
     raw = parse_recipe(text, str(path), path.resolve().parent)
     for override in overrides:
@@ -321,16 +322,15 @@ def _candidate_paths(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
 def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
     candidates = _candidate_paths(raw, path, model)
     for candidate in candidates:
-        if os.path.isdir(candidate):
+        if os.path.isdir(candidate) or (os.path.exists(candidate) and is_gguf(candidate)):
             return str(candidate.resolve())
         if os.path.exists(candidate):
-            kind = "a GGUF file" if find_gguf(Path(candidate)) else "a file"
-            got, expected = f"{shown(model)}, {kind}", "a checkpoint folder or a hub id like owner/name"
-            raise RecipeError(raw.where(path), got, expected, hint(str(candidate)))
-    if _HUB_ID.fullmatch(model) is None:
+            raise RecipeError(raw.where(path), f"{shown(model)}, a file", _MODEL, hint(str(candidate)))
+    is_file = is_gguf(Path(model)) and not HUB_GGUF.fullmatch(model)
+    if is_file or not (_HUB_ID.fullmatch(model) or HUB_GGUF.fullmatch(model)):
         tried = "" if os.path.isabs(os.path.expanduser(model)) else f" at {' or '.join(map(str, candidates))}"
         got = f"{shown(model)}, which does not exist{tried}"
-        raise RecipeError(raw.where(path), got, "a checkpoint folder or a hub id like owner/name", hint(model))
+        raise RecipeError(raw.where(path), got, _MODEL, hint(model))
     return model
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.checkpoints.checkpoint import read_dims, resolve_checkpoint
-from speccompile.checkpoints.folders import find_config
+from speccompile.checkpoints.checkpoint import read_dims
+from speccompile.checkpoints.folders import find_config, resolve_checkpoint
 from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.common.json_reader import read_json_object
 from speccompile.core import registry
@@ -101,7 +101,7 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
 
 def _find_folder(model: str, options: ModelOptions, is_random: bool) -> tuple[Path, bool]:
     """Returns a model's folder, and whether its weights are there to look at."""
-    if is_random or not (options.reads_weights or Path(model).expanduser().is_dir()):
+    if is_random or not (options.reads_weights or os.path.exists(Path(model).expanduser())):
         return find_config(GraphJob("target", model)), False
     return resolve_checkpoint(model), True
 
@@ -153,8 +153,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _absolute(model: str) -> str:
-    folder = Path(model).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else model
+    path = Path(model).expanduser()
+    return str(path.resolve()) if os.path.exists(path) else model
 
 
 def _num_drafts(section: Mapping[str, Any]) -> int:

@@ -10,7 +10,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.checkpoint import read_config, resolve_checkpoint
+from speccompile.checkpoints.checkpoint import read_config
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.common.json_reader import shown
 from speccompile.core import registry
@@ -181,4 +182,4 @@ def verifier_of(folder: Path) -> str | None:
         todo = "Give the target as the model, and this as --spec-model."
         raise CheckpointError(where, shown(name), "the name of its target", todo)
     beside = folder / name
-    return str(beside.resolve()) if beside.is_dir() else name
+    return str(beside.resolve()) if beside.exists() else name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.gguf_header import find_gguf, todo_for_gguf
+from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.json_reader import read_json_object, shown
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BundleError
@@ -118,9 +118,9 @@ def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
     """
     path = Path(path)
     if not path.is_dir():
-        gguf = find_gguf(path) if path.exists() else None
-        got = "a GGUF file" if gguf else "a file" if path.exists() else "no such folder"
-        todo = todo_for_gguf(gguf) if gguf else "Build it first: speccompile build RECIPE -o DIR."
+        is_model = path.exists() and is_gguf(path)
+        got = "a GGUF file" if is_model else "a file" if path.exists() else "no such folder"
+        todo = todo_for_checkpoint(path) if is_model else "Build it first: speccompile build RECIPE -o DIR."
         raise BundleError(str(path), got, "the folder of a bundle", todo)
     if not (path / MANIFEST).exists() and (path / "config.json").is_file():
         got = "a checkpoint (config.json, no manifest.json)"

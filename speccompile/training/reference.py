@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from speccompile.checkpoints.checkpoint import resolve_checkpoint
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
 from speccompile.runtime.chat_prompts import tokens_of_messages

@@ -17,7 +17,7 @@ import torch
 from speccompile.bundling.guard import Claim, claim_folder
 from speccompile.bundling.records import SPECULATOR, write_record
 from speccompile.bundling.staging import disk_faults, staged_folder
-from speccompile.checkpoints.checkpoint import resolve_checkpoint
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.models import Recipe

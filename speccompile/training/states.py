@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from speccompile.bundling.staging import disk_faults
+from speccompile.checkpoints.gguf.folder import weight_files
 from speccompile.training.packing import SHARD_WINDOWS, Windows
 from speccompile.training.target import Target
 from speccompile.training_contract import TargetNeeds, TrainingBatch
@@ -171,7 +172,7 @@ def _free_bytes(folder: Path) -> int:
 
 def digest_record(target: Target, windows_digest: str, dtype: str) -> dict[str, Any]:
     """Returns everything that the kept outputs depend on."""
-    weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(target.folder.glob("*.safetensors"))}
+    weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in weight_files(target.folder)}
     return {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims, read_text_config
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims, read_text_config
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.model_config import read_model_config
-from speccompile.checkpoints.text_towers import RENAMED, is_tower
 from speccompile.errors import CheckpointError
 from speccompile.export.lora import merge_lora
+from speccompile.export.weights import read_weights
 from speccompile.export.wrapper import find_layers
 from speccompile.training_contract import TargetNeeds, TargetParts
 
@@ -37,17 +36,8 @@ class Target:
         self.folder, self.dims, self.config = folder, read_dims(folder), read_text_config(folder)
         check_checkpoint(folder, self.dims)
         self.device = device
-        renamed = {"key_mapping": RENAMED} if is_tower(read_config(folder)) else {}
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=read_model_config(folder),
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                **renamed,
-            )
+            self.model, _ = read_weights(folder, read_model_config(folder), dtype)
         except (OSError, ValueError) as fault:
             got = str(fault).strip().splitlines()[0]
             raise CheckpointError(str(folder), got, "a causal language model", "Check the folder.") from fault

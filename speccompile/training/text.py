@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.checkpoints.checkpoint import read_text_config
+from speccompile.checkpoints.gguf.folder import weight_files
 from speccompile.checkpoints.special_tokens import token_ids
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.tokenizer_file import load_tokenizer
@@ -169,7 +170,7 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
 
 
 def _digest_of_weights(folder: Path) -> list[str]:
-    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    files = sorted([*weight_files(folder), folder / "config.json"])
     return [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
 
 

@@ -22,8 +22,8 @@ from speccompile.checkpoints.checkpoint import (
     count_params,
     list_tensors,
     read_dims,
-    resolve_checkpoint,
 )
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
 from tests.export.families import CONFIGS, VOCAB
@@ -355,7 +355,7 @@ def test_a_folder_is_resolved_to_itself(whole: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c", "two words/x"])
 def test_names_that_are_neither_folder_nor_hub_id(name: str) -> None:
-    with pytest.raises(CheckpointError, match="no such folder; expected a checkpoint folder or a hub id"):
+    with pytest.raises(CheckpointError, match="no such folder; expected a checkpoint folder, a GGUF file or a hub id"):
         resolve_checkpoint(name)
 
 
@@ -381,6 +381,7 @@ def test_a_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     def download(name: str, allow_patterns: list[str], tqdm_class: Any) -> str:
         asked[name] = allow_patterns
+        (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

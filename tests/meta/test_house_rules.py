@@ -68,7 +68,7 @@ def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     # Llama-like layers have a part self.mlp (or module.mlp) with weights called mlp.gate_proj and so on; files
     # have parts of other names too, which patterns of keys name with an escaped dot after them. "-" stands for one in
     # Nemotron-H's pattern of layers; configs call layers with attention and a mixer hybrid.
-    parts = r"\.(\{|gate\.|experts|shared_expert|(gate|up|down)_proj)"
+    parts = r"\.(\{|gate\b|router|experts|shared_expert|(gate|up|gate_up|down)_proj|c_fc|c_proj)"
     # A path has a suffix; so has a request of OpenAI's.
     others_of = {"suffix": r"(?:(?<!\.)|(?<=speculators\.))", "hybrid": r"(?<!\"conv\", \")"}
     before = others_of.get(method, r"(?<!self\.)(?<!module\.)(?<!.-.: .)")

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from speccompile.checkpoints.checkpoint import list_tensors, read_config, resolve_checkpoint
-from speccompile.checkpoints.tensor_files import open_files
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.errors import BundleError, CheckpointError, RecipeError
-from speccompile.prepare import check_source, plan_from_source
+from speccompile.prepare import is_model
 from speccompile.recipe import load_recipe
-from speccompile.recipe.model_recipe import ModelOptions
 from speccompile.runtime.bundle import read_bundle
 
 
@@ -52,40 +50,40 @@ def test_another_folder_given_as_a_recipe_is_no_checkpoint(tmp_path: Path) -> No
         load_recipe(tmp_path)
 
 
-@pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf", "./sha256-of-ollama"])
-def test_gguf_is_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf", "/absent/m.gguf"])
+def test_a_gguf_file_that_is_not_there_is_named(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("model.Q4_K_M.gguf", "sha256-of-ollama"):
+    (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
+    with pytest.raises(
+        CheckpointError, match=r"got no such file; expected a checkpoint folder, a GGUF file or a hub id"
+    ):
+        resolve_checkpoint(model)
+    with pytest.raises(RecipeError, match=r"does not exist.*; expected a checkpoint folder, a GGUF file or a hub id"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "model", ["m.gguf", "sha256-of-ollama", "OWNER/NAME/m.gguf", "OWNER/NAME/Q4/m-00001-of-00002.GGUF"]
+)
+def test_a_recipe_names_a_gguf_file(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.gguf", "sha256-of-ollama"):
         (tmp_path / name).write_bytes(b"GGUF\xff")
     (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
-    if not model.startswith("absent"):
-        with pytest.raises(CheckpointError, match="speccompile convert"):
-            resolve_checkpoint(model)
-        with pytest.raises(RecipeError, match="speccompile convert"):
-            load_recipe(tmp_path / "r.yaml")
+    expected = model if model.startswith("OWNER") else str(tmp_path / model)
+    assert load_recipe(tmp_path / "r.yaml").target.model == expected
+    assert is_model(model)
 
 
-def test_a_gguf_file_where_anything_else_is_expected_is_named(tmp_path: Path) -> None:
+def test_a_gguf_file_where_a_bundle_or_a_recipe_is_expected_is_named(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"GGUF\xff")
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "model.gguf").write_bytes(b"GGUF\xff")
-    readers: list[tuple[Callable[[str], Any], type[Exception], str]] = [
-        (read_bundle, BundleError, "blob"), (load_recipe, RecipeError, "blob"),
-        (resolve_checkpoint, CheckpointError, "blob"),
-        (lambda path: plan_from_source(path, ModelOptions()), CheckpointError, "blob"),
-        (lambda path: plan_from_source(path, ModelOptions()), RecipeError, "alone"),
-        (lambda path: read_config(Path(path)), CheckpointError, "alone"), (check_source, BundleError, "alone"),
-    ]  # fmt: skip
-    for read, kind, name in readers:
-        with pytest.raises(kind, match=r"speccompile convert .*(blob|alone/model\.gguf) -o FOLDER"):
-            read(str(tmp_path / name))
-
-
-def test_a_folder_with_gguf_alone_is_said_to_have_it(checkpoint: Path) -> None:
-    (checkpoint / "model.gguf").write_bytes(b"GGUF")
-    for read in (list_tensors, open_files):
-        with pytest.raises(CheckpointError, match=r"got model\.gguf; .* speccompile convert '.*model\.gguf'"):
-            read(checkpoint)
+    readers: list[tuple[Callable[[str], Any], type[Exception]]] = [
+        (read_bundle, BundleError),
+        (load_recipe, RecipeError),
+    ]
+    for read, kind in readers:
+        with pytest.raises(kind, match=r"got a GGUF file; .*speccompile build .*blob -o bundle"):
+            read(str(tmp_path / "blob"))
 
 
 def test_a_hub_id_without_its_owner_is_distinguished_from_a_path(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.checkpoints import checkpoint as checkpoints
+from speccompile.checkpoints import folders
 from speccompile.core import registry
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.recipe import model_recipe
@@ -101,7 +101,7 @@ def test_random_weights_need_a_config_alone(model: Path) -> None:
 
 
 def test_a_hub_id_stays_the_models_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve = checkpoints.resolve_checkpoint
+    resolve = folders.resolve_checkpoint
     here = {"org/name": str(model)}
     monkeypatch.setattr(model_recipe, "resolve_checkpoint", lambda name: resolve(here.get(name, name)))
     assert recipe_from_model("org/name").target.model == "org/name"

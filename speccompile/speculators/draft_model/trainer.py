@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
+from speccompile.checkpoints.model_config import read_model_config
 from speccompile.errors import CheckpointError
+from speccompile.export.weights import read_weights
 from speccompile.speculators.draft_model.config import DraftModelTraining
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
@@ -81,7 +83,7 @@ def make_model(config: DraftModelTraining, parts: TargetParts, start: Path | Non
         if dims.vocab_size != vocab:
             got, expected = f"a vocabulary of {dims.vocab_size} tokens", f"{vocab}, as the target has"
             raise CheckpointError(str(start), got, expected, "Start with a draft of this target.")
-        return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, use_safetensors=True)
+        return read_weights(start, read_model_config(start))[0]
     made = LlamaConfig(
         vocab_size=vocab,
         hidden_size=config.hidden_size,

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from speccompile.checkpoints.model_config import read_whole_config
 from speccompile.errors import RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
+from speccompile.export.weights import read_weights
 from speccompile.speculators.early_exit.config import ExitTraining
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
@@ -53,9 +53,7 @@ class TrainableExit(nn.Module):
         if not self._first_layers:
             config = read_whole_config(self.folder)
             config.num_hidden_layers = self.head.sizes.num_exit_layers
-            model = AutoModelForCausalLM.from_pretrained(
-                self.folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
-            )
+            model, _ = read_weights(self.folder, config)
             model.base_model.norm = nn.Identity()
             self._first_layers.append(model.base_model.eval())
         tokens = batch.tokens

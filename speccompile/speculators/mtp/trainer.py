@@ -110,7 +110,7 @@ def _write_whole(source: Path, folder: Path, tensors: Mapping[str, torch.Tensor]
     model, module = open_files(source), files_from_tensors({n: t.detach().bfloat16() for n, t in tensors.items()})
     old = extra_keys(model.headers, int(text["num_hidden_layers"]))
     for path in sorted(source.iterdir()):
-        is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        is_weights = path.name.endswith((".safetensors", ".safetensors.index.json", ".gguf"))
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
     write_safetensors(folder / WEIGHTS, _Joined(model, module, old))
