@@ -46,10 +46,11 @@ def test_an_entry_point_is_a_method_and_takes_no_name_of_the_table() -> None:
     assert "'echo'" in caught.value.todo
 
 
-def test_names_of_the_table_look_no_package_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_table_look_no_package_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(**kwargs: str) -> NoReturn:
         raise AssertionError(kwargs)
 
+    monkeypatch.syspath_prepend(tmp_path)  # nothing is kept for this search path
     monkeypatch.setattr(metadata, "entry_points", refuse)
     assert registry.method("none").name == "none" and registry.backend("reference").name == "reference"
     with pytest.raises(AssertionError, match=r"speccompile\.backends"):
