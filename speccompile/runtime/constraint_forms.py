@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from speccompile.common.structured_outputs import WHERE, StructuredOutputs
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.schema_names import without_used_patterns
 from speccompile.runtime.structural_tags import lark_from_structural_tag
 
 # Between the tokens of JSON: a space, or a line end and an indent. A model may go on with more for ever.
@@ -35,7 +36,7 @@ def grammar_from_constraint(wanted: StructuredOutputs, vocabulary: Any) -> str:
         RuntimeFault: it is no JSON, or has another form than `StructuredOutputs` says.
     """
     try:
-        return _grammar(wanted, vocabulary)
+        return without_used_patterns(_grammar(wanted, vocabulary), vocabulary)
     except RecursionError:
         refuse(wanted, f"a {wanted.kind} that is nested too deeply")
     except (ValueError, IndexError, KeyError, AssertionError, TypeError, AttributeError) as fault:

@@ -142,9 +142,27 @@ def growth_of_grammar(grammar: str, count: Callable[[str], int]) -> float | None
 
 def schemas_in(grammar: str) -> list[Any]:
     """Returns the JSON schemas of a grammar in the language of llguidance."""
-    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-    found = [part["json_schema"] for part in parts if part.get("json_schema") is not None]
-    for text in (part.get("lark_grammar") or "" for part in parts):
-        starts = [match.end() for match in re.finditer(r"%json\s*(?=\{)", text)]
-        found += [json.JSONDecoder().raw_decode(text, start)[0] for start in starts]
+    found: list[Any] = []
+
+    def note(schema: Any) -> Any:
+        found.append(schema)
+        return schema
+
+    with_schemas(grammar, note)
     return found
+
+
+def with_schemas(grammar: str, change: Callable[[Any], Any]) -> str:
+    """Returns a grammar in the language of llguidance, its JSON schemas replaced by what `change` makes of them."""
+    whole = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    for part in whole["grammars"]:
+        if part.get("json_schema") is not None:
+            part["json_schema"] = change(part["json_schema"])
+        text, made, end = part.get("lark_grammar") or "", "", 0
+        for start in [match.end() for match in re.finditer(r"%json\s*(?=\{)", text)]:
+            if start >= end:  # not inside of one
+                schema, after = json.JSONDecoder().raw_decode(text, start)
+                made, end = made + text[end:start] + json.dumps(change(schema)), after
+        if text:
+            part["lark_grammar"] = made + text[end:]
+    return json.dumps(whole)

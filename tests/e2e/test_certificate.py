@@ -33,7 +33,7 @@ NUM = 48
 def subject(pair):
     engine = speccompile.load(pair, verify=False)
     engine.controller = None
-    return Subject(engine, engine.bundle, Options(TEXTS, num_tokens=NUM, num_samples=360))
+    return Subject(engine, engine.bundle, Options(TEXTS, num_tokens=NUM, num_samples=150))
 
 
 def test_the_example_pair_passes_every_check(subject):

@@ -2,6 +2,7 @@
 """Budget and controller on simulated steps of known costs and acceptance, and on a scheduler of mock engines."""
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -107,8 +108,7 @@ class Sim:
 
 
 @pytest.mark.distribution
-@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 64])
-@pytest.mark.parametrize("rate", [0.3, 0.55, 0.75])
+@pytest.mark.parametrize(("batch", "rate"), [*itertools.product((1, 2, 8), (0.3, 0.55, 0.75)), (16, 0.75), (64, 0.55)])
 def test_what_is_used_is_near_to_the_best_fixed_length(batch: int, rate: float) -> None:
     sim = Sim(batch, rate, seed=batch, noise=0.05)
     sim.run(600)
@@ -146,13 +146,12 @@ class Ways:
         return tokens / total_s / self.batch, drafted
 
 
-@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
-    ("cost", "best"), [(1.2, 2 / 1.2), (1.6, 1.25), (1.9, 1.05), (2.1, 1.0), (2.3, 1.0), (4.0, 1.0)]
+    ("cost", "batch"), [(1.2, 1), (1.6, 1), (1.9, 1), (2.1, 1), (2.3, 1), (4.0, 1), (1.6, 4), (2.3, 4)]
 )
-def test_decoding_is_within_two_percent_of_the_better_way(cost: float, best: float, batch: int) -> None:
+def test_decoding_is_within_two_percent_of_the_better_way(cost: float, batch: int) -> None:
     rates = [Ways(batch, seed).run(4000, lambda _: cost)[0] for seed in range(4)]
-    assert np.mean(rates) > 0.98 * best
+    assert np.mean(rates) > 0.98 * max(2 / cost, 1.0)
 
 
 @pytest.fixture

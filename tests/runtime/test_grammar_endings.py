@@ -68,6 +68,73 @@ def test_every_text_is_whole_however_few_tokens_it_has(grammars, at):
                 assert is_valid(json.loads(text), schema), text
 
 
+def patterned(properties, patterns, *required):
+    return {**make_object(**properties), "patternProperties": patterns, "required": list(required)}
+
+
+NUMBER, TEXT, FLAG = {"type": "integer"}, {"type": "string", "maxLength": 4}, {"type": "boolean"}
+PATTERNED = {
+    "the same": (patterned({"name": NUMBER}, {"^n": NUMBER}, "name"), lambda v: type(v["name"]) is int),
+    "narrower": (
+        patterned({"name": NUMBER}, {"^n": {"minimum": 3, "maximum": 5}}, "name"),
+        lambda v: 3 <= v["name"] <= 5,
+    ),
+    "one in common": (
+        patterned({"name": {"enum": ["red", "the"]}}, {"^n": {"enum": ["the", "x"]}}, "name"),
+        lambda v: v["name"] == "the",
+    ),
+    "another type": (patterned({"name": NUMBER, "red": FLAG}, {"^n": TEXT}, "red"), lambda v: "name" not in v),
+    "none": (patterned({"name": NUMBER, "red": FLAG}, {"^n": False}, "red"), lambda v: set(v) == {"red"}),
+    "inside": (
+        patterned({"name": patterned({"red": NUMBER}, {"^r": {"minimum": 2}}, "red")}, {"^n": {}}, "name"),
+        lambda v: v["name"]["red"] >= 2,
+    ),
+}
+NAMES_OF_PATTERNS = {
+    "^a$": ["a"],
+    "^(a|b)$": ["a", "b"],
+    "^a$|^b$": ["a", "b"],
+    "^[ab]$": ["b", "a"],
+    "^a{2}$": ["aa"],
+    r"^a\.b$": ["a.b"],
+    "^a/b c$": ["a/b c"],
+    "^(a|b)+$": ["a"],
+    "^a": ["a"],
+}
+CALLED = StructuredOutputs(
+    grammar='%llguidance {}\nstart: "<" %json '
+    + json.dumps(patterned({"a": NUMBER}, {"^a$": {"maximum": 3}}, "a"))
+    + ' ">"'
+)
+for pattern, names in NAMES_OF_PATTERNS.items():
+    PATTERNED[pattern] = (
+        patterned(dict.fromkeys(names, NUMBER), {pattern: {"maximum": 3}}, names[0]),
+        lambda value, first=names[0]: value[first] <= 3,
+    )
+
+
+@pytest.mark.parametrize(("schema", "is_right"), PATTERNED.values(), ids=PATTERNED.keys())
+def test_a_declared_name_that_a_pattern_has_too_is_of_both(grammars, schema, is_right):
+    wanted = StructuredOutputs(json=schema)
+    for seed, more in enumerate((0, 1, 2, 5, 9, 20, 60) * 2):
+        num = least(grammars, wanted) + more
+        text = IDS.decode(draw(grammars.matcher(wanted, [5], 1 + num), num, seed))
+        assert is_right(json.loads(text)), text
+
+
+def test_names_of_patterns_within_a_grammar(grammars):
+    for seed in range(14):
+        num = least(grammars, CALLED) + 9
+        text = IDS.decode(draw(grammars.matcher(CALLED, [5], 1 + num), num, seed))
+        assert json.loads(text.strip("<>"))["a"] <= 3
+
+
+@pytest.mark.parametrize("pattern", [TEXT, False])
+def test_a_name_that_must_be_there_and_cannot_is_refused(grammars, pattern):
+    with pytest.raises(RuntimeFault, match="required property 'name' is unsatisfiable"):
+        grammars.compile(StructuredOutputs(json=patterned({"name": NUMBER}, {"^n": pattern}, "name")))
+
+
 def test_without_the_rule_texts_are_cut_off(grammars, monkeypatch):
     wanted = StructuredOutputs(json=SCHEMAS[1])
     num = least(grammars, wanted) + 3
