@@ -121,7 +121,7 @@ def trained_method(name: str) -> Method:
 
 def all_methods() -> Iterator[Method]:
     """Yields all methods: those of the table in its order, then those of other packages by name."""
-    plugins = _plugins(METHOD_GROUP)
+    plugins = _plugins(METHOD_GROUP, tuple(sys.path))
     yield from map(_open, METHODS.values())
     yield from (_open(plugins[name]) for name in sorted(plugins) if name not in METHODS)
 
@@ -134,7 +134,7 @@ def load_formats() -> tuple[Any, ...]:
 def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
     if name in table:
         return table[name]
-    known = {**_plugins(group), **table}
+    known = {**_plugins(group, tuple(sys.path)), **table}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
@@ -142,14 +142,9 @@ def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
     return known[name]
 
 
-def _plugins(group: str) -> dict[str, str]:
-    """Returns the import strings of a group's entry points by name."""
-    return _entry_points(group, tuple(sys.path))
-
-
 @functools.cache
-def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, str]:
-    """Reads the metadata of all packages on `path`, which is `sys.path`: tens of milliseconds."""
+def _plugins(group: str, path: tuple[str, ...]) -> dict[str, str]:
+    """Returns the import strings of a group's entry points by name, read once for a `sys.path`: it takes long."""
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=group)}
