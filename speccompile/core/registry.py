@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends and methods by name. An entry is imported only when it is asked for.
 
-Other packages add theirs as entry points of the groups `speccompile.backends` and `speccompile.methods`. Those are
-looked up only for a name that is not in the tables, and where all methods are asked for.
+Other packages add theirs as entry points of `speccompile.backends` and `speccompile.methods`, which are looked up for
+a name that is not in the tables, and where all methods are asked for.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ def trained_method(name: str) -> Method:
 def all_methods() -> Iterator[Method]:
     """Yields all methods: those of the table in its order, then those of other packages by name."""
     plugins = _plugins(METHOD_GROUP, tuple(sys.path))
-    yield from map(_open, METHODS.values())
-    yield from (_open(plugins[name]) for name in sorted(plugins) if name not in METHODS)
+    yield from map(_open, (*METHODS.values(), *(plugins[name] for name in sorted(plugins.keys() - METHODS.keys()))))
 
 
 def load_formats() -> tuple[Any, ...]:
@@ -136,8 +135,9 @@ def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
         return table[name]
     known = {**_plugins(group, tuple(sys.path)), **table}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
+        hint = (
+            f"Did you mean {near[0]!r}?" if (near := difflib.get_close_matches(name, known)) else "Choose one of these."
+        )
         raise RecipeError(where, repr(name), f"one of {', '.join(sorted(known))}", hint)
     return known[name]
 
