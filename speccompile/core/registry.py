@@ -107,11 +107,7 @@ def trainer(name: str) -> Trainer:
 
 
 def trained_method(name: str) -> Method:
-    """Returns the method of that name, whose speculator can be trained.
-
-    Raises:
-        RecipeError: it cannot be trained, or there is no such method; the nearest name is suggested.
-    """
+    """Returns the method of that name, whose speculator can be trained; raises as `trainer`."""
     found = _open(find_method(name, "training.method"))
     if not found.trainer:
         able = sorted(other.name for other in all_methods() if other.trainer)
@@ -135,10 +131,9 @@ def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
         return table[name]
     known = {**_plugins(group, tuple(sys.path)), **table}
     if name not in known:
-        hint = (
-            f"Did you mean {near[0]!r}?" if (near := difflib.get_close_matches(name, known)) else "Choose one of these."
-        )
-        raise RecipeError(where, repr(name), f"one of {', '.join(sorted(known))}", hint)
+        near = difflib.get_close_matches(name, known, n=1)
+        todo = f"Did you mean {near[0]!r}?" if near else "Choose one of these."
+        raise RecipeError(where, repr(name), f"one of {', '.join(sorted(known))}", todo)
     return known[name]
 
 
