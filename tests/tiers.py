@@ -57,6 +57,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "pipeline/test_low_rank_build.py",
         "pipeline/test_packed_build.py",
         "pipeline/test_real_build.py",
+        "pipeline/test_stored_build.py",
         "pipeline/test_windowed_build.py",
         "plugin_methods/*",
         "serving/openai/test_client.py",

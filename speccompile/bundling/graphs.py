@@ -245,7 +245,9 @@ def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | 
     if held := report.get("weights"):
         names = ", ".join(held["float_names"]) + ", ..." * (held["num_float"] > len(held["float_names"]))
         told = f"the checkpoint has no levels of {held['num_float']} linears, which stay floats: {names}"
-        return told if held["num_float"] else None
+        wide = f"{held['num_widened']} linears have the checkpoint's numbers in {plan.dtype}, as the backend's types do"
+        notes = [told] * bool(held["num_float"]) + [f"{wide} not hold their levels"] * bool(held["num_widened"])
+        return "; ".join(notes) or None
     if quantization in ("none", STORED) or plan.weights != "checkpoint" or not has_grids(graph.source.folder):
         return None
     row = report.get("form_distances", {}).get(report.get("form"), {})

@@ -37,7 +37,7 @@ from speccompile.passes.pack_linears import pack_linears_pass
 from speccompile.passes.pad_integers import PAD_INTEGERS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
-from speccompile.passes.quantize_qdq import quantize_qdq_pass
+from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.stored_rows import StoredRows
 from speccompile.passes.tie_weights import TIE_WEIGHTS
@@ -135,6 +135,7 @@ def tensorrt_table(
     dtype: str,
     plugins: Collection[str] = (),
     attention: Pass | None = None,
+    rows: StoredRows | None = None,
 ) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to TensorRT's ONNX.
 
@@ -142,10 +143,11 @@ def tensorrt_table(
 
     Args:
         spec: a `tensorrt_spec`: the graph's inputs and outputs afterwards.
-        quantization: none, int8, int4 or fp8.
+        quantization: none, int8, int4, fp8 or stored.
         dtype: float32, float16 or bfloat16, as in `spec`.
         plugins: op types whose plugins the parser will find; any other of our ops needs its function body.
         attention: what lowers CachedAttention; None: `LOWER_ATTENTION_TENSORRT`.
+        rows: for stored: the checkpoint's.
 
     Raises:
         RecipeError: no such quantisation, or not with this dtype.
@@ -153,11 +155,15 @@ def tensorrt_table(
     compacted = {compacted_cache_name(c) for c in spec.caches}
     compacts = any(t.name in compacted for t in spec.outputs)
     inner = replace(spec, outputs=tuple(t for t in spec.outputs if t.name not in compacted))
-    experts = dense_experts_pass(quantization, dtype)
-    linears = () if quantization == "none" else (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
+    experts = dense_experts_pass("none" if quantization == STORED else quantization, dtype)
+    linears: tuple[Pass, ...] = (FOLD_SCALE, experts)
+    if rows is not None:  # a scale that is folded into Q's weights would change them
+        # Merged weights of half precision are in a plan twice (TensorRT-RTX 1.7.1).
+        merged = () if rows.has_minimums else (MERGE_LINEARS,)
+        linears = (experts, *merged, attach_stored_pass(rows), quantize_stored_pass(dtype, rows), FOLD_SCALE)
+    elif quantization not in ("none", STORED):
+        linears += (MERGE_LINEARS, quantize_qdq_pass(quantization, dtype))
     return (
-        FOLD_SCALE,
-        experts,
         *linears,
         TIE_WEIGHTS,
         attach_tail(inner),

@@ -9,14 +9,19 @@ int8: it decides every token and is read once per step, so four bits would save 
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from speccompile.core.specs import LOGITS
 from speccompile.errors import RecipeError
+from speccompile.ops.grid import Grid
+from speccompile.passes.attach_grids import grid_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
+from speccompile.passes.stored_rows import StoredRows
 
 BLOCKS = (128, 64, 32, 16)  # of int4, the first that divides the inputs: larger blocks have fewer scales to read
 # A channel of zeros: any positive scale keeps it 0. Float16's subnormals suffice while they have four bits.
@@ -137,6 +142,68 @@ def _lazy(
         ir.LazyTensor(levels, QUANTIZED_TYPES[form], ir.Shape((num_in, num_out)), name=f"{name}.{form}"),
         ir.LazyTensor(scale, ir.DataType.FLOAT, ir.Shape(scale_shape), name=f"{name}.scale"),
     )
+
+
+def stored_qdq(grid: Grid, dtype: str) -> tuple[np.ndarray, np.ndarray, dict[str, Any]] | None:
+    """Returns levels [in, out], scales and attributes of the DequantizeLinear that has a grid's very numbers.
+
+    None where there is none: a minimum, a group that no block has, or a scale that is negative or that the graph's
+    dtype does not hold.
+    """
+    kind, scales = grid.kind, grid.scales.astype(np.float32)
+    num_in = grid.levels.shape[1]
+    form = "int4" if kind.bits <= 4 else "int8"
+    is_blocked = kind.group in BLOCKS and num_in % (kind.group or num_in) == 0
+    narrow = scales.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)).astype(np.float32)
+    if kind.has_minimums or (narrow != scales).any() or (scales < 0).any() or dtype == "float32":
+        return None
+    if not is_blocked and (kind.group or form == "int4"):
+        return None
+    levels = grid.levels.astype(np.int16) - grid.zero
+    levels[np.repeat(scales == 0, grid.group, axis=1)[:, :num_in]] = 0
+    scales[scales == 0] = MIN_SCALE[dtype]
+    found = levels.T.astype(QUANTIZED_TYPES[form].numpy())
+    if is_blocked:
+        return found, scales.T.copy(), {"axis": 0, "block_size": kind.group}
+    return found, scales[:, 0].copy(), {"axis": 1}
+
+
+def quantize_stored(model: ir.Model, dtype: str, rows: StoredRows) -> int:
+    """Quantise the linears whose grid TensorRT's types hold; returns their number.
+
+    Args:
+        model: in float32, with grids attached.
+        dtype: the graph's final dtype.
+        rows: `widened` is filled with the others that have a grid: their numbers are rounded to `dtype`.
+    """
+    count = 0
+    for node in linears_of(model):
+        value = node.inputs[1]
+        tensor = weight_of(value)
+        if value is None or tensor is None or (grid := grid_of(tensor)) is None:
+            continue
+        name, form = str(value.name), "int4" if grid.bits <= 4 else "int8"
+        if (held := stored_qdq(grid, dtype)) is None:
+            rows.widened[name] = tensor.size
+            continue
+        edit = Editor(model, node)
+        levels = ir.tensor(held[0], dtype=QUANTIZED_TYPES[form], name=f"{name}.{form}")
+        weight = edit.op(
+            "DequantizeLinear", edit.const(levels, f"{name}.{form}"), edit.const(held[1], f"{name}.scale"), **held[2]
+        )
+        weight.dtype, weight.shape = ir.DataType.FLOAT, ir.Shape(sizes_of(tensor))
+        out = edit.op("MatMul", node.inputs[0], weight)
+        out.shape, out.type = node.outputs[0].shape, node.outputs[0].type
+        replace(node, out)
+        if not list(value.uses()):
+            del model.graph.initializers[name]
+        count += 1
+    return count
+
+
+def quantize_stored_pass(dtype: str, rows: StoredRows) -> Pass:
+    """Returns the pass for a checkpoint's own weights."""
+    return Pass("quantize_stored", lambda model: quantize_stored(model, dtype, rows))
 
 
 def quantize_qdq_pass(quantization: str, dtype: str) -> Pass:

@@ -55,11 +55,13 @@ class StoredRows:
         attached: kinds of the weights to which grids were attached, by the weights' name; None in the place of a kind:
             float32.
         unheld: tensors of few bits whose numbers no grid has.
+        widened: sizes of the weights with a grid that the backend's types do not hold, by name.
     """
 
     source: GridSource
     attached: dict[str, list[tuple[GridKind | None, int]]] = field(default_factory=dict)
     unheld: list[str] = field(default_factory=list)
+    widened: dict[str, int] = field(default_factory=dict)
     _keys: list[str] = field(default_factory=list)
     _kinds: list[GridKind] = field(default_factory=list)
     _rows: dict[bytes, tuple[int, int]] = field(default_factory=dict)
@@ -73,6 +75,11 @@ class StoredRows:
                 self._rows.setdefault(digest, (len(self._keys), row))
             self._keys.append(key)
             self._kinds.append(grid.kind)
+
+    @property
+    def has_minimums(self) -> bool:
+        """Whether a grid of the checkpoint has minimums."""
+        return any(kind.has_minimums for kind in self._kinds)
 
     def find(self, weight: Array) -> Found:
         """Returns where the outputs of a weight [out, in] float32 come from."""
@@ -126,6 +133,8 @@ class StoredRows:
             "float_names": list(floats)[:_MAX_NAMED],
             "num_float": len(floats),
             "unheld": self.unheld[:_MAX_NAMED],
+            "num_widened": len(self.widened),
+            "widened": sum(self.widened.values()),
         }
 
     def grid(self, part: Part) -> Grid:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights as Q/DQ: errors bounded by the step of the grid, scales exact in the graph's dtype, and excluded weights."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -9,8 +11,9 @@ import pytest
 
 from speccompile.core.specs import LOGITS
 from speccompile.errors import RecipeError
+from speccompile.ops.grid import Grid
 from speccompile.passes.edit import Editor, add_input
-from speccompile.passes.quantize_qdq import block_of, levels_of, quantize_qdq, quantize_qdq_pass, scale_of
+from speccompile.passes.quantize_qdq import block_of, levels_of, quantize_qdq, quantize_qdq_pass, scale_of, stored_qdq
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -146,3 +149,39 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         quantize_qdq_pass("nf4", "float16")
     with pytest.raises(RecipeError, match=r"got int4 with dtype float32; .*Set target.dtype: float16"):
         quantize_qdq_pass("int4", "float32")
+
+
+def held_grid(bits: int, group: int, scale: float = 0.5, **fields: Any) -> Grid:
+    rng = np.random.default_rng(bits)
+    levels = rng.integers(0, 1 << bits, (5, 128)).astype(np.uint8)
+    scales = (scale * rng.integers(1, 100, (5, -(-128 // group)))).astype(np.float16)
+    scales[0, 0] = 0
+    return Grid(levels, scales, group, bits, fields.get("zero", 1 << (bits - 1)), fields.get("minimums"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 128), (2, 64), (8, 1000), (8, 32), (6, 16)])
+def test_stored_levels_have_the_numbers_of_their_grid(bits: int, group: int, dtype: str) -> None:
+    grid = held_grid(bits, group)
+    held = stored_qdq(grid, dtype)
+    assert held is not None
+    levels, scales, attributes = held
+    assert levels.dtype == (ml_dtypes.int4 if bits <= 4 else np.int8) and (scales > 0).all()
+    assert attributes == ({"axis": 1} if group > 128 else {"axis": 0, "block_size": group})
+    steps = scales if scales.ndim == 1 else np.repeat(scales, group, axis=0)
+    np.testing.assert_array_equal(levels.astype(np.float32) * steps, grid.weight().T)
+
+
+@pytest.mark.parametrize(
+    ("grid", "dtype"),
+    [
+        (held_grid(4, 32), "float32"),
+        (held_grid(4, 1000), "float16"),  # a row of int4 has no blocks
+        (held_grid(8, 48), "float16"),
+        (held_grid(4, 32, -0.5), "float16"),
+        (held_grid(4, 32, 0.001), "bfloat16"),  # scales of eleven bits
+        (held_grid(4, 32, zero=0, minimums=np.ones((5, 4), np.float16)), "float16"),
+    ],
+)
+def test_grids_that_no_type_of_tensorrt_holds(grid: Grid, dtype: str) -> None:
+    assert stored_qdq(grid, dtype) is None

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -16,6 +17,7 @@ from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
+from speccompile.ops.grid import Grid
 from tests import store
 from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS
@@ -43,9 +45,16 @@ def export(config: dict[str, Any], folder: Path) -> tuple[ir.Model, ModelDims]:
 
 
 def compile_target(
-    model: ir.Model, dims: ModelDims, dest: Path, quantization: str, dtype: str, plugins: str = "auto"
+    model: ir.Model,
+    dims: ModelDims,
+    dest: Path,
+    quantization: str,
+    dtype: str,
+    plugins: str = "auto",
+    grids: Any = None,
 ) -> dict[str, Any]:
-    options = CompileOptions(dtype, 2, 56, 8, Config(plugins=plugins, variant="tensorrt_rtx", keep_onnx=True))
+    config = Config(plugins=plugins, variant="tensorrt_rtx", keep_onnx=True)
+    options = CompileOptions(dtype, 2, 56, 8, config, grids=grids)
     spec = verified_spec(decoder_spec("target", dims))
     return TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
 
@@ -106,3 +115,55 @@ def test_other_families_build(name: str, tmp_path: Path) -> None:
     assert set(report["tensorrt"]["plugin_layers"]) == {"SpecVerify", "KVRollback"}
     plan = (tmp_path / PLAN_FILE).read_bytes()
     assert b"SpecVerify" in plan and b"KVRollback" in plan
+
+
+class Grids:
+    """A checkpoint whose linears have random levels; by the name of the weights in the graph."""
+
+    def __init__(self, model: ir.Model, bits: int, group: int, **values: Any) -> None:
+        rng, self.grids = np.random.default_rng(0), dict[str, Grid]()
+        for node in model.graph:
+            if node.op_type == "MatMul" and node.inputs[1].const_value is not None:
+                num_in, num_out = node.inputs[1].shape.numpy()
+                levels = rng.integers(0, 1 << bits, (num_out, num_in)).astype(np.uint8)
+                scales = rng.uniform(0.001, 0.01, (num_out, -(-num_in // group))).astype(np.float16)
+                zero = 0 if "minimum" in values else 1 << (bits - 1)
+                minimums = np.full_like(scales, values["minimum"]) if "minimum" in values else None
+                grid = Grid(levels, scales, group, bits, zero, minimums)
+                self.grids[node.inputs[1].name] = grid
+                node.inputs[1].const_value = ir.tensor(grid.weight().T.copy(), name=node.inputs[1].name)
+
+    @property
+    def grid_keys(self) -> tuple[str, ...]:
+        return tuple(self.grids)
+
+    def grid(self, key: str) -> Grid:
+        return self.grids[key]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "values", "form"),
+    [
+        (4, 32, {}, "int4"),
+        (4, 128, {}, "int4"),
+        (8, 1024, {}, "int8"),
+        (8, 32, {}, "int8"),
+        (4, 32, {"minimum": -0.01}, None),
+    ],
+)
+def test_weights_that_come_quantised_stay_in_the_types_that_hold_them(
+    llama: tuple[ir.Model, ModelDims], tmp_path: Path, bits: int, group: int, values: dict[str, Any], form: str | None
+) -> None:
+    model, dims = llama[0].clone(), llama[1]
+    grids = Grids(model, bits, group, **values)
+    report = compile_target(model, dims, tmp_path, "stored", "float16", grids=grids)
+    held = report["weights"]
+    assert held["num_float"] == 0 and held["num_widened"] == (0 if form else len(grids.grids))
+    lowered = ir.load(tmp_path / LOWERED_FILE).graph.initializers
+    built = [v.const_value.numpy() for name, v in lowered.items() if name.endswith((".int4", ".int8"))]
+    signed = [(grid.levels.astype(np.int16) - grid.zero).astype(np.int8) for grid in grids.grids.values()]
+    stored = {row.tobytes() for levels in signed for row in levels}
+    rows = [row for levels in built for row in levels.astype(np.int8).T]
+    assert {row.tobytes() for row in rows} == (stored if form else set())
+    lowered_bytes = report["tensorrt"]["lowered_weights_bytes"]
+    assert read_weights_bytes(tmp_path / PLAN_FILE) == pytest.approx(lowered_bytes, rel=0.05)

@@ -40,7 +40,7 @@ class TensorRTBackend(Backend):
     Config = Config
     devices = ("cuda",)
     dtypes = ("float16", "bfloat16")
-    quantizations = ("none", "int8", "int4", "fp8")
+    quantizations = ("none", "int8", "int4", "fp8", "stored")
     graph_file = PLAN_FILE
     # All of the folder except what runs plans: a change of an engine does not change plans.
     graph_sources = (
@@ -97,7 +97,7 @@ class TensorRTBackend(Backend):
                 weights are released once they are on the disk, as the builder's process needs the memory.
             spec: inputs and outputs of the neutral graph, tail included.
             dest: folder to write to; made when missing.
-            quantization: none, int8, int4 or fp8.
+            quantization: none, int8, int4, fp8 or stored.
             form: not read: TensorRT has one kernel form of each quantisation.
             options: dtype, sizes and the recipe's fields; one slot of float16 by default.
             progress: called with passes, stages and "PHASE STEP/STEPS".
@@ -113,13 +113,15 @@ class TensorRTBackend(Backend):
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.drop_bodies import drop_bodies_pass
         from speccompile.passes.pipelines import tensorrt_table
+        from speccompile.passes.stored_rows import stored_rows
 
         del form
         options = options or CompileOptions("float16", max_rows=spec.max_rows)
         config = config_from_options(options)
         plugins = PLUGIN_OPS if config.has_plugins else ()
         own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_compacts(spec) and bool(plugins))
-        table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins)
+        rows = stored_rows(quantization, options)
+        table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins, rows=rows)
         source = dest / LOWERED_FILE
         # A body takes precedence over the ahead-of-time form; the parser can be told to prefer the other forms.
         finish = (drop_bodies_pass(plugins),) if config.plugins == "aot" else ()
@@ -133,6 +135,7 @@ class TensorRTBackend(Backend):
             "form": options.dtype if quantization == "none" else f"{options.dtype} {quantization}",
             "forms_measured": {},
             **report,
+            **({} if rows is None else {"weights": rows.record()}),
             "spec": own.json_from_spec(),
             "tensorrt": record,
             "peak_rss_bytes": record["build"]["peak_rss_bytes"] + record["build"]["parent_rss_bytes"],
