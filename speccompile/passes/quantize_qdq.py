@@ -153,18 +153,19 @@ def stored_qdq(grid: Grid, dtype: str) -> tuple[np.ndarray, np.ndarray, dict[str
     kind, scales = grid.kind, grid.scales.astype(np.float32)
     num_in = grid.levels.shape[1]
     form = "int4" if kind.bits <= 4 else "int8"
-    is_blocked = kind.group in BLOCKS and num_in % (kind.group or num_in) == 0
+    block = kind.group or (num_in if form == "int4" else 0)
+    is_blocked = block in BLOCKS and num_in % block == 0
     narrow = scales.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype)).astype(np.float32)
     if kind.has_minimums or (narrow != scales).any() or (scales < 0).any() or dtype == "float32":
         return None
-    if not is_blocked and (kind.group or form == "int4"):
+    if block and not is_blocked:
         return None
     levels = grid.levels.astype(np.int16) - grid.zero
     levels[np.repeat(scales == 0, grid.group, axis=1)[:, :num_in]] = 0
     scales[scales == 0] = MIN_SCALE[dtype]
     found = levels.T.astype(QUANTIZED_TYPES[form].numpy())
     if is_blocked:
-        return found, scales.T.copy(), {"axis": 0, "block_size": kind.group}
+        return found, scales.T.copy(), {"axis": 0, "block_size": block}
     return found, scales[:, 0].copy(), {"axis": 1}
 
 
