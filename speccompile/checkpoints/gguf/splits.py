@@ -50,9 +50,11 @@ _GPT4O = Split((_by_case(rf"(?i:{_CONTRACTIONS})?", r"\p{N}{1,3}"),))
 
 SPLITS: dict[str, Split] = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "modern-bert", "mellum", "gigachat", "a.x-4.0",
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "jais", "exaone4", "modern-bert", "mellum", "gigachat", "a.x-4.0",
                      "trillion", "granite-docling"), Split((_GPT2,))),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _ONE_DIGIT),
+    "olmo": Split((_GPT2,), is_normalized=True),
+    "command-r": Split((r"\p{N}", _GPT2), is_normalized=True),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _ONE_DIGIT),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
                      "lfm2"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Split((_words(digits=r"\p{N}{1,3}"),))),

@@ -26,6 +26,7 @@ _ENDS = (
 )  # fmt: skip
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
+_IDS = {"bos": "bos", "pad": "padding"}
 Json = dict[str, Any]
 
 
@@ -133,11 +134,11 @@ class _Vocab:
 
     def added(self, vocab: Mapping[str, int]) -> list[Json]:
         """Returns the tokens that are found in a text before it is split."""
-        named = {self.field(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+        named = {self.field(f"{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
         strips = self.header.fields.get("general.architecture") == "phi3" and not self.is_bytes
         made = []
         for token, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
-            is_special = kind in (_CONTROL, _UNKNOWN) or (token in named and kind != _OWN and kind != 1)
+            is_special = kind in (_CONTROL, _UNKNOWN) or token in named
             if vocab.get(text) != token or not text or not (is_special or kind == _OWN):
                 continue
             # Phi-3 takes the blanks after its marks of turns away; no key says so.
@@ -182,10 +183,8 @@ class _Vocab:
 
     def generation(self) -> Json:
         """Returns the content of generation_config.json: where texts end, and the author's sampling parameters."""
-        made: Json = {name: self.field(f"{name}_token_id") for name in ("bos",)}
-        made["pad_token_id"] = self.field("padding_token_id")
-        made = {"bos_token_id": made["bos"], "pad_token_id": made["pad_token_id"]}
         ends = list(self.ends())
+        made: Json = {f"{name}_token_id": self.field(f"{key}_token_id") for name, key in _IDS.items()}
         made["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
         held = {name: self.header.fields.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
         return {name: value for name, value in {**made, **held}.items() if value is not None}
