@@ -15,8 +15,10 @@ import onnx_ir as ir
 
 from speccompile.errors import PassError
 from speccompile.ops.grid import Grid
+from speccompile.ops.packing import GROUP
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
+from speccompile.passes.expert_products import expert_products
 from speccompile.passes.stored_rows import Part, StoredRows
 
 
@@ -109,6 +111,45 @@ def attach_stored(model: ir.Model, rows: StoredRows) -> int:
             _replace(model, node, values)
         del model.graph.initializers[name]
     return count
+
+
+class ExpertGrids(ir.LazyTensor):
+    """Weights [experts, N, K], or [experts, K, N], float32, that are held as a grid [N, K] of each expert.
+
+    Args:
+        tensor: the weights.
+        read: returns the grid of an expert.
+    """
+
+    def __init__(self, tensor: ir.TensorProtocol, read: Callable[[int], Grid]) -> None:
+        super().__init__(lambda: tensor, tensor.dtype, ir.Shape(sizes_of(tensor)), name=tensor.name)
+        self.read = read
+
+
+def attach_expert_grids(model: ir.Model, rows: StoredRows) -> int:
+    """Replaces weights of experts by their grids, where all have a kind that the ops compute; returns their number."""
+    count = 0
+    for value, is_transposed in {product.weight: product.is_transposed for product in expert_products(model)}.items():
+        weight, name = value.const_value, str(value.name)
+        assert weight is not None
+        found = [rows.find(matrix.T if is_transposed else matrix) for matrix in weight.numpy()]
+        num_in = sizes_of(weight)[1 if is_transposed else 2]
+        kind = rows.whole(np.concatenate(found), num_in).kind
+        # The ops of experts have no minimums, and rows of one source no order for each expert.
+        if kind and (kind.order or kind.has_minimums or kind.is_wide or kind.group != GROUP):
+            rows.widened[name] = weight.size
+            continue
+        rows.attached[name] = [(kind, weight.size)]
+        if kind is not None:
+            parts = [Part(own, kind) for own in found]
+            value.const_value = ExpertGrids(weight, lambda expert, parts=parts: rows.grid(parts[expert]))  # type: ignore[misc]
+            count += 1
+    return count
+
+
+def attach_expert_grids_pass(rows: StoredRows) -> Pass:
+    """Returns the pass for the rows of a checkpoint."""
+    return Pass("attach_expert_grids", lambda model: attach_expert_grids(model, rows))
 
 
 def _tensor(weight: ir.TensorProtocol, rows: StoredRows, part: Part, start: int, name: str) -> ir.LazyTensor:

@@ -17,12 +17,13 @@ import onnx_ir as ir
 
 from speccompile.ops import packing
 from speccompile.ops.expert_linear import expert_op_name
+from speccompile.passes.attach_grids import ExpertGrids
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of, weight_of
 from speccompile.passes.expert_products import ExpertProduct, expert_products, ids_of
 from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import only_use, operands, replace_tree
-from speccompile.passes.pack_linears import INTEGER_FORMS, PACKED_DTYPES, Weights, is_bfloat16
+from speccompile.passes.pack_linears import INTEGER_FORMS, PACKED_DTYPES, PackedValues, Weights, is_bfloat16
 from speccompile.passes.parts import PartsTensor
 
 
@@ -74,10 +75,10 @@ class _Packer:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.made: dict[tuple[str, bool, bool, bool], tuple[str, list[ir.Value]]] = {}
+        self.made: dict[tuple[str, bool, bool, bool], PackedValues] = {}
 
-    def pack(self, experts: _Experts, edit: Editor) -> tuple[str, list[ir.Value]]:
-        """Returns the form and the constants: weights, and scales where the form has them."""
+    def pack(self, experts: _Experts, edit: Editor) -> PackedValues:
+        """Returns the form and the constants: weights, and what else the form has."""
         gate = experts.gate
         key = (
             str(experts.product.weight.name),
@@ -89,34 +90,41 @@ class _Packer:
             self.made[key] = self._pack(experts, edit)
         return self.made[key]
 
-    def _pack(self, experts: _Experts, edit: Editor) -> tuple[str, list[ir.Value]]:
+    def _pack(self, experts: _Experts, edit: Editor) -> PackedValues:
         tensor, gate = experts.product.weight.const_value, experts.gate
         assert tensor is not None
-        form = INTEGER_FORMS.get(self.weights) or ("Bf16" if all(map(is_bfloat16, tensor.numpy())) else "F32")
+        num_experts, _, num_out = experts.product.dims
 
-        def arranged() -> Iterator[np.ndarray]:
-            """Yields the weights [K, N] of each expert, gate and up interleaved."""
-            for weight in tensor.numpy():
-                matrix = weight if experts.product.is_transposed else weight.T
-                if gate is not None:
-                    matrix = packing.interleave_gate(swapped_halves(matrix) if gate.is_second else matrix)
-                yield matrix
+        def arranged(matrix: np.ndarray) -> np.ndarray:
+            if gate is None:
+                return matrix
+            return packing.interleave_gate(swapped_halves(matrix) if gate.is_second else matrix)
 
-        def weights() -> Iterator[np.ndarray]:
-            return (packing.pack(matrix, form).weights for matrix in arranged())
+        def packed(expert: int) -> packing.Packed:
+            if isinstance(tensor, ExpertGrids):
+                columns = arranged(np.arange(1, num_out + 1)[None])[0] - 1
+                return packing.pack_grid(tensor.read(expert).take(columns))[1]
+            matrix = tensor.numpy()[expert]
+            return packing.pack(arranged(matrix if experts.product.is_transposed else matrix.T), form)
 
-        def scales() -> Iterator[np.ndarray]:
-            return (packing.pack_scales(matrix, form) for matrix in arranged())
-
-        num_experts, num_in, num_out = experts.product.dims
-        dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
-        name = f"{experts.product.weight.name}.packed"
-        # A packed copy of one expert exists at a time, while it is written out.
-        values = [edit.const(PartsTensor(weights, PACKED_DTYPES[form], (num_experts, *dims), name), name)]
-        if packing.is_integer(form):
-            shape, name = (num_experts, dims[0], dims[1], packing.COLUMNS), f"{name}.scales"
-            values.append(edit.const(PartsTensor(scales, ir.DataType.FLOAT16, shape, name), name))
-        return form, values
+        if isinstance(tensor, ExpertGrids):
+            form = packing.grid_form(tensor.read(0))
+        else:
+            form = INTEGER_FORMS.get(self.weights) or ("Bf16" if all(map(is_bfloat16, tensor.numpy())) else "F32")
+        first = packed(0)
+        values = []
+        for key, array in first.constants.items():
+            name = f"{experts.product.weight.name}.packed{'' if key == 'weights' else f'.{key}'}"
+            dtype = PACKED_DTYPES[form] if key == "weights" else ir.DataType.from_numpy(array.dtype)
+            # A packed copy of one expert exists at a time, while it is written out.
+            parts = PartsTensor(
+                lambda key=key: (packed(expert).constants[key] for expert in range(num_experts)),  # type: ignore[misc]
+                dtype,
+                (num_experts, *array.shape),
+                name,
+            )
+            values.append(edit.const(parts, name))
+        return PackedValues(form, values, first.attributes)
 
 
 def pack_experts(model: ir.Model, weights: Weights) -> int:
@@ -133,15 +141,15 @@ def pack_experts(model: ir.Model, weights: Weights) -> int:
     for experts in _experts(model):
         found.append(experts)
         edit = Editor(model, experts.last)
-        form, constants = packer.pack(experts, edit)
+        packed = packer.pack(experts, edit)
         num_experts, num_in, num_out = experts.product.dims
-        attributes = {"num_in": num_in, "num_out": num_out, "num_experts": num_experts}
+        attributes = {"num_in": num_in, "num_out": num_out, "num_experts": num_experts, **packed.attributes}
         if experts.gate is not None:
             attributes["activation"] = experts.gate.activation
-        name = expert_op_name(form, has_gate=experts.gate is not None)
+        name = expert_op_name(packed.form, has_gate=experts.gate is not None)
         bias = packed_bias(experts.bias, experts.gate, (num_experts, num_out), edit)
         out = edit.op(
-            name, experts.product.source, experts.product.ids, *constants, bias, domain=OPS_DOMAIN, **attributes
+            name, experts.product.source, experts.product.ids, *packed.constants, bias, domain=OPS_DOMAIN, **attributes
         )
         out.shape, out.type = experts.last.outputs[0].shape, experts.last.outputs[0].type
         replace_tree(experts.last, out)

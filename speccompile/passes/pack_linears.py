@@ -73,7 +73,7 @@ def is_bfloat16(weight: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class PackedValues:
     """The op's constants and what they say of it."""
 
     form: str
@@ -86,9 +86,9 @@ class _Packer:
 
     def __init__(self, model: ir.Model, weights: Weights) -> None:
         self.model, self.weights = model, weights
-        self.made: dict[tuple[str, bool, bool], _Packed] = {}
+        self.made: dict[tuple[str, bool, bool], PackedValues] = {}
 
-    def pack(self, linear: _Linear, edit: Editor) -> _Packed:
+    def pack(self, linear: _Linear, edit: Editor) -> PackedValues:
         """Returns the form and the constants: weights, and what else the form has."""
         gate = linear.gate
         key = (str(linear.weight.name), gate is not None, gate is not None and gate.is_second)
@@ -96,7 +96,7 @@ class _Packer:
             self.made[key] = self._pack(linear, edit)
         return self.made[key]
 
-    def _pack(self, linear: _Linear, edit: Editor) -> _Packed:
+    def _pack(self, linear: _Linear, edit: Editor) -> PackedValues:
         tensor, gate = linear.weight.const_value, linear.gate
         assert tensor is not None
         num_in, num_out = sizes_of(tensor)
@@ -129,7 +129,7 @@ class _Packer:
         # Lazy: a packed copy exists only while it is written out.
         values = [edit.const(ir.LazyTensor(weights, PACKED_DTYPES[form], ir.Shape(dims), name=name), name)]
         values += [edit.const(array, f"{name}.{key}") for key, array in rest.items()]
-        return _Packed(form, values, attributes)
+        return PackedValues(form, values, attributes)
 
 
 # Element types of packed weights, by form.

@@ -11,7 +11,7 @@ from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
 from speccompile.ops.grid import Grid
 from speccompile.passes.attach_compaction import attach_compaction_pass
-from speccompile.passes.attach_grids import attach_grids_pass, attach_stored_pass
+from speccompile.passes.attach_grids import attach_expert_grids_pass, attach_grids_pass, attach_stored_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
@@ -101,8 +101,10 @@ def onnxruntime_table(
     has_kernels = form == PACKED
     is_packed = (has_kernels or quantization != "none") if packs_experts is None else packs_experts
     attached: tuple[Pass, ...] = ()
+    experts: tuple[Pass, ...] = (_ORT_EXPERTS[quantization],) if is_packed else ()
     if isinstance(grids, StoredRows):
         attached = (attach_stored_pass(grids),)
+        experts = (attach_expert_grids_pass(grids), *experts) if is_packed else ()
     elif grids is not None and quantization == "int4":
         attached = (attach_grids_pass(grids),)
     return (
@@ -111,7 +113,7 @@ def onnxruntime_table(
         *((FUSE_CROSS_ATTENTION,) if has_kernels and spec.borrowed else ()),
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),
         MIX_ROWS,
-        *((_ORT_EXPERTS[quantization],) if is_packed else ()),
+        *experts,
         FLAT_LINEARS,
         MERGE_LINEARS,
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),

@@ -101,7 +101,11 @@ class StoredRows:
                 parts.append(self._joined(run, num_in) or Part(run, None))
         if len(parts) <= _MAX_PARTS:
             return parts
-        return [self._joined(found, num_in, max_growth=math.inf) or Part(found, None)]
+        return [self.whole(found, num_in)]
+
+    def whole(self, found: Found, num_in: int) -> Part:
+        """Returns outputs as one part, whatever it takes; its kind is None where grids have none in common."""
+        return self._joined(found, num_in, max_growth=math.inf) or Part(found, None)
 
     def _joined(self, found: Found, num_in: int, max_growth: float = _MAX_GROWTH) -> Part | None:
         """Returns outputs as one part; None where they have no kind in common, or one that takes much more."""
