@@ -81,6 +81,8 @@ def test_joined_permuted_and_padded_outputs_are_found() -> None:
         "float_names": [],
         "num_float": 0,
         "unheld": [],
+        "num_widened": 0,
+        "widened": 0,
     }
 
 
