@@ -37,6 +37,7 @@ class PageBody(Sampled):
 
     prompt: str
     as_chat: bool = Field(True, description="The prompt is a user's message, where the model has a chat template.")
+    before: list[Message] = Field(default_factory=list, description="Earlier messages of the chat.")
 
 
 def policy_from_html(html: str) -> str:
@@ -73,8 +74,10 @@ async def _request(server: OpenAIServer, body: PageBody) -> Request:
     """Returns the request of a prompt, as a chat's where the model has a template."""
     engine = server.service.engine
     if body.as_chat and server.template is not None:
-        given = body.model_dump(exclude={"prompt", "as_chat", "n", "stream", "stream_options"}, exclude_unset=True)
-        chat = ChatBody(messages=[Message(role="user", content=body.prompt)], **given)
+        given = body.model_dump(
+            exclude={"prompt", "as_chat", "before", "n", "stream", "stream_options"}, exclude_unset=True
+        )
+        chat = ChatBody(messages=[*body.before, Message(role="user", content=body.prompt)], **given)
         request, _ = await request_from_chat(chat, engine, server.template, server.formats)
         return request
     tokens = await encode(engine, body.prompt, special=True)

@@ -209,12 +209,21 @@ def test_a_generation_can_be_stopped(page, live):
     assert live.metric("generated_tokens_total") - before < 440
 
 
-def test_a_chat_model_gets_a_message(page, pair):
+def test_a_chat_model_gets_a_message_and_the_next_one(page, pair, chat_bundle):
     spans = generate(page, as_chat="yes", prompt="def add(a, b):", max_tokens="12", temperature="0")
     tokens = load(pair).encode("<s># user: def add(a, b):\n# assistant:")
     offline = load(pair).generate([tokens], SamplingParams(max_new_tokens=12))[0]
     assert spans[0] == ["prompt", "def add(a, b):\n\n"]
     assert "".join(text for _, text in spans[1:]) == offline.text
+    spans = generate(page, as_chat="next", prompt="and b?", max_tokens="12", temperature="0")
+    messages = [
+        {"role": "user", "content": "def add(a, b):"},
+        {"role": "assistant", "content": offline.text},
+        {"role": "user", "content": "and b?"},
+    ]
+    answer = load(chat_bundle).chat(messages, SamplingParams(max_new_tokens=12))
+    assert [text for kind, text in spans if kind == "prompt"] == [f"{m['content']}\n\n" for m in messages]
+    assert "".join(text for _, text in spans[3:]) == answer.text
 
 
 def test_markup_in_prompts_and_texts_stays_text(page):

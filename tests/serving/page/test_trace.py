@@ -75,6 +75,13 @@ def test_where_the_model_has_a_template_the_prompt_is_a_message():
         assert plain[0]["num_prompt_tokens"] == 3
         assert get(app, "/page/facts").json()["has_template"]
         assert post(app, "/page/generate", {**body, "max_tokens": 61}).status == 400
+        before = [{"role": "user", "content": "cc"}, {"role": "assistant", "content": "d"}]
+        server.template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+        later = post(app, "/page/generate", {**body, "before": before}).events()
+        chat = {"messages": [*before, *chat["messages"]], "max_tokens": 9}
+        answer = post(app, "/v1/chat/completions", chat).json()
+        told = "".join(text for step in later[1:-1] for text, _ in step["tokens"]) + later[-1]["tail"]
+        assert later[0]["num_prompt_tokens"] == 5 and told == answer["choices"][0]["message"]["content"]
 
 
 def test_a_refused_request_is_reported_before_the_stream(app):
