@@ -67,13 +67,12 @@ class ExpertLinear : private Panels<Form, kHasGate> {
   public:
     static constexpr const char* kName = Form::kExpertNames[kHasGate];
     static constexpr std::size_t kNumOptional = 0;
-    static constexpr std::size_t kIds = 1, kWeights = 2, kScales = 3, kBias = 3 + Form::kIsInteger;
+    static constexpr std::size_t kIds = 1, kWeights = 2, kBias = kWeights + Base::kNumPacked;
     static constexpr auto kInputs = [] {
         std::array<abi::ElementType, kBias + 1> types{};
         for (auto& type : types) type = abi::kFloat;
         types[kIds] = abi::kInt64;
-        types[kWeights] = Form::kWeightType;
-        if (Form::kIsInteger) types[kScales] = abi::kFloat16;
+        for (std::size_t i = 0; i < Base::kNumPacked; i++) types[kWeights + i] = Base::kPackedTypes[i];
         return types;
     }();
     static constexpr abi::ElementType kOutputs[] = {abi::kFloat};
@@ -101,9 +100,7 @@ class ExpertLinear : private Panels<Form, kHasGate> {
                         " rows of x");
         }
         float* y = context.output<float>(0, {num_ids, Base::width()});
-        Weights weights;
-        weights.values = checked_input(context, kWeights).template data<void>();
-        if constexpr (Form::kIsInteger) weights.scales = checked_input(context, kScales).template data<std::uint16_t>();
+        const Weights weights = Base::weights_in([&](std::size_t i) { return checked_input(context, kWeights + i); });
         const float* bias = checked_input(context, kBias).template data<float>();
         if (num_ids == 0) return;
         thread_local Scratch memory;
@@ -126,19 +123,15 @@ class ExpertLinear : private Panels<Form, kHasGate> {
             const ExpertRows& rows = routes.segments[static_cast<std::int64_t>(task) / tasks_an_expert];
             const std::int64_t first = static_cast<std::int64_t>(task) % tasks_an_expert * panels_a_task;
             const std::int64_t last = std::min(num_panels_, first + panels_a_task);
-            Weights own;
-            own.values = static_cast<const char*>(weights.values) + rows.expert * num_panels_ * Base::panel_bytes();
-            if (Form::kIsInteger) own.scales = weights.scales + rows.expert * num_panels_ * (stride_ / kGroup) * kColumns;
+            const Weights own = Base::from_panel(weights, rows.expert * num_panels_);
             const AmxScope scope{};
             Base::run_panels(x, rows.begin, rows.end, own, bias + rows.expert * num_out_, first, last, place);
         });
     }
 
     void check_constant(std::size_t input, const Tensor& tensor) const {
-        const Dims own = input == kWeights ? Base::weight_dims() : input == kBias ? Dims{num_out_} : Base::scale_dims();
-        Dims expected = {num_experts_};
-        for (std::size_t axis = 0; axis < own.rank; axis++) expected.sizes[expected.rank++] = own[axis];
-        expect_dims(kName, input == kWeights ? "weights" : input == kBias ? "bias" : "scales", tensor.dims, expected);
+        if (input < kBias) return Base::check_packed(kName, input - kWeights, tensor, num_experts_);
+        expect_dims(kName, "bias", tensor.dims, {num_experts_, num_out_});
     }
 
     // Constants were checked when the kernel was made.
@@ -163,6 +156,8 @@ inline void add_expert_ops(OpTable& table) {
     add_forms_of_experts<FormBf16>(table);
     add_forms_of_experts<FormInt8>(table);
     add_forms_of_experts<FormInt4>(table);
+    add_forms_of_experts<FormInt8Min>(table);
+    add_forms_of_experts<FormInt4Min>(table);
 }
 
 }  // namespace speccompile::cpu

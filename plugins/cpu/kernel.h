@@ -32,11 +32,15 @@ abi::Status* call(abi::Function function, Args... args) {
     return reinterpret_cast<abi::Status* (*)(Args...)>(const_cast<void*>(g_api[function]))(args...);
 }
 
+inline void release(abi::Status* status) {
+    reinterpret_cast<void (*)(abi::Status*)>(const_cast<void*>(g_api[abi::kReleaseStatus]))(status);
+}
+
 inline void check(abi::Status* status) {
     if (status == nullptr) return;
     auto get_message = reinterpret_cast<const char* (*)(const abi::Status*)>(const_cast<void*>(g_api[abi::kGetErrorMessage]));
     std::string message = get_message(status);
-    reinterpret_cast<void (*)(abi::Status*)>(const_cast<void*>(g_api[abi::kReleaseStatus]))(status);
+    release(status);
     throw Error(message);
 }
 
@@ -90,6 +94,7 @@ class Tensor {
         abi::ShapeInfo* shape = nullptr;
         check(call(abi::kGetTensorTypeAndShape, value, &shape));
         const abi::ShapeInfo* known = shape;
+        check(call(abi::kGetTensorElementType, known, &type));
         check(call(abi::kGetDimensionsCount, known, &dims.rank));
         const bool fits = dims.rank <= kMaxRank;
         if (fits) check(call(abi::kGetDimensions, known, dims.sizes, dims.rank));
@@ -101,6 +106,7 @@ class Tensor {
         return static_cast<T*>(data_);
     }
     Dims dims;
+    int type = abi::kFloat;
 
   private:
     void* data_ = nullptr;
@@ -115,6 +121,7 @@ inline void expect_dims(const std::string& op, const char* name, const Dims& got
 // What a kernel within a sequence has in the place of ONNX Runtime's KernelInfo.
 struct Line {
     virtual ~Line() = default;
+    virtual bool has(const char* name) const = 0;
     virtual std::int64_t integer(const char* name) const = 0;
     virtual float real(const char* name) const = 0;
     virtual const abi::Value* constant(std::size_t input) const = 0;
@@ -129,6 +136,15 @@ class Info {
         std::int64_t value = 0;
         check(call(abi::kKernelInfoGetAttributeInt64, info_, name, &value));
         return value;
+    }
+    // The same of an attribute that may be absent.
+    std::int64_t integer(const char* name, std::int64_t absent) const {
+        if (line_ != nullptr) return line_->has(name) ? line_->integer(name) : absent;
+        std::int64_t value = absent;
+        abi::Status* status = call(abi::kKernelInfoGetAttributeInt64, info_, name, &value);
+        if (status == nullptr) return value;
+        release(status);
+        return absent;
     }
     float real(const char* name) const {
         if (line_ != nullptr) return line_->real(name);

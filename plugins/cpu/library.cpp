@@ -5,6 +5,7 @@
 #include "amx.h"
 #include "attention_ops.h"
 #include "draft_ops.h"
+#include "embedding.h"
 #include "experts.h"
 #include "kernel.h"
 #include "linear.h"
@@ -24,6 +25,7 @@ OpTable all_ops() {
     OpTable table;
     add_linear_ops(table);
     add_expert_ops(table);
+    add_embedding_ops(table);
     add_attention_ops(table);
     for (Op& op : table) op.is_in_sequences = true;
     sequence_ops() = table;

@@ -20,13 +20,11 @@ class PackedLinear : private Panels<Form, kHasGate> {
     static constexpr const char* kName = Form::kNames[2 * kHasNorm + kHasGate];
     static constexpr std::size_t kNumOptional = 0;
     static constexpr std::size_t kWeights = kHasNorm ? 3 : 1;
-    static constexpr std::size_t kScales = kWeights + 1;
-    static constexpr std::size_t kBias = kWeights + 1 + Form::kIsInteger;
+    static constexpr std::size_t kBias = kWeights + Base::kNumPacked;
     static constexpr auto kInputs = [] {
         std::array<abi::ElementType, kBias + 1> types{};
         for (auto& type : types) type = abi::kFloat;
-        types[kWeights] = Form::kWeightType;
-        if (Form::kIsInteger) types[kScales] = abi::kFloat16;
+        for (std::size_t i = 0; i < Base::kNumPacked; i++) types[kWeights + i] = Base::kPackedTypes[i];
         return types;
     }();
     static constexpr auto kOutputs = [] {
@@ -65,9 +63,7 @@ class PackedLinear : private Panels<Form, kHasGate> {
             values = to;
         }
         if (num_rows == 0) return;
-        Weights weights;
-        weights.values = checked_input(context, kWeights).template data<void>();
-        if constexpr (Form::kIsInteger) weights.scales = checked_input(context, kScales).template data<std::uint16_t>();
+        const Weights weights = Base::weights_in([&](std::size_t i) { return checked_input(context, kWeights + i); });
         const float* bias = checked_input(context, kBias).template data<float>();
         thread_local Scratch memory;
         RowBlock* blocks = memory.get<RowBlock>(static_cast<std::size_t>(ceil_div(num_rows, most_rows<Form>())));
@@ -84,15 +80,9 @@ class PackedLinear : private Panels<Form, kHasGate> {
     }
 
   private:
-    Dims expected_dims(std::size_t input) const {
-        if (input == kWeights) return Base::weight_dims();
-        if (Form::kIsInteger && input == kScales) return Base::scale_dims();
-        return {input == kBias ? num_out_ : num_in_};
-    }
-
     void check_constant(std::size_t input, const Tensor& tensor) const {
-        const char* name = input == kWeights ? "weights" : input == kBias ? "bias" : input < kWeights ? "gamma" : "scales";
-        expect_dims(kName, name, tensor.dims, expected_dims(input));
+        if (input >= kWeights && input < kBias) return Base::check_packed(kName, input - kWeights, tensor);
+        expect_dims(kName, input == kBias ? "bias" : "gamma", tensor.dims, {input == kBias ? num_out_ : num_in_});
     }
 
     // Constants were checked when the kernel was made.
@@ -130,6 +120,8 @@ inline void add_linear_ops(OpTable& table) {
     add_forms_of_linear<FormBf16>(table);
     add_forms_of_linear<FormInt8>(table);
     add_forms_of_linear<FormInt4>(table);
+    add_forms_of_linear<FormInt8Min>(table);
+    add_forms_of_linear<FormInt4Min>(table);
 }
 
 }  // namespace speccompile::cpu

@@ -31,6 +31,7 @@ enum Function : std::size_t {
     kCustomOpDomainAdd = 27,
     kAddCustomOpDomain = 28,
     kGetTensorMutableData = 51,
+    kGetTensorElementType = 60,
     kGetDimensionsCount = 61,
     kGetDimensions = 62,
     kGetTensorTypeAndShape = 65,

@@ -69,18 +69,19 @@ RowBlock* cut_rows(std::int64_t first_row, std::int64_t num_rows, std::int64_t f
 template <class Form>
 void multiply_panels(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights* panels, int num_panels, float* sums) {
     if (Form::kIsInteger) num_panels = 1;
-    const int units = static_cast<int>(x.stride / Form::kUnit);
+    const int unit_rows = Form::kIsInteger ? x.unit : Form::kUnit;
+    const int units = static_cast<int>(x.stride / unit_rows), least = Form::kStretch * Form::kUnit / unit_rows;
     const std::int64_t first_row = blocks->at, num_rows = blocks[num_blocks - 1].at + blocks[num_blocks - 1].height - first_row;
     // The next block of rows finds a stretch of the weights in the first-level cache.
     // Many blocks amortise a longer one, whose sums are written back less often.
     // So does the next pass over the columns, where registers do not hold them all.
     const bool is_one_pass = num_blocks == 1 && Form::kWidth == kColumns;
-    const int step = is_one_pass ? units : std::min(units, num_blocks <= 3 ? Form::kStretch : kLonger * Form::kStretch);
+    const int step = is_one_pass ? units : std::min(units, num_blocks <= 3 ? least : kLonger * least);
     const std::ptrdiff_t distance = Form::kIsFar ? kFar : kPrefetch;
-    const std::ptrdiff_t bytes = step * Form::kUnit * kColumns * Form::kBitsPerWeight / 8;
+    const std::ptrdiff_t unit_bytes = unit_rows * kColumns * Form::kBitsPerWeight / 8, bytes = step * unit_bytes;
     const auto multiply = [&](int unit, int panel, int block) {
         const std::int64_t row = blocks[block].at;
-        Stretch stretch{x.from(row), panels[panel], unit, std::min(units, unit + step), {distance, distance}, kColumns * 4,
+        Stretch stretch{x.from(row), panels[panel], unit, std::min(units, unit + step), {distance, distance}, kColumns * 4, 0,
                         sums + (panel * num_rows + row - first_row) * kColumns};
         // Each block fetches its part of the next stretch, so that memory is never idle.
         if (num_blocks > 1 && Form::kSharesFar && Form::kIsInteger) {
@@ -99,8 +100,12 @@ void multiply_panels(const Activations& x, const RowBlock* blocks, int num_block
             stretch.ahead[0] = block == 0 ? bytes : 0;
             stretch.ahead[1] = block == 1 ? bytes : 0;
         }
-        const auto at = static_cast<std::size_t>(blocks[block].count - 1);
-        num_blocks > 1 ? kTiles<Form, Form::kSharesFar>[at](stretch) : kTiles<Form, Form::kIsFar>[at](stretch);
+        if constexpr (Form::kIsInteger) {
+            const std::ptrdiff_t ahead = num_blocks > 1 && Form::kSharesFar ? least : stretch.ahead[0] / unit_bytes;
+            stretch.ahead_of_scales = ahead * panels[panel].scale_bytes * kColumns / panels[panel].units_a_group;
+        }
+        const int count = blocks[block].count;
+        (num_blocks > 1 ? tile_of<Form, Form::kSharesFar>(count, unit_rows) : tile_of<Form, Form::kIsFar>(count, unit_rows))(stretch);
     };
     std::memset(sums, 0, static_cast<std::size_t>(num_panels * num_rows * kColumns) * sizeof(float));
     for (int unit = 0; unit < units; unit += step) {
@@ -152,7 +157,8 @@ inline void multiply_by_amx(const Activations& x, const RowBlock* blocks, int nu
 template <class Form, bool kHasGate>
 class Panels {
   public:
-    explicit Panels(const Info& info) : num_in_(info.integer("num_in")), num_out_(info.integer("num_out")) {
+    // `has_unit`: activations have units, which an attribute names.
+    explicit Panels(const Info& info, bool has_unit = true) : num_in_(info.integer("num_in")), num_out_(info.integer("num_out")) {
         constexpr std::int64_t kMost = 1 << 24;
         if (num_in_ < 1 || num_out_ < 1 || num_in_ > kMost || num_out_ > kMost || (kHasGate && num_out_ % 2 != 0)) {
             throw Error("num_in " + std::to_string(num_in_) + " and num_out " + std::to_string(num_out_) +
@@ -164,12 +170,70 @@ class Panels {
             activation_ = static_cast<Activation>(kind);
         }
         stride_ = padded_to(num_in_, Form::kUnit);
+        if constexpr (Form::kIsInteger) {
+            const std::int64_t group = info.integer("group", kGroup);
+            unit_ = has_unit ? static_cast<int>(info.integer("unit", kGroup)) : group % kGroup == 0 ? kGroup : kGroup / 2;
+            if ((unit_ != kGroup && unit_ != kGroup / 2) || group < unit_ || group > kMost || group % unit_ != 0) {
+                throw Error("group " + std::to_string(group) + " and unit " + std::to_string(unit_) +
+                            ", expected a unit of 16 or 32 and a group of some units; build the bundle again");
+            }
+            units_a_group_ = static_cast<int>(group / unit_);
+            num_groups_ = ceil_div(num_in_, group);
+        }
         num_panels_ = kHasGate ? padded_to(num_out_ / 2, kHalf) / kHalf : padded_to(num_out_, kColumns) / kColumns;
     }
 
   protected:
-    Dims weight_dims() const { return Form::dims(num_panels_, stride_); }
-    Dims scale_dims() const { return {num_panels_, stride_ / kGroup, kColumns}; }
+    // The inputs of packed weights: weights, scales and minimums, as far as the form has them.
+    static constexpr std::size_t kNumPacked = 1 + Form::kIsInteger + Form::kHasMinimums;
+    static constexpr const char* kPackedNames[3] = {"weights", "scales", "minimums"};
+    static constexpr abi::ElementType kPackedTypes[3] = {Form::kWeightType, abi::kAnyType, abi::kAnyType};
+
+    Dims packed_dims(std::size_t index) const { return index == 0 ? Form::dims(num_panels_, stride_) : Dims{num_panels_, num_groups_, kColumns}; }
+
+    // Refuses a tensor that is not what the attributes say; `num_first`: its first dim, 0: it has none before its own.
+    void check_packed(const char* op, std::size_t index, const Tensor& tensor, std::int64_t num_first = 0) const {
+        Dims expected = packed_dims(index);
+        if (num_first > 0) {
+            for (std::size_t axis = expected.rank++; axis > 0; axis--) expected.sizes[axis] = expected.sizes[axis - 1];
+            expected.sizes[0] = num_first;
+        }
+        expect_dims(op, kPackedNames[index], tensor.dims, expected);
+        if (index > 0 && tensor.type != abi::kFloat16 && tensor.type != abi::kFloat) {
+            throw Error(std::string(op) + ": " + kPackedNames[index] + " have element type " + std::to_string(tensor.type) +
+                        ", expected float16 or float32; build the bundle again");
+        }
+    }
+
+    // The weights in the inputs that get(0), get(1) ... return.
+    template <class Get>
+    Weights weights_in(const Get& get) const {
+        Weights made;
+        made.values = get(0).template data<void>();
+        if constexpr (Form::kIsInteger) {
+            const Tensor scales = get(1);
+            made.scales = scales.template data<char>();
+            made.scale_bytes = scales.type == abi::kFloat ? 4 : 2;
+            made.unit = unit_, made.units_a_group = units_a_group_;
+            if constexpr (Form::kHasMinimums) {
+                const Tensor minimums = get(2);
+                if (minimums.type != scales.type) throw Error("scales and minimums of two element types, expected one; build the bundle again");
+                made.minimums = minimums.template data<char>();
+            }
+        }
+        return made;
+    }
+
+    // The same from a panel on.
+    Weights from_panel(const Weights& weights, std::int64_t panel) const {
+        Weights later = weights;
+        const std::int64_t scales = panel * num_groups_ * kColumns * weights.scale_bytes;
+        later.values = static_cast<const char*>(weights.values) + panel * panel_bytes();
+        if (Form::kIsInteger) later.scales += scales;
+        if (Form::kHasMinimums) later.minimums += scales;
+        return later;
+    }
+
     std::int64_t width() const { return kHasGate ? num_out_ / 2 : num_out_; }
     std::int64_t panel_bytes() const { return stride_ * kColumns * Form::kBitsPerWeight / 8; }
     std::int64_t panels_a_task() const { return std::max<std::int64_t>(1, kTaskBytes / panel_bytes()); }
@@ -203,12 +267,15 @@ class Panels {
         const std::int64_t num_rows = end[-1].at + end[-1].height;
         thread_local Scratch memory;
         if constexpr (Form::kIsInteger) {
-            const std::int64_t groups = stride_ / kGroup;
-            made.words = groups * kRecord;
+            const std::int64_t units = ceil_div(num_in_, unit_);  // those of padding alone have no scales
+            made.stride = units * unit_;
+            const auto quantize = unit_ == kGroup ? quantize_row<Form, kGroup> : quantize_row<Form, kGroup / 2>;
+            made.unit = unit_;
+            made.words = units * (unit_ == kGroup ? Record<kGroup>::kWords : Record<kGroup / 2>::kWords);
             std::int32_t* records = memory.get<std::int32_t>(static_cast<std::size_t>(num_rows * made.words));
             made.records = records;
-            for_units(context, begin, end, groups, [&](const RowBlock& block, int r, std::int64_t first, std::int64_t last) {
-                quantize_row(source(block.begin + r), num_in_, first, last, Form::kZero, records + block.at * made.words + r, block.count);
+            for_units(context, begin, end, units, [&](const RowBlock& block, int r, std::int64_t first, std::int64_t last) {
+                quantize(source(block.begin + r), num_in_, first, last, records + block.at * made.words + r, block.count);
             });
         } else if (takes_amx<Form>()) {
             const std::int64_t steps = ceil_div(stride_, kAmxStep);
@@ -244,10 +311,7 @@ class Panels {
         for (std::int64_t panel = first_panel; panel < last_panel; panel += together) {
             const auto num_panels = static_cast<int>(std::min<std::int64_t>(together, last_panel - panel));
             Weights own[kMost];
-            for (int p = 0; p < num_panels; p++) {
-                own[p].values = static_cast<const char*>(weights.values) + (panel + p) * panel_bytes();
-                if (Form::kIsInteger) own[p].scales = weights.scales + (panel + p) * (stride_ / kGroup) * kColumns;
-            }
+            for (int p = 0; p < num_panels; p++) own[p] = from_panel(weights, panel + p);
             for (const RowBlock* first = begin; first < end; first += chunk) {
                 const auto count = static_cast<int>(std::min(chunk, end - first));
                 multiply(x, first, count, own, num_panels, static_cast<int>(first - begin) / 2, static_cast<int>(ceil_div(end - begin, 2)), sums);
@@ -258,7 +322,8 @@ class Panels {
         }
     }
 
-    std::int64_t num_in_, num_out_, stride_ = 0, num_panels_ = 0;
+    std::int64_t num_in_, num_out_, stride_ = 0, num_panels_ = 0, num_groups_ = 0;
+    int unit_ = kGroup, units_a_group_ = 1;
 
   private:
     static void multiply(const Activations& x, const RowBlock* blocks, int num_blocks, const Weights* panels, int num_panels,
@@ -269,7 +334,7 @@ class Panels {
         multiply_panels<Form>(x, blocks, num_blocks, panels, num_panels, sums);
     }
 
-    // body(block, row of the block, first, last) for all rows and units of 32 numbers, in parallel where it pays: a task has
+    // body(block, row of the block, first, last) for all rows and units of numbers, in parallel where it pays: a task has
     // some units of all rows of a block, as tasks by rows would write to the same cache lines.
     template <class Body>
     void for_units(const Context& context, const RowBlock* begin, const RowBlock* end, std::int64_t units, const Body& body) const {

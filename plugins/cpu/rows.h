@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is computed per row: quantisation in groups of 32, RMS normalisation, activation functions.
+// What is computed per row: quantisation in units of 32 or 16, RMS normalisation, activation functions.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,13 @@
 
 namespace speccompile::cpu {
 
-constexpr float kLeastPeak = 1e-30f;  // a group whose largest magnitude is smaller has levels of 0
+constexpr float kLeastPeak = 1e-30f;  // a unit whose largest magnitude is smaller has levels of 0
 
-// One group: 32 numbers to levels -127 ... 127, ties to even; scale = peak / 127. NaN or infinity give a scale that is not
+// One unit: numbers to levels -127 ... 127, ties to even; scale = peak / 127. NaN or infinity give a scale that is not
 // finite, so the product is not finite either. Words of the row in the record are `apart`.
-inline void quantize_group(const float* x, int zero_point, std::int32_t* record, int apart) {
-    constexpr int kVectors = kGroup / kLanes;
+template <class Form, int Unit>
+void quantize_unit(const float* x, std::int32_t* record, int apart) {
+    constexpr int kVectors = Unit / kLanes;
     Float values[kVectors];
     Int bits = int_zero();
     for (int v = 0; v < kVectors; v++) {
@@ -30,29 +31,33 @@ inline void quantize_group(const float* x, int zero_point, std::int32_t* record,
     const float scale = peak / 127.f;
     const Float inverse = broadcast(peak < kLeastPeak ? 0.f : 127.f / peak);
     Int sum = int_zero();
-    alignas(kGroup) std::int8_t levels[kGroup];
+    alignas(Unit) std::int8_t levels[Unit];
     for (int v = 0; v < kVectors; v++) {
         const Int level = int_from_float(mul(values[v], inverse));
         sum = int_add(sum, level);
         store_int8(levels + v * kLanes, level);
     }
-    for (int quad = 0; quad < kQuads; quad++) std::memcpy(record + quad * apart, levels + 4 * quad, 4);
-    record[kOffset * apart] = -zero_point * reduce_add_int(sum);
-    std::memcpy(record + kScale * apart, &scale, 4);
+    using Words = Record<Unit>;
+    for (int quad = 0; quad < Words::kQuads; quad++) std::memcpy(record + quad * apart, levels + 4 * quad, 4);
+    std::memcpy(record + Words::kScale * apart, &scale, 4);
+    if constexpr (Form::kHasMinimums) {
+        const float share = static_cast<float>(reduce_add_int(sum)) * scale;
+        std::memcpy(record + Words::kOffset * apart, &share, 4);
+    } else {
+        record[Words::kOffset * apart] = -Form::kZero * reduce_add_int(sum);
+    }
 }
 
-// Groups begin ... end - 1 of a row of `count` numbers, which zeros follow; `record` is that of the row and group 0.
-inline void quantize_row(const float* x, std::int64_t count, std::int64_t begin, std::int64_t end, int zero_point,
-                         std::int32_t* record, int apart) {
-    const std::int64_t whole = std::min(end, count / kGroup);
-    for (std::int64_t group = begin; group < whole; group++) {
-        quantize_group(x + group * kGroup, zero_point, record + group * kRecord * apart, apart);
-    }
-    for (std::int64_t group = std::max(begin, whole); group < end; group++) {
-        alignas(64) float tail[kGroup] = {};
-        const std::int64_t left = count - group * kGroup;
-        if (left > 0) std::memcpy(tail, x + group * kGroup, static_cast<std::size_t>(left) * sizeof(float));
-        quantize_group(tail, zero_point, record + group * kRecord * apart, apart);
+// Units begin ... end - 1 of a row of `count` numbers, which zeros follow; `record` is that of the row and unit 0.
+template <class Form, int Unit>
+void quantize_row(const float* x, std::int64_t count, std::int64_t begin, std::int64_t end, std::int32_t* record, int apart) {
+    const std::int64_t words = std::int64_t{Record<Unit>::kWords} * apart, whole = std::min(end, count / Unit);
+    for (std::int64_t unit = begin; unit < whole; unit++) quantize_unit<Form, Unit>(x + unit * Unit, record + unit * words, apart);
+    for (std::int64_t unit = std::max(begin, whole); unit < end; unit++) {
+        alignas(64) float tail[Unit] = {};
+        const std::int64_t left = count - unit * Unit;
+        if (left > 0) std::memcpy(tail, x + unit * Unit, static_cast<std::size_t>(left) * sizeof(float));
+        quantize_unit<Form, Unit>(tail, record + unit * words, apart);
     }
 }
 

@@ -59,6 +59,7 @@ class SequenceLine final : public Line {
         }
         return found;
     }
+    bool has(const char* name) const override { return attributes_.count(name) != 0; }
     std::int64_t integer(const char* name) const override { return std::strtoll(attribute(name).c_str(), nullptr, 10); }
     float real(const char* name) const override { return std::strtof(attribute(name).c_str(), nullptr); }
     const abi::Value* constant(std::size_t input) const override {

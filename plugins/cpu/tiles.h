@@ -18,25 +18,36 @@
 namespace speccompile::cpu {
 
 constexpr int kColumns = 32;
-constexpr int kGroup = 32;        // k with one scale
+constexpr int kGroup = 32;        // k of a step of the layout: K is padded to a multiple
 constexpr int kPrefetch = 3072;   // bytes ahead of the weights being read
 constexpr int kFar = 8192;        // the same where the second-level cache is the aim
 
 // Which of the two cache lines of a step of K holds a column: every form has 4 bytes a column and step.
 constexpr int line_of(int column) { return column / 16; }
 
-// Quantised rows stand in blocks of those that a tile multiplies, [groups, kRecord, rows of the block] words of 32 bits, so
-// that a tile reads them in order and at constant distances: the quads of levels of a group, the offset (-zero point * sum
-// of the levels) and the scale (float32).
-constexpr int kQuads = kGroup / 4, kOffset = kQuads, kScale = kQuads + 1, kRecord = kQuads + 2;
+// Rows are quantised in units of 32 or 16 neighbours, and stand in blocks of those that a tile multiplies: [units, kWords,
+// rows of the block] words of 32 bits, so that a tile reads them in order and at constant distances. A unit has its quads of
+// levels, its offset (-zero point * sum of the levels; of a form with minimums the sum of the levels times the scale, in
+// float32) and its scale (float32).
+template <int Unit>
+struct Record {
+    static constexpr int kQuads = Unit / 4, kOffset = kQuads, kScale = kQuads + 1, kWords = kQuads + 2;
+};
+
+inline float float_of(std::int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
 
 // The left side of a product.
 struct Activations {
     const float* values = nullptr;          // [rows, stride]; float forms
     const std::int32_t* records = nullptr;  // integer forms
     const std::int32_t* parts = nullptr;    // bfloat16 weights by AMX (amx.h)
-    std::int64_t stride = 0;                // of a row, in numbers
+    std::int64_t stride = 0;                // of a row, in numbers; of integer forms to the end of its last unit
     std::int64_t words = 0;                 // of a row, of `records` or `parts`
+    int unit = 1;                           // k of one that a tile counts
 
     // The same from a row on, which is the first of a block.
     Activations from(std::int64_t row) const {
@@ -48,9 +59,12 @@ struct Activations {
     }
 };
 
+// Integer forms have scales, some have minimums: [panels, groups, 32] float16 or float32, a group for one unit or several.
 struct Weights {
     const void* values = nullptr;
-    const std::uint16_t* scales = nullptr;  // float16 [panels, groups, 32]; integer forms
+    const char *scales = nullptr, *minimums = nullptr;
+    int scale_bytes = 2;    // of one: 2 or 4
+    int unit = kGroup, units_a_group = 1;
 };
 
 // Where the weights are prefetched from: pointers of their own, so that the compiler addresses every line by a constant
@@ -82,6 +96,7 @@ struct Stretch {
     // Bytes to prefetch ahead of the even and of the odd cache lines; each step of K has two. 0: nothing new.
     std::ptrdiff_t ahead[2];
     int pace;         // bytes that what is prefetched advances by in a unit; integer forms: where it is fetched far
+    std::ptrdiff_t ahead_of_scales;
     float* sums;      // [Rows, 32]
 };
 
@@ -91,14 +106,15 @@ using Tile = void (*)(const Stretch&);
 struct FormF32 {
     static constexpr const char* kNames[4] = {"PackedLinearF32", "GatedPackedLinearF32", "NormPackedLinearF32", "NormGatedPackedLinearF32"};
     static constexpr const char* kExpertNames[2] = {"ExpertLinearF32", "GatedExpertLinearF32"};
+    static constexpr const char* kRowsName = "PackedRowsF32";
     static constexpr abi::ElementType kWeightType = abi::kFloat;
     static constexpr std::int64_t kBitsPerWeight = 32;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride, kColumns}; }
     static constexpr int kUnit = 1, kMaxRows = kFloatRows, kStretch = 64;
     static constexpr int kWidth = kFloatVectors * kLanes;  // columns of one pass over the weights
-    static constexpr bool kIsInteger = false, kIsFar = true, kSharesFar = true, kTakesAmx = false;
+    static constexpr bool kIsInteger = false, kHasMinimums = false, kIsFar = true, kSharesFar = true, kTakesAmx = false;
 
-    template <int Rows, bool IsFar>
+    template <int Rows, bool IsFar, int Unit>
     static void tile(const Stretch& s) {
         constexpr int kVectors = kFloatVectors;
         for (int column = 0; column < kColumns; column += kVectors * kLanes) {
@@ -131,14 +147,15 @@ struct FormF32 {
 struct FormBf16 {
     static constexpr const char* kNames[4] = {"PackedLinearBf16", "GatedPackedLinearBf16", "NormPackedLinearBf16", "NormGatedPackedLinearBf16"};
     static constexpr const char* kExpertNames[2] = {"ExpertLinearBf16", "GatedExpertLinearBf16"};
+    static constexpr const char* kRowsName = "PackedRowsBf16";
     static constexpr abi::ElementType kWeightType = abi::kBfloat16;
     static constexpr std::int64_t kBitsPerWeight = 16;
     static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / 2, kColumns, 2}; }
     static constexpr int kUnit = 2, kMaxRows = kPairRows, kStretch = 64;
     static constexpr int kWidth = kPairVectors * kLanes;
-    static constexpr bool kIsInteger = false, kIsFar = false, kSharesFar = false, kTakesAmx = true;
+    static constexpr bool kIsInteger = false, kHasMinimums = false, kIsFar = false, kSharesFar = false, kTakesAmx = true;
 
-    template <int Rows, bool IsFar>
+    template <int Rows, bool IsFar, int Unit>
     static void tile(const Stretch& s) {
         constexpr int kVectors = kPairVectors;
         for (int column = 0; column < kColumns; column += kVectors * kLanes) {
@@ -171,31 +188,34 @@ struct FormBf16 {
     }
 };
 
-// Unsigned weights times signed levels, exact in int32 over a group of 32; then one multiplication of scales and one fused
-// multiply-add. A unit is a group.
-template <bool IsInt4>
+// Unsigned weights times signed levels, exact in int32 over a unit of k; then one multiplication of scales and one fused
+// multiply-add, and with minimums another: minimum times the unit's sum.
+template <bool IsInt4, bool HasMinimums>
 struct FormInteger {
     static constexpr int kUnit = kGroup, kMaxRows = kIntRows, kStretch = 16;  // 8 or 16 KB
     static constexpr int kWidth = kColumns;
-    static constexpr bool kIsInteger = true, kIsFar = false, kSharesFar = !IsInt4, kTakesAmx = false;
-    static constexpr int kZero = IsInt4 ? 8 : 128;
-    static constexpr int kSteps = IsInt4 ? 4 : 8;                     // of 128 bytes a group
-    static constexpr std::ptrdiff_t kGroupBytes = kSteps * kColumns * 4;
+    static constexpr bool kIsInteger = true, kHasMinimums = HasMinimums, kIsFar = false, kSharesFar = !IsInt4, kTakesAmx = false;
+    static constexpr int kZero = HasMinimums ? 0 : IsInt4 ? 8 : 128;
+    static constexpr int kStepRows = IsInt4 ? 8 : 4;  // k of 128 bytes
+    static constexpr abi::ElementType kWeightType = abi::kUint8;
+    static constexpr std::int64_t kBitsPerWeight = IsInt4 ? 4 : 8;
+    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, kGroup / kStepRows, kColumns, 4}; }
 
-    // `record` and `w` are those of the group; sums without the scales.
-    template <int Rows, bool IsFar>
-    static void add_group(const std::int32_t* record, const char* w, const Fetch<IsFar>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
+    // `record` and `w` are those of the unit; sums without the scales.
+    template <int Rows, bool IsFar, int Unit>
+    static void add_unit(const std::int32_t* record, const char* w, const Fetch<IsFar>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
+        using Words = Record<Unit>;
         for (int r = 0; r < Rows; r++) {
-            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(record[kOffset * Rows + r]);
+            for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(HasMinimums ? 0 : record[Words::kOffset * Rows + r]);
         }
 #pragma GCC unroll 8
-        for (int step = 0; step < kSteps; step++) {
+        for (int step = 0; step < Unit / kStepRows; step++) {
             Int bytes[kIntVectors];
             for (int v = 0; v < kIntVectors; v++) {
                 fetch.at(step * kColumns * 4, column + v * kLanes);
                 bytes[v] = load_bits(w + step * kColumns * 4 + v * kLanes * 4);
             }
-            const std::int32_t* quads = record + step * (kQuads / kSteps) * Rows;
+            const std::int32_t* quads = record + step * (kStepRows / 4) * Rows;
             if constexpr (IsInt4) {
                 Quad low[kIntVectors], high[kIntVectors];
                 for (int v = 0; v < kIntVectors; v++) low[v] = low_nibbles(bytes[v]), high[v] = high_nibbles(bytes[v]);
@@ -218,10 +238,12 @@ struct FormInteger {
         }
     }
 
-    template <int Rows, bool IsFar>
+    template <int Rows, bool IsFar, int Unit>
     static void tile(const Stretch& s) {
+        using Words = Record<Unit>;
         constexpr int kTileWidth = kIntVectors * kLanes;
         constexpr bool kKeeps = kTileWidth == kColumns;  // the float sums stay in registers
+        constexpr std::ptrdiff_t kUnitBytes = Unit / kStepRows * kColumns * 4;
         Float kept[Rows][kIntVectors];
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
@@ -229,67 +251,98 @@ struct FormInteger {
             }
         }
         float* sums = s.sums;
-        const char* w = static_cast<const char*>(s.panel.values) + s.begin * kGroupBytes;
-        const std::uint16_t* half = s.panel.scales + static_cast<std::ptrdiff_t>(s.begin) * kColumns;
-        const std::int32_t* record = s.rows.records + static_cast<std::ptrdiff_t>(s.begin) * kRecord * Rows;
+        const Weights& panel = s.panel;
+        const char* w = static_cast<const char*>(panel.values) + s.begin * kUnitBytes;
+        const std::ptrdiff_t group_bytes = static_cast<std::ptrdiff_t>(panel.scale_bytes) * kColumns, first = s.begin / panel.units_a_group * group_bytes;
+        const char *scales = panel.scales + first, *minimums = HasMinimums ? panel.minimums + first : nullptr;
+        int units_left = panel.units_a_group - s.begin % panel.units_a_group;
+        const std::int32_t* record = s.rows.records + static_cast<std::ptrdiff_t>(s.begin) * Words::kWords * Rows;
         Fetch<IsFar> fetch(w, s.ahead);
-        const std::ptrdiff_t ahead_of_scales = IsFar ? kStretch * 64 : s.ahead[0] / (kGroupBytes / 64);
         for (int left = s.end - s.begin; left > 0; left--) {
-            prefetch(reinterpret_cast<const char*>(half) + ahead_of_scales);
+            prefetch(scales + s.ahead_of_scales);
+            if constexpr (HasMinimums) prefetch(minimums + s.ahead_of_scales);
             for (int column = 0; column < kColumns; column += kTileWidth) {
                 QuadSum sum[Rows][kIntVectors];
-                add_group<Rows, IsFar>(record, w + column * 4, fetch, column, sum);
-                Float scale[kIntVectors];
-                for (int v = 0; v < kIntVectors; v++) scale[v] = load_half(half + column + v * kLanes);
+                add_unit<Rows, IsFar, Unit>(record, w + column * 4, fetch, column, sum);
+                Float scale[kIntVectors], minimum[kIntVectors];
+                for (int v = 0; v < kIntVectors; v++) {
+                    scale[v] = load_number(scales, panel.scale_bytes, column + v * kLanes);
+                    if constexpr (HasMinimums) minimum[v] = load_number(minimums, panel.scale_bytes, column + v * kLanes);
+                }
                 for (int r = 0; r < Rows; r++) {
-                    const std::int32_t offset = record[kOffset * Rows + r];
-                    float row_scale;
-                    std::memcpy(&row_scale, record + kScale * Rows + r, sizeof(row_scale));
+                    const std::int32_t offset = record[Words::kOffset * Rows + r];
+                    const float row_scale = float_of(record[Words::kScale * Rows + r]);
                     for (int v = 0; v < kIntVectors; v++) {
                         const Float both = mul(broadcast(row_scale), scale[v]);
-                        const Float whole = IsInt4 ? end_nibbles(sum[r][v], offset) : end_bytes(sum[r][v], offset);
+                        const Float whole = IsInt4 ? end_nibbles(sum[r][v], HasMinimums ? 0 : offset) : end_bytes(sum[r][v], HasMinimums ? 0 : offset);
                         float* place = sums + r * kColumns + column + v * kLanes;
+                        Float total = fma(whole, both, kKeeps ? kept[r][v] : load(place));
+                        if constexpr (HasMinimums) total = fma(broadcast(float_of(offset)), minimum[v], total);
                         if (kKeeps) {
-                            kept[r][v] = fma(whole, both, kept[r][v]);
+                            kept[r][v] = total;
                         } else {
-                            store(place, fma(whole, both, load(place)));
+                            store(place, total);
                         }
                     }
                 }
             }
-            w += kGroupBytes, half += kColumns, record += kRecord * Rows;
-            fetch.advance(IsFar ? s.pace : kGroupBytes);
+            w += kUnitBytes, record += Words::kWords * Rows;
+            if (--units_left == 0) {
+                scales += group_bytes, units_left = panel.units_a_group;
+                if constexpr (HasMinimums) minimums += group_bytes;
+            }
+            fetch.advance(IsFar ? s.pace : kUnitBytes);
         }
         if (kKeeps) {
             for (int r = 0; r < Rows; r++) {
-                for (int v = 0; v < kIntVectors; v++) store(sums + r * kColumns + v * kLanes, kept[r][v]);
+                for (int v = 0; v < kIntVectors; v++) store(s.sums + r * kColumns + v * kLanes, kept[r][v]);
             }
         }
     }
+
+    // Numbers of a scale's or minimum's type, from one on.
+    static Float load_number(const char* numbers, int bytes, int first) {
+        if (bytes == 4) return load(reinterpret_cast<const float*>(numbers) + first);
+        return load_half(reinterpret_cast<const std::uint16_t*>(numbers) + first);
+    }
 };
 
-struct FormInt8 : FormInteger<false> {
+struct FormInt8 : FormInteger<false, false> {
     static constexpr const char* kNames[4] = {"PackedLinearInt8", "GatedPackedLinearInt8", "NormPackedLinearInt8", "NormGatedPackedLinearInt8"};
     static constexpr const char* kExpertNames[2] = {"ExpertLinearInt8", "GatedExpertLinearInt8"};
-    static constexpr abi::ElementType kWeightType = abi::kUint8;
-    static constexpr std::int64_t kBitsPerWeight = 8;
-    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 8, kColumns, 4}; }
+    static constexpr const char* kRowsName = "PackedRowsInt8";
 };
-struct FormInt4 : FormInteger<true> {
+struct FormInt4 : FormInteger<true, false> {
     static constexpr const char* kNames[4] = {"PackedLinearInt4", "GatedPackedLinearInt4", "NormPackedLinearInt4", "NormGatedPackedLinearInt4"};
     static constexpr const char* kExpertNames[2] = {"ExpertLinearInt4", "GatedExpertLinearInt4"};
-    static constexpr abi::ElementType kWeightType = abi::kUint8;
-    static constexpr std::int64_t kBitsPerWeight = 4;
-    static Dims dims(std::int64_t panels, std::int64_t stride) { return {panels, stride / kGroup, 4, kColumns, 4}; }
+    static constexpr const char* kRowsName = "PackedRowsInt4";
+};
+struct FormInt8Min : FormInteger<false, true> {
+    static constexpr const char* kNames[4] = {"PackedLinearInt8Min", "GatedPackedLinearInt8Min", "NormPackedLinearInt8Min", "NormGatedPackedLinearInt8Min"};
+    static constexpr const char* kExpertNames[2] = {"ExpertLinearInt8Min", "GatedExpertLinearInt8Min"};
+    static constexpr const char* kRowsName = "PackedRowsInt8Min";
+};
+struct FormInt4Min : FormInteger<true, true> {
+    static constexpr const char* kNames[4] = {"PackedLinearInt4Min", "GatedPackedLinearInt4Min", "NormPackedLinearInt4Min", "NormGatedPackedLinearInt4Min"};
+    static constexpr const char* kExpertNames[2] = {"ExpertLinearInt4Min", "GatedExpertLinearInt4Min"};
+    static constexpr const char* kRowsName = "PackedRowsInt4Min";
 };
 
-template <class Form, bool IsFar, std::size_t... Index>
+template <class Form, bool IsFar, int Unit, std::size_t... Index>
 constexpr std::array<Tile, sizeof...(Index)> tiles_from(std::index_sequence<Index...>) {
-    return {&Form::template tile<static_cast<int>(Index) + 1, IsFar>...};
+    return {&Form::template tile<static_cast<int>(Index) + 1, IsFar, Unit>...};
 }
 
-// The tiles of a form for 1 ... kMaxRows rows, by whether they fetch into the second-level cache.
+// The tiles of a form for 1 ... kMaxRows rows, by whether they fetch into the second-level cache, and by their unit.
+template <class Form, bool IsFar, int Unit = Form::kUnit>
+constexpr auto kTiles = tiles_from<Form, IsFar, Unit>(std::make_index_sequence<Form::kMaxRows>());
+
 template <class Form, bool IsFar>
-constexpr auto kTiles = tiles_from<Form, IsFar>(std::make_index_sequence<Form::kMaxRows>());
+Tile tile_of(int rows, [[maybe_unused]] int unit) {
+    if constexpr (Form::kIsInteger) {
+        if (unit != kGroup) return kTiles<Form, IsFar, kGroup / 2>[static_cast<std::size_t>(rows - 1)];
+    }
+    return kTiles<Form, IsFar>[static_cast<std::size_t>(rows - 1)];
+}
 
 }  // namespace speccompile::cpu

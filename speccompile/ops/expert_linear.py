@@ -209,4 +209,4 @@ def expert_op_name(form: str, has_gate: bool = False) -> str:
     return f"{'Gated' if has_gate else ''}ExpertLinear{form}"
 
 
-EXPERT_LINEARS: tuple[Op, ...] = tuple(_make_op(form, has_gate) for form in FORMS[:4] for has_gate in (False, True))
+EXPERT_LINEARS: tuple[Op, ...] = tuple(_make_op(form, has_gate) for form in FORMS for has_gate in (False, True))

@@ -277,8 +277,6 @@ def op_name(form: str, has_norm: bool = False, has_gate: bool = False) -> str:
     return f"{'Norm' if has_norm else ''}{'Gated' if has_gate else ''}PackedLinear{form}"
 
 
-_OPS = tuple(
+PACKED_LINEARS: tuple[Op, ...] = tuple(
     _make_op(form, has_norm, has_gate) for form in FORMS for has_norm in (False, True) for has_gate in (False, True)
 )
-PACKED_LINEARS: tuple[Op, ...] = tuple(op for op in _OPS if not has_minimums(op.name))
-MINIMUM_LINEARS: tuple[Op, ...] = tuple(op for op in _OPS if has_minimums(op.name))

@@ -17,7 +17,8 @@ from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.gated_delta import GATED_DELTA
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import DOMAIN, VERSION, Op
-from speccompile.ops.packed_linear import MINIMUM_LINEARS, PACKED_LINEARS
+from speccompile.ops.packed_linear import PACKED_LINEARS
+from speccompile.ops.packed_rows import PACKED_ROWS
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 from speccompile.ops.spec_verify import SPEC_VERIFY
@@ -58,7 +59,7 @@ OPS: dict[str, Op] = {
         FIRST_MAX_IN_BLOCKS,
         RACE,
         *PACKED_LINEARS,
-        *MINIMUM_LINEARS,
+        *PACKED_ROWS,
         *EXPERT_LINEARS,
     )
 }

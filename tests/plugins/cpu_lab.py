@@ -157,6 +157,21 @@ def expert_model(op_name: str, constants: Mapping[str, Any], attributes: Mapping
     )
 
 
+def rows_model(op_name: str, constants: Mapping[str, Any], attributes: Mapping[str, Any]) -> ModelProto:
+    """A model of one op that gathers rows of an embedding, whose weights are initializers, with its body attached."""
+    names = [t.name for t in OPS[op_name].inputs]
+    node = helper.make_node(op_name, names, ["rows"], domain=DOMAIN, **attributes)
+    inputs = [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["batch", "nodes"])]
+    outputs = [helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "nodes", None])]
+    tensors = [_tensor(name, array) for name, array in constants.items()]
+    return helper.make_model(
+        helper.make_graph([node], op_name, inputs, outputs, tensors),
+        opset_imports=[helper.make_opsetid(*opset) for opset in (("", OPSET), (DOMAIN, VERSION))],
+        functions=functions([op_name]),
+        ir_version=11,
+    )
+
+
 def session_of(model: ModelProto, kernels: Path | None, threads: int = 1) -> ort.InferenceSession:
     """A session with the library, or with the op's body."""
     options = ort.SessionOptions()
@@ -181,6 +196,7 @@ __all__ = [
     "linear_model",
     "needs_compiler",
     "rows_for",
+    "rows_model",
     "run",
     "session_of",
     "twin_of",

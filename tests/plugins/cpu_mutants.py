@@ -14,6 +14,7 @@ from tests.plugins.mutants import Mutants, write_mutants
 FAMILIES = {
     "linear_ops": "linear.h",
     "expert_ops": "experts.h",
+    "embedding_ops": "embedding.h",
     "attention_ops": "attention_ops.h",
     "verify_ops": "verify_ops.h",
     "draft_ops": "draft_ops.h",

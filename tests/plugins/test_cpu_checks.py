@@ -14,7 +14,7 @@ from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import Case, open_case
 from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
-from tests.plugins.cpu_lab import library, linear_case, linear_model, needs_compiler, rows_for, run, session_of
+from tests.plugins.cpu_lab import Arrays, library, linear_case, linear_model, needs_compiler, rows_for, run, session_of
 
 pytestmark = needs_compiler
 
@@ -43,6 +43,31 @@ def test_computed_weights_that_do_not_fit_are_refused_in_the_step(op: Op) -> Non
     for name, array in constants.items():
         with pytest.raises(FAULTS, match=rf"{op.name}: {name} has dims"):
             run(session, {**feeds, **constants, name: shorter(array, 0)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"unit": 8}, "group 32 and unit 8, expected a unit of 16 or 32 and a group of some units"),
+        ({"unit": 64, "group": 64}, "group 64 and unit 64, expected a unit of 16 or 32"),
+        ({"group": 16}, "group 16 and unit 32, expected a unit"),
+        ({"group": 48}, "group 48 and unit 32, expected a unit"),
+        ({"group": -32}, "group -32 and unit 32, expected a unit"),
+        ({"group": 64}, r"scales has dims \[3, 3, 32\], expected \[3, 2, 32\] from the attributes"),
+        ({"scales": "int64"}, "scales have element type 7, expected float16 or float32"),
+        ({"minimums": "float32"}, "scales and minimums of two element types, expected one"),
+    ],
+)
+def test_grids_that_contradict_themselves_are_refused(changes: Arrays, expected: str) -> None:
+    name = "PackedLinearInt4Min"
+    constants, attributes = linear_case(name, 96, 96)
+    for key, value in changes.items():
+        if key in constants:
+            constants[key] = constants[key].astype(value)
+    attributes |= {key: value for key, value in changes.items() if key not in constants}
+    model = linear_model(name, constants, attributes)
+    with pytest.raises(FAULTS, match=expected):
+        run(session_of(model, library()), rows_for(name, 1, 96))
 
 
 @pytest.mark.parametrize("op", PACKED_LINEARS, ids=lambda op: op.name)

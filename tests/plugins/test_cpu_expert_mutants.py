@@ -20,22 +20,24 @@ from tests.plugins.mutants import Mutants, Swap, chosen
 
 pytestmark = [needs_compiler, pytest.mark.plan, pytest.mark.mutant]
 
-EXPERTS, PANELS = "cpu/experts.h", "cpu/panels.h"
+EXPERTS, PANELS, TILES, ROWS = "cpu/experts.h", "cpu/panels.h", "cpu/tiles.h", "cpu/rows.h"
 
 MUTANTS: Mutants = {
     "rows in the order of ids": (Swap(EXPERTS, "routes.order[at]", "at", within="values + routes.order[at]"),),
     "one expert more for each row": (Swap(EXPERTS, "num_ids / num_rows", "num_ids / num_rows + 1"),),
     "results in the order of experts": (Swap(EXPERTS, "routes.order[at]", "at", within="y + routes.order[at]"),),
     "weights by the number of the segment": (
-        Swap(
-            EXPERTS,
-            "rows.expert",
-            "(&rows - routes.segments)",
-            within="rows.expert * num_panels_ * Base::panel_bytes()",
-        ),
+        Swap(EXPERTS, "rows.expert", "(&rows - routes.segments)", within="from_panel(weights, rows.expert"),
     ),
-    "scales of the first expert": (
-        Swap(EXPERTS, "rows.expert", "std::int64_t{0}", within="rows.expert * num_panels_ * (stride_ / kGroup)"),
+    "scales of the first panel": (Swap(PANELS, "later.scales += scales;", "later.scales += 0;"),),
+    "minimums of the first panel": (Swap(PANELS, "later.minimums += scales;", "later.minimums += 0;"),),
+    "no minimums": (Swap(TILES, "minimum[v]", "zero()", within="minimum[v], total)"),),
+    "every number of a group is two bytes": (Swap(TILES, "bytes == 4", "false"),),
+    "a group ends with every unit": (Swap(TILES, "--units_left == 0", "true"),),
+    "one group for the whole row": (Swap(TILES, "--units_left == 0", "false"),),
+    "minimums stay at the first group": (Swap(TILES, "minimums += group_bytes;", "minimums += 0;"),),
+    "levels without their scale times the minimum": (
+        Swap(ROWS, "static_cast<float>(reduce_add_int(sum)) * scale", "static_cast<float>(reduce_add_int(sum))"),
     ),
     "bias of the first expert": (Swap(EXPERTS, "bias + rows.expert * num_out_", "bias"),),
     "the last row of an expert is left out": (

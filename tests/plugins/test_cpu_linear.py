@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from speccompile.backends.onnxruntime.kernel_build import cpu_features
+from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from tests.plugins.cpu_lab import (
     VARIANTS,
@@ -53,10 +54,12 @@ def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.nd
         mean = np.mean(x * x, axis=-1, keepdims=True, dtype=dtype)
         x = x / np.sqrt(mean + dtype(attributes["epsilon"])) * values["gamma"].astype(dtype)
     has_gate = "activation" in attributes
-    weight = unpack(Packed(values["weights"], values.get("scales")), form).astype(dtype)
+    group, unit = attributes.get("group", 32), attributes.get("unit", 32)
+    packed = Packed(values["weights"], values.get("scales"), values.get("minimums"), group, unit)
+    weight = unpack(packed, form).astype(dtype)
     weight = weight[:, columns_of(attributes["num_out"], has_gate)]
     if form.startswith("Int"):
-        levels, scales = quantize_rows(x[0].astype(np.float32))
+        levels, scales = quantize_rows(x[0].astype(np.float32), unit)
         x = (levels.astype(dtype) * scales[..., None].astype(dtype)).reshape(1, len(levels), -1)
     y = np.zeros((*x.shape[:2], weight.shape[1]), dtype)
     for k in range(x.shape[-1]):
@@ -88,6 +91,36 @@ def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int, kernel
             for got, right in zip(run(session_of(model, executor), feeds), wanted, strict=True):
                 assert got.shape == right.shape
                 np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=f"{executor}")
+
+
+@pytest.mark.parametrize("grid", OTHER_GRIDS, ids=lambda grid: "_".join(map(str, grid.values())))
+@pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
+def test_kernel_and_twin_agree_on_every_grid(form: str, grid: dict, kernels: Path) -> None:
+    """Groups of several units end within a stretch of K, at its end and beyond it."""
+    for name, num_in in ((f"PackedLinear{form}", 1090), (f"NormGatedPackedLinear{form}", 290)):
+        constants, attributes = linear_case(name, num_in, 98, **grid)
+        model, feeds = linear_model(name, constants, attributes), rows_for(name, 19, num_in)
+        session, wanted = session_of(model, kernels), twin_of(name, {**constants, **feeds}, attributes)
+        whole = run(session, feeds)
+        for got, right in zip(whole, wanted, strict=True):
+            np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max())
+        for row in range(19):
+            alone = run(session, {n: a[:, row : row + 1].copy() for n, a in feeds.items()})
+            for mine, single in zip(whole, alone, strict=True):
+                assert np.array_equal(mine[:, row].view(np.int32), single[:, 0].view(np.int32)), f"row {row}"
+
+
+@pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
+def test_padding_of_a_row_has_no_scale(form: str, kernels: Path) -> None:
+    """Rows of 70 have five units of 16 and are padded to six: what stands after five scales is another panel's."""
+    constants, attributes = linear_case(f"PackedLinear{form}", 70, 64, group=16, dtype="float32")
+    feeds = rows_for(f"PackedLinear{form}", 3, 70)
+    (right,) = run(session_of(linear_model(f"PackedLinear{form}", constants, attributes), kernels), feeds)
+    for name in set(constants) & {"scales", "minimums"}:
+        changed = {**constants, name: constants[name].copy()}
+        changed[name][1] = np.nan
+        (got,) = run(session_of(linear_model(f"PackedLinear{form}", changed, attributes), kernels), feeds)
+        assert np.array_equal(got[..., :32], right[..., :32]) and np.isnan(got[..., 32:]).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

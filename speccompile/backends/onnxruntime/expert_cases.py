@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.backends.onnxruntime.linear_cases import form_of, random_packed
+from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS, form_of, random_packed
 from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.op import Op
 
@@ -41,9 +41,10 @@ def expert_rows(num_rows: int, num_in: int, num_experts: int, per_row: int, seed
 def expert_cases(num_in: int = 70, num_out: int = 52, num_experts: int = 5) -> Iterator[tuple[Op, Arrays, Attributes]]:
     """Yields a call of every expert op; the sizes need padding in every direction."""
     for op in EXPERT_LINEARS:
-        constants, attributes = expert_constants(op, num_in, num_out, num_experts)
-        given = {**expert_rows(NUM_ROWS, num_in, num_experts, PER_ROW), **constants}
-        yield op, {t.name: given[t.name] for t in op.inputs}, attributes
+        for grid in ({}, *(OTHER_GRIDS if op.name.startswith("ExpertLinearInt") else ())):
+            constants, attributes = expert_constants(op, num_in, num_out, num_experts, **grid)
+            given = {**expert_rows(NUM_ROWS, num_in, num_experts, PER_ROW), **constants}
+            yield op, {t.name: given[t.name] for t in op.inputs}, attributes
 
 
 def expert_row_fault(op: Op, run: Run, inputs: Mapping[str, NDArray[Any]]) -> str | None:

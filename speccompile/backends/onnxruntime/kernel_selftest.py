@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
 from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
-from speccompile.backends.onnxruntime.linear_cases import NUM_ROWS, linear_cases
+from speccompile.backends.onnxruntime.linear_cases import NUM_ROWS, linear_cases, row_cases
 from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault, with_trees
 from speccompile.backends.onnxruntime.tail_cases import integers_differ, tail_cases
 from speccompile.backends.onnxruntime.tiny_models import one_node_model
@@ -102,6 +102,12 @@ def row_fault(case: Case, session: ort.InferenceSession) -> str | None:
     return None
 
 
+def embedding_fault(library: str) -> str | None:
+    """Returns what is wrong with a kernel of embeddings; None where nothing is."""
+    cases = (Case(*call, by_row=("tokens",)) for call in row_cases())
+    return next(filter(None, (fault_of(case, library) for case in cases)), None)
+
+
 def expert_fault(library: str) -> str | None:
     """Returns what is wrong with a kernel of experts; None where nothing is."""
     for op, inputs, attributes in expert_cases():
@@ -174,8 +180,8 @@ def main() -> None:
         fault = fault_of(Case(*call, by_row=("x", "residual")), library)
         if fault is not None:
             sys.exit(fault)
-    faults = (fault(library) for fault in (expert_fault, attention_fault, tail_fault, state_fault, sequence_fault))
-    sys.exit(next(filter(None, faults), None))
+    checks = (embedding_fault, expert_fault, attention_fault, tail_fault, state_fault, sequence_fault)
+    sys.exit(next(filter(None, (check(library) for check in checks)), None))
 
 
 if __name__ == "__main__":

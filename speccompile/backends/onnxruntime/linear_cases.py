@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packed weights of every form, and calls of the packed linears for the self-test."""
+"""Random packed weights of every form, and calls of the ops that read them for the self-test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from speccompile.ops.grid import Grid
 from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
+from speccompile.ops.packed_rows import PACKED_ROWS
 from speccompile.ops.packing import GROUP, Packed, gate_columns, has_minimums, is_int4, is_integer, pack, pack_grid
 
 NUM_ROWS = 7  # more than one tile of rows in most instruction sets
@@ -60,20 +61,39 @@ def random_packed(
 
 def form_of(op: Op) -> str:
     """Returns the form of an op with packed weights."""
-    return op.name.rsplit("Linear", 1)[1]
+    return op.name.replace("Linear", "Rows").rsplit("Rows", 1)[1]
 
 
-def linear_cases(num_in: int = 70, num_out: int = 52) -> Iterator[tuple[Op, dict[str, Any], dict[str, int | float]]]:
-    """Yields a call of every packed linear, and with minimums one of 16 and one of whole rows.
+# Every integer form is tried with these grids too.
+OTHER_GRIDS: tuple[dict[str, Any], ...] = (
+    {"group": 16, "dtype": "float32"},
+    {"group": 96, "unit": 16},
+    {"group": 0, "dtype": "float32"},
+)
 
-    The sizes need padding in every direction.
-    """
+
+_Call = tuple[Op, dict[str, Any], dict[str, int | float]]
+
+
+def row_cases(num_in: int = 70, num_out: int = 52) -> Iterator[_Call]:
+    """Yields calls of every op that gathers rows of an embedding."""
+    tokens = np.random.default_rng(0).integers(-num_out, num_out, (1, NUM_ROWS))
+    for op in PACKED_ROWS:
+        for grid in ({}, *(OTHER_GRIDS if is_integer(form_of(op)) else ())):
+            packed = random_packed(form_of(op), num_in, num_out, 0, **grid)
+            sizes = {"num_in": num_in, "num_out": num_out, "group": packed.group}
+            attributes: dict[str, int | float] = {name: sizes[name] for name in op.attributes}
+            yield op, {"tokens": tokens, **packed.constants}, attributes
+
+
+def linear_cases(num_in: int = 70, num_out: int = 52) -> Iterator[_Call]:
+    """Yields calls of every packed linear; the sizes need padding in every direction."""
     rng = np.random.default_rng(0)
     for op in PACKED_LINEARS:
-        others: tuple[dict[str, Any], ...] = ()
-        for grid in ({}, *(others if is_integer(form_of(op)) and op.name.startswith("PackedLinear") else ())):
-            has_gate = "activation" in op.attributes
-            packed = random_packed(form_of(op), num_in, num_out, 0, has_gate=has_gate, **grid)
+        has_gate, form = "activation" in op.attributes, form_of(op)
+        is_plain = is_integer(form) and op.name == f"PackedLinear{form}"
+        for grid in ({}, *(OTHER_GRIDS if is_plain else ())):
+            packed = random_packed(form, num_in, num_out, 0, has_gate=has_gate, **grid)
             given = {
                 "x": rng.standard_normal((1, NUM_ROWS, num_in)).astype(np.float32),
                 "residual": rng.standard_normal((1, NUM_ROWS, num_in)).astype(np.float32),
