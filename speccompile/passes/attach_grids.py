@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace as replaced
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.core.specs import TOKENS
 from speccompile.errors import PassError
 from speccompile.ops.grid import Grid
 from speccompile.ops.packing import GROUP
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 from speccompile.passes.expert_products import expert_products
+from speccompile.passes.match import int_attribute, producer
 from speccompile.passes.stored_rows import Part, StoredRows
+
+MIN_ELEMENTS = 4096  # of a table; smaller ones do not justify a node
 
 
 class GridTensor(ir.LazyTensor):
@@ -29,10 +34,14 @@ class GridTensor(ir.LazyTensor):
         read: returns the grid [out, in]; called each time that it is needed, so that no copy stays in memory.
         shape: [in, out].
         name: of the initializer.
+        is_table: the weight is an embedding, [out, in].
     """
 
-    def __init__(self, read: Callable[[], Grid], shape: tuple[int, ...], name: str) -> None:
-        super().__init__(lambda: ir.tensor(read().weight().T.copy()), ir.DataType.FLOAT, ir.Shape(shape), name=name)
+    def __init__(self, read: Callable[[], Grid], shape: tuple[int, ...], name: str, *, is_table: bool = False) -> None:
+        def weight() -> ir.TensorProtocol:
+            return ir.tensor(read().weight() if is_table else read().weight().T.copy())
+
+        super().__init__(weight, ir.DataType.FLOAT, ir.Shape(shape), name=name)
         self.read = read
 
 
@@ -49,6 +58,27 @@ def linears_of(model: ir.Model) -> list[tuple[ir.Node, ir.Value]]:
         weight = weight_of(value)
         if value is not None and value.name is not None and weight is not None and len(weight.shape) == 2:
             found.append((node, value))
+    return found
+
+
+def table_of(gather: ir.Node) -> ir.Value | None:
+    """Returns the table [rows, size] float32 of which a Gather takes rows; None: it takes something else, or a few."""
+    value = gather.inputs[0]
+    tensor = weight_of(value)
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT or tensor.size < MIN_ELEMENTS:
+        return None
+    return value if int_attribute(gather, "axis", 0) in (0, -2) else None
+
+
+def embeddings_of(model: ir.Model) -> list[tuple[ir.Node, ir.Value]]:
+    """Returns the gathers of rows that the graph's tokens choose, each with its table, in the order of the graph."""
+    found = []
+    for node in nodes_of(model, "Gather"):
+        table, tokens = table_of(node), node.inputs[1]
+        clamp = producer(tokens, "Min")  # to a smaller vocabulary
+        tokens = clamp.inputs[0] if clamp is not None else tokens
+        if table is not None and tokens is not None and tokens.is_graph_input() and tokens.name == TOKENS:
+            found.append((node, table))
     return found
 
 
@@ -81,7 +111,7 @@ def attach_grids_pass(grids: Mapping[str, Grid]) -> Pass:
 
 
 def attach_stored(model: ir.Model, rows: StoredRows) -> int:
-    """Replaces the weights of linears by the grids of a checkpoint that have the same numbers; returns how many.
+    """Replaces weights by the grids of a checkpoint that have the same numbers; returns how many linears'.
 
     Args:
         model: with linears merged.
@@ -109,7 +139,16 @@ def attach_stored(model: ir.Model, rows: StoredRows) -> int:
             start += part.num_out
         for node in nodes:
             _replace(model, node, values)
-        del model.graph.initializers[name]
+        if not list(value.uses()):
+            del model.graph.initializers[name]
+    for table in dict.fromkeys(table for _, table in embeddings_of(model)):
+        weight, name = table.const_value, str(table.name)
+        assert weight is not None
+        parts = rows.parts(rows.find(weight.numpy()), sizes_of(weight)[1])
+        if len(parts) == 1 and parts[0].kind is not None and not parts[0].kind.order:
+            read = partial(rows.grid, parts[0])
+            table.const_value = GridTensor(read, sizes_of(weight), name, is_table=True)
+            rows.attached[name] = [(parts[0].kind, weight.size)]
     return count
 
 

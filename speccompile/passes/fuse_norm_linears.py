@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from speccompile.ops.packed_linear import MINIMUM_LINEARS, PACKED_LINEARS
+from speccompile.ops.packed_linear import PACKED_LINEARS
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, weight_of
 from speccompile.passes.match import int_attribute, only_use, producer, rank, static_dim
 
 # Ops without a norm before, and the op with one.
-_WITH_NORM = {op.name: f"Norm{op.name}" for op in (*PACKED_LINEARS, *MINIMUM_LINEARS) if not op.name.startswith("Norm")}
+_WITH_NORM = {op.name: f"Norm{op.name}" for op in PACKED_LINEARS if not op.name.startswith("Norm")}
 
 
 @dataclass(frozen=True)

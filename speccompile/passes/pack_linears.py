@@ -138,26 +138,18 @@ PACKED_DTYPES = {
 }
 
 
-def _is_computed(linear: _Linear) -> bool:
-    """Returns whether the kernels compute the grid of a linear, if it has one."""
-    grid = grid_of(linear.weight.const_value)
-    if grid is None or packing.has_minimums(packing.grid_form(grid)):
-        return True
-    return grid.scales.dtype == np.float16 and grid.group == packing.GROUP
-
-
 def pack_linears(model: ir.Model, weights: Weights) -> int:
     """Pack every linear with constant weights [in, out].
 
     Args:
         model: to be changed in place.
         weights: float: bfloat16 where every weight is one of its numbers, else float32; int8 or int4: quantised in
-            groups of 32; stored: as float. Grids that are attached are packed as they are, if the kernels compute them.
+            groups of 32; stored: as float. Grids that are attached are packed as they are.
 
     Returns:
         The number of linears.
     """
-    linears, packer = [linear for linear in _linears(model) if _is_computed(linear)], _Packer(model, weights)
+    linears, packer = _linears(model), _Packer(model, weights)
     for linear in linears:
         edit = Editor(model, linear.last)
         packed = packer.pack(linear, edit)

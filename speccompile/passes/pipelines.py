@@ -23,6 +23,7 @@ from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
 from speccompile.passes.fuse_latent_attention import FUSE_LATENT_ATTENTION
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
+from speccompile.passes.gather_blocks import GATHER_BLOCKS
 from speccompile.passes.half_precision import half_precision_pass
 from speccompile.passes.inline_bodies import INLINE_BODIES
 from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
@@ -32,32 +33,40 @@ from speccompile.passes.lower_cross_attention import LOWER_CROSS_ATTENTION, LOWE
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
 from speccompile.passes.mix_rows import MIX_ROWS
+from speccompile.passes.pack_embedding import pack_embedding_pass
 from speccompile.passes.pack_experts import pack_experts_pass
-from speccompile.passes.pack_linears import pack_linears_pass
+from speccompile.passes.pack_linears import Weights, pack_linears_pass
 from speccompile.passes.pad_integers import PAD_INTEGERS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.stored_rows import StoredRows
+from speccompile.passes.tie_embedding import TIE_EMBEDDING
 from speccompile.passes.tie_weights import TIE_WEIGHTS
+
+
+def _packed_passes(weights: Weights) -> tuple[Pass, ...]:
+    return (pack_linears_pass(weights), pack_embedding_pass(weights), FUSE_NORM_LINEARS)
+
+
+def _block_passes(bits: int | None) -> tuple[Pass, ...]:
+    return (quantize_blocks_pass(bits), GATHER_BLOCKS)
+
 
 # The form that our CPU kernels compute, where there is a library of them.
 PACKED = "packed"
 # Kernel forms of each weight quantisation on ONNX Runtime's CPU; it is chosen by time and distance
 # to float32, both measured at build time.
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
-    "none": {"fp32": (), PACKED: (pack_linears_pass("float"), FUSE_NORM_LINEARS)},
+    "none": {"fp32": (), PACKED: _packed_passes("float")},
     "int8": {
-        "rowq8": (QUANTIZE_INT8,),
-        "blocks32": (quantize_blocks_pass(8),),
-        PACKED: (pack_linears_pass("int8"), FUSE_NORM_LINEARS),
+        "rowq8": (QUANTIZE_INT8, GATHER_BLOCKS),
+        "blocks32": _block_passes(8),
+        PACKED: _packed_passes("int8"),
     },
-    "int4": {"blocks32": (quantize_blocks_pass(4),), PACKED: (pack_linears_pass("int4"), FUSE_NORM_LINEARS)},
-    STORED: {
-        "blocks": (quantize_blocks_pass(None),),
-        PACKED: (pack_linears_pass("stored"), quantize_blocks_pass(None), FUSE_NORM_LINEARS),
-    },
+    "int4": {"blocks32": _block_passes(4), PACKED: _packed_passes("int4")},
+    STORED: {"blocks": _block_passes(None), PACKED: _packed_passes("stored")},
 }
 # Experts have one form, whatever that of the linears is: without our kernels its bodies run.
 _ORT_EXPERTS = {
@@ -118,6 +127,7 @@ def onnxruntime_table(
         MERGE_LINEARS,
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
+        TIE_EMBEDDING,
         *attached,
         *forms[form],
         SHARE_COMMON,

@@ -68,7 +68,9 @@ class StoredRows:
 
     def __post_init__(self) -> None:
         for key in self.source.grid_keys:
-            if (grid := self.source.grid(key)) is None:
+            grid = self.source.grid(key)
+            # No kernel has groups of another size.
+            if grid is None or (grid.group % 16 and grid.group < grid.levels.shape[1]):
                 self.unheld.append(key)
                 continue
             for row, digest in enumerate(_digests(grid.weight())):
