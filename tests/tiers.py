@@ -30,6 +30,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "backends/test_experts.py",
         "backends/test_not_finite.py",
         "backends/test_padded_vocab.py",
+        "backends/test_stored.py",
         "backends/test_tune.py",
         "bench/test_gpu_kernels.py",
         "bench/test_gpu_ort_cuda.py",
