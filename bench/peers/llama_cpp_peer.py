@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,16 @@ def _write_fp32(source: Path, file: Path) -> None:
 
 
 def convert(source: Path, dest: Path, form: str) -> None:
-    """Write a GGUF file in float32, and let llama.cpp quantise it where `form` says so."""
+    """Write a GGUF file in float32, and let llama.cpp quantise it where `form` says so; a GGUF file stays as it is."""
     import llama_cpp
 
     dest.mkdir()
     file = dest / FILE
+    if form == "stored":
+        if "-of-" in source.name:
+            raise SystemExit(f"{source}: got one of several files; a model of one file is compared")
+        file.symlink_to(source.resolve())
+        return
     _write_fp32(source, file)
     if form in FTYPES:
         full = file.rename(dest / "fp32.gguf")
@@ -81,6 +86,19 @@ def convert(source: Path, dest: Path, form: str) -> None:
         if code:
             raise SystemExit(f"llama_model_quantize returned {code}")
         full.unlink()
+
+
+def logits(job: Job) -> Iterator[Any]:
+    """Yields the logits of each text."""
+    import llama_cpp
+
+    longest = max(map(len, job["texts"])) + 1
+    settings = {"n_ctx": longest, "n_batch": longest, "n_threads": job["threads"], "n_threads_batch": job["threads"]}
+    model = llama_cpp.Llama(str(Path(job["target"]) / FILE), logits_all=True, verbose=False, **settings)
+    for text in job["texts"]:
+        model.reset()
+        model.eval(text)
+        yield model.scores[: len(text)]
 
 
 def load(job: Job) -> dict[str, Decode]:
@@ -119,11 +137,14 @@ def load(job: Job) -> dict[str, Decode]:
 
         def decode(prompt: Sequence[int], max_new_tokens: int) -> Steps:
             model.reset()  # else it would keep the rows of a prompt that it has seen
+            llama_cpp.llama_perf_context_reset(model.ctx)
             steps = Steps()
             for token in model.generate(list(prompt), top_k=1, temp=0.0, repeat_penalty=1.0):
                 steps.add([token])
                 if token in job["eos_token_ids"] or len(steps.tokens) == max_new_tokens:
                     break
+            told = llama_cpp.llama_perf_context(model.ctx)
+            steps.engine_s = (told.t_eval_ms + told.t_p_eval_ms) / 1e3
             return steps
 
         return decode
@@ -135,9 +156,10 @@ if __name__ == "__main__":
     main(
         Peer(
             packages=("llama-cpp-python", "gguf"),
-            forms={"fp32": "F32", "16bit": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
+            forms={"stored": "the file itself", "fp32": "F32", "16bit": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
             modes=("plain", "draft_model", "ngram"),
             convert=convert,
             load=load,
+            logits=logits,
         )
     )

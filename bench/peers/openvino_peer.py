@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,22 @@ def convert(source: Path, dest: Path, form: str) -> None:
     """Run optimum-intel's command."""
     command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--model", str(source)]
     subprocess.run([*command, "--task", "text-generation-with-past", *EXPORT[form], str(dest)], check=True)
+
+
+def logits(job: Job) -> Iterator[Any]:
+    """Yields the logits of each text, from an empty state."""
+    import numpy as np
+    import openvino as ov
+
+    hints = {"INFERENCE_NUM_THREADS": job["threads"], **HINTS.get(job["form"], {})}
+    compiled = ov.Core().compile_model(Path(job["target"]) / "openvino_model.xml", "CPU", hints)
+    request, names = compiled.create_infer_request(), {port.any_name for port in compiled.inputs}
+    for text in job["texts"]:
+        request.reset_state()
+        ids = np.array([text], dtype=np.int64)
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "beam_idx": np.zeros(1, dtype=np.int32)}
+        feeds["position_ids"] = np.arange(len(text), dtype=np.int64)[None]
+        yield request.infer({name: feeds[name] for name in names})["logits"][0]
 
 
 def load(job: Job) -> dict[str, Decode]:
@@ -87,5 +103,6 @@ if __name__ == "__main__":
             modes=("plain", "draft_model", "ngram"),
             convert=convert,
             load=load,
+            logits=logits,
         )
     )

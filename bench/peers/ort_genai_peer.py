@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,22 @@ def _write_config(job: Job, mode: str, folder: Path) -> None:
     (folder / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def logits(job: Job) -> Iterator[Any]:
+    """Yields the logits of each text."""
+    import numpy as np
+    import onnxruntime_genai as og
+
+    with tempfile.TemporaryDirectory(dir=Path(job["target"]).parent) as folder:
+        _write_config({**job, "eos_token_ids": []}, "plain", Path(folder))
+        model = og.Model(folder)
+    for text in job["texts"]:
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=len(text) + 1)
+        generator = og.Generator(model, params)
+        generator.append_tokens(np.array([text], dtype=np.int32))
+        yield generator.get_output("logits")[0]
+
+
 def load(job: Job) -> dict[str, Decode]:
     """Returns a decoder, with a model, for each mode."""
     import numpy as np
@@ -92,5 +108,6 @@ if __name__ == "__main__":
             modes=("plain", "draft_model", "ngram"),
             convert=convert,
             load=load,
+            logits=logits,
         )
     )

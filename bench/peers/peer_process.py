@@ -5,6 +5,7 @@ A worker runs in the peer's own environment, so this imports the standard librar
 
     python WORKER describe               prints {"forms": {precision: {"name": own name, "modes": [...]}}, ...}
     python WORKER convert FROM TO FORM   writes a checkpoint in the peer's format into the new folder TO
+    python WORKER logits                 JSON in: target, form, threads, texts, starts, out; writes the npz file `out`
     python WORKER                        JSON lines in, JSON lines out, as speccompile.cli.bench_worker
 
 with `plain`, `draft_model` and `ngram` (prompt lookup) as modes: what speculation methods are called in recipes.
@@ -17,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -34,11 +35,13 @@ class Steps:
         tokens: new token ids.
         times: seconds of `time.perf_counter`, one a step, the first after the prompt's own.
         prompt_end: when the prompt had been computed, where the peer says so.
+        engine_s: seconds of the whole text inside the engine itself, without what calls it, where the peer says so.
     """
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     prompt_end: float | None = None
+    engine_s: float | None = None
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append the tokens of a step that has just ended."""
@@ -59,6 +62,7 @@ class Peer:
         modes: what it decodes with.
         convert: writes a checkpoint's folder as a new folder, in one of the precisions.
         load: returns the decoders of a job's modes.
+        logits: yields the logits [tokens, vocab] of each text of a job, which is read at once; None: it cannot.
     """
 
     packages: tuple[str, ...]
@@ -66,6 +70,7 @@ class Peer:
     modes: tuple[str, ...]
     convert: Callable[[Path, Path, str], None]
     load: Callable[[Job], Mapping[str, Decode]]
+    logits: Callable[[Job], Iterator[Any]] | None = None
 
 
 def _result(steps: Steps, start: float, end: float, eos_token_ids: Sequence[int]) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def _result(steps: Steps, start: float, end: float, eos_token_ids: Sequence[int]
         "first_token_s": first_s,
         "num_steps": len(steps.times),
         "num_accepted": max(len(tokens) - len(steps.times), 0),
-        "outside_s": None,
+        "outside_s": None if steps.engine_s is None else max(end - start - steps.engine_s, 0.0),
     }
 
 
@@ -118,6 +123,18 @@ def _serve(peer: Peer) -> None:
         print(json.dumps({**result, "peak_rss_bytes": _peak_rss_bytes()}), file=answers)
 
 
+def _write_logits(peer: Peer, job: Job) -> None:
+    """Writes the rows that predict each text's tokens from its start on, float32."""
+    import numpy as np
+
+    if peer.logits is None:
+        raise SystemExit("this peer does not show its logits")
+    rows = {}
+    for index, (logits, text, start) in enumerate(zip(peer.logits(job), job["texts"], job["starts"], strict=True)):
+        rows[f"{index:04}"] = np.array(logits[start - 1 : len(text) - 1], dtype=np.float32)
+    np.savez(job["out"], **rows)
+
+
 def main(peer: Peer) -> None:
     """Do what the command line says; see the module."""
     if sys.argv[1:] == ["describe"]:
@@ -128,5 +145,7 @@ def main(peer: Peer) -> None:
     elif sys.argv[1:2] == ["convert"]:
         source, dest, form = sys.argv[2:]
         peer.convert(Path(source), Path(dest), form)
+    elif sys.argv[1:] == ["logits"]:
+        _write_logits(peer, json.load(sys.stdin))
     else:
         _serve(peer)

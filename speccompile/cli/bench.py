@@ -304,10 +304,10 @@ def _jobs_of_peers(
     if (lora := target.lora or base.get("draft_lora")) is not None:
         todo = "Merge it with PEFT and build the merged checkpoint, or leave --peers out."
         raise RuntimeFault("--peers", f"a bundle with the adapter {lora}", "a checkpoint as it is", todo)
-    if target.weights != "checkpoint" or target.model is None or not Path(target.model).is_dir():
+    if target.weights != "checkpoint" or target.model is None or not Path(target.model).exists():
         got = f"no trained checkpoint at {target.model}"
         todo = "Put the checkpoint where it was at the build, or leave --peers out."
-        raise RuntimeFault("--peers", got, "the folder that the bundle was built from", todo)
+        raise RuntimeFault("--peers", got, "the checkpoint that the bundle was built from", todo)
     return peer_jobs(installed, read_precisions(precisions, bundle), base, folder / "models", left_out)
 
 

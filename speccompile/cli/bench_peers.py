@@ -12,23 +12,24 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.cli.bench_tables import equal_texts, figure, ratio_text
 from speccompile.errors import BuildError, RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.runtime.bundle import Bundle
 
 PEERS = ("openvino", "ort-genai", "llama.cpp", "transformers")
-PRECISIONS = ("fp32", "16bit", "int8", "int4")
+STORED = "stored"  # weights of a quantised file as they are
+PRECISIONS = (STORED, "fp32", "16bit", "int8", "int4")
 ENVIRONMENTS = Path("build/peers")
 _FIGURES = (
     *("tokens_per_s", "tokens_per_s_spread", "tokens_per_s_all", "first_token_ms", "of_plain", "of_plain_spread"),
-    *("num_texts", "num_equal", "mean_first_difference", "peak_rss_bytes"),
+    *("num_texts", "num_equal", "mean_first_difference", "peak_rss_bytes", "outside_engine_share"),
 )
 
 
@@ -124,36 +125,67 @@ def peer_environment(threads: int) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def source_of(model: str) -> Path:
+    """Returns what peers convert of a local checkpoint: the GGUF file that is the model in a folder, or the folder."""
+    from speccompile.checkpoints.gguf.folder import find_gguf
+
+    path = Path(model).expanduser()
+    return (find_gguf(path) or path) if path.is_dir() else path
+
+
 def convert_checkpoint(peer: Peer, precision: str, checkpoint: Path, models: Path) -> Path:
     """Returns a checkpoint in a peer's format: converted by the peer's tools, once for each of its versions.
+
+    Of a GGUF file, `stored` is the file as it is, and other forms are made of its values in float32.
 
     Args:
         peer: an installed peer.
         precision: one of its forms.
-        checkpoint: a folder in Hugging Face's layout.
+        checkpoint: a folder in Hugging Face's layout, or a GGUF file.
         models: where converted models are kept.
 
     Raises:
         BuildError: the conversion failed; the end of what it printed is in the message.
     """
-    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    if checkpoint.is_file() and precision != STORED:
+        command = [sys.executable, "-m", "speccompile", "convert", str(checkpoint), "--output"]
+        checkpoint = _make_once(checkpoint, "float32", [], lambda made: [*command, str(made)], models)
+    versions = [dict(peer.versions), hashlib.sha256(Path(peer.worker).read_bytes()).hexdigest()]
+
+    def command_for(made: Path) -> list[str]:
+        return [peer.python, peer.worker, "convert", str(checkpoint), str(made), precision]
+
+    return _make_once(checkpoint, f"{peer.name} {precision}", versions, command_for, models)
+
+
+def _make_once(source: Path, form: str, versions: Any, command: Callable[[Path], list[str]], models: Path) -> Path:
+    """Returns a folder that a command makes of a checkpoint, named by all that it depends on.
+
+    Args:
+        source: the checkpoint.
+        form: of what is made, in words.
+        versions: of what makes it.
+        command: of the folder that it is to make.
+        models: where it is kept.
+
+    Raises:
+        BuildError: the command failed.
+    """
+    files = [source] if source.is_file() else sorted(file for file in source.iterdir() if file.is_file())
     facts = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    worker = hashlib.sha256(Path(peer.worker).read_bytes()).hexdigest()
-    key = json.dumps([str(checkpoint.resolve()), facts, dict(peer.versions), worker])
-    name = f"{checkpoint.name}-{peer.name}-{precision}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    key = hashlib.sha256(json.dumps([str(source.resolve()), facts, versions]).encode()).hexdigest()[:12]
+    name = f"{source.name}-{form.replace(' ', '-')}-{key}"
     dest = models / name
     if not dest.exists():
         models.mkdir(parents=True, exist_ok=True)
         made = models / f".{name}.{os.getpid()}"
-        command = [peer.python, peer.worker, "convert", str(checkpoint), str(made), precision]
-        done = subprocess.run(
-            command, env=peer_environment(os.cpu_count() or 1), capture_output=True, text=True, errors="replace"
-        )
+        environment = peer_environment(os.cpu_count() or 1)
+        done = subprocess.run(command(made), env=environment, capture_output=True, text=True, errors="replace")
         if done.returncode or not made.exists():
             shutil.rmtree(made, ignore_errors=True)
             got = f"exit code {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}"
-            where = f"{peer.name} {precision}, conversion of {checkpoint}"
-            raise BuildError(where, got, f"a model in {peer.name}'s format", "See the message, or leave the peer out.")
+            todo = "See the message, or leave the peer out."
+            raise BuildError(f"{form}, conversion of {source}", got, "a model in that format", todo)
         if dest.exists():  # another run was faster
             shutil.rmtree(made)
         else:
@@ -169,7 +201,7 @@ def peer_jobs(
     Args:
         peers: installed peers.
         precisions: of their forms, in this order; a peer without one is named in `left_out`.
-        job: of the bundle's own modes; see `bench_worker`. `target` and `draft` are folders of checkpoints or None.
+        job: of the bundle's own modes; see `bench_worker`. `target` and `draft` are checkpoints or None.
         models: where converted models are kept.
         left_out: reasons by peer and precision; grows.
     """
@@ -180,14 +212,17 @@ def peer_jobs(
             if precision not in peer.forms:
                 left_out[name] = "the peer has no such form"
                 continue
+            if precision == STORED and not source_of(job["target"]).is_file():
+                left_out[name] = "the checkpoint is no GGUF file"
+                continue
             modes = list(peer.forms[precision]["modes"])
             if job["draft"] is None:
                 modes = [mode for mode in modes if mode not in peer.needs_draft]
             try:
-                target = convert_checkpoint(peer, precision, Path(job["target"]), models)
+                target = convert_checkpoint(peer, precision, source_of(job["target"]), models)
                 draft = None
                 if set(modes) & set(peer.needs_draft):
-                    draft = str(convert_checkpoint(peer, precision, Path(job["draft"]), models))
+                    draft = str(convert_checkpoint(peer, precision, source_of(job["draft"]), models))
             except BuildError as error:
                 left_out[name] = str(error)
                 continue
@@ -232,25 +267,3 @@ def comparison_rows(
         mine = ours.get(made["mode"]) if made["precision"] == precision else None
         made["of_ours"] = None if mine is None else made["tokens_per_s"] / mine
     return sorted(rows, key=lambda made: (PRECISIONS.index(made["precision"]), made["engine"] != "speccompile"))
-
-
-def markdown_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a Markdown table of `comparison_rows`."""
-    titles = (
-        "engine",
-        "precision",
-        "form",
-        "mode",
-        "tokens/s",
-        "of ours",
-        "of its plain",
-        "ms to first token",
-        "texts",
-    )
-    lines = [titles, ("---",) * len(titles)]
-    for row in rows:
-        speed = figure(row["tokens_per_s"], row["tokens_per_s_spread"])
-        ratios = (ratio_text(row["of_ours"], None), ratio_text(row["of_plain"], row["of_plain_spread"]))
-        names = (row["engine"], row["precision"], row["form"], row["mode"])
-        lines.append((*names, speed, *ratios, f"{row['first_token_ms']:.1f}", equal_texts(row)))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

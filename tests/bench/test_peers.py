@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "bench/peers"
@@ -30,7 +31,11 @@ def convert(source, dest, form):
     dest.mkdir()
     (dest / form).write_text(source.name)
 
-main(Peer(packages=("pip",), forms={{"fp32": "f32"}}, modes=("plain",), convert=convert, load=load))
+def logits(job):
+    for text in job["texts"]:
+        yield [[10 * at + token for token in range(2)] for at in range(len(text))]
+
+main(Peer(packages=("pip",), forms={{"fp32": "f32"}}, modes=("plain",), convert=convert, load=load, logits=logits))
 """
 
 
@@ -51,6 +56,13 @@ def peer(tmp_path):
         return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
     return call
+
+
+def test_a_worker_writes_the_rows_that_predict_each_answer(peer, tmp_path):
+    job = {"texts": [[5, 6, 7, 8], [1, 2]], "starts": [2, 1], "out": str(tmp_path / "x.npz")}
+    peer("logits", text=json.dumps(job))
+    with np.load(tmp_path / "x.npz") as held:
+        assert [held[name].tolist() for name in sorted(held.files)] == [[[10, 11], [20, 21]], [[0, 1]]]
 
 
 def test_a_worker_describes_itself_and_converts(peer, tmp_path):
@@ -108,31 +120,84 @@ def test_every_peer_has_a_worker_and_pinned_packages():
         assert all("==" in line for line in lines if not line.startswith("#"))
 
 
-def report(precision):
-    def row(engine, mode, speed):
-        return {"engine": engine, "precision": precision, "form": "F", "mode": mode, "tokens_per_s": speed,
-                "first_token_ms": 12.0, "of_ours": None, "of_plain": None, "of_plain_spread": None, "num_equal": None,
-                "tokens_per_s_spread": None}  # fmt: skip
+def report(busy=False):
+    """Returns what `bench --peers --json` writes of two engines and two kinds of text."""
+    speeds = {("speccompile", "plain"): 100.0, ("speccompile", "ngram"): 150.0, ("llama.cpp", "plain"): 80.0}
 
-    environment = {"bundle": "b", "cpu": "C", "threads": 2, "num_prompts": 3, "max_new_tokens": 4, "repeats": 5,
-                   "versions": {"speccompile": "0"}}  # fmt: skip
-    rows = [row("speccompile", "plain", 10.0), row("speccompile", "draft_model", 20.0), row("openvino", "plain", 5.0)]
-    peers = {"precision": precision, "rows": rows, "versions": {"openvino": {"openvino-genai": "1"}}}
-    reference = {"versions": {"transformers": "5"}}
-    peers["left_out"] = {"llama.cpp": "no\ncompiler"}
-    return {"environment": environment, "reference": reference, "peers": peers}
+    def row(engine, mode):
+        return {"name": f"{engine} {mode}", "engine": engine, "precision": "int8", "form": "Q8_0", "mode": mode,
+                "tokens_per_s": speeds[engine, mode], "tokens_per_s_spread": 3.0, "tokens_per_s_all": [1.0],
+                "first_token_ms": 12.4, "outside_engine_share": 0.2 if engine == "llama.cpp" else 0.01}  # fmt: skip
 
-
-def test_a_comparison_names_machine_versions_and_what_is_left_out():
-    text = module("compare").markdown_from_reports([report("fp32"), report("int8")])
-    assert "b (fp32), C, 2 threads, 3 prompts, 4 new tokens, medians of 5 interleaved rounds with half of" in text
-    assert "texts: equal to those of transformers 5 in float32; speccompile 0 (here)" in text
-    assert "speccompile 0 (here), openvino-genai 1 (openvino)." in text and "Left out: llama.cpp: no compiler" in text
-    assert text.count("| speccompile | int8 | F | draft_model | 20.0 |") == 1
+    rows = [row(*key) for key in speeds]
+    groups = {
+        kind: {"modes": {r["name"]: {"tokens_per_s": r["tokens_per_s"] * factor} for r in rows}}
+        for kind, factor in (("code", 1.0), ("rewriting", 1.5))
+    }
+    environment = {"cpu": "C", "num_cores": 2, "threads": 2, "num_prompts": 3, "max_new_tokens": 4, "repeats": 5,
+                   "versions": {"speccompile": "0"}, "load_average_before": [0.2, 0, 0], "load_average_after": None,
+                   "bundle": "/here"}  # fmt: skip
+    peers = {"rows": rows, "versions": {"llama.cpp": {"llama-cpp-python": "1"}}, "left_out": {"openvino": "no\nroom"}}
+    return {"environment": environment, "by_category": groups, "peers": peers, "warnings": ["x"] if busy else []}
 
 
-def test_the_plot_has_a_panel_for_each_report(tmp_path):
+@pytest.fixture
+def result(tmp_path, monkeypatch):
+    """Returns what compare.py writes of two bundles, the second measured beside other work."""
+    compare, reports = module("compare"), [report(), report(busy=True)]
+    monkeypatch.setattr(compare, "measure", lambda *_: reports.pop(0))
+    file = tmp_path / "new" / "x.json"
+    compare.main(["a", "b", "--model", "M, Q8_0", "--out", str(file), "--", "--repeats", "5"])
+    return json.loads(file.read_text())
+
+
+DISTANCE = {"kl": 3.3e-3, "top1": 0.967, "perplexity_change": 0.003, "perplexity_error": 0.002}
+QUALITY = {"num_positions": 2048, "rows": {"speccompile int8": DISTANCE}}
+
+
+def test_a_comparison_keeps_rows_by_kind_and_no_paths_of_the_machine(result):
+    assert result["command"].endswith("-- --repeats 5") and result["model"] == "M, Q8_0" and len(result["runs"]) == 2
+    run = result["runs"][0]
+    assert run["rows"][1]["by_kind"] == {"code": 150.0, "rewriting": 225.0} and "/here" not in json.dumps(result)
+    assert "tokens_per_s_all" not in run["rows"][0] and run["left_out"] == {"openvino": "no\nroom"}
+
+
+def test_the_page_has_a_line_for_each_engine_with_quality_beside_speed(result):
+    page = module("page")
+    result["runs"].pop()
+    lines = page.block(result, QUALITY).splitlines()
+    ours = "| speccompile | Q8_0 | 100 ±3 | 150 ±3, lookup | 150 | 225 | 12 | 3.3e-03 | 96.7% | +0.3 ±0.2 % |"
+    assert ours in lines
+    assert "| llama.cpp | Q8_0 | 80 ±3 | 80 ±3 | 80 | 120 | 12 | not run | not run | not run |" in lines
+    text = " ".join(lines)
+    assert "2.50 ms of a plain token are the binding's" in text and "would make 100 tokens/s" in text
+    assert "M, Q8_0; " in text and "C, 2 threads" in text and "llama-cpp-python 1" in text
+    assert "Left out: openvino: no room." in text and "2048 positions" in text and "Other work" not in text
+    assert max(map(len, lines)) <= 400
+
+
+def test_figures_of_a_busy_machine_are_marked(result):
+    assert "**Other work ran beside this measurement" in module("page").block(result, QUALITY)
+    result["runs"].pop()
+    result["runs"][0]["environment"]["load_average_before"] = [1.5, 0, 0]
+    assert "**Other work ran beside this measurement" in module("page").block(result, QUALITY)
+
+
+def test_the_generated_part_alone_is_replaced(tmp_path, result):
+    page, file = module("page"), tmp_path / "page.md"
+    file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    page.write_page(page.block(result, QUALITY), file)
+    text = file.read_text()
+    assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n") and "old" not in text
+
+
+def test_the_plot_has_a_panel_for_each_kind(tmp_path, result):
     pytest.importorskip("matplotlib")
-    module("compare").plot([report("fp32"), report("int8")], tmp_path / "plot.svg")
+    module("page").draw(result, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
-    assert all(f">{word}</text>" in text for word in ("fp32", "int8", "ngram", "speccompile", "openvino"))
+    assert all(f">{word}</text>" in text for word in ("all", "code", "rewriting", "speccompile", "llama.cpp"))
+
+
+def test_docs_show_what_is_kept():
+    page = module("page")
+    assert page.block(*page.read_results()) in page.PAGE.read_text()

@@ -2,7 +2,9 @@
 """Other engines in a benchmark, with workers that are small scripts: nothing is installed and nothing is fetched."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,11 @@ from speccompile.cli import bench, bench_peers
 from speccompile.cli.bench_peers import (
     comparison_rows,
     convert_checkpoint,
-    markdown_from_rows,
     peer_jobs,
     precision_from_bundle,
     read_peers,
     read_precisions,
+    source_of,
 )
 from speccompile.cli.bench_rounds import open_workers, run_rounds
 from speccompile.cli.bench_summary import summary_from_runs
@@ -30,7 +32,8 @@ if sys.argv[1:2] == ["convert"]:
     if form == "16bit":
         sys.exit("no bfloat16 here")
     os.mkdir(dest)
-    pathlib.Path(dest, "form").write_text(form + " " + pathlib.Path(source, "config.json").read_text())
+    config = pathlib.Path(source, "config.json")
+    pathlib.Path(dest, "form").write_text(form + " " + (source if form == "stored" else config.read_text()))
     sys.exit()
 job = json.loads(sys.stdin.readline())
 form, model = pathlib.Path(job["target"], "form").read_text().split()
@@ -47,7 +50,7 @@ for line in sys.stdin:
                       "peak_rss_bytes": 5}),
           flush=True)
 """
-FORMS = {p: {"name": p.upper(), "modes": ["plain", "draft_model", "ngram"]} for p in ("fp32", "16bit", "int8", "int4")}
+FORMS = {p: {"name": p.upper(), "modes": ["plain", "draft_model", "ngram"]} for p in bench_peers.PRECISIONS}
 
 
 @pytest.fixture
@@ -126,6 +129,53 @@ def test_a_conversion_that_fails_says_why_and_leaves_nothing(folder, checkpoint)
     with pytest.raises(BuildError, match=r"openvino 16bit, conversion of .*exit code 1: no bfloat16 here"):
         convert_checkpoint(peer, "16bit", checkpoint, folder / "models")
     assert not list((folder / "models").iterdir())
+
+
+@pytest.fixture
+def gguf(folder, monkeypatch):
+    """Returns a GGUF file; what converts it to float32 writes a checkpoint that says so."""
+    real = subprocess.run
+
+    def run(command, **options):
+        if command[1:4] == ["-m", "speccompile", "convert"]:
+            made = Path(command[-1])
+            made.mkdir()
+            (made / "config.json").write_text(f'"float32-of-{Path(command[4]).name}"')
+            return subprocess.CompletedProcess(command, 0)
+        return real(command, **options)
+
+    monkeypatch.setattr(bench_peers.subprocess, "run", run)
+    (folder / "m.gguf").write_bytes(b"GGUF")
+    return folder / "m.gguf"
+
+
+def test_of_a_gguf_file_stored_is_the_file_and_other_forms_are_made_of_its_values(folder, gguf):
+    [peer], _ = read_peers("openvino", folder)
+    made = convert_checkpoint(peer, "stored", gguf, folder / "models")
+    assert (made / "form").read_text() == f"stored {gguf}"
+    made = convert_checkpoint(peer, "int8", gguf, folder / "models")
+    assert (made / "form").read_text() == 'int8 "float32-of-m.gguf"'
+    kept = sorted(path.name for path in (folder / "models").iterdir())
+    assert convert_checkpoint(peer, "int8", gguf, folder / "models") == made
+    assert sorted(path.name for path in (folder / "models").iterdir()) == kept and len(kept) == 3
+
+
+def test_a_folder_with_a_gguf_file_alone_is_that_file(folder, gguf, checkpoint, job):
+    (folder / "held").mkdir()
+    gguf.rename(folder / "held" / "m.gguf")
+    assert source_of(str(folder / "held")) == folder / "held" / "m.gguf"
+    [stored] = peer_jobs(
+        read_peers("openvino", folder)[0], ["stored"], {**job, "target": str(folder / "held")}, folder, {}
+    )
+    assert (Path(stored["target"]) / "form").read_text() == f"stored {folder}/held/m.gguf"
+    (folder / "held" / "model.safetensors").touch()
+    assert source_of(str(folder / "held")) == folder / "held"
+
+
+def test_what_is_no_gguf_file_has_no_stored_form(folder, job):
+    peers, left_out = read_peers("openvino", folder)
+    assert peer_jobs(peers, ["stored"], job, folder / "models", left_out) == []
+    assert left_out["openvino stored"] == "the checkpoint is no GGUF file"
 
 
 def test_peers_take_turns_and_what_does_not_work_is_left_out(folder, job):
@@ -211,13 +261,6 @@ def test_texts_of_every_engine_are_compared_with_the_reference(rows):
     assert equal["openvino", "int8", "plain"] == (0, 2, 3)
 
 
-def test_the_table_has_a_line_for_each_row(rows):
-    lines = markdown_from_rows(list(rows.values())).splitlines()
-    assert len(lines) == 2 + len(rows) and all(line.count("|") == 10 for line in lines)
-    assert "| openvino | int8 | INT8 | plain | 5.00 | x1.25 |  | 20.0 | 0/2 (3) |" in lines
-    assert "| transformers, here | fp32 | fp32 | plain | 1.00 |  |  | 100.0 | 1/2 (3) |" in lines
-
-
 @pytest.mark.parametrize(
     ("quantization", "form", "dtype", "precision"),
     [("int8", "packed", "bfloat16", "int8"), ("int4", "blocks32", None, "int4"), ("none", "fp32", "bfloat16", "fp32"),
@@ -233,7 +276,7 @@ def test_the_precision_of_a_bundle_is_that_of_its_weights(checkpoint, quantizati
     assert precision_from_bundle(bundle) == precision
     assert read_precisions(None, bundle) == [precision]
     assert read_precisions("int4, fp32,int4", bundle) == ["int4", "fp32"]
-    with pytest.raises(RuntimeFault, match="expected some of fp32, 16bit, int8, int4"):
+    with pytest.raises(RuntimeFault, match="expected some of stored, fp32, 16bit, int8, int4"):
         read_precisions("fp8", bundle)
 
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 # A step that now takes this many times longer or shorter than recorded: the record is of another state of the machine.
 # Not less, as other work on the memory bandwidth, which is not detected here, was measured to make a step 1.86 times
-# longer (docs/benchmarks.md); a wrong number of threads costs a factor of about 2 or more.
+# longer; a wrong number of threads costs a factor of about 2 or more.
 MAX_DRIFT = 2.0
 
 
