@@ -7,9 +7,9 @@ distribution of the emitted tokens even where the first token alone would look r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,14 @@ SETTINGS = (
     Setting(0.8, 0, 0.8),
     Setting(1.3, 4, 0.9),
 )
+
+
+def spread(forms: Sequence[tuple[Any, ...]], settings: Sequence[Any], num: int) -> list[tuple[Any, ...]]:
+    """Returns each form with `num` of the settings, and each setting with some form: not all pairs.
+
+    For implementations whose outputs are compared with the twin's, which is tried in all pairs.
+    """
+    return [(*form, settings[(i * num + j) % len(settings)]) for i, form in enumerate(forms) for j in range(num)]
 
 
 class FormTree(TokenTree):

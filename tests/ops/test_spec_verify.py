@@ -21,6 +21,7 @@ from tests.core.distribution_lab import (
     emit,
     exact_joint,
     p_value,
+    spread,
 )
 from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case, zero_residual_case
 from tests.ops.tensorrt.lab import body_model
@@ -140,11 +141,10 @@ def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> N
 
 
 @pytest.mark.distribution
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(
-    ("form", "sampled"),
-    [((-1,), False), (CHAIN, False), (CHAIN, True), (TREE, True), (TREE, False)],
-    ids=["plain", "greedy chain", "chain", "tree", "top-k"],
+    ("form", "sampled", "setting"),
+    spread([((-1,), False), (CHAIN, False), (CHAIN, True), (TREE, True), (TREE, False)], SETTINGS, 2),
+    ids=str,
 )
 def test_emitted_tokens_follow_the_target(session, form, sampled, setting) -> None:  # type: ignore[no-untyped-def]
     emitted = emit(form, sampled, setting, BATCH, decide_by_session(session))

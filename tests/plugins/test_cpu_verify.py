@@ -22,6 +22,7 @@ from tests.core.distribution_lab import (
     emit,
     exact_joint,
     p_value,
+    spread,
 )
 from tests.ops.op_lab import Case, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
@@ -141,8 +142,9 @@ def test_the_lowest_temperatures_are_greedy(session: ort.InferenceSession, tempe
 
 
 @pytest.mark.distribution
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize(("form", "sampled"), [(CHAIN, True), (TREE, True), (TREE, False)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "sampled", "setting"), spread([(CHAIN, True), (TREE, True), (TREE, False)], SETTINGS, 2), ids=str
+)
 def test_emitted_tokens_follow_the_target(
     session: ort.InferenceSession, form: tuple[int, ...], sampled: bool, setting: Setting
 ) -> None:

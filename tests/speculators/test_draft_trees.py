@@ -16,6 +16,7 @@ from speccompile.runtime.loop import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.core.distribution_lab import spread
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 
@@ -140,8 +141,7 @@ def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
 
 
 @pytest.mark.distribution
-@pytest.mark.parametrize("tree", TREES[1:])
-@pytest.mark.parametrize("heat", WARPS)
+@pytest.mark.parametrize(("tree", "heat"), spread([(tree,) for tree in TREES[1:]], WARPS, 2))
 def test_drawn_trees_follow_the_targets_distribution(tree, heat):
     proposer = make_proposer(tree, slots=60)
     target = MockEngine(TARGET, "target", 60, ROWS, headroom=NODES + 1)

@@ -11,7 +11,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
 from speccompile.ops.spec_verify import spec_verify
 from speccompile.ops.tensorrt.bodies import drafts_from_width
-from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value
+from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value, spread
 from tests.ops.op_lab import is_at_boundary, same, session_of, verify_case
 from tests.ops.tensorrt.lab import body_model, mutated
 
@@ -116,11 +116,10 @@ def verify() -> ort.InferenceSession:
     return session_of(body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=len(TREE)))
 
 
-@pytest.mark.parametrize("setting", SETTINGS[2:], ids=str)
 @pytest.mark.parametrize(
-    ("form", "sampled"),
-    [((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)],
-    ids=["plain", "chain", "tree", "top-k"],
+    ("form", "sampled", "setting"),
+    spread([((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)], SETTINGS[2:], 1),
+    ids=str,
 )
 def test_emitted_tokens_follow_the_target(verify, form, sampled, setting) -> None:  # type: ignore[no-untyped-def]
     emitted = emit(form, sampled, setting, BATCH, _decide(verify))
