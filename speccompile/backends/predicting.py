@@ -8,6 +8,8 @@ from speccompile.core.jobs import BuildSizes, WeightCounts
 # Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale.
 _WEIGHT_BYTES = {"none": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32, "stored": 1 + 4 / 32}
 _WEIGHT_BYTES["auto"] = max(_WEIGHT_BYTES.values())  # not known before it is measured
+# In the smaller one: weights that are those of bfloat16 are kept so, and scales are float16.
+_LEAST_BYTES = {"none": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 0.5 + 2 / 32, "auto": 0.5 + 2 / 32}
 # Experts have one form, whose scales are float16.
 _EXPERT_BYTES = {"none": 4.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 4.0, "auto": 4.0}
 _FLOAT_BYTES = 4
@@ -26,5 +28,9 @@ def predict_float32(counts: WeightCounts, quantization: str, *, packs_experts: b
     experts_bytes = counts.num_experts * (_EXPERT_BYTES[quantization] if packs_experts else _FLOAT_BYTES)
     linear_bytes = (counts.num_linear - counts.num_experts) * _WEIGHT_BYTES[quantization]
     weights_bytes = int(linear_bytes + experts_bytes) + _FLOAT_BYTES * counts.num_plain
+    # An embedding has 2 bytes at least, or is that of the head.
+    num_other = max(counts.num_plain - counts.num_head, 0)
+    table_bytes = 2 * (0 if counts.is_tied else min(counts.num_head, counts.num_plain))
+    least_bytes = int(counts.num_linear * _LEAST_BYTES[quantization]) + _FLOAT_BYTES * num_other + table_bytes
     export_bytes = int(counts.num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES
-    return BuildSizes(weights_bytes, weights_bytes, export_bytes)
+    return BuildSizes(weights_bytes, weights_bytes, export_bytes, least_file_bytes=min(least_bytes, weights_bytes))

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _SIZES = {
     "weights": "weights_bytes",
-    "file": "file_bytes",
+    "smallest file": "least_file_bytes",
+    "largest file": "file_bytes",
     "caches": "cache_bytes",
     "export peak": "export_peak_bytes",
     "builder peak": "builder_peak_bytes",
@@ -163,6 +164,7 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
         graphs[job.name] = prediction.json_from_prediction()
     total = {
         "bundle_bytes": sum(g["file_bytes"] for g in graphs.values()),
+        "least_bundle_bytes": sum(g["least_file_bytes"] for g in graphs.values()),
         "runtime_bytes": sum(g["weights_bytes"] + g["cache_bytes"] for g in graphs.values()),
         "build_peak_bytes": max(g["build_peak_bytes"] for g in graphs.values()),
     }
@@ -199,8 +201,10 @@ def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
         sizes.add_row(label, *(text_from_bytes(graph[key]) if graph[key] else "" for graph in graphs.values()))
     total = {k: text_from_bytes(v) for k, v in prediction["total"].items()}
     console.print(sizes)
+    sizes_of_bundle = dict.fromkeys((total["least_bundle_bytes"], total["bundle_bytes"]))
     console.print(
-        f"bundle {total['bundle_bytes']}, decoding about {total['runtime_bytes']}, "
+        f"bundle {' to '.join(sizes_of_bundle)}, as the form that measures best, "
+        f"decoding at most about {total['runtime_bytes']}, "
         f"building at most about {total['build_peak_bytes']} of memory"
     )
 

@@ -155,12 +155,14 @@ class BuildSizes:
         file_bytes: of what is written, weights included.
         export_peak_bytes: resident memory while it is exported and lowered.
         builder_peak_bytes: resident memory while the builder works, in a process of its own; 0: there is none.
+        least_file_bytes: the same in the smallest form that may be chosen; None: there is one form.
     """
 
     weights_bytes: int
     file_bytes: int
     export_peak_bytes: int
     builder_peak_bytes: int = 0
+    least_file_bytes: int | None = None
 
 
 @dataclass(frozen=True)

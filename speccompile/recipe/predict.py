@@ -42,7 +42,8 @@ class Prediction:
         num_params: parameters of the checkpoint.
         num_linear: weights in linear layers of the graph, the LM head included.
         weights_bytes: size of the compiled graph's weights.
-        file_bytes: of the compiled graph, weights included.
+        file_bytes: of the compiled graph, weights included; in the largest form that may be chosen.
+        least_file_bytes: the same in the smallest one.
         cache_bytes: key and value caches, all slots and rows; recurrent states, with a snapshot for each slot.
         export_peak_bytes: resident memory while it is exported and lowered.
         builder_peak_bytes: resident memory of a builder's own process; 0 where there is none.
@@ -53,6 +54,7 @@ class Prediction:
     num_linear: int
     weights_bytes: int
     file_bytes: int
+    least_file_bytes: int
     cache_bytes: int
     export_peak_bytes: int
     builder_peak_bytes: int
@@ -133,6 +135,7 @@ def predict_counts(
         num_linear=counts.num_linear,
         weights_bytes=sizes.weights_bytes,
         file_bytes=sizes.file_bytes,
+        least_file_bytes=sizes.file_bytes if sizes.least_file_bytes is None else sizes.least_file_bytes,
         cache_bytes=cache_bytes,
         export_peak_bytes=sizes.export_peak_bytes,
         builder_peak_bytes=sizes.builder_peak_bytes,

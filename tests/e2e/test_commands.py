@@ -143,3 +143,17 @@ def test_an_error_of_a_further_method_is_ours(pair, prompts):
     with pytest.raises(SpecCompileError) as caught:
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "Traceback" not in str(caught.value) and "eagle3" in str(caught.value)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "auto"])
+def test_a_dry_run_predicts_the_sizes_of_the_graphs(request, quantization):
+    """The draft's weights are float32 where the target's are; else int4."""
+    bundle = request.getfixturevalue("int8_pair" if quantization == "int8" else "pair")
+    asked = ["--set", f"target.quantization={quantization}", "--dry-run", "--json"]
+    found = json.loads(run("build", bundle / "recipe.yaml", *asked).stdout)["predicted"]
+    for name, graph in found["graphs"].items():
+        if quantization != "auto" or name == "target":  # of which the bundle's form is one
+            built = sum(file.stat().st_size for file in (bundle / "graphs" / name).glob("graph.onnx*"))
+            assert graph["least_file_bytes"] < built < graph["file_bytes"] < 3 * built, (name, built)
+    for total, part in (("bundle_bytes", "file_bytes"), ("least_bundle_bytes", "least_file_bytes")):
+        assert found["total"][total] == sum(graph[part] for graph in found["graphs"].values())
