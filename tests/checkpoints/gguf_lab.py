@@ -69,6 +69,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 _IN_PAIRS = ("llama", "granite", "smollm3")
 _GRANITE = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
+# Of a tokenizer with a token for each row of the embedding.
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "a", "b", "ab", *(f"t{n}" for n in range(5, VOCAB))],
+    "tokenizer.ggml.token_type": [3, 3, *[1] * (VOCAB - 2)],
+    "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+}  # fmt: skip
 Changes = Callable[[dict[str, Any]], None]
 
 

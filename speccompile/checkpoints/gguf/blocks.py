@@ -114,11 +114,37 @@ def _q5_k(raw: Bytes) -> Grid:
 
 def _q6_k(raw: Bytes) -> Grid:
     low = _nibbles(_in_groups(raw[:, :, :128], 2))  # [rows, blocks, 2, 128]
-    pairs = _in_groups(raw[:, :, 128:192], 2)[:, :, :, None] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    levels = low.reshape(*raw.shape[:2], 2, 4, 32) | pairs << 4
+    levels = low.reshape(*raw.shape[:2], 2, 4, 32) | _two_bits(raw[:, :, 128:192]) << 4
     factors = _halves(raw, 208).astype(np.float32)[:, :, None]
     scales = factors * np.ascontiguousarray(raw[:, :, 192:208]).view(np.int8).astype(np.float32)
     return Grid(_flat(levels), scales.reshape(len(raw), -1), group=16, bits=6, zero=32)
+
+
+def _two_bits(packed: Bytes) -> NDArray[np.uint8]:
+    """Returns the 2-bit levels of 64 bytes: of each half those of its 32 bytes, the lowest bits first."""
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return _in_groups(packed, 2)[:, :, :, None] >> shifts & 3  # [rows, blocks, 2, 4, 32]
+
+
+def _q2_k(raw: Bytes) -> Grid:
+    factors = _halves(raw, 80, 2).astype(np.float32).reshape(len(raw), -1, 2)
+    scales = factors[..., :1] * (raw[:, :, :16] & 15).astype(np.float32)
+    minimums = -(factors[..., 1:] * (raw[:, :, :16] >> 4).astype(np.float32))
+    flat = (scales.reshape(len(raw), -1), minimums.reshape(len(raw), -1))
+    return Grid(_flat(_two_bits(raw[:, :, 16:80])), flat[0], group=16, bits=2, minimums=flat[1])
+
+
+def _q3_k(raw: Bytes) -> Grid:
+    third = raw[:, :, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # [rows, blocks, 8, 32]
+    levels = _two_bits(raw[:, :, 32:96]).reshape(third.shape) | third << 2
+    high = raw[:, :, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scales = (_nibbles(raw[:, :, 96:104]) | high.reshape(*raw.shape[:2], 16) << 4).astype(np.float32) - 32
+    scales *= _halves(raw, 108).astype(np.float32)[:, :, None]
+    return Grid(_flat(levels), scales.reshape(len(raw), -1), group=16, bits=3, zero=4)
+
+
+def _tq2_0(raw: Bytes) -> Grid:
+    return Grid(_flat(_two_bits(raw[:, :, :64])), _halves(raw, 64), group=256, bits=2, zero=1)
 
 
 BLOCKS: dict[int, Block] = {
@@ -133,8 +159,8 @@ BLOCKS: dict[int, Block] = {
     12: Block("Q4_K", 256, 144, grid=_q4_k),
     13: Block("Q5_K", 256, 176, grid=_q5_k),
     14: Block("Q6_K", 256, 210, grid=_q6_k),
-    10: Block("Q2_K", 256, 84),
-    11: Block("Q3_K", 256, 110),
+    10: Block("Q2_K", 256, 84, grid=_q2_k),
+    11: Block("Q3_K", 256, 110, grid=_q3_k),
     16: Block("IQ2_XXS", 256, 66),
     17: Block("IQ2_XS", 256, 74),
     18: Block("IQ3_XXS", 256, 98),
@@ -145,7 +171,7 @@ BLOCKS: dict[int, Block] = {
     23: Block("IQ4_XS", 256, 136),
     29: Block("IQ1_M", 256, 56),
     34: Block("TQ1_0", 256, 54),
-    35: Block("TQ2_0", 256, 66),
+    35: Block("TQ2_0", 256, 66, grid=_tq2_0),
     39: Block("MXFP4", 32, 17),
 }
 # Known by name alone.
