@@ -112,6 +112,7 @@ def _notes(report: Row) -> Iterator[str]:
     else:
         engine = f"{reference['engine']} {reference['versions']['transformers']}"
         yield f"texts: equal to {engine}'s greedy ones in float32; in brackets the mean index of the first other token."
+    yield from _notes_of_peers(report.get("peers", {"rows": [], "versions": {}}))
     for name, row in report["modes"].items():
         if (why := row.get("drafts")) is not None:
             yield f"{name}: {why}"
@@ -123,3 +124,15 @@ def _notes(report: Row) -> Iterator[str]:
     for name, value in report["ratios"].items():
         if name != "speculative/plain":  # in the table
             yield f"{name}: {ratio_text(value, report['ratio_spreads'][name])}"
+
+
+def _notes_of_peers(peers: Row) -> Iterator[str]:
+    """Yields what weights other engines were compared with, and what calling them costs."""
+    rows = [row for row in peers["rows"] if row["engine"] in peers["versions"]]
+    forms = dict.fromkeys(f"{row['engine']} {row['precision']} has {row['form']}" for row in rows)
+    if forms:
+        yield f"weights: {', '.join(forms)}"
+    for row in rows:
+        if (share := row.get("outside_engine_share")) is not None:
+            lost_ms = 1e3 * share / row["tokens_per_s"]
+            yield f"{row['name']}: {lost_ms:.2f} ms of a token are outside of the engine: its caller and sampler"
