@@ -17,6 +17,7 @@ import pytest
 from speccompile.backends.onnxruntime import kernel_build
 from speccompile.backends.tensorrt import kernels, launches
 from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK, PLUGIN_OPS, SPEC_VERIFY
+from speccompile.backends.tensorrt.variants import VARIANTS
 from speccompile.errors import BuildError
 from tests import store
 
@@ -31,7 +32,8 @@ ENTRIES = {
     },
     KV_ROLLBACK: {f"kv_rollback_{unit}" for unit in (16, 4, 2)},
 }
-HEADERS = Path(__file__).parents[1] / "backends/tensorrt/headers"
+ROOT = Path(__file__).parents[2]
+HEADERS = ROOT / "tests/backends/tensorrt/headers"
 STUBS = ("-isystem", str(HEADERS), "-arch=compute_80", "-code=compute_80")
 needs_nvcc = pytest.mark.skipif(
     NVCC is None, reason="NO NVCC: the CUDA kernels WERE NOT COMPILED. Install CUDA's nvcc."
@@ -68,6 +70,14 @@ def test_the_kernels_have_the_same_code_for_all_gpus() -> None:
     assert found == ["#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800"]  # refused
 
 
+def test_the_plugin_library_has_code_for_every_gpu_of_tensorrt_rtx() -> None:
+    """Code of a GPU runs on those of the same major number and a larger minor one."""
+    (line,) = re.findall(r"^PLUGIN_ARCHS +\?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    archs = [divmod(int(arch), 10) for arch in line.split()]
+    for major, minor in VARIANTS["tensorrt_rtx"].target_capabilities:
+        assert any(arch[0] == major and arch[1] <= minor for arch in archs), f"{major}.{minor}"
+
+
 @needs_nvcc
 @pytest.mark.parametrize("op", PLUGIN_OPS)
 def test_kernels_compile(op: str, tmp_path: Path) -> None:
@@ -96,17 +106,12 @@ def test_kernels_compile(op: str, tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("op", PLUGIN_OPS)
-def test_kernels_compile_beside_code_of_the_host(op: str, tmp_path: Path) -> None:
-    """As in the C++ library: nvcc hands the same headers to the host's compiler; PTX is the device's part here."""
-    source = (kernels.find_sources() / kernels.SOURCES[op]).parent / "launches.h"
-    _compile(source, tmp_path / "host", "-arch=compute_80", "-code=compute_80", "-c")
-
-
-@needs_nvcc
 @pytest.mark.parametrize("name", ["spec_verify/plugin.cpp", "kv_rollback/plugin.cpp", "library.cpp"])
 def test_the_library_compiles_against_the_documented_interface(name: str, tmp_path: Path) -> None:
-    """Without TensorRT's headers: a stub has the names that the sources use. PTX is the device's part here."""
+    """Without TensorRT's headers: a stub has the names that the sources use; kernels compile beside code of the host.
+
+    PTX is the device's part here.
+    """
     said = _compile(kernels.find_sources() / name, tmp_path / "object", *STUBS, "-Xcompiler", "-Wall,-Wextra", "-c")
     assert "warning" not in said and "error" not in said
 
