@@ -17,7 +17,6 @@ import onnx_ir as ir
 from speccompile.core.specs import TOKENS
 from speccompile.errors import PassError
 from speccompile.ops.grid import Grid
-from speccompile.ops.packing import GROUP
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of, weight_of
 from speccompile.passes.expert_products import expert_products
@@ -166,7 +165,7 @@ class ExpertGrids(ir.LazyTensor):
 
 
 def attach_expert_grids(model: ir.Model, rows: StoredRows) -> int:
-    """Replaces weights of experts by their grids, where all have a kind that the ops compute; returns their number."""
+    """Replaces weights of experts by their grids, where all have a kind in common; returns their number."""
     count = 0
     for value, is_transposed in {product.weight: product.is_transposed for product in expert_products(model)}.items():
         weight, name = value.const_value, str(value.name)
@@ -174,8 +173,8 @@ def attach_expert_grids(model: ir.Model, rows: StoredRows) -> int:
         found = [rows.find(matrix.T if is_transposed else matrix) for matrix in weight.numpy()]
         num_in = sizes_of(weight)[1 if is_transposed else 2]
         kind = rows.whole(np.concatenate(found), num_in).kind
-        # The ops of experts have no minimums, and rows of one source no order for each expert.
-        if kind and (kind.order or kind.has_minimums or kind.is_wide or kind.group != GROUP):
+        # All experts read the same rows, in one order.
+        if kind and kind.order:
             rows.widened[name] = weight.size
             continue
         rows.attached[name] = [(kind, weight.size)]
