@@ -34,7 +34,13 @@ MUTANTS: Mutants = {
     "no minimums": (Swap(TILES, "minimum[v]", "zero()", within="minimum[v], total)"),),
     "every number of a group is two bytes": (Swap(TILES, "bytes == 4", "false"),),
     "a group ends with every unit": (Swap(TILES, "--units_left == 0", "true"),),
-    "one group for the whole row": (Swap(TILES, "--units_left == 0", "false"),),
+    "scales stay at the first group": (
+        Swap(
+            TILES,
+            "scales += group_bytes, units_left = panel.units_a_group;",
+            "units_left = panel.units_a_group;",
+        ),
+    ),
     "minimums stay at the first group": (Swap(TILES, "minimums += group_bytes;", "minimums += 0;"),),
     "levels without their scale times the minimum": (
         Swap(ROWS, "static_cast<float>(reduce_add_int(sum)) * scale", "static_cast<float>(reduce_add_int(sum))"),
