@@ -6,12 +6,12 @@ from __future__ import annotations
 from speccompile.core.jobs import BuildSizes, WeightCounts
 
 # Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale.
-_WEIGHT_BYTES = {"none": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32, "stored": 1 + 4 / 32}
+_WEIGHT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32, "stored": 1 + 4 / 32}
 _WEIGHT_BYTES["auto"] = max(_WEIGHT_BYTES.values())  # not known before it is measured
 # In the smaller one: weights that are those of bfloat16 are kept so, and scales are float16.
 _LEAST_BYTES = {"none": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 0.5 + 2 / 32, "auto": 0.5 + 2 / 32}
 # Experts have one form, whose scales are float16.
-_EXPERT_BYTES = {"none": 4.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 4.0, "auto": 4.0}
+_EXPERT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 4.0, "auto": 4.0}
 _FLOAT_BYTES = 4
 # Beside torch's copy an export holds rewritten tensors (at most 0.3 of the weights) and the libraries themselves.
 _EXPORT_FACTOR, _LIBRARY_BYTES = 2.3, 700 * 2**20
@@ -22,7 +22,7 @@ def predict_float32(counts: WeightCounts, quantization: str, *, packs_experts: b
 
     Args:
         counts: its weights.
-        quantization: none, int8, int4, stored or auto.
+        quantization: none, bf16, int8, int4, stored or auto.
         packs_experts: experts are quantised as linears are; False: they stay float32.
     """
     experts_bytes = counts.num_experts * (_EXPERT_BYTES[quantization] if packs_experts else _FLOAT_BYTES)

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text over which a target's weights are quantised, as token ids."""
+"""The text over which a target's weights are quantised and its forms are compared, as token ids."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.checkpoints.texts import Texts, tokens_from_file
+from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.texts import MESSAGES, TOKENIZER, Texts, TextSample, tokens_from_file
+from speccompile.common.chats import read_chats
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob
 from speccompile.core.protocols import GraphSource
+from speccompile.errors import BundleError, CheckpointError, RecipeError, RuntimeFault
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS
 from speccompile.recipe.plan import TARGET, BuildPlan
+from speccompile.runtime.chat_prompts import tokens_of_messages
 
 MAX_TOKENS = 32768  # read of a file: more text takes longer and was not seen to help
 MIN_TOKENS = 256
@@ -19,10 +26,11 @@ _KEY = "target.calibration"
 _SHORT = f"Give more text, or {AUTO_TEXTS} to draw it from the model."
 
 
-def calibration_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Backend) -> Texts | None:
-    """Returns the calibration texts of a graph: empty to draw them from the model; None where weights are rounded.
+def sample_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Backend) -> TextSample | None:
+    """Returns the text of a target: the user's file, else the prompts of the package as its chat template has them.
 
-    Weights are rounded with random weights, in drafts, and in a target whose draft shares its quantised weights.
+    None for drafts, random weights and weights as they are: no form is compared with float32. Weights are rounded in a
+    target whose draft shares its quantised weights.
 
     Args:
         plan: of the build.
@@ -34,13 +42,24 @@ def calibration_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend:
         RecipeError: the file cannot be read, or does not hold enough text.
         CheckpointError: the tokenizer cannot be read.
     """
-    if job.name != TARGET or plan.weights != "checkpoint" or job.quantization not in backend.calibrates:
+    is_given = plan.calibration not in (AUTO_TEXTS, NO_TEXTS)
+    has_forms = job.quantization not in ("none", "stored") or is_given
+    if job.name != TARGET or plan.weights != "checkpoint" or not backend.calibrates or not has_forms:
         return None
-    if plan.calibration == NO_TEXTS or any(_shares_weights(draft, job) for draft in plan.drafts):
-        return None
-    if plan.calibration == AUTO_TEXTS:
-        return ()
-    return read_texts(Path(plan.calibration), source.folder, source.dims.vocab_size)
+    weights: Any = "rounded" if plan.calibration == NO_TEXTS else "compensated"
+    if any(_shares_weights(draft, job) for draft in plan.drafts):
+        weights = "as drafts"
+    if is_given:
+        path = Path(plan.calibration)
+        texts = read_texts(path, source.folder, source.dims.vocab_size)
+        if not _are_prompts(path):
+            return TextSample(texts, source="given", weights=weights)
+        told, prompts = "the target's answers to given prompts", texts
+    else:
+        told, prompts = "the target's answers to prompts", _chat_prompts(source.folder, source.dims.vocab_size)
+    if not prompts:
+        return TextSample(weights=weights)
+    return TextSample((), prompts, tuple(special_tokens(source.folder)[0]), told, weights)
 
 
 def _shares_weights(draft: GraphJob, target: GraphJob) -> bool:
@@ -49,4 +68,30 @@ def _shares_weights(draft: GraphJob, target: GraphJob) -> bool:
 
 def read_texts(path: Path, folder: Path, vocab_size: int) -> Texts:
     """Returns the first `MAX_TOKENS` tokens of a file, `MIN_TOKENS` at least; see `texts.tokens_from_file`."""
-    return tokens_from_file(_KEY, path, folder, vocab_size, (MIN_TOKENS, MAX_TOKENS), _SHORT)
+
+    def chat(tokenizer: Any, messages: list[Any], where: str) -> list[int]:
+        try:
+            return tokens_of_messages(tokenizer, folder, messages)
+        except (BundleError, RuntimeFault) as fault:
+            raise RecipeError(f"{_KEY}: {where} ({fault.where})", fault.got, fault.expected, fault.todo) from fault
+
+    return tokens_from_file(_KEY, path, folder, vocab_size, (MIN_TOKENS, MAX_TOKENS), _SHORT, chat)
+
+
+def _are_prompts(path: Path) -> bool:
+    """Returns whether a file that was read holds conversations whose next turn is the assistant's."""
+    first = next((line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()), "")
+    messages: Any = json.loads(first).get(MESSAGES) if path.suffix == ".jsonl" else None
+    return bool(messages) and messages[-1]["role"] != "assistant"
+
+
+def _chat_prompts(folder: Path, vocab_size: int) -> Texts:
+    """Returns the token ids of the package's prompts; none without a tokenizer and a template that takes them."""
+    if not (folder / TOKENIZER).exists():
+        return ()
+    tokenizer = load_tokenizer(folder / TOKENIZER, CheckpointError, "Download the file again.")
+    try:
+        prompts = [tuple(tokens_of_messages(tokenizer, folder, chat.messages)) for chat in read_chats()]
+    except (BundleError, RuntimeFault):  # no template, no package for it, or one that takes other messages
+        return ()
+    return tuple(prompts) if all(ids and max(ids) < vocab_size for ids in prompts) else ()

@@ -6,19 +6,20 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
 from speccompile.backends.contention import WAIT_SHARE, is_disturbed
-from speccompile.bundling.calibration import calibration_of
+from speccompile.backends.distance import Distance
+from speccompile.bundling.calibration import sample_of
 from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
 from speccompile.bundling.stage_cache import StageCache
 from speccompile.bundling.stages import StageLog
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.tensor_files import has_grids, open_files
-from speccompile.checkpoints.texts import Texts
+from speccompile.checkpoints.texts import TextSample
 from speccompile.common.extras import install_command
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
@@ -52,14 +53,14 @@ class Graph:
         source: of the graph.
         dims: its sizes; after the export with the number of parameters.
         key: digest of everything the compiled graph depends on.
-        calibration: texts over which its weights are quantised, see `CompileOptions`.
+        sample: text of a target, see `CompileOptions`.
     """
 
     job: GraphJob
     source: GraphSource
     dims: Any
     key: str = ""
-    calibration: Texts | None = None
+    sample: TextSample | None = None
 
     @property
     def is_target(self) -> bool:
@@ -163,10 +164,10 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     }
     if job.quantization == STORED:
         _check_stored(plan, job, source)
-    texts = calibration_of(plan, job, source, backend)
-    if texts is not None:
-        depends_on["calibration"] = digest_from_json({"texts": texts})
-    return Graph(job, source, source.dims, digest_from_json(depends_on), texts)
+    sample = sample_of(plan, job, source, backend)
+    if sample is not None:
+        depends_on["sample"] = digest_from_json(asdict(sample))
+    return Graph(job, source, source.dims, digest_from_json(depends_on), sample)
 
 
 def _check_stored(plan: BuildPlan, job: GraphJob, source: GraphSource) -> None:
@@ -214,7 +215,7 @@ def compile_graph(
         with log.stage(f"compile {name}") as stage:
             options = compile_options(plan, graph.max_rows, graph.spec.rows_written_ahead)
             grids = open_files(graph.source.folder) if graph.job.quantization == STORED else None
-            options = replace(options, calibration=graph.calibration, grids=grids)
+            options = replace(options, sample=graph.sample, grids=grids)
             report = backend.compile(
                 model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
             )
@@ -251,8 +252,7 @@ def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | 
     if quantization in ("none", STORED) or plan.weights != "checkpoint" or not has_grids(graph.source.folder):
         return None
     row = report.get("form_distances", {}).get(report.get("form"), {})
-    change = f"perplexity {row['perplexity']:+.1%}" if "perplexity" in row else f"KL {row['kl']:.1e}" if row else ""
-    told = f" ({change} from the checkpoint's own on the build's text)" if change else ""
+    told = f" (from these over the build's text: {Distance.from_json(row).summary()})" if row else ""
     return f"{quantization} rounds weights that are quantised already{told}; stored keeps them as they are"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from speccompile.backends.distance import Distance
 from speccompile.recipe.models import recipe_model
 
 _NUMBER = re.compile(r"-?[\d.,]+( (B|KiB|MiB|GiB|ms|s))?")
@@ -147,8 +148,8 @@ def _graph(name: str, graph: Mapping[str, Any]) -> str:
         why = ", the fastest of those near float32, or the nearest" if graph.get("form_distances") else ""
         parts += [table(head, rows), f"<p>Chosen: {text_of(graph['form'])}{why}.</p>"]
     if distances := graph.get("form_distances"):
-        rows = [(form, f"{row['kl']:.2e}", f"{row['top1']:.1%}") for form, row in distances.items()]
-        parts.append(table(("kernel form", "KL from float32, nats", "same top token"), rows))
+        summaries = [(form, Distance.from_json(row).summary()) for form, row in distances.items()]
+        parts.append(table(("kernel form", "distance from float32"), summaries))
     if calibration := graph.get("calibration"):
         told = f"{calibration['num_linears']} linears over {calibration['num_tokens']} tokens"
         parts.append(f"<p>int4 weights were chosen to keep the outputs of {told}, {text_of(calibration['texts'])}.</p>")

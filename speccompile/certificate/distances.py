@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.backends.distance import Distance, distance
+from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.certificate.checkpoint import Reference, dtype_of, is_exact
 from speccompile.certificate.decoding import gives_logits
 from speccompile.certificate.results import Check, check_of, not_run
@@ -64,21 +65,18 @@ def check_distance(
     told = ""
     if built is not None:
         facts["measured_by_the_build"] = built
-        told = f"; the build measured KL {built['kl']:.1e}, {built['top1']:.1%} on texts of the model"
+        told = f"; the build measured {Distance.from_json(built).summary()}, over other texts"
     if reference is None or not gives_logits(engine):
         return not_run(DISTANCE, (why if reference is None else "the target keeps its logits to itself") + told)
     vocab = min(engine.verifier.engine.spec.vocab_size, reference.vocab_size)
-    wanted, got = [], []
+    rows = []
     for text in texts:
-        wanted.append(reference.logits(text)[:, :vocab].astype(np.float64))
-        got.append(logits_of(engine, text)[:, :vocab])
-    found: Distance = distance(np.concatenate(wanted), np.concatenate(got))
+        wanted, got = reference.logits(text)[:-1, :vocab], logits_of(engine, text)[:-1, :vocab]
+        rows.append(compare(wanted, got, np.array(text[1:], np.int64)))
+    found = distance_from_rows(rows)
     exact = is_exact(dict(manifest))
-    facts |= {"num_tokens": sum(map(len, texts)), "kl": found.kl, "top1": found.top1, "is_exact": exact}
+    facts |= {"num_tokens": sum(map(len, texts)), "is_exact": exact, **asdict(found)}
     is_right = found.kl <= (MAX_KL_EXACT if exact else MAX_KL)
     kind = "float32" if exact else f"{quantization} weights, {facts['dtype']}"
-    summary = (
-        f"{kind}: KL {found.kl:.1e} nats from transformers' float32, the same likeliest token after {found.top1:.1%} "
-        f"of {facts['num_tokens']} tokens{told}"
-    )
+    summary = f"{kind}, from transformers' float32 over {found.num_positions} positions: {found.summary()}{told}"
     return check_of(DISTANCE, is_right, summary, facts)

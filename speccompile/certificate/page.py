@@ -23,6 +23,8 @@ CHECKS = {
 WORDS = {
     "kl": "KL divergence, nats",
     "top1": "same likeliest token, share",
+    "perplexity_change": "change of the perplexity, share",
+    "perplexity_error": "its standard error",
     "p_value": "p",
     "chi_square": "chi-square",
     "num_equal": "equal texts",

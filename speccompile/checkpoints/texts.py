@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import CheckpointError, RecipeError
@@ -14,21 +15,50 @@ from speccompile.errors import CheckpointError, RecipeError
 TOKENIZER = "tokenizer.json"
 Texts = tuple[tuple[int, ...], ...]
 _FIELDS = ("text", "prompt")
+MESSAGES = "messages"
 _TODO = 'Give a text file, or lines like {"prompt": "..."}.'
 
 
+@dataclass(frozen=True)
+class TextSample:
+    """Text over which a target's quantised weights are chosen, and their distance to float32 is measured.
+
+    Args:
+        texts: token ids, as they are; half of them for each purpose. Empty: the target answers `prompts`.
+        prompts: token ids of conversations, half of them for each purpose; empty: it begins with single tokens.
+        stop_ids: tokens that end an answer.
+        source: what the text is, for reports.
+        weights: how a backend that `calibrates` makes those of 4 bits: compensated over the text, rounded, or as it
+            rounds those of drafts, which share them.
+    """
+
+    texts: Texts = ()
+    prompts: Texts = ()
+    stop_ids: tuple[int, ...] = ()
+    source: str = "drawn from the target"
+    weights: Literal["compensated", "rounded", "as drafts"] = "compensated"
+
+
 def tokens_from_file(
-    key: str, path: Path, folder: Path, vocab_size: int, bounds: tuple[int, int], short: str = "Give more text."
+    key: str,
+    path: Path,
+    folder: Path,
+    vocab_size: int,
+    bounds: tuple[int, int],
+    short: str = "Give more text.",
+    chat: Callable[[Any, list[Any], str], list[int]] | None = None,
 ) -> Texts:
     """Returns the first tokens of a file as texts.
 
     Args:
         key: the recipe's, for messages.
-        path: JSON lines (.jsonl) with `text` or `prompt`, a text or token ids; any other file is one text.
+        path: JSON lines (.jsonl) with `text` or `prompt`, a text or token ids, or with `messages`; any other file is
+            one text.
         folder: with the target's tokenizer.
         vocab_size: token ids are below.
         bounds: tokens that it must have, and how many are read.
         short: what to do where it has fewer.
+        chat: returns the token ids of messages, given the tokenizer and where they stand; None: there may be none.
 
     Raises:
         RecipeError: it cannot be read, a line is wrong, or it has too few tokens.
@@ -37,8 +67,12 @@ def tokens_from_file(
     tokenizer = load_tokenizer(folder / TOKENIZER, CheckpointError, "Download the file again.")
     texts: list[tuple[int, ...]] = []
     least, left = bounds
-    for where, text in _texts(key, path):
-        ids = tokenizer.encode(text).ids if isinstance(text, str) else text
+    for where, text in _texts(key, path, () if chat is None else (MESSAGES,)):
+        ids = text
+        if isinstance(text, str):
+            ids = tokenizer.encode(text).ids
+        elif chat is not None and text and not isinstance(text[0], int):
+            ids = chat(tokenizer, text, where)
         if any(not 0 <= token < vocab_size for token in ids):
             raise RecipeError(f"{key}: {where}", f"token {max(ids)}", f"ids below {vocab_size}", _TODO)
         texts.append(tuple(ids[:left]))
@@ -50,8 +84,8 @@ def tokens_from_file(
     return tuple(text for text in texts if text)
 
 
-def _texts(key: str, path: Path) -> Iterator[tuple[str, str | list[int]]]:
-    """Yields where a text stands, and the text or its token ids."""
+def _texts(key: str, path: Path, more: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yields where a text stands, and the text, its token ids or its messages; `more` are fields that may hold it."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as fault:
@@ -61,19 +95,24 @@ def _texts(key: str, path: Path) -> Iterator[tuple[str, str | list[int]]]:
         return
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
-            yield f"{path}:{number}", _text_of_line(key, f"{path}:{number}", line)
+            yield f"{path}:{number}", _text_of_line(key, f"{path}:{number}", line, more)
 
 
-def _text_of_line(key: str, where: str, line: str) -> str | list[int]:
+def _text_of_line(key: str, where: str, line: str, more: tuple[str, ...]) -> str | list[Any]:
     try:
         data = json.loads(line)
     except ValueError as fault:
         raise RecipeError(f"{key}: {where}", str(fault), "one JSON object", _TODO) from fault
     found: Any = None
     if isinstance(data, dict):
-        found = next((data[name] for name in _FIELDS if name in data), None)
+        found = next((data[name] for name in (*more, *_FIELDS) if name in data), None)
+        if more and MESSAGES in data:
+            if isinstance(found, list) and found:
+                return found
+            found = None
     is_ids = isinstance(found, list) and all(type(token) is int for token in found)
     if not isinstance(found, str) and not is_ids:
-        raise RecipeError(f"{key}: {where}", line[:60], "an object with `text` or `prompt`, text or token ids", _TODO)
+        expected = "an object with `text` or `prompt`, text or token ids" + ", or with `messages`" * bool(more)
+        raise RecipeError(f"{key}: {where}", line[:60], expected, _TODO)
     assert isinstance(found, str | list)
     return found

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speccompile.backends.distance import Distance
 from speccompile.cli.inspect_plan import PLAN_SUFFIX, facts_from_plan_file, plan_facts, print_plan
 from speccompile.cli.output import errors_as_json, json_from_error, print_error, print_json
 from speccompile.common.extras import install_command
@@ -93,7 +94,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
     spec = record.get("spec", {})
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
-    measured = ("forms_measured", "form_distances", "tuning", "checks", "passes")
+    measured = ("forms_measured", "form_distances", "distance_text", "tuning", "checks", "passes")
     known = (
         "role",
         "file",
@@ -200,7 +201,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
             console.print("operators: " + ", ".join(f"{op} {count}" for op, count in ops.items()))
         for form, row in graph.get("form_distances", {}).items():
             mark = " (chosen)" if form == graph.get("form") else ""
-            console.print(f"form {form}{mark}: KL {row['kl']:.2e} nats from float32, same top token {row['top1']:.1%}")
+            console.print(f"form {form}{mark}, from float32: {Distance.from_json(row).summary()}")
+        if text := graph.get("distance_text"):
+            console.print(f"the distances are over text that is {text}")
         if lora := graph.get("lora"):
             digests = ", ".join(f"{name} {digest[:12]}" for name, digest in lora["sha256"].items())
             console.print(f"LoRA adapter {lora['model']}, merged into {lora['modules']} modules ({digests})")

@@ -176,7 +176,8 @@ class CompileOptions:
         max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
         consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
-        calibration: texts over which a backend that `calibrates` weighs errors; empty: its own; None: no texts.
+        sample: a `checkpoints.texts.TextSample` of a target, for a backend that `calibrates`; None: forms are compared
+            by speed alone.
         grids: for the quantisation `stored`: the checkpoint, an `ops.grid.GridSource`; None: all weights are floats.
     """
 
@@ -186,7 +187,7 @@ class CompileOptions:
     max_nodes: int = 1
     backend: Any = None
     consumes_model: bool = False
-    calibration: tuple[tuple[int, ...], ...] | None = None
+    sample: Any = None
     grids: Any = field(default=None, compare=False)
 
 

@@ -24,6 +24,8 @@ from speccompile.passes.match import int_attribute, producer
 from speccompile.passes.stored_rows import Part, StoredRows
 
 MIN_ELEMENTS = 4096  # of a table; smaller ones do not justify a node
+# By the name of the weights of every linear, or a function that makes them of the model.
+Grids = Mapping[str, Grid] | Callable[[ir.Model], Mapping[str, Grid]]
 
 
 class GridTensor(ir.LazyTensor):
@@ -104,9 +106,9 @@ def attach_grids(model: ir.Model, grids: Mapping[str, Grid]) -> int:
     return len(values)
 
 
-def attach_grids_pass(grids: Mapping[str, Grid]) -> Pass:
+def attach_grids_pass(grids: Grids) -> Pass:
     """Returns the pass for quantised weights by the name of the weights."""
-    return Pass("attach_grids", lambda model: attach_grids(model, grids))
+    return Pass("attach_grids", lambda model: attach_grids(model, grids(model) if callable(grids) else grids))
 
 
 def attach_stored(model: ir.Model, rows: StoredRows) -> int:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error-compensating quantisation of a linear's weights to 4 bits in blocks of 32 along its input.
 
+A block has a scale and a minimum, or a scale alone where rounding to that is nearer.
+
 GPTQ, by a Cholesky factor of the inverse Hessian: Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ: Accurate
 Post-Training Quantization for Generative Pre-trained Transformers", 2022, equations (2) and (3) and algorithm 1; the
 step is that of Optimal Brain Surgeon, as in Frantar and Alistarh, "Optimal Brain Compression", 2022.
@@ -16,15 +18,11 @@ is quantised at
 which adds d_k (t_k - q_k)^2 to the error. So no inverse is computed, and the sums over earlier blocks are one product
 of matrices for each block. Blocks are taken in the order of their importance, the sum of H's diagonal over their
 inputs, and so are the inputs of a block: what matters most is rounded while most can still compensate it.
-
-For an LM head an error of a token's logit matters where the token is likely, so that each output has a Hessian of its
-own, with inputs weighed by the token's probability. It is taken as C + m m^T: m the mean input under these weights, C
-the scatter around the means, the same for all outputs. The factor of such a sum follows from that of C: method C1 of
-Gill, Golub, Murray and Saunders, "Methods for modifying matrix factorizations", 1974.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,38 +31,17 @@ from numpy.typing import NDArray
 from speccompile.ops.grid import Grid
 
 BLOCK = 32  # inputs with one scale
-LEAST, MOST = -8, 7  # levels of 4 bits
+BITS = 4
+MOST = (1 << BITS) - 1
+MIDDLE = 1 << (BITS - 1)  # level of 0 where there is no minimum
 DAMPING = 0.01  # times the mean of H's diagonal, added to the diagonal
-# Candidates of a scale, times the one with which the block's largest magnitude is level -8; of either sign, as there is
-# one level more on the negative side.
+# Candidates of a block's range, times the one from its least to its largest weight, or, without a minimum, with which
+# its largest magnitude is the lowest level: of either sign, as there is one level more on that side.
 RATIOS = (1.06, 1.0, 0.94, 0.88, 0.82, 0.76, 0.7)
 COLUMNS = 512  # outputs that are quantised at once: their blocks stay in a core's cache
-_MAX_SCALE = np.float32(65504)  # of float16
+_MOST_SCALE = np.float32(65504)  # of float16
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Quantised weights [in, out] of a linear.
-
-    Args:
-        levels: [in, out] int8, -8 to 7.
-        scales: [in / 32 rounded up, out] float16; may be negative.
-    """
-
-    levels: NDArray[np.int8]
-    scales: NDArray[np.float16]
-
-    def weight(self) -> Floats:
-        """Returns the weights that the levels stand for, [in, out] float32."""
-        scales = np.repeat(self.scales.astype(np.float32), BLOCK, axis=0)[: len(self.levels)]
-        return self.levels * scales
-
-    def grid(self) -> Grid:
-        """Returns them as a grid, [out, in]."""
-        levels = (self.levels.T - np.int8(LEAST)).view(np.uint8)
-        return Grid(levels, self.scales.T, BLOCK, bits=4, zero=-LEAST)
 
 
 @dataclass(frozen=True)
@@ -118,108 +95,155 @@ def _upper_factor(matrix: NDArray[np.float64]) -> NDArray[np.float64] | None:
     return upper
 
 
-def compensated_blocks(weight: Floats, factor: Factor, means: Floats | None = None) -> Blocks:
-    """Quantises the weights of a linear; each output on its own.
+def compensated_grid(weight: Floats, factor: Factor) -> Grid:
+    """Quantises the weights [in, out] of a linear; each output on its own.
 
     Args:
         weight: [in, out].
         factor: of the sum of x x^T over the linear's inputs.
-        means: [in, out] m, where the Hessian of an output is the factor's plus m m^T; None: 0.
     """
-    num_in, num_out = weight.shape
-    levels = np.empty((num_in, num_out), np.int8)
-    scales = np.empty((-(-num_in // BLOCK), num_out), np.float16)
-    inverse = None if means is None else np.linalg.inv(factor.lower.T)
-    for start in range(0, num_out, COLUMNS):
-        columns = slice(start, start + COLUMNS)
-        part = np.ascontiguousarray(weight[:, columns], np.float32)
-        own = None
-        if means is not None and inverse is not None:
-            own = Means.of(np.asarray(inverse @ means[factor.order, columns], np.float32), factor.pivots)
-        levels[:, columns], scales[:, columns] = _compensate(part, factor, own)
-    return Blocks(levels, scales)
+    has_minimums = _has_minimums(weight, factor)
+    return _grid([_compensate(part, factor, has_minimums) for part in _parts(weight)], has_minimums)
 
 
-@dataclass
-class Means:
-    """What the means of some outputs add to the goals of their weights.
+def rounded_grid(weight: Floats) -> Grid:
+    """Quantises the weights [in, out] of a linear without a text: every weight to the nearest level of its block."""
+    num_in = len(weight)
+    alike = Factor(np.arange(num_in), np.zeros((0, 0), np.float32), np.ones(num_in, np.float32))
+    has_minimums = _has_minimums(weight, alike)
+    return _grid([_round(part, alike, has_minimums) for part in _parts(weight)], has_minimums)
 
-    Args:
-        solved: [in, out] U^-1 m.
-        gains: [in, out] by which the projected error so far shifts a goal.
-        projected: [out] m^T times the errors of the inputs so far.
-    """
 
-    solved: Floats
-    gains: Floats
-    projected: Floats
+@dataclass(frozen=True)
+class _Part:
+    """Quantised weights of some outputs: levels [in, out], scales and minimums [blocks, out]."""
+
+    levels: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    minimums: NDArray[np.float16]
 
     @classmethod
-    def of(cls, solved: Floats, pivots: Floats) -> Means:
-        """Returns them before the first input, for U^-1 m [in, out] and d [in]."""
-        gains, rest = np.empty_like(solved), np.ones(solved.shape[1], np.float32)
-        for k in reversed(range(len(solved))):
-            pivot = pivots[k] + rest * solved[k] ** 2
-            gains[k] = rest * solved[k] / pivot
-            rest = rest * pivots[k] / pivot
-        return cls(solved, gains, np.zeros_like(rest))
+    def empty(cls, weight: Floats) -> _Part:
+        num_in, num_out = weight.shape
+        shape = (-(-num_in // BLOCK), num_out)
+        return cls(np.empty((num_in, num_out), np.uint8), np.empty(shape, np.float16), np.empty(shape, np.float16))
 
 
-def _compensate(weight: Floats, factor: Factor, means: Means | None) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    num_in, num_out = weight.shape
-    levels = np.empty((num_in, num_out), np.int8)
-    scales = np.empty((-(-num_in // BLOCK), num_out), np.float16)
-    weight, errors, first = weight[factor.order], np.empty_like(weight), 0
-    while first < num_in:
-        index = int(factor.order[first]) // BLOCK
-        end = first + min(BLOCK, num_in - index * BLOCK)
-        kept = weight[first:end] + factor.lower[first:end, :first] @ errors[:first]
-        goals = kept if means is None else kept + means.gains[first:end] * means.projected
-        scales[index] = best_scales(goals, factor.pivots[first:end])
-        scale = scales[index].astype(np.float32)
-        inverse = _inverse(scale)
-        for k in range(first, end):
-            goal = own = kept[k - first] + factor.lower[k, first:k] @ errors[first:k]
-            if means is not None:
-                goal = own + means.gains[k] * means.projected
-            level = np.rint(goal * inverse)
-            np.clip(level, LEAST, MOST, out=level)
-            levels[factor.order[k]] = level
-            errors[k] = weight[k] - level * scale
-            if means is not None:  # this input's row of U^T, times the errors
-                means.projected += means.solved[k] * (errors[k] + own - weight[k])
+def _parts(weight: Floats) -> Iterator[Floats]:
+    for start in range(0, weight.shape[1], COLUMNS):
+        yield np.ascontiguousarray(weight[:, start : start + COLUMNS], np.float32)
+
+
+def _grid(parts: list[_Part], has_minimums: bool) -> Grid:
+    levels = np.concatenate([part.levels.T for part in parts])
+    scales = np.concatenate([part.scales.T for part in parts])
+    if not has_minimums:
+        return Grid(levels, scales, BLOCK, BITS, MIDDLE)
+    return Grid(levels, scales, BLOCK, BITS, minimums=np.concatenate([part.minimums.T for part in parts]))
+
+
+def _has_minimums(weight: Floats, factor: Factor) -> bool:
+    """Returns whether some outputs, rounded, are nearer with minimums."""
+    part = np.ascontiguousarray(weight[:, :: -(-weight.shape[1] // COLUMNS)], np.float32)
+    errors = []
+    for has_minimums in (True, False):
+        rounded = _grid([_round(part, factor, has_minimums)], has_minimums).weight().T
+        errors.append(float((np.square(rounded - part)[factor.order].sum(axis=1) * factor.pivots).sum()))
+    return errors[0] < errors[1]
+
+
+def _blocks(order: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """Yields the index of each block, and its first and last position but one in the order."""
+    first = 0
+    while first < len(order):
+        index = int(order[first]) // BLOCK
+        end = first + min(BLOCK, len(order) - index * BLOCK)
+        yield index, first, end
         first = end
-    return levels, scales
 
 
-def best_scales(block: Floats, importance: Floats) -> NDArray[np.float16]:
-    """Returns for each output the scale, of a small grid, with which rounding has the least squared error.
+def _round(weight: Floats, factor: Factor, has_minimums: bool) -> _Part:
+    found = _Part.empty(weight)
+    for index, first, end in _blocks(factor.order):
+        inputs = factor.order[first:end]
+        goals = weight[inputs]
+        scale, minimum = best_range(goals, factor.pivots[first:end], has_minimums)
+        found.scales[index], found.minimums[index] = scale, minimum
+        found.levels[inputs] = _levels(goals, scale, minimum)
+    return found
+
+
+def _compensate(weight: Floats, factor: Factor, has_minimums: bool) -> _Part:
+    found = _Part.empty(weight)
+    weight, errors = weight[factor.order], np.empty_like(weight)
+    for index, first, end in _blocks(factor.order):
+        goals = weight[first:end] + factor.lower[first:end, :first] @ errors[:first]
+        scale, minimum = best_range(goals, factor.pivots[first:end], has_minimums)
+        found.scales[index], found.minimums[index] = scale, minimum
+        for k in range(first, end):
+            goal = goals[k - first] + factor.lower[k, first:k] @ errors[first:k]
+            levels = _levels(goal, scale, minimum)
+            found.levels[factor.order[k]] = levels
+            errors[k] = weight[k] - (levels * scale + minimum)
+    return found
+
+
+def best_range(block: Floats, importance: Floats, has_minimums: bool) -> tuple[Floats, Floats]:
+    """Returns for each output the scale and the value of level 0 with which rounding has the least squared error.
 
     Args:
         block: [inputs, out], at most 32 inputs.
         importance: [inputs], the weight of an input's squared error.
+        has_minimums: level 0 has any value; else that of `-MIDDLE` scales, so that level `MIDDLE` is 0.
 
     Returns:
-        [out] float16, rounded before the errors are computed; 0 where all weights are.
+        [out] and [out] float32, numbers of float16 except for level 0 without minimums.
     """
-    index = np.abs(block).argmax(axis=0)
-    peak = np.take_along_axis(block, index[None], axis=0)[0] / np.float32(LEAST)
-    best = np.zeros_like(peak)
-    least = np.full_like(peak, np.inf)
-    for ratio in (*RATIOS, *(-r for r in RATIOS)):
-        scale = np.clip(peak * np.float32(ratio), -_MAX_SCALE, _MAX_SCALE).astype(np.float16).astype(np.float32)
-        level = block * _inverse(scale)
-        np.rint(level, out=level)
-        np.clip(level, LEAST, MOST, out=level)
-        level *= scale
-        level -= block
-        error = importance @ np.square(level, out=level)
+    best_scale, best_minimum = np.zeros_like(block[0]), np.zeros_like(block[0])
+    least = np.full_like(best_scale, np.inf)
+    for scale, minimum in (_ranges if has_minimums else _symmetric)(block, importance):
+        error = importance @ np.square(_levels(block, scale, minimum) * scale + minimum - block)
         is_better = error < least
-        np.copyto(best, scale, where=is_better)
+        np.copyto(best_scale, scale, where=is_better)
+        np.copyto(best_minimum, minimum, where=is_better)
         np.copyto(least, error, where=is_better)
-    rounded: NDArray[np.float16] = best.astype(np.float16)
-    return rounded
+    return best_scale, best_minimum
 
 
-def _inverse(scale: Floats) -> Floats:
-    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+def _symmetric(block: Floats, importance: Floats) -> Iterator[tuple[Floats, Floats]]:
+    del importance
+    index = np.abs(block).argmax(axis=0)
+    peak = np.take_along_axis(block, index[None], axis=0)[0] / np.float32(-MIDDLE)
+    for ratio in (*RATIOS, *(-r for r in RATIOS)):
+        scale = _float16(peak * np.float32(ratio))
+        yield scale, scale * np.float32(-MIDDLE)
+
+
+def _ranges(block: Floats, importance: Floats) -> Iterator[tuple[Floats, Floats]]:
+    """Yields ranges around the middle of a block's, and after each the least-squares fit to its levels."""
+    low, high = block.min(axis=0), block.max(axis=0)
+    middle, total = (low + high) / 2, importance.sum()
+    mean = importance @ block / total
+    for ratio in RATIOS:
+        scale = _float16((high - low) * np.float32(ratio / MOST))
+        minimum = _float16(middle - scale * np.float32(MOST / 2))
+        yield scale, minimum
+        levels = _levels(block, scale, minimum)
+        centre = importance @ levels / total
+        rest = levels - centre
+        spread = importance @ np.square(rest)
+        fitted = np.divide(importance @ (rest * block), spread, out=np.zeros_like(spread), where=spread > 0)
+        scale = _float16(fitted)
+        yield scale, _float16(mean - scale * centre)
+
+
+def _float16(values: Floats) -> Floats:
+    return np.clip(values, -_MOST_SCALE, _MOST_SCALE).astype(np.float16).astype(np.float32)
+
+
+def _levels(goals: Floats, scale: Floats, minimum: Floats) -> Floats:
+    """Returns the levels [..., out] nearest to goals, as float32."""
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+    levels = (goals - minimum) * inverse
+    np.rint(levels, out=levels)
+    return np.clip(levels, 0, MOST, out=levels)

@@ -81,7 +81,7 @@ def _own(model: ir.Model, weights: Weights) -> int:
 
 
 def _pack_table(edit: Editor, table: ir.Value, weights: Weights) -> _Packed | None:
-    """Returns the packed table: on its own grid, in 8 bits if asked for, in bfloat16 where that is exact; else None."""
+    """Returns the packed table: on its own grid, in 8 bits or bfloat16 if asked for or exact; else None."""
     tensor = table.const_value
     assert tensor is not None
     num_out, num_in = sizes_of(tensor)
@@ -90,7 +90,8 @@ def _pack_table(edit: Editor, table: ir.Value, weights: Weights) -> _Packed | No
         if (grid := grid_of(tensor)) is not None:
             return packing.pack_grid(grid)
         array = tensor.numpy()
-        form = "Int8" if weights in ("int8", "int4") else "Bf16" if is_bfloat16(array) else None
+        is_half = weights == "bf16" or is_bfloat16(array)
+        form = "Int8" if weights in ("int8", "int4") else "Bf16" if is_half else None
         return None if form is None else (form, packing.pack(array.T, form))
 
     found = pack()

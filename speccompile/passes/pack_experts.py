@@ -110,7 +110,8 @@ class _Packer:
         if isinstance(tensor, ExpertGrids):
             form = packing.grid_form(tensor.read(0))
         else:
-            form = INTEGER_FORMS.get(self.weights) or ("Bf16" if all(map(is_bfloat16, tensor.numpy())) else "F32")
+            is_half = self.weights == "bf16" or all(map(is_bfloat16, tensor.numpy()))
+            form = INTEGER_FORMS.get(self.weights) or ("Bf16" if is_half else "F32")
         first = packed(0)
         values = []
         for key, array in first.constants.items():

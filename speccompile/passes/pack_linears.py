@@ -21,7 +21,7 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes
 from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import only_use, operands, rank, replace_tree
 
-Weights = Literal["float", "int8", "int4", "stored"]
+Weights = Literal["float", "bf16", "int8", "int4", "stored"]
 INTEGER_FORMS = {"int8": "Int8", "int4": "Int4"}
 
 
@@ -112,7 +112,9 @@ class _Packer:
             return None if (grid := grid_of(tensor)) is None else packing.pack_grid(grid.take(columns))
 
         if (held := from_grid()) is None:
-            form = INTEGER_FORMS.get(self.weights) or ("Bf16" if is_bfloat16(tensor.numpy()) else "F32")
+            form = INTEGER_FORMS.get(self.weights) or "Bf16"
+            if form == "Bf16" and self.weights != "bf16" and not is_bfloat16(tensor.numpy()):
+                form = "F32"
             dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
             rest = {"scales": packing.pack_scales(arranged(tensor.numpy()), form)} if packing.is_integer(form) else {}
             attributes = dict[str, int]()
@@ -143,8 +145,8 @@ def pack_linears(model: ir.Model, weights: Weights) -> int:
 
     Args:
         model: to be changed in place.
-        weights: float: bfloat16 where every weight is one of its numbers, else float32; int8 or int4: quantised in
-            groups of 32; stored: as float. Grids that are attached are packed as they are.
+        weights: float: bfloat16 where every weight is one of its numbers, else float32; bf16: rounded to bfloat16; int8
+            or int4: quantised in groups of 32; stored: as float. Grids that are attached are packed as they are.
 
     Returns:
         The number of linears.

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from speccompile.core.jobs import STORED
 from speccompile.core.specs import GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
-from speccompile.ops.grid import Grid
 from speccompile.passes.attach_compaction import attach_compaction_pass
-from speccompile.passes.attach_grids import attach_expert_grids_pass, attach_grids_pass, attach_stored_pass
+from speccompile.passes.attach_grids import Grids, attach_expert_grids_pass, attach_grids_pass, attach_stored_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
@@ -60,6 +59,7 @@ PACKED = "packed"
 # to float32, both measured at build time.
 ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
     "none": {"fp32": (), PACKED: _packed_passes("float")},
+    "bf16": {PACKED: _packed_passes("bf16")},
     "int8": {
         "rowq8": (QUANTIZE_INT8, GATHER_BLOCKS),
         "blocks32": _block_passes(8),
@@ -71,6 +71,7 @@ ORT_QUANTIZATION: dict[str, dict[str, tuple[Pass, ...]]] = {
 # Experts have one form, whatever that of the linears is: without our kernels its bodies run.
 _ORT_EXPERTS = {
     "none": pack_experts_pass("float"),
+    "bf16": pack_experts_pass("bf16"),
     "int8": pack_experts_pass("int8"),
     "int4": pack_experts_pass("int4"),
     STORED: pack_experts_pass("stored"),
@@ -84,7 +85,7 @@ def onnxruntime_table(
     spec: GraphSpec,
     quantization: str,
     form: str,
-    grids: Mapping[str, Grid] | StoredRows | None = None,
+    grids: Grids | StoredRows | None = None,
     *,
     packs_experts: bool | None = None,
 ) -> tuple[Pass, ...]:
@@ -92,9 +93,9 @@ def onnxruntime_table(
 
     Args:
         spec: the graph's inputs and outputs afterwards.
-        quantization: none, int8, int4 or stored.
+        quantization: none, bf16, int8, int4 or stored.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
-        grids: for int4: the weights of all linears, quantised over calibration text, None: they are rounded; for
+        grids: for int4: the weights of all linears, None: they are rounded, without minimums and the LM head too; for
             stored: the checkpoint's.
         packs_experts: experts have packed weights, of the quantisation; None: where it is one, or the form is that of
             our kernels: without these, each body of unquantised experts would unpack what it gathers.

@@ -21,7 +21,7 @@ from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import CheckpointError
 from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe
-from speccompile.recipe.models import NO_TEXTS, EngineSection, Recipe
+from speccompile.recipe.models import EngineSection, Recipe
 from speccompile.recipe.plan import AUTO
 from speccompile.recipe.speculative_config import MODEL, check_model, section_from_config, verifier_of
 
@@ -83,8 +83,6 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
     backend: Backend = registry.backend(str(engine.get("backend", EngineSection.model_fields["backend"].default)))
     if not is_random and AUTO in backend.quantizations:
         target.setdefault("quantization", AUTO)
-        # Calibrated int4 is farther from float32 than `auto` allows, and calibration takes most of a build.
-        target.setdefault("calibration", NO_TEXTS)
     elif has_weights and STORED in backend.quantizations and has_grids(folder):
         target.setdefault("quantization", STORED)
     if "method" not in sections["speculator"]:

@@ -22,7 +22,7 @@ from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.recipe.training import TrainingSection
 
-Quantization = Literal["none", "int8", "int4", "fp8", "stored", "auto"]
+Quantization = Literal["none", "bf16", "int8", "int4", "fp8", "stored", "auto"]
 AUTO_TEXTS, NO_TEXTS = "auto", "none"  # values of target.calibration that are no file
 
 
@@ -53,8 +53,8 @@ class TargetSection(Section):
     calibration: str = Field(
         AUTO_TEXTS,
         min_length=1,
-        description="Text over which int4 weights are chosen: a text file or JSONL prompts; 'auto' draws it from the "
-        "model, 'none' rounds the weights.",
+        description="Text over which int4 weights are chosen and forms are compared with float32: a text file or JSONL "
+        "prompts; 'auto' is the model's own answers to prompts, 'none' the same with weights that are rounded.",
     )
     weights: Literal["checkpoint", "random"] = Field(
         "checkpoint", description="'random' builds from config.json alone, for sizing and speed."

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.distance import Distance
 from speccompile.common.waiting import download_bar
 from speccompile.errors import BundleError
 from speccompile.runtime.bundle import CERTIFICATE_FILES, MANIFEST
@@ -168,7 +169,7 @@ def _measured(manifest: Mapping[str, Any], bench: Mapping[str, Any] | None) -> s
         parts.append("Time of a step of the target where it was built:\n\n" + _table(("tokens scored", "ms"), rows))
     distance = (graph.get("form_distances") or {}).get(str(graph.get("form")))
     if distance:
-        parts.append(f"Distance to float32: KL {distance['kl']:.1e} nats, same top token {distance['top1']:.1%}.")
+        parts.append(f"Distance from float32: {Distance.from_json(distance).summary()}.")
     modes = (bench or {}).get("modes") or {}
     if modes:
         head = ("mode", "tokens/s", "mean acceptance length", "texts equal to transformers' in float32")

@@ -121,6 +121,9 @@ def _is_count(key: Any) -> bool:
 _STEPS = Rule("milliseconds by number of nodes", lambda v: isinstance(v, dict) and all(map(_is_count, v)), items=TIME)
 
 
+_DISTANCE = an_object(kl=TIME, top1=TIME, may_perplexity_change=NUMBER, may_perplexity_error=TIME)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GraphRecord:
     """One graph of a bundle.
@@ -133,7 +136,7 @@ class GraphRecord:
         max_rows: of its caches; 0: not recorded.
         op_histogram: number of its operators by name.
         dims: see `DimsRecord`.
-        form_distances: of quantised forms from float32: `kl` in nats, and `top1`.
+        form_distances: of quantised forms from float32, see `backends.distance.Distance`.
         calibration: of int4 weights: the text over which they were chosen.
     """
 
@@ -146,7 +149,7 @@ class GraphRecord:
     max_rows: int = recorded(whole(0), default=0)
     op_histogram: Mapping[str, Any] = recorded(ANY_OBJECT, default_factory=dict)
     dims: DimsRecord = recorded(rule_from_record(DimsRecord), default=DimsRecord())
-    form_distances: Mapping[str, Any] = recorded(map_of(an_object(kl=TIME, top1=TIME)), default_factory=dict)
+    form_distances: Mapping[str, Any] = recorded(map_of(_DISTANCE), default_factory=dict)
     calibration: Mapping[str, Any] = recorded(
         an_object(may_texts=TEXT, may_num_tokens=whole(0), may_num_linears=whole(0)), default_factory=dict
     )

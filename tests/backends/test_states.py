@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from speccompile.backends import measuring
+from speccompile.backends.onnxruntime.answers import texts_of
 from speccompile.backends.onnxruntime.calibration import Collector
 from speccompile.backends.onnxruntime.engine import OrtEngine, StateOrtEngine, open_session
-from speccompile.backends.onnxruntime.fidelity import draw_texts
 from speccompile.backends.writing import save_rollback
+from speccompile.checkpoints.texts import TextSample
 from speccompile.core.dims import LayerDims, ModelDims
 from speccompile.core.probes import probe_inputs
 from speccompile.core.specs import LOGITS
@@ -203,10 +204,10 @@ def test_steps_are_timed_and_texts_drawn(plain: Hybrid, monkeypatch: pytest.Monk
     tuning = {"threads": 1, "spinning": "off"}
     engine = plain.backend.load(plain.path, plain.spec, max_slots=slots, max_rows=rows, tuning=tuning)
     assert {"1", "4", "16"} <= set(measuring.measure_steps(engine))
-    texts = draw_texts(plain.path, plain.spec, num_texts=2, num_tokens=9)
+    texts = texts_of(plain.path, plain.spec, TextSample(), 9, measures=True)
     fresh = plain.open(1)
-    logits = [fresh.run(feed([text], [0], [9]))[LOGITS][0].copy() for text in texts.tolist()]
-    assert texts.shape == (2, 9) and np.isfinite(logits).all()
+    [tokens] = {text.tokens[:9] for text in texts}
+    assert np.isfinite(fresh.run(feed([list(tokens)], [0], [9]))[LOGITS][0]).all()
 
 
 def test_calibration_reads_pieces_of_any_length(plain: Hybrid) -> None:

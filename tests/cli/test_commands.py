@@ -31,19 +31,23 @@ def test_inspect_and_the_report_show_the_distance_to_float32(
     run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles = fakes.FakeBackend.compile
+    row = {"kl": 0.00712, "top1": 0.953, "perplexity_change": 0.012, "perplexity_error": 0.003}
     measured = {
         "form": "int4/packed",
-        "form_distances": {"int4/packed": {"kl": 0.00712, "top1": 0.953}, "none/fp32": {"kl": 0.0, "top1": 1.0}},
+        "distance_text": "drawn from the target",
+        "form_distances": {"int4/packed": row, "none/fp32": {"kl": 0.0, "top1": 1.0}},
         "calibration": {"texts": "drawn from the target", "num_tokens": 8192, "num_linears": 33},
     }
     monkeypatch.setattr(fakes.FakeBackend, "compile", lambda *a, **k: {**compiles(*a, **k), **measured})
     assert run("build", recipe, "-o", "made")[0] == 0
     _, out, _ = run("inspect", "made")
-    assert "form int4/packed (chosen): KL 7.12e-03 nats from float32, same top token 95.3%" in out
-    assert "form none/fp32: KL 0.00e+00 nats from float32, same top token 100.0%" in out
+    told = "KL 7.1e-03 nats, the same likeliest token after 95.3%, perplexity +1.2% (standard error 0.3%)"
+    assert f"form int4/packed (chosen), from float32: {told}" in out
+    assert "form none/fp32, from float32: KL 0.0e+00 nats, the same likeliest token after 100.0%" in out
+    assert "the distances are over text that is drawn from the target" in out
     assert "int4 weights were chosen over 8192 tokens, drawn from the target" in out
     report = Path("made/report.html").read_text()
-    assert "7.12e-03" in report and "33 linears over 8192 tokens, drawn from the target" in report
+    assert told in report and "33 linears over 8192 tokens, drawn from the target" in report
 
 
 def test_build_goes_to_bundles_by_default(run: Run, recipe: Path, tmp_path: Path) -> None:

@@ -4,17 +4,9 @@
 import numpy as np
 import pytest
 
-from speccompile.passes.compensation import (
-    BLOCK,
-    DAMPING,
-    LEAST,
-    MOST,
-    Blocks,
-    best_scales,
-    compensated_blocks,
-    factor_of,
-)
-from speccompile.passes.quantize_blocks import levels_from_weight
+from speccompile.ops.grid import Grid
+from speccompile.passes.compensation import BLOCK, DAMPING, MIDDLE, MOST, compensated_grid, factor_of, rounded_grid
+from speccompile.passes.quantize_blocks import grid_from_weight
 
 Array = np.ndarray
 
@@ -31,9 +23,9 @@ def weights(num_in: int, num_out: int, seed: int) -> Array:
     return np.random.default_rng(seed).standard_normal((num_in, num_out)).astype(np.float32) * 0.05
 
 
-def error(inputs: Array, weight: Array, blocks: Blocks) -> float:
+def error(inputs: Array, weight: Array, grid: Grid) -> float:
     """Squared error of the outputs over the inputs, in float64."""
-    wrong = blocks.weight().astype(np.float64) - weight
+    wrong = grid.weight().T.astype(np.float64) - weight
     return float(np.square(inputs.astype(np.float64) @ wrong).sum())
 
 
@@ -41,79 +33,99 @@ def hessian(inputs: Array) -> Array:
     return inputs.astype(np.float64).T @ inputs
 
 
-def rounded(weight: Array, importance: Array) -> Blocks:
-    """Each weight rounded to its nearest level, with scales of least error under the same importance."""
-    scales = np.stack(
-        [best_scales(weight[s : s + BLOCK], importance[s : s + BLOCK]) for s in range(0, len(weight), BLOCK)]
-    )
-    wide = np.repeat(scales.astype(np.float32), BLOCK, axis=0)[: len(weight)]
-    ratio = np.divide(weight, wide, out=np.zeros_like(weight), where=wide != 0)
-    return Blocks(np.clip(np.rint(ratio), LEAST, MOST).astype(np.int8), scales)
+def spread(values: Array, num_in: int) -> Array:
+    """Returns values of blocks [out, blocks] by input, [in, out] float32."""
+    return np.repeat(values.astype(np.float32), BLOCK, axis=1)[:, :num_in].T
+
+
+def assert_nearest(grid: Grid, weight: Array, inputs: Array) -> None:
+    """The levels of these inputs are the nearest of their blocks."""
+    assert grid.minimums is not None
+    scales, minimums = spread(grid.scales, len(weight)), spread(grid.minimums, len(weight))
+    ratio = np.divide(weight - minimums, scales, out=np.zeros_like(weight), where=scales != 0)
+    wanted = np.clip(np.rint(ratio), 0, MOST)[inputs]
+    got = grid.levels.T[inputs]
+    assert (np.abs(ratio[inputs] - got)[wanted != got] < 0.5001).all()  # the inverse of a scale is rounded
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("num_in", "num_out", "num_rows", "rank"), [(96, 33, 400, None), (192, 64, 100, 40)])
 def test_the_error_is_below_that_of_rounding(seed: int, num_in: int, num_out: int, num_rows: int, rank: int) -> None:
-    """Of correlated inputs, full rank and rank-deficient, rounded as before and with scales of least error."""
+    """Of correlated inputs, full rank and rank-deficient; rounded with and without minimums."""
     inputs, weight = correlated(num_rows, num_in, seed, rank), weights(num_in, num_out, seed + 100)
-    found = error(inputs, weight, compensated_blocks(weight, factor_of(hessian(inputs))))
-    plain = Blocks(*levels_from_weight(weight, 4))
-    fine = rounded(weight, np.square(inputs).sum(axis=0))
-    assert found < 0.9 * error(inputs, weight, fine)
-    assert found < 0.9 * error(inputs, weight, plain)
+    found = error(inputs, weight, compensated_grid(weight, factor_of(hessian(inputs))))
+    fine, plain = error(inputs, weight, rounded_grid(weight)), error(inputs, weight, grid_from_weight(weight, 4))
+    assert found < 0.9 * fine < 0.9 * plain
+
+
+def test_weights_beside_zero_get_minimums_and_those_around_it_on_few_levels_none() -> None:
+    """Shifted weights need a minimum; those that are 15 levels around 0 are exact without one."""
+    one_sided = weights(64, 40, 1) + 0.3
+    found = rounded_grid(one_sided)
+    assert found.minimums is not None and found.zero == 0
+    plain = grid_from_weight(one_sided, 4).weight()
+    assert np.square(found.weight().T - one_sided).sum() < 0.2 * np.square(plain.T - one_sided).sum()
+    levels = np.random.default_rng(2).integers(-7, 8, (64, 40))
+    levels[::BLOCK] = -8
+    exact = rounded_grid((levels * 0.25).astype(np.float32))
+    assert exact.minimums is None and exact.zero == MIDDLE
+    np.testing.assert_array_equal(exact.weight().T, levels * 0.25)
+
+
+def test_a_grid_of_scale_and_minimum_is_found_again() -> None:
+    """As a file's: levels from 0 to 15 of which each block has both, with float16 scales and minimums."""
+    rng = np.random.default_rng(3)
+    levels = rng.integers(0, 16, (20, 96)).astype(np.uint8)
+    levels[:, ::BLOCK], levels[:, 1::BLOCK] = 0, 15
+    scales = (rng.uniform(0.01, 0.02, (20, 3))).astype(np.float16)
+    minimums = (-rng.uniform(0.05, 0.2, (20, 3))).astype(np.float16)
+    held = Grid(levels, scales, BLOCK, 4, minimums=minimums)
+    found = rounded_grid(held.weight().T)
+    np.testing.assert_allclose(found.weight(), held.weight(), atol=2e-4)
+    assert (found.levels == levels).mean() > 0.999
 
 
 def test_it_rounds_where_inputs_are_not_correlated() -> None:
     rng = np.random.default_rng(0)
     weight, diagonal = weights(128, 48, 1), rng.uniform(0.5, 20, 128)
-    found = compensated_blocks(weight, factor_of(np.diag(diagonal)))
-    order = np.concatenate([s + np.argsort(-diagonal[s : s + BLOCK]) for s in range(0, 128, BLOCK)])
-    damped = (diagonal + DAMPING * diagonal.mean()).astype(np.float32)
-    wanted = rounded(weight[order], damped[order])  # errors of a block are summed in the same order
-    np.testing.assert_array_equal(found.scales, wanted.scales)
-    np.testing.assert_array_equal(found.levels[order], wanted.levels)
+    found = compensated_grid(weight, factor_of(np.diag(diagonal)))
+    assert_nearest(found, weight, np.arange(128))
 
 
 def test_inputs_that_are_always_zero_are_rounded_and_change_nothing_else() -> None:
     inputs, weight = correlated(300, 96, 3), weights(96, 20, 4)
     inputs[:, 32:64] = 0
     inputs[:, 70] = 0
-    found = compensated_blocks(weight, factor_of(hessian(inputs)))
-    scale = np.repeat(found.scales.astype(np.float32), BLOCK, axis=0)
-    for dead in (*range(32, 64), 70):
-        wanted = np.clip(np.rint(weight[dead] / scale[dead]), LEAST, MOST)
-        np.testing.assert_array_equal(found.levels[dead], wanted)
-    assert np.abs(found.weight() - weight).max() < 0.05  # dead weights are not thrown away
+    found = compensated_grid(weight, factor_of(hessian(inputs)))
+    assert_nearest(found, weight, np.array([*range(32, 64), 70]))
+    assert np.abs(found.weight().T - weight).max() < 0.05  # dead weights are not thrown away
 
 
 def test_without_any_input_it_rounds() -> None:
     weight = weights(64, 8, 5)
-    found = compensated_blocks(weight, factor_of(np.zeros((64, 64))))
-    wanted = rounded(weight, np.ones(64, np.float32))
-    np.testing.assert_array_equal(found.levels, wanted.levels)
-    np.testing.assert_array_equal(found.scales, wanted.scales)
+    found, wanted = compensated_grid(weight, factor_of(np.zeros((64, 64)))), rounded_grid(weight)
+    np.testing.assert_array_equal(found.weight(), wanted.weight())
 
 
 @pytest.mark.parametrize("num_in", [1, 31, 40, 95])
 def test_sizes_that_are_no_multiple_of_a_block(num_in: int) -> None:
     inputs, weight = correlated(200, num_in, num_in), weights(num_in, 7, num_in)
-    found = compensated_blocks(weight, factor_of(hessian(inputs)))
-    assert found.levels.shape == weight.shape and found.scales.shape == (-(-num_in // BLOCK), 7)
-    plain = Blocks(*levels_from_weight(weight, 4))
-    assert error(inputs, weight, found) <= error(inputs, weight, plain)
+    found = compensated_grid(weight, factor_of(hessian(inputs)))
+    assert found.levels.shape == weight.T.shape and found.scales.shape == (7, -(-num_in // BLOCK))
+    assert error(inputs, weight, found) <= error(inputs, weight, grid_from_weight(weight, 4))
 
 
 def test_one_row_of_inputs_is_reproduced_almost_exactly() -> None:
     """Later weights compensate all but the error of the last ones."""
     row, weight = correlated(1, 64, 8), weights(64, 30, 9)
-    found = compensated_blocks(weight, factor_of(hessian(row)))
-    assert error(row, weight, found) < 0.05 * error(row, weight, Blocks(*levels_from_weight(weight, 4)))
+    found = compensated_grid(weight, factor_of(hessian(row)))
+    assert error(row, weight, found) < 0.05 * error(row, weight, grid_from_weight(weight, 4))
 
 
 def test_levels_fit_four_bits_and_the_same_input_gives_the_same_bits() -> None:
     inputs, weight = correlated(500, 160, 10), weights(160, 600, 11)  # more outputs than are quantised at once
-    first, second = (compensated_blocks(weight, factor_of(hessian(inputs))) for _ in range(2))
-    assert first.levels.min() >= LEAST and first.levels.max() <= MOST
+    first, second = (compensated_grid(weight, factor_of(hessian(inputs))) for _ in range(2))
+    assert first.levels.max() <= MOST and first.bits == 4
     np.testing.assert_array_equal(first.levels, second.levels)
     np.testing.assert_array_equal(first.scales, second.scales)
 
@@ -127,8 +139,12 @@ def test_sums_of_float32_with_eigenvalues_below_zero_are_factorised() -> None:
 
 
 def test_zero_weights_have_scale_zero() -> None:
-    found = compensated_blocks(np.zeros((64, 3), np.float32), factor_of(hessian(correlated(90, 64, 13))))
-    assert (found.levels == 0).all() and (found.scales == 0).all()
+    found = compensated_grid(np.zeros((64, 3), np.float32), factor_of(hessian(correlated(90, 64, 13))))
+    assert (found.weight() == 0).all() and (found.scales == 0).all()
+
+
+def test_weights_beyond_float16_are_finite() -> None:
+    assert np.isfinite(rounded_grid(np.linspace(-1e6, 1e6, 64, dtype=np.float32)[:, None]).weight()).all()
 
 
 def test_the_factor_is_that_of_the_damped_hessian() -> None:
@@ -139,30 +155,3 @@ def test_the_factor_is_that_of_the_damped_hessian() -> None:
     rebuilt = factor.lower.T.astype(np.float64) * factor.pivots @ factor.lower
     damped = full + DAMPING * np.trace(full) / 70 * np.eye(70)
     np.testing.assert_allclose(rebuilt, damped[np.ix_(factor.order, factor.order)], rtol=1e-4, atol=1e-3 * full.max())
-
-
-def test_means_of_zero_change_nothing() -> None:
-    inputs, weight = correlated(300, 96, 20), weights(96, 20, 21)
-    factor = factor_of(hessian(inputs))
-    plain, same = compensated_blocks(weight, factor), compensated_blocks(weight, factor, np.zeros_like(weight))
-    np.testing.assert_array_equal(plain.levels, same.levels)
-
-
-def test_an_output_with_a_mean_is_quantised_for_its_own_hessian() -> None:
-    """As if its whole Hessian were factorised, up to the order of inputs, which that of the means decides too."""
-    inputs = correlated(400, 64, 22)
-    weight, means = weights(64, 40, 23), np.random.default_rng(24).standard_normal((64, 40)).astype(np.float32) * 30
-    factor = factor_of(hessian(inputs))
-    found, plain = compensated_blocks(weight, factor, means), compensated_blocks(weight, factor)
-
-    def own_errors(blocks: Blocks) -> Array:
-        wrong = blocks.weight().astype(np.float64) - weight
-        return np.einsum("kn,kn->n", wrong, hessian(inputs) @ wrong) + np.square((means * wrong).sum(axis=0))
-
-    direct = [
-        compensated_blocks(weight[:, [n]], factor_of(hessian(inputs) + np.outer(means[:, n], means[:, n])))
-        for n in range(40)
-    ]
-    levels, scales = (np.concatenate([getattr(row, name) for row in direct], axis=1) for name in ("levels", "scales"))
-    assert own_errors(found).sum() < 0.9 * own_errors(plain).sum()
-    assert own_errors(found).sum() < 1.1 * own_errors(Blocks(levels, scales)).sum()

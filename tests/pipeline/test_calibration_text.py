@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration texts: what a file may hold, which graphs use them, and that they are part of a graph's key."""
+"""Texts of a target: what a file may hold, which graphs use them, the package's prompts by a chat template."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from speccompile.bundling import calibration
-from speccompile.bundling.calibration import MAX_TOKENS, MIN_TOKENS, calibration_of, read_texts
+from speccompile.bundling.calibration import MAX_TOKENS, MIN_TOKENS, read_texts, sample_of
+from speccompile.checkpoints.texts import TextSample
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import RecipeError
@@ -58,6 +58,8 @@ def test_no_more_than_the_first_tokens_are_read(folder: Path) -> None:
         ("a.txt", b"\xff\xfe\x00", "a.txt", "UTF-8"),
         ("a.jsonl", b'{"prompt": "w1"}\n{"prompt"\n', "a.jsonl:2", "one JSON object"),
         ("a.jsonl", b'\n{"words": "w1"}\n', "a.jsonl:2", "`text` or `prompt`"),
+        ("a.jsonl", b'{"messages": []}\n', "a.jsonl:1", "`messages`"),
+        ("a.jsonl", b'{"messages": "w1"}\n', "a.jsonl:1", "`messages`"),
         ("a.jsonl", b'{"prompt": [1, "w2"]}\n', "a.jsonl:1", "text or token ids"),
         ("a.jsonl", b'{"prompt": [1, 99]}\n', "a.jsonl:1", f"ids below {VOCAB}"),
         ("a.jsonl", b"", "a.jsonl", f"at least {MIN_TOKENS}"),
@@ -83,30 +85,79 @@ class Plan:
     drafts: tuple[GraphJob, ...] = ()
 
 
-def texts_of(plan: Plan, quantization: str = "int4", name: str = "target", source: Any = None) -> Any:
-    backend = SimpleNamespace(calibrates=("int4", "auto"))
-    return calibration_of(plan, GraphJob(name, "model", quantization), source, backend)  # type: ignore[arg-type]
+TEMPLATE = (
+    "{% for m in messages %}w1 {{ m.content.split()[0] }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+)
 
 
-def test_an_int4_target_draws_its_text_where_none_is_given(folder: Path) -> None:
-    assert texts_of(Plan()) == () == texts_of(Plan(), "auto")
+def sample(plan: Plan, folder: Path, quantization: str = "int4", name: str = "target") -> TextSample | None:
+    source: Any = SimpleNamespace(folder=folder, dims=SimpleNamespace(vocab_size=VOCAB))
+    backend: Any = SimpleNamespace(calibrates=("int4",))
+    return sample_of(plan, GraphJob(name, "model", quantization), source, backend)  # type: ignore[arg-type]
+
+
+def test_without_a_template_the_text_is_drawn(folder: Path) -> None:
+    assert sample(Plan(), folder) == sample(Plan(), folder, "auto") == TextSample()
+    assert sample(Plan("none"), folder) == TextSample(weights="rounded")
+
+
+def test_the_prompts_of_the_package_are_rendered_by_the_template_and_answered(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    found = sample(Plan(), folder, "int8")
+    assert found is not None and found.stop_ids == (7, 9) and "prompts" in found.source
+    assert len(found.prompts) == 80 and not found.texts
+    assert {(prompt[0], prompt[-1]) for prompt in found.prompts} == {(1, 2)}
+    # No token that the template writes is written again by the tokenizer.
+    assert min(map(len, found.prompts)) == 3
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no roles') }}", "{% broken", ""])
+def test_a_template_that_takes_no_such_messages_leaves_the_text_to_be_drawn(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    assert sample(Plan(), folder) == TextSample()
+
+
+def test_a_given_file_is_the_text(folder: Path) -> None:
     (folder / "a.txt").write_text("w1 w2 " * 200)
-    source = SimpleNamespace(folder=folder, dims=SimpleNamespace(vocab_size=VOCAB))
-    [text] = texts_of(Plan(str(folder / "a.txt")), source=source)
-    assert text == (1, 2) * 200
+    found = sample(Plan(str(folder / "a.txt")), folder)
+    assert found == TextSample(((1, 2) * 200,), source="given")
 
 
-def test_weights_are_rounded_elsewhere() -> None:
-    assert texts_of(Plan(), "int8") is None and texts_of(Plan(), "none") is None
-    assert texts_of(Plan(), name="draft") is None
-    assert texts_of(Plan("none")) is None and texts_of(Plan(weights="random")) is None
+def test_conversations_of_a_file_are_answered_or_are_the_text(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    question, answer = {"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}
+    asked = lines(folder / "a.jsonl", *[{"messages": [question]}] * 100)
+    found = sample(Plan(str(asked)), folder)
+    assert found is not None and found.prompts == ((1, 3, 2),) * 100 and not found.texts
+    answered = lines(folder / "b.jsonl", *[{"messages": [question, answer]}] * 100)
+    found = sample(Plan(str(answered)), folder)
+    assert found is not None and found.texts == ((1, 3, 1, 5, 2),) * 100 and not found.prompts
+
+
+def test_conversations_without_a_template_are_refused(folder: Path) -> None:
+    asked = lines(folder / "a.jsonl", *[{"messages": [{"role": "user", "content": "w3"}]}] * 100)
+    with pytest.raises(RecipeError, match="no chat template") as caught:
+        sample(Plan(str(asked)), folder)
+    assert caught.value.where.startswith("target.calibration") and caught.value.todo
+
+
+def test_no_form_of_these_is_compared_with_float32(folder: Path) -> None:
+    assert sample(Plan(), folder, "none") is None and sample(Plan(), folder, "stored") is None
+    assert sample(Plan(), folder, name="draft") is None
+    assert sample(Plan(weights="random"), folder) is None
+    (folder / "a.txt").write_text("w1 w2 " * 200)
+    assert sample(Plan(str(folder / "a.txt")), folder, "stored") is not None  # it is asked for
 
 
 def test_a_target_whose_draft_shares_its_quantised_weights_is_rounded_as_the_draft_is(
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "find_class", lambda source: SimpleNamespace(shares_weights=source == "shares"))
-    assert texts_of(Plan(drafts=(GraphJob("draft", "m", "int4", "shares"),))) is None
-    assert texts_of(Plan(drafts=(GraphJob("draft", "m", "none", "shares"),))) == ()
-    assert texts_of(Plan(drafts=(GraphJob("draft", "m", "int4", "own"),))) == ()
-    assert calibration.AUTO_TEXTS == "auto"
+    for quantization, source, expected in (
+        ("int4", "shares", "as drafts"),
+        ("none", "shares", "compensated"),
+        ("int4", "own", "compensated"),
+    ):
+        found = sample(Plan(drafts=(GraphJob("draft", "m", quantization, source),)), folder)
+        assert found is not None and found.weights == expected

@@ -188,7 +188,7 @@ def test_the_card_says_what_was_built_and_measured(bundle: Bundle) -> None:
         "| weights | int8/packed |",
         "| caches | 8 sequences of 64 tokens |",
         "| 16 | 9.25 |",
-        "KL 1.0e-04 nats, same top token 99.0%",
+        "KL 1.0e-04 nats, the same likeliest token after 99.0%",
         "| speculative | 812.3 | 2.50 | 3 of 4 |",
     ):
         assert line in card

@@ -12,6 +12,7 @@ from speccompile.backends.base import Backend
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
+from speccompile.errors import BuildError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,16 +27,16 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    quantizations: tuple[str, ...] = ("none", "int8", "int4", "stored", "auto")
+    quantizations: tuple[str, ...] = ("none", "bf16", "int8", "int4", "stored", "auto")
     # Drafts change the time alone. Of six drafters with chains of a fixed length beside an int8 target, int4 ones had
     # 0.97 to 1.02 times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/cpu_kernels.md).
     draft_quantizations: Mapping[str, str] = MappingProxyType(dict.fromkeys(("int8", "int4", "stored", "auto"), "int4"))
-    calibrates: tuple[str, ...] = ("int4", "auto")
+    calibrates: tuple[str, ...] = ("int4",)
     graph_file = GRAPH_FILE
     graph_sources: tuple[str, ...] = (
         *("backends/onnxruntime/backend", "backends/onnxruntime/forms", "backends/onnxruntime/calibration"),
-        *("backends/distance", "backends/onnxruntime/fidelity", "backends/onnxruntime/tune"),
-        *("backends/measuring", "backends/writing"),
+        *("backends/distance", "backends/onnxruntime/fidelity", "backends/onnxruntime/answers"),
+        *("backends/onnxruntime/tune", "backends/measuring", "backends/writing"),
     )
     # The target's logits as an output: 0.99 to 1.01 times the time of a step without (the example pair's target in
     # fp32 and int8, 1 to 64 slots, 1 to 16 nodes, interleaved), as they are computed anyway.
@@ -48,6 +49,19 @@ class OnnxRuntimeBackend(Backend):
         from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
 
         return self if device == "cpu" else OrtCudaBackend()
+
+    def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
+        """Refuses bfloat16 weights where our kernels do not run: ONNX Runtime has no product with them on a CPU.
+
+        Raises:
+            BuildError: there are no kernels.
+        """
+        from speccompile.backends.onnxruntime.kernel_library import find_library
+
+        del spec, options
+        if quantization == "bf16" and find_library() is None:
+            got, todo = "no CPU kernels", "Install a C++ compiler, see docs/cpu_kernels.md, or choose none or int8."
+            raise BuildError("quantization: bf16", got, "the CPU kernels of this package", todo)
 
     def compile(
         self,
@@ -70,14 +84,14 @@ class OnnxRuntimeBackend(Backend):
             model: neutral graph from the export; left unchanged.
             spec: inputs and outputs of the lowered graph.
             dest: folder to write to; made when missing.
-            quantization: none, int8, int4, stored or auto.
+            quantization: none, bf16, int8, int4, stored or auto.
             form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
-            options: of them `calibration` is read, for int4 targets, and `grids` for stored weights; sizes and profiles
-                are not used here.
+            options: of them `sample` is read, for targets, and `grids` for stored weights; sizes and profiles are not
+                used here.
             progress: called with the name of each pass.
 
         Returns:
-            {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: {"kl", "top1"}},
+            {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: `Distance`},
             "kernels_in_sequences", "passes": [...], "op_histogram": {"before", "after"}}; with calibration also
             "calibration" and "peak_rss_bytes", of stored weights "weights": see `StoredRows.record`.
 
@@ -92,13 +106,13 @@ class OnnxRuntimeBackend(Backend):
         from speccompile.passes.stored_rows import stored_rows
 
         forms = forms_of(quantization, form, has_experts=any(expert_products(model)))
-        texts = None if options is None else options.calibration
+        sample = None if options is None else options.sample
         is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
         dest.mkdir(parents=True, exist_ok=True)
-        is_calibrated = is_target and texts is not None and any(f.is_calibrated for f in forms)
+        is_calibrated = is_target and sample is not None and any(f.is_calibrated for f in forms)
         if len(forms) > 1 or is_calibrated:
             path = dest / GRAPH_FILE
-            best = compile_best(model, spec, path, forms, texts if is_calibrated else None, progress)
+            best = compile_best(model, spec, path, forms, sample, progress)
             return {**best, "kernels_in_sequences": write_sequences(path)}
         rows = stored_rows(quantization, options)
         table = onnxruntime_table(spec, forms[0].quantization, forms[0].kernel, rows)

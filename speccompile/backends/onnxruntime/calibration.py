@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantises the linears of a target over calibration text: see `passes.compensation`.
+"""Quantises the linears of a target over calibration text: see `passes.compensation`. Its LM head has 8 bits.
 
 Run as a process of its own (`calibrate` starts it): it needs the float32 weights, which stay mapped from their file,
 and the sums of x x^T of the inputs x of linears. These are collected in groups of at most half of the memory that is
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,23 +25,23 @@ from numpy.typing import NDArray
 
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.memory import available_memory, read_peak_rss
+from speccompile.checkpoints.texts import TextSample
 from speccompile.common.cores import num_usable_cores
 from speccompile.core import specs
 from speccompile.core.probes import all_sure
 from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BuildError
-from speccompile.passes.compensation import Blocks, compensated_blocks, factor_of
+from speccompile.ops.grid import Grid
+from speccompile.passes.compensation import compensated_grid, factor_of
+from speccompile.passes.quantize_blocks import grid_from_weight
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    pass
 
 MIN_GROUP_BYTES = 2 << 30  # of the sums of a group
 _SUM_BYTES = 4  # float32: the damping is far above its rounding
-_ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # between an LM head and its logits
 PIECE = 256  # tokens of a text that are read at once
-# Texts that are drawn from the target where none are given; others than those of `fidelity`, with which forms are
-# compared. On the example target twice as many tokens lower KL by 8 %.
-NUM_TEXTS, NUM_TOKENS, SEED = 64, 128, 1
+NUM_TOKENS = 6144  # of interest; with the prompts about 8000. On the example target twice as many lower KL by 8 %.
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Calibrated:
     """The quantised linears of a target.
 
     Args:
-        blocks: by the name of the weights in the graph.
+        grids: by the name of the weights in the graph.
         num_tokens: of the calibration text.
         peak_rss_bytes: of the process that quantised them.
     """
 
-    blocks: Mapping[str, Blocks]
+    grids: Mapping[str, Grid]
     num_tokens: int
     peak_rss_bytes: int
 
@@ -74,20 +74,20 @@ class Linear:
     num_in: int
 
 
-def calibrate(graph: Path, spec: GraphSpec, texts: Sequence[Sequence[int]], scratch: Path) -> Calibrated:
+def calibrate(graph: Path, spec: GraphSpec, sample: TextSample, scratch: Path) -> Calibrated:
     """Quantises all linears of a lowered float32 graph in a child process.
 
     Args:
         graph: of the target, with linears merged.
         spec: its inputs and outputs.
-        texts: token ids; empty: they are drawn from the graph itself.
+        sample: its text.
         scratch: a new folder for the quantised weights, which stay mapped from it.
 
     Raises:
         BuildError: the child died, or an input of a linear is not finite.
     """
     scratch.mkdir()
-    request = {"graph": str(graph), "spec": spec.json_from_spec(), "texts": texts, "scratch": str(scratch)}
+    request = {"graph": str(graph), "spec": spec.json_from_spec(), "sample": asdict(sample), "scratch": str(scratch)}
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.calibration"]
     # Threads take one linear each: products of one thread do not depend on the number of cores.
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -97,15 +97,27 @@ def calibrate(graph: Path, spec: GraphSpec, texts: Sequence[Sequence[int]], scra
         todo = "See the message; target.calibration: none rounds the weights instead."
         raise BuildError(f"calibration of {spec.name}", got, "quantised weights", todo)
     answer = json.loads(done.stdout.splitlines()[-1])
-    blocks = {}
-    for index, name in enumerate(answer["weights"]):
-        levels, scales = (np.load(file, mmap_mode="r") for file in _files(scratch, index))
-        blocks[name] = Blocks(levels, scales)
-    return Calibrated(blocks, answer["num_tokens"], answer["peak_rss_bytes"])
+    grids = {name: read_grid(scratch / str(index), facts) for index, (name, facts) in enumerate(answer["weights"])}
+    return Calibrated(grids, answer["num_tokens"], answer["peak_rss_bytes"])
 
 
-def _files(scratch: Path, index: int) -> tuple[Path, Path]:
-    return scratch / f"{index}.levels.npy", scratch / f"{index}.scales.npy"
+_ARRAYS = ("levels", "scales", "minimums")
+
+
+def write_grid(folder: Path, grid: Grid) -> dict[str, int]:
+    """Writes the arrays of a grid to a new folder; returns its numbers."""
+    folder.mkdir()
+    for name in _ARRAYS:
+        if (array := getattr(grid, name)) is not None:
+            np.save(folder / f"{name}.npy", array)
+    return {"group": grid.group, "bits": grid.bits, "zero": grid.zero}
+
+
+def read_grid(folder: Path, facts: Mapping[str, Any]) -> Grid:
+    """Returns a grid of `write_grid`, its arrays mapped from their files."""
+    files = {name: folder / f"{name}.npy" for name in _ARRAYS}
+    arrays = {name: np.load(file, mmap_mode="r") for name, file in files.items() if file.exists()}
+    return Grid(arrays["levels"], arrays["scales"], **facts, minimums=arrays.get("minimums"))
 
 
 def group_bytes() -> int:
@@ -141,6 +153,7 @@ class Collector:
         from speccompile.backends.onnxruntime.engine import open_session
         from speccompile.passes.attach_grids import linears_of
         from speccompile.passes.edit import sizes_of
+        from speccompile.passes.round_linears import head_of
 
         model = ir.load(graph)
         self._spec = spec
@@ -152,25 +165,11 @@ class Collector:
             if not source.is_graph_output():
                 model.graph.outputs.append(source)
             self.linears.append(Linear(str(value.name), str(source.name), sizes_of(weight)[0]))
-        self.head = self._find_head(model)
-        self._likely = self._mass = np.zeros(0, np.float32)
+        self.head = head_of(model)
         # Its weights are those in the file of `graph`, beside which it is written.
         extended = graph.with_name("calibration.onnx")
         ir.save(model, extended)
         self._session = open_session(extended, {"threads": num_usable_cores(), "prepack": False})
-
-    def _find_head(self, model: ir.Model) -> Linear | None:
-        """Returns the linear whose output becomes the logits by elementwise operators; None: there is none."""
-        value = next((v for v in model.graph.outputs if v.name == specs.LOGITS), None)
-        node = None if value is None else value.producer()
-        while node is not None and node.op_type in _ELEMENTWISE:
-            computed = [v for v in node.inputs if v is not None and v.producer() is not None]
-            node = computed[0].producer() if len(computed) == 1 else None
-        if node is None or node.op_type != "MatMul":
-            return None
-        source, weights = (str(v.name) for v in node.inputs if v is not None)
-        readers = [linear for linear in self.linears if source == linear.source]
-        return readers[0] if [linear.weights for linear in readers] == [weights] else None
 
     def weight(self, name: str) -> NDArray[np.float32]:
         """Returns weights [in, out], mapped from the file."""
@@ -204,30 +203,9 @@ class Collector:
             else:
                 totals[source] = product
 
-        has_head = self.head is not None and self.head.source in sources
         for piece in pieces:
-            wanted = [*sources, specs.LOGITS] if has_head else list(sources)
-            values = dict(zip(wanted, self._session.run(wanted, self._feeds(piece), options), strict=True))
-            if self.head is not None and has_head:
-                self._add_likely(values[self.head.source][0], values.pop(specs.LOGITS)[0])
-            list(pool.map(add, values.keys(), values.values()))
+            list(pool.map(add, sources, self._session.run(list(sources), self._feeds(piece), options)))
         return totals
-
-    def _add_likely(self, rows: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
-        """Adds inputs of the head [tokens, in], weighed by the probability of each output [tokens, out]."""
-        probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probs /= probs.sum(axis=-1, keepdims=True)
-        if not self._mass.size:
-            self._mass = np.zeros(probs.shape[1], np.float32)
-            self._likely = np.zeros((rows.shape[1], probs.shape[1]), np.float32)
-        self._mass += probs.sum(axis=0)
-        self._likely += rows.T @ probs
-
-    def split_head(self, total: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Returns the head's scatter [in, in] around its means, a token, and the means [in, out], from its sum."""
-        means = np.asarray(self._likely / np.maximum(self._mass, 1e-6), np.float32)
-        scatter = total - (means * self._mass) @ means.T
-        return np.asarray(scatter / max(float(self._mass.sum()), 1.0), np.float32), means
 
     def _feeds(self, piece: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         num = len(piece)
@@ -244,36 +222,41 @@ def pieces_of(texts: Sequence[Sequence[int]], max_rows: int) -> list[NDArray[np.
     return [np.array(text[i : i + length], np.int64) for text in texts for i in range(0, len(text), length)]
 
 
-def quantise(collector: Collector, pieces: Sequence[NDArray[np.int64]], scratch: Path) -> list[str]:
-    """Quantises all linears and writes them to files; returns the names of their weights, in the order of the files."""
+def quantise(
+    collector: Collector, pieces: Sequence[NDArray[np.int64]], scratch: Path
+) -> list[tuple[str, dict[str, int]]]:
+    """Quantises all linears and writes them to folders 0, 1, ...; returns the names of their weights, and numbers."""
     names = list(dict.fromkeys(linear.weights for linear in collector.linears))
+    facts: dict[str, dict[str, int]] = {}
+
+    def write(name: str, grid: Grid) -> None:
+        facts[name] = write_grid(scratch / str(names.index(name)), grid)
+
+    body = [linear for linear in collector.linears if linear.weights != collector.head]
+    if collector.head is not None:
+        write(collector.head, grid_from_weight(collector.weight(collector.head), 8))
     with ThreadPoolExecutor(num_usable_cores()) as pool:
-        for sources in groups_of(collector.linears, group_bytes()):
+        for sources in groups_of(body, group_bytes()):
             sums = collector.sums(sources, pieces, pool)
 
-            def write(source: str, sums: dict[str, NDArray[np.float32]] = sums) -> None:
-                total, means = sums.pop(source), None
-                if collector.head is not None and collector.head.source == source:
-                    total, means = collector.split_head(total)
-                factor = factor_of(total)
-                for name in dict.fromkeys(row.weights for row in collector.linears if row.source == source):
-                    blocks = compensated_blocks(collector.weight(name), factor, means)
-                    levels, scales = _files(scratch, names.index(name))
-                    np.save(levels, blocks.levels)
-                    np.save(scales, blocks.scales)
+            def compensate(source: str, sums: dict[str, NDArray[np.float32]] = sums) -> None:
+                factor = factor_of(sums.pop(source))
+                for name in dict.fromkeys(linear.weights for linear in body if linear.source == source):
+                    write(name, compensated_grid(collector.weight(name), factor))
 
-            list(pool.map(write, sources))
-    return names
+            list(pool.map(compensate, sources))
+    return [(name, facts[name]) for name in names]
 
 
 def main() -> None:
     """Child process: a request as JSON on standard input, the result as the last line of standard output."""
-    from speccompile.backends.onnxruntime.fidelity import draw_texts
+    from speccompile.backends.onnxruntime.answers import texts_of
+    from speccompile.backends.onnxruntime.fidelity import sample_from_json
 
     request = json.load(sys.stdin)
     graph, spec = Path(request["graph"]), spec_from_json(request["spec"])
-    texts = request["texts"] or draw_texts(graph, spec, NUM_TEXTS, NUM_TOKENS, SEED).tolist()
-    pieces = pieces_of(texts, spec.max_rows)
+    texts = texts_of(graph, spec, sample_from_json(request["sample"]), NUM_TOKENS, measures=False)
+    pieces = pieces_of([text.tokens for text in texts], spec.max_rows)
     names = quantise(Collector(graph, spec), pieces, Path(request["scratch"]))
     answer = {"weights": names, "num_tokens": sum(map(len, pieces)), "peak_rss_bytes": read_peak_rss()}
     print(json.dumps(answer))

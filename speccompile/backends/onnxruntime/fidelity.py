@@ -10,48 +10,53 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.backends.distance import Distance, Floats, distance
+from speccompile.backends.distance import Distance, compare, distance_from_rows
+from speccompile.backends.onnxruntime.answers import Text, open_reader, piece_length, read, texts_of
 from speccompile.backends.onnxruntime.tune import typical_cost
+from speccompile.checkpoints.texts import TextSample
 from speccompile.core import specs
 from speccompile.core.probes import all_sure
 from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
 from speccompile.errors import BuildError
 
-# Mean KL divergence from float32 in nats. int8 on the example target: 1e-3 with one scale an activation row, 2e-4 to
-# 3e-4 with one per 32 entries (55 of 72 greedy texts of 96 tokens equal float32's, see docs/cpu_kernels.md).
-MAX_KL = 5e-4
-# Without quantisation only the order of summation differs: 1e-12 to 1e-9 were measured.
-MAX_KL_UNQUANTIZED = 1e-6
-SAME_WEIGHTS = 1.1  # the largest ratio of the KL divergences of two kernels for the same weights
-NUM_TEXTS, NUM_TOKENS = 4, 64  # number of texts, drawn from the model itself so that no corpus is needed
-PIECE = 16  # tokens of a run: without our kernels every token copies its experts' weights
-SEED = 0
+MAX_KL = 0.02
+MAX_PERPLEXITY_CHANGE = 0.01
+NUM_TOKENS = 2048  # at least: the error of a perplexity's change by int8 is 0.2 to 0.4 % then
 
 
-def near_forms(forms: Sequence[str], distances: Mapping[str, Distance], unquantized: Collection[str] = ()) -> list[str]:
-    """Returns the forms within `MAX_KL` of float32, of which the fastest is kept.
+def is_near(row: Distance) -> bool:
+    """Returns whether a user would accept the distance: its perplexity by as much as two standard errors allow."""
+    least = (row.perplexity_change or 0.0) - 2 * row.perplexity_error
+    return row.kl <= MAX_KL and least <= MAX_PERPLEXITY_CHANGE
 
-    Where none is, the nearest: kernels for the same weights differ by less than `SAME_WEIGHTS`.
+
+def near_forms(numbers: Mapping[str, str], distances: Mapping[str, Distance]) -> list[str]:
+    """Returns the forms near float32, of which the fastest is kept; where none is, the nearest.
+
+    Forms with the same numbers are kernels for the same weights and activations, which differ by the last bits of
+    their sums: what is measured of the nearest holds for all of them, so that noise does not choose among them.
 
     Args:
-        forms: to choose from.
+        numbers: by form: a name of its weights and activations.
         distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
-        unquantized: forms whose weights are not quantised: their bound is `MAX_KL_UNQUANTIZED`.
     """
-    bounds = {form: MAX_KL_UNQUANTIZED if form in unquantized else MAX_KL for form in forms}
-    near = [form for form in forms if form not in distances or distances[form].kl <= bounds[form]]
-    if near:
-        return near
-    most = SAME_WEIGHTS * min(row.kl for row in distances.values())
-    return [form for form in forms if distances[form].kl <= most]
+    if not distances:
+        return list(numbers)
+    best: dict[str, Distance] = {}
+    for form, row in distances.items():
+        held = best.get(numbers[form])
+        best[numbers[form]] = row if held is None or row.kl < held.kl else held
+    near = {name for name, row in best.items() if is_near(row)} or {min(best, key=lambda name: best[name].kl)}
+    return [form for form, name in numbers.items() if name in near]
 
 
 def fastest_form(step_ms: Mapping[str, Mapping[str, float]]) -> str:
@@ -73,13 +78,16 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
     return replace(spec, outputs=(*spec.outputs[:after], logits, *spec.outputs[after:]))
 
 
-def measure_distances(reference: Path, forms: Mapping[str, Path], spec: GraphSpec) -> dict[str, Distance]:
+def measure_distances(
+    reference: Path, forms: Mapping[str, Path], spec: GraphSpec, sample: TextSample
+) -> dict[str, Distance]:
     """Measures the distance of lowered graphs from the float32 graph, in a child process.
 
     Args:
         reference: the float32 graph.
         forms: lowered graphs of the same model, by form.
         spec: of all of them, with logits.
+        sample: its text.
 
     Returns:
         By form; empty where the caches have no room for two tokens.
@@ -91,6 +99,7 @@ def measure_distances(reference: Path, forms: Mapping[str, Path], spec: GraphSpe
         "reference": str(reference),
         "forms": {form: str(path) for form, path in forms.items()},
         "spec": spec.json_from_spec(),
+        "sample": asdict(sample),
     }
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.fidelity"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
@@ -102,57 +111,27 @@ def measure_distances(reference: Path, forms: Mapping[str, Path], spec: GraphSpe
     return {form: Distance(**row) for form, row in rows.items()}
 
 
-def _logits(path: Path, spec: GraphSpec, texts: NDArray[np.int64], prepack: bool) -> Floats:
-    """Returns the logits [texts, tokens, vocab] float64, each text read in pieces."""
-    from speccompile.backends.onnxruntime.engine import load_engine
+def _logits(path: Path, spec: GraphSpec, texts: list[Text]) -> Iterator[NDArray[np.float32]]:
+    """Yields the logits [tokens, vocab] that predict the tokens of interest of each text, which is read in pieces.
 
-    # The float32 weights stay mapped from their file: a packed copy of a large model would not fit beside the build.
-    settings = {"threads": 0, "prepack": prepack}
-    engine = load_engine(path, spec, max_slots=1, max_rows=texts.shape[1], settings=settings)
-    result = np.empty((*texts.shape, spec.vocab_size))
-    for row, text in zip(result, texts, strict=True):
-        for at in range(0, len(text), PIECE):
-            part = text[None, at : at + PIECE]
+    Raises:
+        BuildError: some are not finite.
+    """
+    engine, piece = open_reader(path, spec, 1, max(len(text.tokens) for text in texts)), piece_length()
+    for text in texts:
+        engine.reset()
+        first, end = text.start - 1, len(text.tokens) - 1
+        read(engine, spec, text.tokens[:first])
+        rows = []
+        for at in range(first, end, piece):
+            part = np.array([text.tokens[at : min(at + piece, end)]], np.int64)
             sure = all_sure(spec, 1, part.shape[1])
             step = engine.run({specs.TOKENS: part, specs.LENGTHS: np.full(1, at, np.int64), **sure})
-            row[at : at + PIECE] = step[specs.LOGITS][0]
-    if not np.isfinite(result).all():
-        raise BuildError(f"logits of {path}", "numbers that are not finite", "finite logits", "Check the weights.")
-    return result
-
-
-def draw_texts(
-    path: Path, spec: GraphSpec, num_texts: int = NUM_TEXTS, num_tokens: int = NUM_TOKENS, seed: int = SEED
-) -> NDArray[np.int64]:
-    """Draws texts from a graph at temperature 1.
-
-    Args:
-        path: the lowered graph of a target.
-        spec: its inputs and outputs.
-        num_texts: drawn side by side, from first tokens that lie as far apart as possible in the vocabulary.
-        num_tokens: of each; fewer where the caches hold fewer.
-        seed: of the draws, and of the first tokens.
-
-    Returns:
-        [texts, tokens] int64.
-    """
-    from speccompile.backends.onnxruntime.engine import load_engine
-
-    num_tokens = min(num_tokens, spec.max_rows or num_tokens)
-    engine = load_engine(path, spec, max_slots=num_texts, max_rows=num_tokens, settings={"threads": 0})
-    texts = np.zeros((num_texts, num_tokens), np.int64)
-    texts[:, 0] = (np.arange(num_texts) * spec.vocab_size // num_texts + seed) % spec.vocab_size
-    rng = np.random.default_rng(seed)
-    for at in range(num_tokens - 1):
-        feeds: dict[str, NDArray[Any]] = {
-            specs.TOKENS: texts[:, at : at + 1],
-            specs.LENGTHS: np.full(num_texts, at, np.int64),
-            specs.TEMPERATURE: np.ones(num_texts, np.float32),
-            specs.UNIFORMS: rng.random((num_texts, 1, 2), dtype=np.float32),
-            **all_sure(spec, num_texts, 1),
-        }
-        texts[:, at + 1] = engine.run(feeds)[specs.NEXT_TOKEN]
-    return texts
+            rows.append(np.array(step[specs.LOGITS][0]))
+            if not np.isfinite(rows[-1]).all():
+                got, todo = "numbers that are not finite", "Check the weights."
+                raise BuildError(f"logits of {path}", got, "finite logits", todo)
+        yield np.concatenate(rows)
 
 
 def main() -> None:
@@ -162,10 +141,26 @@ def main() -> None:
     if spec.max_rows and spec.max_rows < 2:
         print(json.dumps({}))
         return
-    texts = draw_texts(next(iter(forms.values())), spec)
-    wanted = _logits(Path(request["reference"]), spec, texts, prepack=False)
-    found = {form: distance(wanted, _logits(path, spec, texts, prepack=True)) for form, path in forms.items()}
-    print(json.dumps({form: {"kl": row.kl, "top1": row.top1} for form, row in found.items()}))
+    reference = Path(request["reference"])
+    texts = texts_of(reference, spec, sample_from_json(request["sample"]), NUM_TOKENS, measures=True)
+    ends = np.cumsum([len(text.tokens) - text.start for text in texts])
+    found = {}
+    with tempfile.TemporaryFile(dir=reference.parent) as file:  # of gigabytes with a large vocabulary
+        wanted: NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(int(ends[-1]), spec.vocab_size))
+        for end, rows in zip(ends, _logits(reference, spec, texts), strict=True):
+            wanted[end - len(rows) : end] = rows
+        for form, path in forms.items():
+            compared = []
+            for text, end, rows in zip(texts, ends, _logits(path, spec, texts), strict=True):
+                compared.append(compare(wanted[end - len(rows) : end], rows, np.array(text.tokens[text.start :])))
+            found[form] = asdict(distance_from_rows(compared))
+    print(json.dumps(found))
+
+
+def sample_from_json(record: Mapping[str, Any]) -> TextSample:
+    """Returns a sample from its JSON."""
+    texts, prompts = (tuple(map(tuple, record[name])) for name in ("texts", "prompts"))
+    return TextSample(**{**record, "texts": texts, "prompts": prompts, "stop_ids": tuple(record["stop_ids"])})
 
 
 if __name__ == "__main__":

@@ -13,15 +13,21 @@ from speccompile.backends.memory import read_peak_rss
 from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.sequences import write_sequences
 from speccompile.backends.writing import lower_and_save
-from speccompile.core.jobs import STORED
+from speccompile.checkpoints.texts import TextSample
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
+from speccompile.passes.attach_grids import Grids
 from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
+from speccompile.passes.round_linears import rounded_grids
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 AUTO = "auto"  # the quantisation that is chosen by measuring
 _CALIBRATED = "int4"
+_ROW_SCALES = "rowq8"  # one scale an activation row, where the other kernels have one for 32 entries
+# What `auto` chooses from: with our kernels bfloat16 stands for float32, from which it is as far as 6e-5 nats on
+# SmolLM2-135M at half the bytes; int4 changes texts, so that it is asked for by name.
+_AUTO = {True: ("bf16", "int8"), False: ("none", "int8")}
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Form:
 
     Args:
         name: in records; with its quantisation where that is to be chosen too.
-        quantization: none, int8, int4 or stored.
+        quantization: none, bf16, int8, int4 or stored.
         kernel: a key of `ORT_QUANTIZATION[quantization]`.
     """
 
@@ -43,12 +49,17 @@ class Form:
         """Whether its weights are quantised over calibration text, where there is some."""
         return self.quantization == _CALIBRATED
 
+    @property
+    def numbers(self) -> str:
+        """Names its weights and activations: forms of the same are kernels that differ by the last bits of sums."""
+        return f"{self.quantization}/{_ROW_SCALES}" if self.kernel == _ROW_SCALES else self.quantization
+
 
 def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool = False) -> list[Form]:
     """Returns the forms to try: those of a quantisation, or of all with `auto`; those of our kernels where they run.
 
     Args:
-        quantization: none, int8, int4, stored or auto.
+        quantization: none, bf16, int8, int4, stored or auto.
         kernel: the only one; None: all.
         has_experts: whether rows gather the weights of experts. Unquantised ones then need our kernels, where there
             are some: a prompt's rows would copy gigabytes.
@@ -56,8 +67,7 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
     if quantization == AUTO:
         return [
             Form(f"{q}/{form.kernel}", q, form.kernel)
-            for q in ORT_QUANTIZATION
-            if q != STORED
+            for q in _AUTO[kernel_library.find_library() is not None]
             for form in forms_of(q, has_experts=has_experts)
         ]
     if kernel is not None:
@@ -76,7 +86,7 @@ def compile_best(
     spec: GraphSpec,
     path: Path,
     forms: Sequence[Form],
-    texts: Sequence[Sequence[int]] | None,
+    sample: TextSample | None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Lowers each form, measures a target's distance to float32 and the speed of the near forms, and writes one.
@@ -86,7 +96,7 @@ def compile_best(
         spec: inputs and outputs of the lowered graph.
         path: the ONNX file.
         forms: to choose from; one alone is not timed.
-        texts: calibration text of a target as token ids, empty to draw it from the target; None: weights are rounded.
+        sample: text of a target; None: weights are rounded, and forms compared by speed alone.
         progress: called with the name of each step.
 
     Returns:
@@ -97,38 +107,33 @@ def compile_best(
     """
     says = progress or (lambda step: None)
     is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
-    tried = fidelity.with_logits(spec) if is_target else spec
+    sample = sample if is_target else None
+    tried = spec if sample is None else fidelity.with_logits(spec)
     by_name = {form.name: form for form in forms}
     others_bytes = 0 if is_target else _weight_bytes(model)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="forms-") as folder:
         scratch, record = Path(folder), dict[str, Any]()
-        reference, grids = scratch / "reference" / path.name, None
-        if is_target:
+        reference = scratch / "reference" / path.name
+        grids: Grids | None = None
+        if sample is not None:
             # Gathered experts would be copied for every row of a text.
             packs_experts = kernel_library.find_library() is not None
             table = onnxruntime_table(tried, "none", "fp32", packs_experts=packs_experts)
             lower_and_save(model, table, reference, progress)
-        if texts is not None:
-            says("calibrate")
-            found = calibration.calibrate(reference, tried, texts, scratch / "blocks")
-            grids = {name: blocks.grid() for name, blocks in found.blocks.items()}
-            record["calibration"] = {
-                "texts": "given" if texts else "drawn from the target",
-                "num_tokens": found.num_tokens,
-                "num_linears": len(grids),
-            }
-            record["peak_rss_bytes"] = read_peak_rss() + found.peak_rss_bytes
+            if any(form.is_calibrated for form in forms):
+                says("quantise")
+                grids, record = _quantise(reference, tried, sample, scratch / "blocks")
         files = {name: scratch / "forms" / name / path.name for name in by_name}
         reports, step_ms, distances = {}, {}, {}
         for name, form in by_name.items():
             table = onnxruntime_table(tried, form.quantization, form.kernel, grids)
             reports[name] = lower_and_save(model, table, files[name], progress)
             write_sequences(files[name])
-        if is_target:
+        if sample is not None:
             says("distance to float32")
-            distances = fidelity.measure_distances(reference, files, tried)
-        unquantized = {form.name for form in forms if form.quantization == "none"}
-        near = fidelity.near_forms(list(by_name), distances, unquantized)
+            distances = fidelity.measure_distances(reference, files, tried, sample)
+            record["distance_text"] = sample.source
+        near = fidelity.near_forms({name: form.numbers for name, form in by_name.items()}, distances)
         for name in near if len(forms) > 1 else ():
             says(f"measure {name}")
             measured = tune.measure_graph(files[name], tried, others_bytes=others_bytes, node_counts=tune.TYPICAL_NODES)
@@ -141,6 +146,17 @@ def compile_best(
             lower_and_save(model, onnxruntime_table(spec, best.quantization, best.kernel, grids), path, progress)
     record |= {"form": best.name, "quantization": best.quantization, "forms_measured": step_ms}
     return {**record, "form_distances": {name: asdict(row) for name, row in distances.items()}, **reports[best.name]}
+
+
+def _quantise(
+    reference: Path, spec: GraphSpec, sample: TextSample, scratch: Path
+) -> tuple[Grids | None, dict[str, Any]]:
+    """Returns a target's weights of 4 bits, or how they are made, and what the manifest records of them."""
+    if sample.weights != "compensated":
+        return rounded_grids if sample.weights == "rounded" else None, {}
+    found = calibration.calibrate(reference, spec, sample, scratch)
+    told = {"texts": sample.source, "num_tokens": found.num_tokens, "num_linears": len(found.grids)}
+    return found.grids, {"calibration": told, "peak_rss_bytes": read_peak_rss() + found.peak_rss_bytes}
 
 
 def _weight_bytes(model: ir.Model) -> int:
