@@ -76,13 +76,18 @@ def test_a_line_may_be_a_conversation(tmp_path):
     assert read_requests(tmp_path / "p.jsonl") == [wanted]
 
 
-def test_conversations_of_a_bundle_are_rendered_by_its_template_and_end_with_the_answers_beginning(tmp_path):
+def write_tokenizer(folder):
+    """Writes a tokenizer of words, which begins texts with a token, and a chat template."""
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(("<s>", "you", "me", "a", "b", "?"))}, "?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing("<s> $0", special_tokens=[("<s>", 0)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}you {{ m.content }} {% endfor %}{% if add_generation_prompt %}me{% endif %}"
-    (tmp_path / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def test_conversations_of_a_bundle_are_rendered_by_its_template_and_end_with_the_answers_beginning(tmp_path):
+    write_tokenizer(tmp_path)
     bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
     requests = [Request("a", {}), Request([4], {}), Request("", {}, messages=({"role": "user", "content": "b"},))]
     assert prompts_of_bundle(bundle, requests) == ["a", [4], [1, 4, 2]]
@@ -91,6 +96,18 @@ def test_conversations_of_a_bundle_are_rendered_by_its_template_and_end_with_the
     assert prompts_of_bundle(bundle, requests[:2]) == ["a", [4]]
     with pytest.raises(BundleError, match=r"prompt \(messages\): got no chat template in"):
         prompts_of_bundle(bundle, requests)
+
+
+@pytest.mark.export
+def test_the_doctor_and_trainings_render_by_the_targets_template(tmp_path):
+    from speccompile.cli.doctor import _texts
+    from speccompile.training.reference import _read_prompts
+
+    write_tokenizer(tmp_path)
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "b"}]}\n{"prompt": "a"}\n')
+    assert _texts(file, str(tmp_path)) == [[1, 4, 2], "a"]
+    assert _read_prompts(file, tmp_path) == [[1, 4, 2], [0, 3]]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
