@@ -33,7 +33,7 @@ from bench.greedy_equality import open_target
 from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.bundling.calibration import read_texts
 from speccompile.certificate.checkpoint import Reference
-from speccompile.checkpoints.checkpoint import resolve_checkpoint
+from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.cli.bench_peers import convert_checkpoint, peer_environment, read_peers
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
 from speccompile.runtime.bundle import Bundle

@@ -155,6 +155,22 @@ DISTANCE = {"kl": 3.3e-3, "top1": 0.967, "perplexity_change": 0.003, "perplexity
 QUALITY = {"num_positions": 2048, "rows": {"speccompile int8": DISTANCE}}
 
 
+@pytest.mark.export
+def test_distances_are_of_the_answers_alone_and_rows_of_padded_vocabularies_are_cut():
+    from bench.peers import quality
+
+    rng = np.random.default_rng(0)
+    answers = [quality.Answer([1, 2, 0, 3], 2), quality.Answer([4, 4, 1], 1)]
+    wanted = [answer.rows(rng.normal(size=(len(answer.tokens), 5))) for answer in answers]
+    assert [len(rows) for rows in wanted] == [2, 2]
+    padded = [np.pad(rows, ((0, 0), (0, 3)), constant_values=9) for rows in wanted]
+    same = quality.distance(answers, wanted, padded)
+    assert same.kl < 1e-12 and (same.top1, same.num_positions) == (1, 4) and abs(same.perplexity_change) < 1e-12
+    pairs = zip(answers, wanted, strict=True)
+    worse = [rows - 1.0 * (np.arange(5) == np.array(a.tokens[a.start :])[:, None]) for a, rows in pairs]
+    assert quality.distance(answers, wanted, worse).perplexity_change > 0.1
+
+
 def test_a_comparison_keeps_rows_by_kind_and_no_paths_of_the_machine(result):
     assert result["command"].endswith("-- --repeats 5") and result["model"] == "M, Q8_0" and len(result["runs"]) == 2
     run = result["runs"][0]
