@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from speccompile.core.jobs import BuildSizes, WeightCounts
 
-# Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale.
+# Bytes of a weight, in the larger one of its kernel forms: a block of 32 has one float32 scale, or two float16 numbers.
 _WEIGHT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32, "stored": 1 + 4 / 32}
 _WEIGHT_BYTES["auto"] = max(_WEIGHT_BYTES.values())  # not known before it is measured
 # In the smaller one: weights that are those of bfloat16 are kept so, and scales are float16.
-_LEAST_BYTES = {"none": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 0.5 + 2 / 32, "auto": 0.5 + 2 / 32}
+_LEAST_BYTES = {"none": 2.0, "bf16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 0.5 + 2 / 32}
+_LEAST_BYTES["auto"] = _LEAST_BYTES["int8"]
 # Experts have one form, whose scales are float16.
 _EXPERT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 4.0, "auto": 4.0}
 _FLOAT_BYTES = 4

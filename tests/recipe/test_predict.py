@@ -51,6 +51,14 @@ KNOWN: list[tuple[dict[str, Any], float]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "reference"])
+def test_every_quantisation_of_a_backend_has_a_size(name: str) -> None:
+    backend = registry.backend(name)
+    counts = WeightCounts(10_000, 9_000, 1_000, num_head=1_000)
+    sizes = {q: backend.predict(counts, q, "float32") for q in backend.quantizations}
+    assert all(0 < row.least_file_bytes <= row.file_bytes <= sizes["none"].file_bytes for row in sizes.values())
+
+
 @pytest.mark.parametrize(("config", "expected"), KNOWN, ids=[str(c["model_type"]) for c, _ in KNOWN])
 def test_parameters_of_known_models(tmp_path: Path, config: dict[str, Any], expected: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"n_positions": 4096, **config}))
