@@ -84,7 +84,7 @@ def test_a_dry_run_predicts_and_writes_nothing(run: Run, recipe: Path, tmp_path:
         (recipe.parent / name / "model.safetensors").unlink()
     code, out, _ = run("build", recipe, "-o", "made", "--dry-run")
     assert code == 0
-    assert "engine.max_seq_len" in out and "decoding about" in out
+    assert "engine.max_seq_len" in out and "decoding at most about" in out
     code, out, _ = run("build", recipe, "-o", "made", "--dry-run", "--json")
     predicted = json.loads(out)["predicted"]
     assert set(predicted["graphs"]) == {"target", "draft"}

@@ -127,7 +127,7 @@ def test_dtype_and_device_left_open_are_the_backends_own(tmp_path: Path, backend
             "none, bf16, int8, int4, stored, auto with engine.backend: onnxruntime",
         ),
         (("speculator.quantization=fp8",), "speculator.quantization", "none, bf16, int8, int4"),
-        (("target.quantization=auto", "engine.backend=tensorrt"), "target.quantization", "int8, int4, fp8 with"),
+        (("target.quantization=auto", "engine.backend=tensorrt"), "target.quantization", "int4, fp8, stored with"),
         (("target.quantization=auto", "engine.backend=reference"), "target.quantization", "none, stored with"),
         (("target.quantization=auto", "engine.device=cuda"), "target.quantization", "none, int8, int4, stored with"),
         (("target.dtype=float16",), "target.dtype", "float32 with"),
