@@ -3,9 +3,10 @@
 
     python bench/kernels.py [--shapes padded] [--rows 1,2,4,8,16] [--threads 2] [--seconds 30] [--library LIB.so]
 
-The shapes are those of the example target: `unpadded` 16M, `padded` 110M parameters. Every form has weights of its own,
-mapped from files, and is measured in turns in one process; medians and minima are printed, with the bytes that a run
-reads and the GB/s of one row. `--library` takes a library that was compiled for another instruction set.
+The shapes are those of the example target, `unpadded` 16M and `padded` 110M parameters, and of SmolLM2 135M. Every form
+has weights of its own, mapped from files, and is measured in turns in one process; medians and minima are printed, with
+the bytes that a run reads and the GB/s of one row. `--library` takes a library that was compiled for another
+instruction set.
 """
 
 import argparse
@@ -22,15 +23,31 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.backends.onnxruntime.kernel_library import find_library
+from speccompile.backends.onnxruntime.linear_cases import random_grid
 from speccompile.ops.registry import attach_functions
+from speccompile.passes.attach_grids import attach_grids, linears_of
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import Editor
+from speccompile.passes.edit import Editor, sizes_of
 from speccompile.passes.pack_linears import pack_linears_pass
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.save import save_model
 
-LAYERS, HIDDEN, VOCAB, QKV = 8, 384, 8192, 640
-INNER = {"unpadded": 1024, "padded": 11200}
+# Layers, hidden, Q with K and V, inner, vocabulary.
+SHAPES = {
+    "unpadded": (8, 384, 640, 1024, 8192),
+    "padded": (8, 384, 640, 11200, 8192),
+    "smollm2": (30, 576, 960, 1536, 49152),
+}
+
+
+def attach_minimums(model: ir.Model) -> int:
+    """Gives every linear random 4-bit weights with a scale and a minimum for 32."""
+    weights = {str(value.name): value.const_value for _, value in linears_of(model)}
+    dims = {name: sizes_of(weight) for name, weight in weights.items() if weight is not None}
+    grids = {n: random_grid("Int4Min", *size, 0, group=32, dtype="float16") for n, size in dims.items()}
+    return attach_grids(model, grids)
+
+
 PASSES: dict[str, tuple[Pass, ...]] = {
     "ort fp32": (),
     "own F32": (pack_linears_pass("float"),),
@@ -39,6 +56,7 @@ PASSES: dict[str, tuple[Pass, ...]] = {
     "own Int8": (pack_linears_pass("int8"),),
     "ort int4": (quantize_blocks_pass(4),),
     "own Int4": (pack_linears_pass("int4"),),
+    "own Int4Min": (Pass("attach_minimums", attach_minimums), pack_linears_pass("stored")),
 }
 
 
@@ -58,18 +76,19 @@ class Stack:
         return (clock() - start) * 1e3
 
 
-def make_model(inner: int, *, is_bfloat16: bool) -> ir.Model:
+def make_model(shapes: str, *, is_bfloat16: bool) -> ir.Model:
     """Returns the linears side by side, each with random weights of its own."""
+    layers, hidden, qkv, inner, vocab = SHAPES[shapes]
     rng = np.random.default_rng(0)
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 24}, name="linears"), ir_version=11)
     inputs = {}
-    for size in sorted({HIDDEN, inner}):
+    for size in sorted({hidden, inner}):
         inputs[size] = ir.Value(
             name=f"x{size}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1, "rows", size])
         )
         model.graph.inputs.append(inputs[size])
-    layer = [(HIDDEN, QKV), (HIDDEN, HIDDEN), (HIDDEN, 2 * inner), (inner, HIDDEN)]
-    for index, (num_in, num_out) in enumerate([*layer * LAYERS, (HIDDEN, VOCAB)]):
+    layer = [(hidden, qkv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
+    for index, (num_in, num_out) in enumerate([*layer * layers, (hidden, vocab)]):
         weight = rng.standard_normal((num_in, num_out), dtype=np.float32) * np.float32(0.05)
         if is_bfloat16:
             weight = (weight.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
@@ -80,8 +99,8 @@ def make_model(inner: int, *, is_bfloat16: bool) -> ir.Model:
     return model
 
 
-def open_stack(name: str, inner: int, rows: list[int], threads: int, library: Path | None, folder: Path) -> Stack:
-    model = make_model(inner, is_bfloat16=name == "own Bf16")
+def open_stack(name: str, shapes: str, rows: list[int], threads: int, library: Path | None, folder: Path) -> Stack:
+    model = make_model(shapes, is_bfloat16=name == "own Bf16")
     for entry in PASSES[name]:
         entry.run(model)
     attach_functions(model)
@@ -104,7 +123,7 @@ def open_stack(name: str, inner: int, rows: list[int], threads: int, library: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", choices=INNER, default="padded")
+    parser.add_argument("--shapes", choices=SHAPES, default="padded")
     parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=30.0)
@@ -118,8 +137,7 @@ def main() -> None:
     rows, library = [int(count) for count in args.rows.split(",")], args.library or find_library()
     with tempfile.TemporaryDirectory() as folder:
         stacks = [
-            open_stack(name, INNER[args.shapes], rows, args.threads, library, Path(folder))
-            for name in args.forms.split(",")
+            open_stack(name, args.shapes, rows, args.threads, library, Path(folder)) for name in args.forms.split(",")
         ]
         times: dict[tuple[str, int], list[float]] = {(stack.name, count): [] for stack in stacks for count in rows}
         end = time.monotonic() + args.seconds

@@ -110,6 +110,18 @@ def test_kernel_and_twin_agree_on_every_grid(form: str, grid: dict, kernels: Pat
                 assert np.array_equal(mine[:, row].view(np.int32), single[:, 0].view(np.int32)), f"row {row}"
 
 
+@pytest.mark.parametrize("form", ["Int8", "Int4"])
+def test_graphs_that_name_no_group_and_no_unit_have_groups_of_32(form: str, kernels: Path) -> None:
+    """As those of older bundles do."""
+    name = f"NormPackedLinear{form}"
+    constants, attributes = linear_case(name, 70, 52)
+    older = {key: value for key, value in attributes.items() if key not in ("group", "unit")}
+    feeds, executors = rows_for(name, 5, 70), (kernels, None)
+    for executor in executors:
+        got, right = (run(session_of(linear_model(name, constants, a), executor), feeds) for a in (older, attributes))
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(got, right, strict=True))
+
+
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
 def test_padding_of_a_row_has_no_scale(form: str, kernels: Path) -> None:
     """Rows of 70 have five units of 16 and are padded to six: what stands after five scales is another panel's."""
