@@ -305,8 +305,8 @@ def _jobs_of_peers(
         todo = "Merge it with PEFT and build the merged checkpoint, or leave --peers out."
         raise RuntimeFault("--peers", f"a bundle with the adapter {lora}", "a checkpoint as it is", todo)
     if target.weights != "checkpoint" or target.model is None or not Path(target.model).exists():
-        got = f"no trained checkpoint at {target.model}"
-        todo = "Put the checkpoint where it was at the build, or leave --peers out."
+        got = f"no trained checkpoint's folder at {target.model}"
+        todo = "Put it where it was at the build (of a GGUF file: speccompile convert), or leave --peers out."
         raise RuntimeFault("--peers", got, "the checkpoint that the bundle was built from", todo)
     return peer_jobs(installed, read_precisions(precisions, bundle), base, folder / "models", left_out)
 

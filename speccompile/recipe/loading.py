@@ -322,8 +322,10 @@ def _candidate_paths(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
 def _find_model(raw: RawRecipe, path: KeyPath, model: str) -> str:
     candidates = _candidate_paths(raw, path, model)
     for candidate in candidates:
-        if os.path.isdir(candidate) or (os.path.exists(candidate) and is_gguf(candidate)):
+        if os.path.isdir(candidate):
             return str(candidate.resolve())
+        if os.path.exists(candidate) and is_gguf(candidate):
+            return os.path.abspath(candidate)  # a link's own name says which part of a model it is
         if os.path.exists(candidate):
             raise RecipeError(raw.where(path), f"{shown(model)}, a file", _MODEL, hint(str(candidate)))
     is_file = is_gguf(Path(model)) and not HUB_GGUF.fullmatch(model)

@@ -152,7 +152,9 @@ def _is_number(value: Any) -> bool:
 
 def _absolute(model: str) -> str:
     path = Path(model).expanduser()
-    return str(path.resolve()) if os.path.exists(path) else model
+    if path.is_dir():
+        return str(path.resolve())
+    return os.path.abspath(path) if os.path.exists(path) else model
 
 
 def _num_drafts(section: Mapping[str, Any]) -> int:

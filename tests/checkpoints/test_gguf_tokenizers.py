@@ -215,6 +215,18 @@ def test_phi3s_marks_of_turns_take_the_blanks_after_them(tmp_path: Path) -> None
     assert made.encode("<s> hi").ids != made.encode("<s>hi").ids
 
 
+def test_gemmas_runs_of_blanks_are_tokens_of_their_own(tmp_path: Path) -> None:
+    keys = sentencepiece_keys(sentencepiece(has_prefix=False), has_prefix=False)
+    first = len(keys["tokenizer.ggml.tokens"])
+    keys["tokenizer.ggml.tokens"] += ["  ", "   ", "\n\n"]
+    keys["tokenizer.ggml.token_type"] += [USER] * 3
+    keys["tokenizer.ggml.scores"] += [-1000.0] * 3
+    made = made_from(keys, tmp_path / "made")
+    ids = made.encode("a     b\n\n c").ids
+    assert [token - first for token in ids if token >= first] == [1, 0, 2], "the longest first"
+    assert made.decode(ids) == "a     b\n\n c"
+
+
 def test_ends_sampling_and_template_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     ends = ["<|return|>", "<|call|>", "<|end|>", "<|eot_id|>", "<s>", "</s>"]

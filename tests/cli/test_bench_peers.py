@@ -283,5 +283,5 @@ def test_the_precision_of_a_bundle_is_that_of_its_weights(checkpoint, quantizati
 @pytest.mark.parametrize("target", [TargetRecord(model="/gone"), TargetRecord(), TargetRecord(weights="random")])
 def test_a_bundle_without_its_checkpoint_cannot_be_compared(tmp_path, target):
     bundle = SimpleNamespace(recipe=SimpleNamespace(target=target, method="none"))
-    with pytest.raises(RuntimeFault, match="no trained checkpoint at"):
+    with pytest.raises(RuntimeFault, match="no trained checkpoint's folder at"):
         bench._jobs_of_peers({}, bundle, [], None, tmp_path, {})

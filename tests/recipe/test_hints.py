@@ -67,8 +67,8 @@ def test_a_gguf_file_that_is_not_there_is_named(tmp_path: Path, model: str, monk
 )
 def test_a_recipe_names_a_gguf_file(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("m.gguf", "sha256-of-ollama"):
-        (tmp_path / name).write_bytes(b"GGUF\xff")
+    (tmp_path / "sha256-of-ollama").write_bytes(b"GGUF\xff")
+    (tmp_path / "m.gguf").symlink_to("sha256-of-ollama")  # as in the hub's cache; the name says the part
     (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
     expected = model if model.startswith("OWNER") else str(tmp_path / model)
     assert load_recipe(tmp_path / "r.yaml").target.model == expected
