@@ -72,6 +72,10 @@ class _Config:
         for key in NEEDED:
             if type(self.keys.get(key)) is not int or self.keys[key] < 1:
                 raise self.wrong(key, shown(self.keys.get(key)), "a positive whole number")
+        layers = {name.split(".")[1] for name in self.header.tensors if name.startswith("blk.")}
+        if self.keys["block_count"] > max(len(layers), 1):
+            expected = f"at most {len(layers)}, the layers that have tensors"
+            raise self.wrong("block_count", str(self.keys["block_count"]), expected)
         for key, name in {**KEYS, **self.family.keys}.items():
             if (value := self.take(key)) is not None:
                 if not isinstance(value, int | float):

@@ -183,7 +183,8 @@ class _Header:
             todo = "Use a file of another quantisation; llama.cpp's llama-quantize makes one."
             raise CheckpointError(f"{self.path} ({name})", name_of_kind(tensor.kind), f"one of {known}", todo)
         block = BLOCKS[tensor.kind]
-        if max(tensor.shape, default=1) > _MAX_SIZE or (tensor.shape[-1:] or (1,))[0] % block.size:
+        shape = tensor.shape or (1,)
+        if not 0 < min(shape) <= max(shape) <= _MAX_SIZE or shape[-1] % block.size:
             raise self.damaged(f"{name} of {block.name} and shape {list(tensor.shape)}")
         end = tensor.start_bytes + math.prod(tensor.shape) // block.size * block.size_bytes
         if end > len(self.data):
