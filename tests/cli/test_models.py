@@ -239,5 +239,5 @@ def test_load_takes_what_the_commands_take(
 
 
 def test_load_says_what_is_none_of_them(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"expected a bundle's folder, a checkpoint's folder, a recipe"):
+    with pytest.raises(BundleError, match=r"expected a bundle's or a checkpoint's folder, a GGUF file, a recipe"):
         speccompile.load(tmp_path)
