@@ -67,7 +67,7 @@ def _summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("target", str(recipe["target"]["model"])),
         ("method", str(recipe["speculator"]["method"])),
         ("backend and device", f"{recipe['engine']['backend']}, {recipe['engine']['device']}"),
-        ("weights", f"{target.get('quantization', 'none')}, kernels {target.get('form', '')}"),
+        ("weights", f"{target.get('quantization', 'none')}, kernels {target.get('form', '')}{_kinds(target)}"),
         ("size", text_from_bytes(sum(record["size_bytes"] for record in manifest["files"].values()))),
         ("built in", f"{sum(stage['seconds'] for stage in stages):.3g} s"),
     ]
@@ -75,6 +75,14 @@ def _summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         fast = f"{step_ms['1']:.3g} ms, {1e3 / step_ms['1']:.3g} tokens/s without drafts"
         rows.append(("a step of one token", f"{fast}, {tuning.get('threads')} threads"))
     return rows
+
+
+def _kinds(graph: Mapping[str, Any]) -> str:
+    """Returns how many weights have which levels, of a graph that has those of its checkpoint."""
+    if not (held := graph.get("weights")):
+        return ""
+    parts = [f"{size / 1e6:.1f} M of {kind}" for kind, size in held["grids"].items()]
+    return ": " + "; ".join(parts + [f"{held['floats'] / 1e6:.1f} M floats"] * bool(held["floats"]))
 
 
 def is_default(recipe: Mapping[str, Any], key: str, value: object) -> bool:

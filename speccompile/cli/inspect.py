@@ -105,6 +105,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
         "caches",
         "form",
         "quantization",
+        "weights",
         "calibration",
         *measured,
     )

@@ -29,11 +29,14 @@ def rows_of(graph: Path) -> Iterator[np.ndarray]:
             if shares is not None and shares.op_type == "MatMul":  # of what zero points leave of minimums
                 rest = shares.inputs[1].const_value.numpy().T.astype(np.float64)
                 weight += np.repeat(rest, attributes["block_size"], axis=1)[:, : weight.shape[1]]
-        elif "PackedLinearInt" in node.op_type:
+        elif "LinearInt" in node.op_type or "PackedRowsInt" in node.op_type:
             form = node.op_type[node.op_type.index("Int") :]
             constants = [array for array in held if array is not None and array.ndim > 2][:3]
-            packed = packing.Packed(*constants, group=attributes.get("group", 32), unit=attributes.get("unit", 32))
-            weight = packing.unpack(packed, form)[: attributes["num_in"]].T
+            experts = range(attributes["num_experts"]) if "num_experts" in attributes else [...]
+            parts = [[array[expert] for array in constants] for expert in experts]
+            group, num_in = attributes.get("group", 32), attributes["num_in"]
+            unpacked = [packing.unpack(packing.Packed(*part, group=group), form)[:num_in].T for part in parts]
+            weight = np.concatenate(unpacked)
         else:
             continue
         if order is not None:

@@ -43,6 +43,14 @@ def test_the_summary_comes_first(page):
     assert "12.9 ms, 77.3 tokens/s without drafts, 1 threads" in first
 
 
+def test_stored_weights_are_told_by_their_levels():
+    held = {"grids": {"4 bits, float16 scale for 32 inputs": 106_168_320}, "floats": 28_311_552}
+    graph = {**TARGET, "quantization": "stored", "weights": held}
+    page = html_from_manifest({**MANIFEST, "graphs": {"target": graph}})
+    told = "stored, kernels packed: 106.2 M of 4 bits, float16 scale for 32 inputs; 28.3 M floats"
+    assert told in page
+
+
 def test_keys_that_were_set_come_before_those_with_their_defaults(page):
     opened, _, closed = page.partition("<details>")
     assert (
