@@ -98,9 +98,6 @@ def precision_from_bundle(bundle: Bundle) -> str:
     quantization = bundle.manifest["recipe"]["target"].get("quantization", "none")
     if quantization in PRECISIONS:
         return str(quantization)
-    if held := bundle.graphs["target"].get("weights"):  # those of the checkpoint: of what most of them take
-        most = max(held["grids"], key=held["grids"].get, default="")
-        return "int4" if most.startswith(("2 bits", "3 bits", "4 bits")) else "int8"
     if bundle.graphs["target"].get("form") in (None, "fp32"):
         return "fp32"
     config = Path(bundle.recipe.target.model or "") / "config.json"

@@ -261,13 +261,6 @@ def test_texts_of_every_engine_are_compared_with_the_reference(rows):
     assert equal["openvino", "int8", "plain"] == (0, 2, 3)
 
 
-@pytest.mark.parametrize(("grids", "precision"), [({"4 bits, x": 9, "8 bits, y": 5}, "int4"), ({"6 bits": 9}, "int8")])
-def test_the_precision_of_stored_weights_is_that_of_most_of_them(grids, precision):
-    recipe = {"target": {"quantization": "stored"}}
-    graphs = {"target": {"form": "packed", "weights": {"grids": grids}}}
-    assert precision_from_bundle(SimpleNamespace(manifest={"recipe": recipe}, graphs=graphs)) == precision
-
-
 @pytest.mark.parametrize(
     ("quantization", "form", "dtype", "precision"),
     [("int8", "packed", "bfloat16", "int8"), ("int4", "blocks32", None, "int4"), ("none", "fp32", "bfloat16", "fp32"),
