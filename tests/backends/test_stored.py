@@ -51,7 +51,10 @@ def test_weights_stay_as_the_file_has_them(name: str, form: str, tmp_path: Path)
     report, files = compiled(folder_from_gguf(tmp_path / "model.gguf"), tmp_path / "out", OnnxRuntimeBackend(), form)
     stored = set().union(*(digests(files.array(key)) for key in files.grid_keys))
     built = set().union(*(digests(weight) for weight in rows_of(tmp_path / "out" / GRAPH_FILE)))
-    assert built == stored
+    # Routers are floats; so is an embedding beside MatMulNBits where it is not tied.
+    is_float = {key: key.endswith(".gate.weight") or (form == "blocks" and "embed" in key) for key in files.grid_keys}
+    floats = set().union(*(digests(files.array(key)) for key in files.grid_keys if is_float[key]))
+    assert built | floats == stored | floats
     assert report["weights"]["num_float"] == (2 + 1 if name == "floats beside" else 0)
 
 
