@@ -28,10 +28,11 @@ def predict_float32(counts: WeightCounts, quantization: str, *, packs_experts: b
     """
     experts_bytes = counts.num_experts * (_EXPERT_BYTES[quantization] if packs_experts else _FLOAT_BYTES)
     linear_bytes = (counts.num_linear - counts.num_experts) * _WEIGHT_BYTES[quantization]
+    num_own = 0 if counts.is_tied else min(counts.num_head, counts.num_plain)
     weights_bytes = int(linear_bytes + experts_bytes) + _FLOAT_BYTES * counts.num_plain
-    # An embedding has 2 bytes at least, or is that of the head.
+    # An embedding that is not the head's has 8 bits beside quantised linears, else 2 bytes at least.
     num_other = max(counts.num_plain - counts.num_head, 0)
-    table_bytes = 2 * (0 if counts.is_tied else min(counts.num_head, counts.num_plain))
-    least_bytes = int(counts.num_linear * _LEAST_BYTES[quantization]) + _FLOAT_BYTES * num_other + table_bytes
+    table_bytes = (_LEAST_BYTES["int8"] if quantization in ("int8", "int4") else 2) * num_own
+    least_bytes = int(counts.num_linear * _LEAST_BYTES[quantization] + table_bytes) + _FLOAT_BYTES * num_other
     export_bytes = int(counts.num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES
     return BuildSizes(weights_bytes, weights_bytes, export_bytes, least_file_bytes=min(least_bytes, weights_bytes))
