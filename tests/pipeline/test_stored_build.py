@@ -32,10 +32,10 @@ CASES = {
     "gptq 4 ordered": "speccompile::PackedLinearInt4Min",
     "gptq 8 v2": "speccompile::PackedLinearInt8Min",
     "awq": "speccompile::PackedLinearInt4Min",
-    "compressed 4": "com.microsoft::MatMulNBits",
+    "compressed 4": "speccompile::PackedLinearInt4",
     "compressed 4, some by rows": "speccompile::PackedLinearInt4Min",
-    "compressed 8": "com.microsoft::MatMulNBits",
-    "compressed int8": "com.microsoft::MatMulNBits",
+    "compressed 8": "speccompile::PackedLinearInt8",
+    "compressed int8": "speccompile::PackedLinearInt8",
 }
 ENGINE = "{max_seq_len: 48, max_draft_nodes: 16, threads: 1}"
 
