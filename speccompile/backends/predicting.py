@@ -18,20 +18,24 @@ _FLOAT_BYTES = 4
 _EXPORT_FACTOR, _LIBRARY_BYTES = 2.3, 700 * 2**20
 
 
-def predict_float32(counts: WeightCounts, quantization: str, *, packs_experts: bool = True) -> BuildSizes:
+def predict_float32(
+    counts: WeightCounts, quantization: str, *, packs_experts: bool = True, ties: bool = False
+) -> BuildSizes:
     """Predict a graph for ONNX Runtime or the reference evaluator.
 
     Args:
         counts: its weights.
         quantization: none, bf16, int8, int4, stored or auto.
         packs_experts: experts are quantised as linears are; False: they stay float32.
+        ties: an embedding that is tied to the LM head is stored once, as the head.
     """
     experts_bytes = counts.num_experts * (_EXPERT_BYTES[quantization] if packs_experts else _FLOAT_BYTES)
     linear_bytes = (counts.num_linear - counts.num_experts) * _WEIGHT_BYTES[quantization]
     num_own = 0 if counts.is_tied else min(counts.num_head, counts.num_plain)
-    weights_bytes = int(linear_bytes + experts_bytes) + _FLOAT_BYTES * counts.num_plain
     # An embedding that is not the head's has 8 bits beside quantised linears, else 2 bytes at least.
     num_other = max(counts.num_plain - counts.num_head, 0)
+    num_floats = num_other if ties and counts.is_tied else counts.num_plain
+    weights_bytes = int(linear_bytes + experts_bytes) + _FLOAT_BYTES * num_floats
     table_bytes = (_LEAST_BYTES["int8"] if quantization in ("int8", "int4") else 2) * num_own
     least_bytes = int(counts.num_linear * _LEAST_BYTES[quantization] + table_bytes) + _FLOAT_BYTES * num_other
     export_bytes = int(counts.num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES

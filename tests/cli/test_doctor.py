@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (("--target", "./nowhere"), 3, "a checkpoint folder or a hub id"),
+        (("--target", "./nowhere"), 3, "a checkpoint folder, a GGUF file or a hub id"),
         (("--set", "half"), 2, "KEY=VALUE"),
         (("--probe",), 2, "the model on which --probe drafts"),
         (("--prompts", "prompts.jsonl"), 2, "--probe, which reads them"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import speccompile
-from speccompile.runtime import spec_engine
+from speccompile.runtime import chat_prompts
 
 PAGE = (Path(__file__).parents[2] / "docs/embedding.md").read_text()
 
@@ -19,12 +19,16 @@ def test_the_page_runs(pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     """The example pair knows no conversations: a template that joins them stands in the place of its own."""
     seen: list[Any] = []
 
-    def prompt(folder: Path, messages: Any, variables: Any) -> str:
-        assert folder == pair / "tokenizer"
-        seen.append([*messages])
-        return "def prime():"
+    class Template:
+        def render(self, messages: Any, *rest: Any) -> str:
+            seen.append([*messages])
+            return "def prime():"
 
-    monkeypatch.setattr(spec_engine, "prompt_of_messages", prompt)
+    def template_of(folder: Path, where: str) -> Template:
+        assert folder == pair / "tokenizer"
+        return Template()
+
+    monkeypatch.setattr(chat_prompts, "find_template", template_of)
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 3

@@ -149,7 +149,7 @@ def test_the_command_line_reads_images(
     found = tmp_path / "found.json"
     common = ["generate", str(bundle), "--max-new-tokens", str(NUM_TOKENS), "--json", str(found)]
     two = [word for name in ("second.png", "first.png") for word in ("--image", str(tmp_path / name))]
-    assert main([*common, "--prompt", TEXTS[1], *two]) == 0
+    assert main([*common, "--raw", "--prompt", TEXTS[1], *two]) == 0
     assert [row["tokens"] for row in json.loads(found.read_text())] == [expected[1]]
     names = {id(FIRST): "first.png", id(SECOND): "second.png"}
     rows = [{"prompt": text, "images": [names[id(image)] for image in images]} for text, images in CASES]
@@ -159,7 +159,7 @@ def test_the_command_line_reads_images(
     assert [row["tokens"] for row in json.loads(found.read_text())] == expected
     capsys.readouterr()
     for options, message in (
-        (["--prompt", "w7", "--image", str(tmp_path / "first.png")], "0 marks <start_of_image> in the text"),
+        (["--raw", "--prompt", "w7", "--image", str(tmp_path / "first.png")], "0 marks <start_of_image> in the text"),
         (["--prompts", str(file), "--image", str(tmp_path / "first.png")], "lines of a file have `images`"),
     ):
         assert main([*common, *options]) != 0

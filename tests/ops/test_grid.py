@@ -63,9 +63,14 @@ def test_grids_that_have_no_kind_in_common() -> None:
     assert common_kind([fine.kind, GRIDS["4 bits, minimums"].kind]) is None
 
 
-@pytest.mark.parametrize(("value", "bits"), [(1.0, 1), (0.0, 1), (3.0, 2), (-2.5, 3), (1 + 2**-23, 24), (2**-149, 24)])
+@pytest.mark.parametrize(("value", "bits"), [(1.0, 1), (0.0, 1), (3.0, 2), (-2.5, 3), (1 + 2**-23, 24)])
 def test_significant_bits(value: float, bits: int) -> None:
     assert significant_bits(np.array([[1.0, value]], np.float32)) == bits
+
+
+def test_significant_bits_of_a_denormal() -> None:
+    """Given by its bits: a process that has used ONNX Runtime may take a denormal for 0."""
+    assert significant_bits(np.array([[1]], np.uint32).view(np.float32)) == 24
 
 
 @pytest.mark.parametrize("name", GRIDS)

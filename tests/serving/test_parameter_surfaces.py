@@ -28,7 +28,7 @@ def test_one_line_declares_a_parameter_on_every_surface():
 
 @pytest.mark.parametrize("name", ["min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_no_surface_names_a_parameter(name):
-    """Only its declaration does, and what acts on it."""
+    """Only its declaration does, what acts on it, and the table of a GGUF file's names."""
     pattern = re.compile(rf"\b{name}\b")
     named = []
     texts = {path: path.read_text() for path in sorted((ROOT / "speccompile").rglob("*.py"))}
@@ -39,7 +39,7 @@ def test_no_surface_names_a_parameter(name):
                 words = [node.value]
             if any(pattern.fullmatch(word) for word in words):
                 named.append(str(path.relative_to(ROOT / "speccompile")))
-    assert set(named) == {"core/sampling_params.py", "runtime/logits_processors.py"}
+    assert set(named) - {"checkpoints/gguf/tokenizer.py"} == {"core/sampling_params.py", "runtime/logits_processors.py"}
 
 
 def page(name):

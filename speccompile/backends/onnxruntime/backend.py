@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import Backend
+from speccompile.backends.predicting import predict_float32
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import CompileOptions
+from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 from speccompile.errors import BuildError
 
@@ -134,6 +135,11 @@ class OnnxRuntimeBackend(Backend):
         from speccompile.backends.onnxruntime.kernel_library import find_library
 
         find_library()
+
+    def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
+        """Predicts the sizes of a graph; a tied embedding is the LM head's."""
+        del dtype
+        return predict_float32(counts, quantization, ties=True)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
         """Returns what else a compiled graph depends on: machine and kernels, as forms are chosen by measuring."""
