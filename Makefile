@@ -136,7 +136,7 @@ format: setup  ## Let ruff rewrite what it can
 golden: setup  ## Write the golden files anew; a refactor leaves `git diff` empty
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest --quiet tests/golden
 
-sweep: setup  ## Export every causal model type of transformers at tiny size; writes docs/families.md (about 15 CPU minutes)
+sweep: setup  ## Export every causal model type of transformers at tiny size; writes docs/reference/families.md (about 15 CPU minutes)
 	$(BIN)/python -m tests.export.sweep $(ARGS)
 
 bench: $(BUNDLE)/manifest.json  ## Plain, speculative and transformers, interleaved, on examples/prompts.jsonl

@@ -7,6 +7,6 @@ _DOT_PRODUCTS = {"avx512_vnni", "avx_vnni", "asimddp"}  # of 8-bit integers, by 
 
 
 def least_rows(quantization: str, form: str) -> int:
-    """Returns from how many rows on the steps of a form agree in bits: 2 in one case, see docs/lossless.md."""
+    """Returns from how many rows on the steps of a form agree in bits: 2 in one case (docs/explanation/lossless.md)."""
     has_vnni = not cpu_features() or bool(cpu_features() & _DOT_PRODUCTS)
     return 2 if (quantization, form) == ("int4", "blocks32") and not has_vnni else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build every pair of target family and published speculator from its sizes alone, and write docs/pairs.md.
+"""Build every pair of target family and published speculator from its sizes alone, and write docs/reference/pairs.md.
 
     python bench/pairs/main.py [--only NAME,...] [--backends onnxruntime,tensorrt] [--retry | --again]
                                [--full | --narrow]

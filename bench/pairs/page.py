@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generated part of docs/pairs.md."""
+"""The generated part of docs/reference/pairs.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from bench.pairs.narrow import MAX_KV_HEADS, MAX_WIDTH
 from bench.pairs.rows import MAX_CHOSEN, MAX_DRAFT_VOCAB, MAX_EXPERTS, MAX_VOCAB, PAIRS, TARGET, Pair
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/pairs.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/pairs.md"
 BEGIN, END = "<!-- begin: written by bench/pairs/main.py -->", "<!-- end: written by bench/pairs/main.py -->"
 GIB = 1 << 30
 Records = Mapping[str, Mapping[str, Mapping[str, Any]]]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a backend with its defaults, and the checks that all engines share.
 
-docs/add_backend.md lists it; tests/meta compares the two.
+docs/how_to/add_backend.md lists it; tests/meta compares the two.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 def error_of_method(where: str, method: str, kind: type[SpecCompileError] = CheckpointError) -> SpecCompileError:
     """Returns the error of weights that are packed by a method that is not read."""
-    expected = f"plain weights, or packed by {', '.join((*METHODS, MXFP4))} (docs/families.md)"
+    expected = f"plain weights, or packed by {', '.join((*METHODS, MXFP4))} (docs/reference/families.md)"
     return kind(where, f"weights quantised by {method}", expected, _PLAIN)
 
 

@@ -44,7 +44,7 @@ def build_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A recipe (docs/recipe.md), a checkpoint's folder, a GGUF file or an id of the hub.",
+            help="A recipe (docs/reference/recipe.md), a checkpoint's folder, a GGUF file or an id of the hub.",
         ),
     ],
     model: Any,
@@ -72,7 +72,7 @@ def build_command(
 
     Stages: prepare kernels (for this CPU, once), check checkpoints, export (the model as a graph), compile (passes,
     then the backend; rollback is the graph that keeps one path of a tree in the cache), share weights, tune (the time
-    of steps by their size, which decides how far to draft), check graphs. See docs/flow.md.
+    of steps by their size, which decides how far to draft), check graphs. See docs/explanation/flow.md.
     """
     from speccompile.prepare import plan_from_source
     from speccompile.recipe.machine import build_seconds

@@ -26,7 +26,8 @@ class StructuredOutputs:
         choice: the text is one of these.
         grammar: in Lark's syntax as llguidance reads it, or in GBNF.
         structural_tag: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`: free text, but what follows a
-            trigger is one of the structures; or `{"format": {"type", ..}}` with xgrammar's types (docs/serve.md).
+            trigger is one of the structures; or `{"format": {"type", ..}}` with xgrammar's types
+            (docs/reference/server.md).
         whitespace_pattern: a regular expression of the white space that may stand between the tokens of JSON; "": none;
             None: a space, or a line end and an indent of 20 at most.
         reasoning: markers of one token each that stand around a free text before it: ("<think>", "</think>").

@@ -2,8 +2,8 @@
 """Quantise weights to 4 or 8 bits in blocks along the input: com.microsoft::MatMulNBits.
 
 Blocks of 32 with accuracy level 4 (8-bit activations per block) give every row the same bits, however many rows share
-the step, but for int4 on a CPU with AVX2 and without VNNI (docs/lossless.md). Larger blocks use different kernels for
-one row and for several and do not; so do blocks of 16.
+the step, but for int4 on a CPU with AVX2 and without VNNI (docs/explanation/lossless.md). Larger blocks, and blocks of
+16, use different kernels for one row and for several.
 """
 
 from __future__ import annotations

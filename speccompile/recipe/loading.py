@@ -107,7 +107,9 @@ def parse_recipe(text: str, source: str, folder: Path) -> RawRecipe:
         raise RecipeError(f"{source}{line}", fault.problem, "valid YAML", "Correct the line.") from fault
     values = {} if node is None else values
     if not isinstance(values, dict):
-        raise RecipeError(source, f"a {type(values).__name__}", "a mapping with the key target", "See docs/recipe.md.")
+        raise RecipeError(
+            source, f"a {type(values).__name__}", "a mapping with the key target", "Read docs/reference/recipe.md."
+        )
     origins: dict[KeyPath, str] = {}
     for keys, number in _key_lines(node, ()):
         if keys in origins:
@@ -246,7 +248,7 @@ def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -
     if far:
         dotted = next(".".join(k) for k in able if k[-1] == far[0])
         return f"Did you mean {dotted!r}?"
-    return f"Known keys: {', '.join(siblings)}." if siblings else "See docs/recipe.md."
+    return f"Known keys: {', '.join(siblings)}." if siblings else "See docs/reference/recipe.md."
 
 
 def _is_not_of_target(name: str) -> tuple[bool, str]:

@@ -12,8 +12,8 @@ from typing import Any
 from speccompile.backends.memory import available_memory, gpu_memory
 from speccompile.recipe.plan import BuildPlan
 
-# Of 41 builds of published sizes with few layers (docs/pairs.md), on two cores beside other work, four in five took
-# this long for each GiB of float32 weights; a small build takes its time to measure steps.
+# Of 41 builds of published sizes with few layers (docs/reference/pairs.md), on two shared cores, four in five took this
+# long for each GiB of float32 weights; a small build takes its time to measure steps.
 _SECONDS_PER_GIB = (45, 430)
 _SECONDS = (20, 120)
 TIME_BASIS = "as 41 builds on two busy cores: 45 to 430 s for each GiB of float32 weights; calibration comes on top"

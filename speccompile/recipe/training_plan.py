@@ -69,7 +69,7 @@ def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan
     """
     section = recipe.training
     if section is None:
-        todo = "See docs/training.md and recipes/train/."
+        todo = "See docs/reference/training.md and recipes/train/."
         raise RecipeError("training", "no such section", "a recipe that says what to train", todo)
     if recipe.target.lora is not None:
         todo = "Merge it with PEFT (merge_and_unload, save_pretrained) and train for the merged checkpoint."

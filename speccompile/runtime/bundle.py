@@ -37,7 +37,7 @@ class Bundle:
 
     Args:
         path: its folder.
-        manifest: the parsed manifest.json; see docs/bundle.md for its keys.
+        manifest: the parsed manifest.json; see docs/reference/bundle.md for its keys.
     """
 
     path: Path

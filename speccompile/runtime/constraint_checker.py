@@ -159,7 +159,7 @@ def _resolve(future: Future[Checked], wanted: StructuredOutputs, answer: Mapping
         elif "is_closed" in answer:
             future.set_exception(shutting_down())
         else:
-            expected, todo = "one within the bounds of docs/serve.md", f"Simplify the {wanted.kind}."
+            expected, todo = "one within the bounds of docs/reference/server.md", f"Simplify the {wanted.kind}."
             got = f"a {wanted.kind} that cannot be compiled: {answer.get('died')}"
             parts = {"where": f"{WHERE} ({wanted.kind})", "got": got, "expected": expected, "todo": todo, **answer}
             future.set_exception(RuntimeFault(parts["where"], parts["got"], parts["expected"], parts["todo"]))

@@ -204,7 +204,7 @@ class Service:
             return await stream.completions()
 
     def stats(self) -> dict[str, Any]:
-        """Returns a JSON-ready snapshot, see docs/scheduler.md. Any thread; waits for the current step to end."""
+        """Returns a JSON-ready snapshot (docs/reference/service.md). Any thread; waits for the current step to end."""
         answer: SimpleQueue[dict[str, Any]] = SimpleQueue()
         with self._lock:
             is_running = self._is_running and threading.current_thread() is not self._thread

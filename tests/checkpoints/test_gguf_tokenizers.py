@@ -39,7 +39,7 @@ CONTROL, USER, UNUSED = 3, 4, 5
 @cache
 def corpus() -> str:
     return (
-        "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))[:6]) + "Привет мир 你好世界 " * 40
+        "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))[:6]) + "Привет мир 你好世界 " * 40
     )
 
 

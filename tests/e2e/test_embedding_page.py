@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/embedding.md, run as it stands there."""
+"""docs/how_to/embed.md, run as it stands there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import speccompile
 from speccompile.runtime import chat_prompts
 
-PAGE = (Path(__file__).parents[2] / "docs/embedding.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/how_to/embed.md").read_text()
 
 
 def test_the_page_runs(pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +35,7 @@ def test_the_page_runs(pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     for block in blocks:
         code = re.sub(r"bundles/(pycode|chat)", str(pair), block)
         assert code != block
-        exec(compile(code, "docs/embedding.md", "exec"), names)
+        exec(compile(code, "docs/how_to/embed.md", "exec"), names)
     out = capsys.readouterr().out
     engine = speccompile.load(pair, verify=False)
     params = speccompile.SamplingParams(max_new_tokens=32)

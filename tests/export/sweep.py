@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which causal `model_type`s of the installed transformers export: equal to transformers' logits, or refused.
 
-    python -m tests.export.sweep                    # all; writes sweep.json and docs/families.md
+    python -m tests.export.sweep                    # all; writes sweep.json and docs/reference/families.md
     python -m tests.export.sweep phimoe qwen2_moe   # these alone, verdicts on the terminal; writes nothing
 
 A verdict is kept in build/sweep under a digest of what can change it, so that a sweep may be interrupted.

@@ -21,7 +21,7 @@ from typing import Any
 from tests.export.sweep import Verdict
 
 ROOT = Path(__file__).parents[2]
-RESULT, PAGE = Path(__file__).with_name("sweep.json"), ROOT / "docs/families.md"
+RESULT, PAGE = Path(__file__).with_name("sweep.json"), ROOT / "docs/reference/families.md"
 BEGIN, END = "<!-- begin: written by make sweep -->", "<!-- end: written by make sweep -->"
 NUM_CHILDREN = 2
 CPU_LIMIT_S = 300.0  # of one verdict; CPU time, as a loaded machine makes nothing slower by it
@@ -146,7 +146,7 @@ def read_result() -> tuple[str, dict[str, Verdict]]:
 
 
 def block_from_verdicts(transformers: str, verdicts: Mapping[str, Verdict]) -> str:
-    """The generated part of docs/families.md."""
+    """The generated part of docs/reference/families.md."""
     equal = [n for n, v in sorted(verdicts.items()) if v.kind == "equal"]
     others = defaultdict(list)
     for name, verdict in sorted(verdicts.items()):
@@ -165,7 +165,7 @@ def block_from_verdicts(transformers: str, verdicts: Mapping[str, Verdict]) -> s
 
 
 def page_with(block: str) -> str:
-    """docs/families.md with `block` in place of its generated part."""
+    """docs/reference/families.md with `block` in place of its generated part."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + block + rest.partition(END)[2]
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md has a line for each package, in the order of the layers' import contract."""
+"""docs/explanation/architecture.md has a line for each package, in the order of the layers' import contract."""
 
 import re
 import tomllib
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-PAGE = (REPO / "docs/architecture.md").read_text()
+PAGE = (REPO / "docs/explanation/architecture.md").read_text()
 ROWS = re.findall(r"^\| `([a-z_]+)(?:/|\.py)` \| \S", PAGE, re.MULTILINE)
 
 

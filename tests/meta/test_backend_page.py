@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/add_backend.md has every attribute and every method of a backend and of an engine, and none besides."""
+"""docs/how_to/add_backend.md has every attribute and every method of a backend and of an engine, and none besides."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from speccompile.backends.base import Backend, EngineBase
 from speccompile.core.protocols import Engine
 
-PAGE = (Path(__file__).parents[2] / "docs/add_backend.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/how_to/add_backend.md").read_text()
 ENGINE_HEADING = "## What an engine promises"
 
 

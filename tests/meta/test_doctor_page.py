@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/doctor.md lists every layout and every check."""
+"""docs/reference/doctor.md lists every layout and every check."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 from speccompile.core.registry import load_formats
 from speccompile.doctor.known_formats import KNOWN
 
-PAGE = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/doctor.md").read_text()
 
 
 def rows(heading):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of exit codes in docs/cli.md is that of the errors."""
+"""The table of exit codes in docs/reference/cli.md is that of the errors."""
 
 import re
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 from speccompile import errors
 from speccompile.cli.main import _EPILOG
 
-PAGE = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
 
 
 def test_every_error_has_an_exit_code_of_its_own_and_a_row():

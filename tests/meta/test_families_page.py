@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/families.md promises those architectures that the export's equality tests cover, and no other."""
+"""docs/reference/families.md promises those architectures that the export's equality tests cover, and no other."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from speccompile.errors import ExportError
 from tests.export.families import CONFIGS, GEMMA4
 from tests.export.hybrids import HYBRIDS
 
-PAGE = (Path(__file__).parents[2] / "docs/families.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/families.md").read_text()
 SUPPORTED, _, REFUSED = PAGE.partition("## What is refused")
 
 

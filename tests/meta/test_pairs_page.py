@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/pairs.md says what bench/pairs/pairs.json records, and the rows of pairs are complete and well formed."""
+"""docs/reference/pairs.md says what bench/pairs/pairs.json records; the rows of pairs are complete and well formed."""
 
 import json
 from collections import Counter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/recipe.md lists every key that a recipe may have, with its default and its meaning."""
+"""docs/reference/recipe.md lists every key that a recipe may have, with its default and its meaning."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ from speccompile.recipe.training import (
 )
 
 TENSORRT = backend_section("tensorrt")
-PAGE = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/reference/recipe.md").read_text()
 ROWS = dict(re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", PAGE, re.MULTILINE))
 SECTIONS = {
     "target": TargetSection,

@@ -29,8 +29,8 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
     devices: tuple[str, ...] = ("cpu", "cuda")
     quantizations: tuple[str, ...] = ("none", "bf16", "int8", "int4", "stored", "auto")
-    # Drafts change the time alone. Of six drafters with chains of a fixed length beside an int8 target, int4 ones had
-    # 0.97 to 1.02 times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/cpu_kernels.md).
+    # Drafts change the time alone. Six int4 drafters with chains of a fixed length and an int8 target had 0.97 to 1.02
+    # times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/explanation/kernels.md).
     draft_quantizations: Mapping[str, str] = MappingProxyType(dict.fromkeys(("int8", "int4", "stored", "auto"), "int4"))
     calibrates: tuple[str, ...] = ("int4",)
     graph_file = GRAPH_FILE
@@ -61,7 +61,10 @@ class OnnxRuntimeBackend(Backend):
 
         del spec, options
         if quantization == "bf16" and find_library() is None:
-            got, todo = "no CPU kernels", "Install a C++ compiler, see docs/cpu_kernels.md, or choose none or int8."
+            got, todo = (
+                "no CPU kernels",
+                "Install a C++ compiler (docs/explanation/kernels.md), or choose none or int8.",
+            )
             raise BuildError("quantization: bf16", got, "the CPU kernels of this package", todo)
 
     def compile(

@@ -77,7 +77,7 @@ def sources_digest(folder: Path) -> str:
 
 
 def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
-    """Compiles the library in one process of the compiler; docs/cpu_kernels.md has a measured time.
+    """Compiles the library in one process of the compiler; docs/explanation/kernels.md has a measured time.
 
     Args:
         sources: folder of library.cpp.

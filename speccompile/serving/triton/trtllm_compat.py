@@ -38,7 +38,7 @@ def check_old_inputs(arrays: Arrays) -> None:
         value = arrays.get(name)
         if value is not None and not is_right(value):
             raise RuntimeFault(
-                name, _shown(value), expected, "Leave it out; docs/migrate_tensorrt_llm.md has the list."
+                name, _shown(value), expected, "Leave it out; docs/how_to/migrate_tensorrt_llm.md has the list."
             )
 
 

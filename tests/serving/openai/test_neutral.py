@@ -13,7 +13,7 @@ from speccompile.serving.openai import neutral
 from speccompile.serving.openai.errors import error_from_validation
 from speccompile.serving.openai.protocol import ChatBody, CompletionBody
 
-DOCS = (Path(__file__).parents[3] / "docs/serve.md").read_text()
+DOCS = (Path(__file__).parents[3] / "docs/reference/server.md").read_text()
 USER = {"role": "user", "content": "b"}
 # What OpenAI's client, vLLM's server and front ends have as defaults.
 DEFAULTS = {
