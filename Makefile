@@ -134,7 +134,7 @@ format: setup  ## Let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 golden: setup  ## Write the golden files anew; a refactor leaves `git diff` empty
-	UPDATE_GOLDEN=1 $(BIN)/python -m pytest --quiet tests/golden
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest --quiet tests/golden tests/serving/openai/test_golden_answers.py
 
 sweep: setup  ## Export every causal model type of transformers at tiny size; writes docs/reference/families.md (about 15 CPU minutes)
 	$(BIN)/python -m tests.export.sweep $(ARGS)
