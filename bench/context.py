@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from speccompile.backends.onnxruntime.engine import OrtEngine, load_engine
+from speccompile.bundle.bundle import read_bundle
 from speccompile.core import specs
-from speccompile.runtime.bundle import read_bundle
 
 CAPACITIES = (1024, 4096, 16384)
 CONTEXTS = (100, 250, 500, 1000, 2000, 4000)  # as far as the bundle's own max_seq_len goes

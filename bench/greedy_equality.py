@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import speccompile
 from bench.methods import retune
+from speccompile.bundle.bundle import Bundle, read_bundle
 from speccompile.certificate.checkpoint import Reference, open_reference
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.bundle import Bundle, read_bundle
 
 METHODS = "none,draft_model,ngram"
 MAX_TIE_GAP = 1e-4

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.onnxruntime.tune import measure_graph
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.format import digest_from_manifest, weights_beside
 from speccompile.cli.bench_tables import equal_texts
-from speccompile.runtime.bundle import digest_from_manifest, read_bundle, weights_beside
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAIN, AUTO = {"speculator.tree": "chain"}, {"speculator.tree": "auto"}

@@ -24,8 +24,8 @@ import onnxruntime as ort
 
 from speccompile.backends.onnxruntime.engine import OrtEngine, session_options
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
+from speccompile.bundle.bundle import read_bundle
 from speccompile.core import specs
-from speccompile.runtime.bundle import read_bundle
 
 WARM_UP = 10
 

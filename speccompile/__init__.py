@@ -7,7 +7,8 @@ Importing the package is light: neither torch nor onnx nor onnxruntime is touche
 import logging
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from speccompile.version import VERSION as __version__
+
 __all__ = [
     "Bundle",
     "Generation",
@@ -30,19 +31,19 @@ __all__ = [
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
+    from speccompile.bundle.bundle import Bundle
     from speccompile.core.sampling_params import SamplingParams
     from speccompile.errors import SpecCompileError
     from speccompile.pipeline import build
     from speccompile.prepare import load, load_service
     from speccompile.recipe import find_device, load_recipe, resolve
-    from speccompile.runtime.bundle import Bundle
     from speccompile.runtime.generation import Generation
     from speccompile.runtime.requests import Request
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.runtime.spec_engine import SpecEngine
 
 _HOMES = {
-    "Bundle": "speccompile.runtime.bundle",
+    "Bundle": "speccompile.bundle.bundle",
     "Generation": "speccompile.runtime.generation",
     "Request": "speccompile.runtime.requests",
     "SamplingParams": "speccompile.core.sampling_params",

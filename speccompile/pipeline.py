@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.bundling.choices import complete_plan
-from speccompile.bundling.graphs import (
+from speccompile.bundle.bundle import Bundle, read_bundle
+from speccompile.bundle.choices import complete_plan
+from speccompile.bundle.folder_records import BUNDLE
+from speccompile.bundle.format import weights_beside
+from speccompile.bundle.graphs import (
     Graph,
     compile_graph,
     compile_options,
@@ -16,20 +19,18 @@ from speccompile.bundling.graphs import (
     needed_jobs,
     tune_graph,
 )
-from speccompile.bundling.guard import claim_folder
-from speccompile.bundling.manifest import write_bundle_files
-from speccompile.bundling.records import BUNDLE
-from speccompile.bundling.shared_weights import share_weights
-from speccompile.bundling.stage_cache import StageCache
-from speccompile.bundling.stages import Progress, StageLog
-from speccompile.bundling.staging import staged_folder
-from speccompile.bundling.tokenizers import check_same_tokenizer, check_tokenizer
+from speccompile.bundle.guard import claim_folder
+from speccompile.bundle.manifest import write_bundle_files
+from speccompile.bundle.shared_weights import share_weights
+from speccompile.bundle.stage_cache import StageCache
+from speccompile.bundle.stages import Progress, StageLog
+from speccompile.bundle.staging import staged_folder
+from speccompile.bundle.tokenizers import check_same_tokenizer, check_tokenizer
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.core import registry
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import RecipeError
 from speccompile.recipe.plan import VISION, BuildPlan
-from speccompile.runtime.bundle import Bundle, read_bundle, weights_beside
 
 ROLLBACK = "rollback"
 

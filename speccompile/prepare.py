@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.bundling.choices import complete_plan
-from speccompile.bundling.graphs import find_graph, needed_jobs
-from speccompile.bundling.manifest import RECIPE
-from speccompile.bundling.stage_cache import BUNDLES, StageCache
-from speccompile.bundling.stages import Progress
-from speccompile.bundling.staging import disk_faults
-from speccompile.bundling.tokenizers import TOKENIZER_FILES
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.choices import complete_plan
+from speccompile.bundle.format import MANIFEST, digest_from_file, digest_from_json
+from speccompile.bundle.graphs import find_graph, needed_jobs
+from speccompile.bundle.manifest import RECIPE
+from speccompile.bundle.publish import find_bundle, is_hub_id
+from speccompile.bundle.stage_cache import BUNDLES, StageCache
+from speccompile.bundle.stages import Progress
+from speccompile.bundle.staging import disk_faults
+from speccompile.bundle.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.folders import HUB_GGUF
 from speccompile.checkpoints.gguf.folder import gguf_files
 from speccompile.checkpoints.gguf.header import is_gguf
@@ -32,9 +35,7 @@ from speccompile.pipeline import build
 from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
 from speccompile.recipe.speculative_config import check_model, section_from_config
-from speccompile.runtime.bundle import MANIFEST, digest_from_file, digest_from_json, read_bundle
 from speccompile.runtime.engine import load as load_bundle
-from speccompile.runtime.hub import find_bundle, is_hub_id
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.runtime.spec_engine import SpecEngine
 

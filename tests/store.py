@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 
 import speccompile
-from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.digests import digest_from_package, digest_from_sources, versions_from_environment
+from speccompile.bundle.format import digest_from_json, digests_from_folder
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
-from speccompile.runtime.bundle import digest_from_json, digests_from_folder
 
 _LIMIT_BYTES = 4 * 2**30
 _MODEL, _DIMS = "model.onnx", "dims.json"
 # Packages that run after the export: whatever else is in speccompile may change a graph.
-_LATER = ("backends", "bundling", "cli", "drafting", "recipe", "runtime", "serving", "training")
+_LATER = ("backends", "bundle", "cli", "drafting", "recipe", "runtime", "serving", "training")
 
 
 def root() -> Path:
@@ -145,7 +145,7 @@ def cheap_measurements() -> Iterator[None]:
 @contextmanager
 def cheap_stages() -> Iterator[None]:
     """Builds inside take exports from the store; see `cheap_measurements`."""
-    from speccompile.bundling import graphs
+    from speccompile.bundle import graphs
 
     with cheap_measurements(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_export", lambda source, log: export(source))

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import speccompile
 from bench.gpu_check.report import row
+from speccompile.bundle.format import MANIFEST, digest_from_manifest, read_json
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.bundle import MANIFEST, digest_from_manifest, read_json
 from speccompile.runtime.spec_engine import SpecEngine
 
 NUM_REQUESTS, NUM_WARM = 1000, 200

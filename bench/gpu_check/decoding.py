@@ -204,7 +204,7 @@ def build_bundle(work: Path, name: str, recipe: str, *overrides: str) -> Path:
     prebuilt = work / "prebuilt" / name
     if prebuilt.is_dir():
         return prebuilt
-    from speccompile.bundling.stage_cache import StageCache
+    from speccompile.bundle.stage_cache import StageCache
     from speccompile.pipeline import build
     from speccompile.recipe import find_device, load_recipe, resolve
 

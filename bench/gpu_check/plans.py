@@ -62,7 +62,7 @@ def run(name: str, work: Path) -> dict[str, Any]:
 
 def _validity_rows(variant: Any, bundle: Path) -> list[dict[str, Any]]:
     from speccompile.backends.tensorrt.loading import validity_from_plan
-    from speccompile.runtime.bundle import read_bundle
+    from speccompile.bundle.bundle import read_bundle
 
     record, rows = read_bundle(bundle), []
     for graph in record.graphs:

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import speccompile
 from bench.greedy_equality import open_target
 from speccompile.backends.distance import Distance, compare, distance_from_rows
-from speccompile.bundling.calibration import read_texts
+from speccompile.bundle.bundle import Bundle
+from speccompile.bundle.calibration import read_texts
 from speccompile.certificate.checkpoint import Reference
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.cli.bench_peers import convert_checkpoint, peer_environment, read_peers
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
-from speccompile.runtime.bundle import Bundle
 
 HERE = Path(__file__).resolve().parent
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # of the activations; weights as stored

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from speccompile.bundle.bundle import Bundle
 from speccompile.certificate.checkpoint import Reference, is_exact
 from speccompile.certificate.decoding import Prompts, decode_with, drafts_nothing
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
@@ -24,7 +25,6 @@ from speccompile.checkpoints.lora import open_lora
 from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import SpecCompileError
-from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.engine import load
 from speccompile.runtime.spec_engine import SpecEngine
 

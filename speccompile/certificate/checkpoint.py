@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.bundle.bundle import Bundle
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.extras import install_command
 from speccompile.errors import SpecCompileError
-from speccompile.runtime.bundle import Bundle
 
 if TYPE_CHECKING:
     from speccompile.training.target import Target

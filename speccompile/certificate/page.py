@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.bundling.report import page_from_parts, table, text_from_number, text_of
+from speccompile.bundle.report import page_from_parts, table, text_from_number, text_of
 
 _IN_SUMMARY = ("name", "status", "summary", "seconds", "num_draft_tokens", "num_draft_steps")
 CHECKS = {

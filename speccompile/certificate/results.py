@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from speccompile.runtime.bundle import Bundle, digest_from_manifest
-from speccompile.runtime.certificates import FAILED, INCOMPLETE, NOT_RUN, PASSED, VERSION
+from speccompile.bundle.bundle import Bundle
+from speccompile.bundle.certificates import FAILED, INCOMPLETE, NOT_RUN, PASSED, VERSION
+from speccompile.bundle.format import digest_from_manifest
 
 Status = Literal["passed", "failed", "not run"]
 LEAST_DRAFTS = 100  # draft tokens that each run of a check scores; fewer show little

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import speccompile
-from speccompile.bundling.digests import versions_from_environment
+from speccompile.bundle.bundle import Bundle
+from speccompile.bundle.digests import versions_from_environment
+from speccompile.bundle.format import CERTIFICATE, CERTIFICATE_PAGE, write_json
 from speccompile.certificate.acceptance import check_acceptance
 from speccompile.certificate.caches import check_caches
 from speccompile.certificate.checkpoint import Reference, dtype_of, find_checkpoint, is_exact, open_reference
@@ -27,9 +28,9 @@ from speccompile.certificate.results import Check, certificate_from_checks, not_
 from speccompile.certificate.sampled import NUM_SAMPLES, SAMPLED, Tell, check_sampled
 from speccompile.certificate.tokenizers import check_tokenizer
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import CERTIFICATE, CERTIFICATE_PAGE, Bundle, write_json
 from speccompile.runtime.engine import load
 from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.version import VERSION
 
 FAULT_TOKENS = 20  # of a text with planted drafts
 GRAMMAR_SHARE = 3  # one of so many sampled texts: verdicts on the host take longer
@@ -199,7 +200,7 @@ def verify(path: Path, options: Options | None = None, progress: Progress = lamb
     about = {
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - start, 1),
-        "speccompile_version": speccompile.__version__,
+        "speccompile_version": VERSION,
         "versions": versions_from_environment(),
         "machine": {"platform": platform.platform(), "num_cores": os.cpu_count()},
         "num_prompts": len(subject.prompts),

@@ -114,7 +114,7 @@ def read_vision_dims(source: Path, hidden_size: int) -> VisionDims:
 
 
 def image_record(source: Path, weights: str) -> dict[str, Any]:
-    """Returns how images of the checkpoint in `source` are prepared, JSON-ready: see `runtime.records.ImageRecord`.
+    """Returns how images of the checkpoint in `source` are prepared: the JSON of a `manifest_records.ImageRecord`.
 
     Args:
         source: its folder.

@@ -13,22 +13,22 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-import speccompile
 from speccompile.cli.bench_peers import ENVIRONMENTS, PEERS, PRECISIONS
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.output import print_warning
 from speccompile.cli.prompts import Request, check_results, prompts_of_bundle, read_requests, write_results
 from speccompile.common.tokenizer_file import encode_text, load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault
+from speccompile.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from speccompile.bundle.bundle import Bundle
     from speccompile.cli.bench_peers import Peer
     from speccompile.cli.bench_reference import Reference
     from speccompile.cli.bench_rounds import Runs
     from speccompile.core.jobs import GraphJob
-    from speccompile.runtime.bundle import Bundle
 
 MODES = ("plain", "speculative", "transformers", "transformers-assisted")
 _BUSY = "figures beside other work are those of a busy machine; end it and measure again."
@@ -88,6 +88,7 @@ def bench_command(
     prompt, and a process that waits is stopped. Sampling fields of the prompts are not used. Whatever the bundle's
     precision, texts are compared with transformers' greedy ones in float32.
     """
+    from speccompile.bundle.bundle import read_bundle
     from speccompile.cli.bench_categories import (
         Sample,
         groups_from_samples,
@@ -99,8 +100,7 @@ def bench_command(
     from speccompile.cli.bench_reference import find_reference, not_run, reference_of_round
     from speccompile.cli.bench_rounds import open_workers, run_rounds
     from speccompile.cli.bench_tables import print_report
-    from speccompile.runtime.bundle import read_bundle
-    from speccompile.runtime.template_files import knows_chats, tokenizer_folder
+    from speccompile.common.template_files import knows_chats
 
     if (prompts is None) == (categories is None):
         raise typer.BadParameter("give either --prompts or --categories")
@@ -110,7 +110,7 @@ def bench_command(
     installed, left_out = read_peers(peers, peers_dir) if peers else ([], {})
     threads = usable_threads(threads)
     opened = read_bundle(bundle)
-    requests = _read_requests(prompts, categories, limit, knows_chats(tokenizer_folder(opened)))
+    requests = _read_requests(prompts, categories, limit, knows_chats(opened.tokenizer_folder))
     lengths = read_lengths(context_lengths, opened.recipe.engine.max_seq_len, max_new_tokens)
     chosen = _choose_modes(modes, opened, method)
     num_threads = threads or int(opened.graph("target").tuning.get("threads", 1))
@@ -341,7 +341,7 @@ def _environment(
         "num_cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {"speccompile": speccompile.__version__, **{p: v for p in PACKAGES if (v := _version(p))}},
+        "versions": {"speccompile": VERSION, **{p: v for p in PACKAGES if (v := _version(p))}},
         "bundle": str(bundle.path),
         "git_sha": bundle.manifest.get("git_sha"),
         "recipe": bundle.manifest["recipe"],

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from speccompile.errors import BuildError, RuntimeFault
 
 if TYPE_CHECKING:
-    from speccompile.runtime.bundle import Bundle
+    from speccompile.bundle.bundle import Bundle
 
 PEERS = ("openvino", "ort-genai", "llama.cpp", "transformers")
 STORED = "stored"  # weights of a quantised file as they are

@@ -15,7 +15,7 @@ from speccompile.cli.bench_rounds import Worker
 from speccompile.errors import SpecCompileError
 
 if TYPE_CHECKING:
-    from speccompile.runtime.bundle import Bundle
+    from speccompile.bundle.bundle import Bundle
 
 MODE = "transformers"
 PACKAGES = ("torch", "transformers")
@@ -71,9 +71,9 @@ def find_reference(
     """
     if (why := why_no_transformers(bundle)) is not None:
         return not_run(why)
-    from speccompile.bundling.stage_cache import StageCache
+    from speccompile.bundle.format import digest_from_json, read_json, write_json
+    from speccompile.bundle.stage_cache import StageCache
     from speccompile.common.cache_root import find_cache_folder
-    from speccompile.runtime.bundle import digest_from_json, read_json, write_json
 
     def decode(folder: Path) -> None:
         worker = Worker({**job, "modes": [MODE]})

@@ -20,8 +20,8 @@ from speccompile.cli.verify import leave_unless_passed, print_certificate, run_v
 
 if TYPE_CHECKING:
     from speccompile.backends.base import Backend
+    from speccompile.bundle.bundle import Bundle
     from speccompile.recipe import BuildPlan
-    from speccompile.runtime.bundle import Bundle
 
 
 _SIZES = {
@@ -129,7 +129,7 @@ def _reason(why: str) -> str:
 
 
 def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
-    from speccompile.bundling.stage_cache import StageCache
+    from speccompile.bundle.stage_cache import StageCache
     from speccompile.pipeline import build
 
     with live_stages() as progress:
@@ -137,7 +137,7 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
 
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
-    from speccompile.bundling.graphs import open_source
+    from speccompile.bundle.graphs import open_source
     from speccompile.checkpoints.checkpoint import read_text_config
     from speccompile.core import registry
     from speccompile.export.decoder_source import DecoderSource
@@ -186,7 +186,7 @@ def check_class(folder: Path) -> None:
 
 
 def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
-    from speccompile.bundling.report import dotted_keys, text_from_bytes, text_from_value
+    from speccompile.bundle.report import dotted_keys, text_from_bytes, text_from_value
 
     console = Console(highlight=False)
     table = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), box=None, header_style="dim")
@@ -219,7 +219,7 @@ def _compare(plan: BuildPlan, prediction: dict[str, Any], dest: Path, no_cache: 
 
 def _print_machine(machine: list[dict[str, Any]], seconds: tuple[int, int] | None) -> None:
     """Prints what the machine has, how long the build may take, and a warning where something is too small."""
-    from speccompile.bundling.report import text_from_bytes
+    from speccompile.bundle.report import text_from_bytes
     from speccompile.cli.progress import text_from_seconds
     from speccompile.recipe.machine import TIME_BASIS
 
@@ -251,7 +251,7 @@ def _json_from_bundle(bundle: Bundle) -> dict[str, Any]:
 
 
 def _print_bundle(bundle: Bundle) -> None:
-    from speccompile.bundling.report import text_from_bytes
+    from speccompile.bundle.report import text_from_bytes
 
     facts = _json_from_bundle(bundle)
     size, peak = text_from_bytes(facts["size_bytes"]), text_from_bytes(facts["peak_rss_bytes"])
@@ -269,7 +269,7 @@ def _hint(bundle: Bundle, path: str) -> str:
         bundle: what was built.
         path: quoted for a shell.
     """
-    from speccompile.runtime.template_files import knows_chats
+    from speccompile.common.template_files import knows_chats
 
     skipped = [stage["skipped"] for stage in bundle.manifest["stages"] if stage.get("skipped")]
     if skipped:

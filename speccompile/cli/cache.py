@@ -15,7 +15,7 @@ from rich.text import Text
 from speccompile.cli.output import errors_as_json, print_json
 
 if TYPE_CHECKING:
-    from speccompile.bundling.cache_entries import CacheEntry
+    from speccompile.bundle.cache_entries import CacheEntry
 
 ACTIONS = ("size", "list", "clear")
 _DAY_S = 86400.0
@@ -42,8 +42,8 @@ def cache_command(
     """
     if action not in ACTIONS:
         raise typer.BadParameter(f"got {action!r}; expected one of {', '.join(ACTIONS)}", param_hint="ACTION")
-    from speccompile.bundling.cache_entries import list_entries, remove_entries
-    from speccompile.bundling.stage_cache import cache_limit_bytes
+    from speccompile.bundle.cache_entries import list_entries, remove_entries
+    from speccompile.bundle.stage_cache import cache_limit_bytes
     from speccompile.common.cache_root import cache_root
 
     with errors_as_json(as_json):
@@ -69,7 +69,7 @@ def _json_from_entry(entry: CacheEntry) -> dict[str, Any]:
 
 
 def _print_cache(root: Path, entries: list[CacheEntry], limit: int, action: str, freed: int | None) -> None:
-    from speccompile.bundling.report import text_from_bytes
+    from speccompile.bundle.report import text_from_bytes
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if freed is not None:

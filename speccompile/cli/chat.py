@@ -18,10 +18,9 @@ from speccompile.cli.generate import STYLES, kinds_of, print_stats
 from speccompile.cli.model_options import SOURCE_HELP, check_template, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
+from speccompile.common.chat_prompts import find_template
 from speccompile.common.json_reader import is_unicode
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.chat_prompts import find_template
-from speccompile.runtime.template_files import tokenizer_folder
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
@@ -63,7 +62,7 @@ def chat_command(
 
     check_template(source, model)
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
-    folder = tokenizer_folder(engine.bundle)
+    folder = None if engine.bundle is None else engine.bundle.tokenizer_folder
     find_template(folder, "speccompile chat" if folder is None else str(folder))
     given = sampling if "max_new_tokens" in sampling else {"max_new_tokens": _MAX_TOKENS, **sampling}
     service = Service(engine, ServiceOptions(speculation="off" if plain else "auto"))

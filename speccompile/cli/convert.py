@@ -37,8 +37,8 @@ def convert_command(
     if names_gguf(speculator):
         _convert_gguf(speculator, output, as_json)
         return
-    from speccompile.bundling.guard import claim_folder
-    from speccompile.bundling.staging import staged_folder
+    from speccompile.bundle.guard import claim_folder
+    from speccompile.bundle.staging import staged_folder
     from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
     from speccompile.core.registry import load_formats
@@ -68,9 +68,9 @@ def convert_command(
 
 
 def _convert_gguf(source: str, output: Path, as_json: bool) -> None:
-    from speccompile.bundling.guard import claim_folder
-    from speccompile.bundling.staging import staged_folder
-    from speccompile.bundling.tokenizers import copy_tokenizer_files
+    from speccompile.bundle.guard import claim_folder
+    from speccompile.bundle.staging import staged_folder
+    from speccompile.bundle.tokenizers import copy_tokenizer_files
     from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.checkpoints.gguf.folder import count_blocks
     from speccompile.export.weights import write_plain

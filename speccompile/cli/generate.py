@@ -124,9 +124,9 @@ def _sampling(index: int, defaults: SamplingParams, request: Request) -> Samplin
 
 def _as_chat(engine: SpecEngine, request: Request) -> Request:
     """Returns a text as the message of a user where the model has a chat template."""
-    from speccompile.runtime.template_files import knows_chats, tokenizer_folder
+    from speccompile.common.template_files import knows_chats
 
-    if knows_chats(tokenizer_folder(engine.bundle)):
+    if engine.bundle is not None and knows_chats(engine.bundle.tokenizer_folder):
         return replace(request, messages=({"role": "user", "content": request.prompt},))
     typer.echo("no chat template: the text is continued as it is", err=True)
     return request

@@ -49,9 +49,10 @@ def inspect_command(
 
 
 def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    from speccompile.runtime.bundle import MANIFEST, is_hidden, list_foreign_files, read_bundle, read_json
-    from speccompile.runtime.certificates import certificate_facts
-    from speccompile.runtime.manifest_checks import check_types
+    from speccompile.bundle.bundle import read_bundle
+    from speccompile.bundle.certificates import certificate_facts
+    from speccompile.bundle.format import MANIFEST, is_hidden, list_foreign_files, read_json
+    from speccompile.bundle.manifest_checks import check_types
 
     fault = None
     try:
@@ -169,8 +170,8 @@ def _facts_from_value(value: Any) -> dict[str, Any]:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    from speccompile.bundling.report import text_from_bytes
-    from speccompile.runtime.certificates import text_from_facts
+    from speccompile.bundle.certificates import text_from_facts
+    from speccompile.bundle.report import text_from_bytes
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     size = text_from_bytes(facts["size_bytes"])

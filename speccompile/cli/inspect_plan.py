@@ -44,7 +44,7 @@ def plan_facts(path: Path) -> tuple[dict[str, Any], BundleError | None]:
         BundleError: see `facts_from_plan_file`.
     """
     from speccompile.backends.tensorrt.records import read_record, record_file
-    from speccompile.runtime.bundle import MANIFEST, check_files, read_json
+    from speccompile.bundle.format import MANIFEST, check_files, read_json
 
     folder = next((f for f in path.resolve().parents if (f / MANIFEST).is_file()), None)
     if folder is None:
@@ -77,7 +77,7 @@ def _record_beside(path: Path) -> dict[str, Any]:
 
 def print_plan(console: Console, plan: dict[str, Any]) -> None:
     """Prints what was recorded when the plan was built."""
-    from speccompile.bundling.report import text_from_bytes
+    from speccompile.bundle.report import text_from_bytes
 
     recorded = plan["recorded"]
     if recorded is None:

@@ -133,12 +133,12 @@ def check_template(source: str, model: ModelOptions) -> None:
         BundleError: it has none.
         RecipeError, CheckpointError: see `load_recipe` and `resolve_checkpoint`.
     """
+    from speccompile.bundle.publish import find_bundle, is_hub_id
     from speccompile.checkpoints.folders import resolve_checkpoint
+    from speccompile.common.chat_prompts import find_template
     from speccompile.prepare import is_model, is_recipe
     from speccompile.recipe import load_recipe
     from speccompile.recipe.speculative_config import verifier_of
-    from speccompile.runtime.chat_prompts import find_template
-    from speccompile.runtime.hub import find_bundle, is_hub_id
 
     target = source
     if is_recipe(source):
@@ -174,9 +174,9 @@ def load_source(
         typer.BadParameter: options of a build are given with a bundle.
         SpecCompileError: it cannot be built or loaded.
     """
+    from speccompile.bundle.publish import find_bundle, is_hub_id
     from speccompile.prepare import check_source, is_model, is_recipe
     from speccompile.runtime.engine import load
-    from speccompile.runtime.hub import find_bundle, is_hub_id
 
     name = ""
     if is_hub_id(source):
@@ -203,8 +203,8 @@ def load_source(
 
 def _section_of_bundle(source: str, model: ModelOptions) -> dict[str, Any]:
     """Returns the section that a config of vLLM asks for; without a method and a model it is the bundle's own."""
+    from speccompile.bundle.bundle import read_bundle
     from speccompile.recipe.speculative_config import METHOD, MODEL, section_from_config
-    from speccompile.runtime.bundle import read_bundle
 
     given = dict(model.speculative)
     if METHOD not in given and MODEL not in given:
@@ -219,8 +219,8 @@ def prepare_source(source: str, model: ModelOptions) -> Prepared:
         SpecCompileError: it cannot be built.
     """
     quiet_libraries()
+    from speccompile.bundle.bundle import read_bundle
     from speccompile.prepare import prepare
-    from speccompile.runtime.bundle import read_bundle
 
     with live_stages() as progress:
         found = prepare(source, model, progress)

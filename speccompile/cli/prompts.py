@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.common.chat_prompts import check_messages, tokens_of_messages
 from speccompile.common.json_reader import parse_json
 from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import BuildError, BundleError, RuntimeFault
-from speccompile.runtime.chat_prompts import check_messages, tokens_of_messages
-from speccompile.runtime.template_files import tokenizer_folder
 
 if TYPE_CHECKING:
-    from speccompile.runtime.bundle import Bundle
+    from speccompile.bundle.bundle import Bundle
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def prompts_of_bundle(bundle: Bundle, requests: Sequence[Request]) -> list[str |
     Raises:
         RuntimeFault, BundleError: see `tokens_of_messages`.
     """
-    folder, tokenizer = tokenizer_folder(bundle), None
+    folder, tokenizer = bundle.tokenizer_folder, None
     if bundle.tokenizer_path is not None and any(request.messages for request in requests):
         tokenizer = load_tokenizer(bundle.tokenizer_path, BundleError, "Build the bundle again.")
     return prompts_of_requests(requests, tokenizer, folder)
@@ -188,7 +187,7 @@ def check_results(path: Path | None) -> None:
     Raises:
         BuildError: see `check_file`.
     """
-    from speccompile.bundling.files import check_file
+    from speccompile.bundle.files import check_file
 
     if path is not None and str(path) != "-":
         check_file(path)
@@ -200,7 +199,7 @@ def write_results(path: Path, data: Any) -> None:
     Raises:
         BuildError: the file cannot be written.
     """
-    from speccompile.bundling.files import write_file
+    from speccompile.bundle.files import write_file
 
     text = json.dumps(data, indent=1) + "\n"
     if str(path) == "-":

@@ -19,7 +19,7 @@ def schema_command(
     as_json: Annotated[bool, typer.Option("--json", help="The schema is JSON with or without it.")] = False,
 ) -> None:
     """Print the JSON schema of recipes (docs/recipe.schema.json is kept equal to it)."""
-    from speccompile.bundling.files import write_file
+    from speccompile.bundle.files import write_file
     from speccompile.recipe.json_schema import text_from_schema
 
     del as_json

@@ -43,9 +43,9 @@ def verify_command(
     A check that cannot run here is named as not run, with the reason. Exit code 9 when one fails, 10 when one scored
     too few drafts.
     """
+    from speccompile.bundle.bundle import read_bundle
     from speccompile.certificate.verify import Options
     from speccompile.cli.prompts import prompts_of_bundle, read_requests
-    from speccompile.runtime.bundle import read_bundle
 
     with errors_as_json(as_json):
         given = None

@@ -26,3 +26,8 @@ def _source() -> str:
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
         return "speccompile"
     return unquote(url.path) if url.scheme == "file" else url.geturl()
+
+
+def todo_for_checkpoint(folder: Path) -> str:
+    """Returns the command to type where a checkpoint's folder was given instead of a recipe or a bundle."""
+    return f"Build it first: speccompile build {shlex.quote(str(folder.absolute()))} -o bundle."

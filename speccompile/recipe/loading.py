@@ -17,13 +17,13 @@ from pydantic import BaseModel, ValidationError
 
 from speccompile.checkpoints.folders import HUB_GGUF, hint
 from speccompile.checkpoints.gguf.header import is_gguf
+from speccompile.common.extras import todo_for_checkpoint
 from speccompile.common.json_reader import shown
 from speccompile.core import registry
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, Recipe, recipe_model
 from speccompile.recipe.training import TrainingSection
 from speccompile.recipe.yaml_text import YamlFault, read_yaml
-from speccompile.runtime.bundle import todo_for_checkpoint
 
 KeyPath = tuple[str, ...]
 MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id

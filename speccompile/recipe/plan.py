@@ -80,8 +80,8 @@ class BuildPlan:
         decoding: defaults of a request.
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
         vision: the target's vision tower as a graph job; None: its prompts have no images.
-        chooses_dtype: the recipe left the dtype open, and the backend has several: see `bundling.choices`.
-        open_drafts: names of drafts whose quantisation is `auto`: see `bundling.choices`.
+        chooses_dtype: the recipe left the dtype open, and the backend has several: see `bundle.choices`.
+        open_drafts: names of drafts whose quantisation is `auto`: see `bundle.choices`.
     """
 
     target: GraphJob

@@ -12,6 +12,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from speccompile.backends.base import Backend
+from speccompile.bundle.bundle import TARGET, VISION, Bundle, read_bundle
+from speccompile.bundle.format import check_files, weights_beside
+from speccompile.bundle.manifest_checks import check_fields
+from speccompile.bundle.publish import fetch_bundle, is_hub_id
 from speccompile.common.cores import num_usable_cores
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
@@ -21,10 +25,7 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.runtime.bundle import TARGET, VISION, Bundle, check_files, read_bundle, weights_beside
-from speccompile.runtime.hub import fetch_bundle, is_hub_id
 from speccompile.runtime.images import ImageEncoder
-from speccompile.runtime.manifest_checks import check_fields
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import DraftEngine, TimedEngine
 

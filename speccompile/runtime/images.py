@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from speccompile.bundle.manifest_records import ImageRecord
 from speccompile.common.extras import install_command
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import IMAGE_NODES, IMAGE_ROWS, TREE_MASK
 from speccompile.core.tree import Floats
 from speccompile.errors import RuntimeFault
 from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
-from speccompile.runtime.records import ImageRecord
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from speccompile.bundle.bundle import Bundle
+from speccompile.common.chat_prompts import tokens_of_messages
 from speccompile.common.json_reader import is_unicode
 from speccompile.common.tokenizer_file import encode_text
 from speccompile.core import registry
@@ -16,8 +18,6 @@ from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.bundle import Bundle
-from speccompile.runtime.chat_prompts import tokens_of_messages
 from speccompile.runtime.control import Controller, controller_of
 from speccompile.runtime.generation import Generation, Stream
 from speccompile.runtime.grammars import Grammars
@@ -27,7 +27,6 @@ from speccompile.runtime.prompt_bytes import PromptBytes
 from speccompile.runtime.run_arguments import Images, Prompt, match_arguments, token_ids
 from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
 from speccompile.runtime.stats import TimedEngine
-from speccompile.runtime.template_files import tokenizer_folder
 from speccompile.runtime.text import TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
@@ -221,7 +220,7 @@ class SpecEngine:
         def expand(text: str) -> str:
             return self.expand_images(text, num_images, where)
 
-        folder = tokenizer_folder(self.bundle)
+        folder = None if self.bundle is None else self.bundle.tokenizer_folder
         return tokens_of_messages(self.tokenizer, folder, messages, variables, where=where, expand=expand)
 
     def _finished(

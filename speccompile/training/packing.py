@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from speccompile.bundling.staging import staged_folder
+from speccompile.bundle.staging import staged_folder
 from speccompile.errors import RecipeError
 from speccompile.training.corpus import Document
 

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 
 from speccompile.checkpoints.folders import resolve_checkpoint
+from speccompile.common.chat_prompts import tokens_of_messages
 from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
-from speccompile.runtime.chat_prompts import tokens_of_messages
 from speccompile.training.states import batch_from_outputs
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import read_tokenizer

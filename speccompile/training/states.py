@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speccompile.bundling.staging import disk_faults
+from speccompile.bundle.staging import disk_faults
 from speccompile.checkpoints.gguf.folder import weight_files
 from speccompile.training.packing import SHARD_WINDOWS, Windows
 from speccompile.training.target import Target

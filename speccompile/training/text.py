@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.checkpoints.gguf.folder import weight_files
 from speccompile.checkpoints.special_tokens import token_ids

@@ -11,8 +11,8 @@ from speccompile.backends import measuring
 from speccompile.backends.measuring import NODE_COUNTS
 from speccompile.backends.onnxruntime import adapt, tune
 from speccompile.backends.onnxruntime.engine import session_options
+from speccompile.bundle.format import weights_beside
 from speccompile.errors import BuildError
-from speccompile.runtime.bundle import weights_beside
 
 
 @pytest.mark.parametrize(("role", "node_counts"), [("target", NODE_COUNTS), ("draft", (1, 4))])

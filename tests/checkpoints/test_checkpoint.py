@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from speccompile.bundling.tokenizers import TOKENIZER_FILES
+from speccompile.bundle.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.checkpoint import (
     check_checkpoint,
     count_params,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speccompile.bundling.tokenizers import check_tokenizer
+from speccompile.bundle.tokenizers import check_tokenizer
 from speccompile.checkpoints.checkpoint import list_tensors, read_dims
 from speccompile.checkpoints.folders import digests_from_checkpoint
 from speccompile.checkpoints.safetensors import read_header

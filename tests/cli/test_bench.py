@@ -7,13 +7,13 @@ import pytest
 import typer
 from rich.console import Console
 
+from speccompile.bundle.manifest_records import TargetRecord
 from speccompile.cli import bench, bench_plot, bench_reference, bench_rounds
 from speccompile.cli.bench_reference import find_reference, not_run, reference_of_round
 from speccompile.cli.bench_rounds import open_workers, run_rounds
 from speccompile.cli.bench_summary import QUANTILES, ratio_of_rounds, spread_of, summary_from_runs
 from speccompile.cli.bench_tables import equal_texts, figure, print_report
 from speccompile.errors import RecipeError, RuntimeFault
-from speccompile.runtime.records import TargetRecord
 
 SECONDS = {"plain": 0.2, "speculative": 0.1}  # per token
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from speccompile.bundle.manifest_records import TargetRecord
 from speccompile.cli import bench, bench_peers
 from speccompile.cli.bench_peers import (
     comparison_rows,
@@ -22,7 +23,6 @@ from speccompile.cli.bench_peers import (
 from speccompile.cli.bench_rounds import open_workers, run_rounds
 from speccompile.cli.bench_summary import summary_from_runs
 from speccompile.errors import BuildError, RuntimeFault
-from speccompile.runtime.records import TargetRecord
 
 # Answers with the form that it was converted to; "16bit" cannot be converted, and "int4" cannot be loaded.
 WORKER = """

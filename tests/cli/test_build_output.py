@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from speccompile.bundling.report import dotted_keys, text_from_value
+from speccompile.bundle.report import dotted_keys, text_from_value
 from speccompile.recipe import machine
 from tests.cli.conftest import Run
 from tests.pipeline import fakes

@@ -30,7 +30,7 @@ def engine(monkeypatch, tmp_path):
     made = make_engine(Tokenizer(), slots=1, max_seq=64)
     monkeypatch.setattr("speccompile.runtime.engine.load", lambda *_, **__: made)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    made.bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
+    made.bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", tokenizer_folder=tmp_path, path=tmp_path)
     return made
 
 

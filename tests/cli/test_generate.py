@@ -118,7 +118,9 @@ b{{- m.content -}}
 def chat_engine(engine, tmp_path):
     """Returns the engine with a template that writes b before each message."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    engine.bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
+    engine.bundle = SimpleNamespace(
+        tokenizer_path=tmp_path / "tokenizer.json", tokenizer_folder=tmp_path, path=tmp_path
+    )
     engine.tokenizer = Plain()
     return engine
 

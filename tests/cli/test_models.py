@@ -12,8 +12,8 @@ import yaml
 
 import speccompile
 from speccompile import prepare
+from speccompile.bundle.bundle import read_bundle
 from speccompile.errors import BundleError, RecipeError
-from speccompile.runtime.bundle import read_bundle
 from speccompile.runtime.spec_engine import SpecEngine
 from tests.cli.conftest import Run
 from tests.pipeline import fakes

@@ -88,7 +88,7 @@ def write_tokenizer(folder):
 
 def test_conversations_of_a_bundle_are_rendered_by_its_template_and_end_with_the_answers_beginning(tmp_path):
     write_tokenizer(tmp_path)
-    bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", path=tmp_path)
+    bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json", tokenizer_folder=tmp_path, path=tmp_path)
     requests = [Request("a", {}), Request([4], {}), Request("", {}, messages=({"role": "user", "content": "b"},))]
     assert prompts_of_bundle(bundle, requests) == ["a", [4], [1, 4, 2]]
     assert bench._token_ids(bundle, requests) == [[0, 3], [4], [1, 4, 2]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.code_cache import find_code_file, write_file
 

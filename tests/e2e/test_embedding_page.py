@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import speccompile
-from speccompile.runtime import chat_prompts
+from speccompile.common import chat_prompts
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to/embed.md").read_text()
 

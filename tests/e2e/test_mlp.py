@@ -125,7 +125,7 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(bundles):
 
 
 def test_the_manifest_describes_the_heads(bundles):
-    from speccompile.runtime.bundle import read_bundle
+    from speccompile.bundle.bundle import read_bundle
 
     for path in bundles.values():
         record = read_bundle(path).graphs["heads"]

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.kernel_library import find_library
 from speccompile.backends.reference.backend import ReferenceBackend
+from speccompile.bundle.manifest_records import ImageRecord
 from speccompile.checkpoints.vision import check_vision, image_record, read_vision_dims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext
 from speccompile.core.specs import IMAGE_ROWS, LENGTHS, LOGITS, TOKENS, TREE_MASK
@@ -26,7 +27,6 @@ from speccompile.export.decoder_source import DecoderSource
 from speccompile.export.vision_source import VisionSource, own_name
 from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
 from speccompile.runtime.images import ImageEncoder
-from speccompile.runtime.records import ImageRecord
 from tests import store
 from tests.export import image_lab as lab
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.format import digest_from_manifest
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import digest_from_manifest
 from speccompile.runtime.engine import load
 from tests.fuzz.mutate import command, damage, fuzz, mutate, text_of
 from tests.mock_lm import MockEngine, MockLM

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from tests.pipeline import fakes
 
 

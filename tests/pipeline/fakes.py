@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.backends.base import Backend
-from speccompile.bundling import graphs, manifest
+from speccompile.bundle import graphs, manifest
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims

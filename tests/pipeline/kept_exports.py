@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from speccompile.bundling import graphs
+from speccompile.bundle import graphs
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 
 _MODEL, _DIMS = "model.onnx", "dims.json"

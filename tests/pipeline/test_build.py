@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.errors import BuildError, CheckpointError, RecipeError, SpecCompileError
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import read_bundle
 from tests.pipeline import fakes
 from tests.pipeline.fakes import make_plan
 

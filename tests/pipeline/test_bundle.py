@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.format import digest_from_manifest, list_foreign_files
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.errors import BundleError
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import digest_from_manifest, list_foreign_files, read_bundle
 from speccompile.runtime.engine import load
 from tests.pipeline import fakes
 from tests.pipeline.fakes import FakeBackend, make_plan

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from speccompile.bundling.graphs import compile_options
+from speccompile.bundle.graphs import compile_options
 
 
 @pytest.mark.parametrize(("rows", "nodes"), [(1024, 16), (100, 3), (24, 7)])

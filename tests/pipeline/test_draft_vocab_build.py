@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speccompile.bundling.graphs import find_graph
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.graphs import find_graph
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.core import registry, specs
 from speccompile.pipeline import build
 from tests import store

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from speccompile.backends.tensorrt import import_helper
-from speccompile.bundling.choices import choose_dtype
+from speccompile.bundle.choices import choose_dtype
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
 from tests.pipeline import fakes

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.files import check_file, write_file
-from speccompile.bundling.records import SPECULATOR, write_record
+from speccompile.bundle.files import check_file, write_file
+from speccompile.bundle.folder_records import SPECULATOR, write_record
 from speccompile.errors import BuildError
 
 
@@ -75,7 +75,7 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
 
 
 def test_standard_output_may_be_named(tmp_path: Path) -> None:
-    code = "from pathlib import Path; from speccompile.bundling.files import write_file\n"
+    code = "from pathlib import Path; from speccompile.bundle.files import write_file\n"
     code += "write_file(Path('/dev/stdout'), 'text')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("text", "")

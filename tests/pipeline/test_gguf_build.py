@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from speccompile.bundling.cache_entries import list_entries
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.cache_entries import list_entries
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.cli.main import app
 from speccompile.pipeline import build
 from speccompile.prepare import is_model, prepare
 from speccompile.recipe.model_recipe import ModelOptions
-from speccompile.runtime.bundle import read_bundle
 from tests import store
 from tests.checkpoints.gguf_lab import TOKENIZER, write_model
 from tests.pipeline import fakes

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.guard import claim_folder
-from speccompile.bundling.records import BUNDLE, MODEL, RECORD, SPECULATOR, write_record
-from speccompile.bundling.stage_cache import StageCache
-from speccompile.bundling.staging import copy_folder, is_mount, staged_folder
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.folder_records import BUNDLE, MODEL, RECORD, SPECULATOR, write_record
+from speccompile.bundle.guard import claim_folder
+from speccompile.bundle.stage_cache import StageCache
+from speccompile.bundle.staging import copy_folder, is_mount, staged_folder
 from speccompile.errors import BuildError
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import read_bundle
 from tests.pipeline.fakes import make_plan
 
 

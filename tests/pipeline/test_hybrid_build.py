@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.pipeline import build
 from tests import store
 from tests.export.families import VOCAB

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
-from speccompile.bundling.staging import disk_faults
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.stage_cache import StageCache
+from speccompile.bundle.staging import disk_faults
 from speccompile.errors import BuildError
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import read_bundle
 from tests.pipeline import fakes
 from tests.pipeline.fakes import make_plan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.graphs import find_graph
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.graphs import find_graph
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.cli.main import app
 from speccompile.core import registry
 from speccompile.errors import CheckpointError, RecipeError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.graphs import find_graph, needed_jobs
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.graphs import find_graph, needed_jobs
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.core import registry
 from speccompile.pipeline import build
 from speccompile.prepare import key_of

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from speccompile import prepare as module
-from speccompile.bundling.cache_entries import list_entries
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.cache_entries import list_entries
 from speccompile.errors import ExportError
 from speccompile.prepare import Prepared, is_model, is_recipe, prepare
 from speccompile.recipe import Device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions
-from speccompile.runtime.bundle import read_bundle
 from tests.pipeline import fakes
 
 
@@ -49,7 +49,7 @@ def test_another_input_is_another_bundle(model: Path, what: str, monkeypatch: py
     elif what == "option":
         options = ModelOptions(settings=("engine.max_batch_size=1",))
     else:
-        monkeypatch.setattr("speccompile.bundling.graphs.versions_from_environment", lambda: {"speccompile": "9"})
+        monkeypatch.setattr("speccompile.bundle.graphs.versions_from_environment", lambda: {"speccompile": "9"})
     assert prepare(str(model), options).path != first.path
 
 
@@ -115,7 +115,7 @@ def test_the_recipe_in_a_bundle_is_the_one_that_was_used(model: Path) -> None:
 def test_kept_bundles_are_listed_and_dropped_as_other_entries(model: Path, tmp_path: Path) -> None:
     entry = prepare(str(model)).path
     assert entry in {found.path for found in list_entries(tmp_path / "cache") if found.kind == "bundles"}
-    from speccompile.bundling.stage_cache import StageCache
+    from speccompile.bundle.stage_cache import StageCache
 
     StageCache(tmp_path / "cache", limit_bytes=0)._evict()
     assert not entry.exists()

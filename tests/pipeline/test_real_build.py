@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.bundle import Bundle, read_bundle
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.errors import BuildError, ExportError
 from speccompile.pipeline import build
-from speccompile.runtime.bundle import Bundle, read_bundle
 from tests.pipeline import fakes, kept_exports
 
 pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import pytest
 
 from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.specs import tensorrt_spec
-from speccompile.bundling import graphs
+from speccompile.bundle import graphs
 from speccompile.core import registry
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.core.jobs import CompileOptions

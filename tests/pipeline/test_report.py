@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from speccompile.bundling.report import html_from_manifest, is_default, text_from_number
+from speccompile.bundle.report import html_from_manifest, is_default, text_from_number
 
 RECIPE = {
     "target": {"model": "models/big", "quantization": "int8", "lora": None, "weights": "checkpoint"},

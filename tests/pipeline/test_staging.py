@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling import staging
-from speccompile.bundling.staging import copy_folder, remove_leftovers, staged_folder
+from speccompile.bundle import staging
+from speccompile.bundle.staging import copy_folder, remove_leftovers, staged_folder
 from speccompile.errors import BuildError
 
 

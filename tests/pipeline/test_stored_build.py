@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speccompile.bundling.choices import complete_plan
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.bundle import Bundle
+from speccompile.bundle.choices import complete_plan
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.errors import RecipeError
 from speccompile.pipeline import build
 from speccompile.recipe.plan import BuildPlan
-from speccompile.runtime.bundle import Bundle
 from tests import store
 from tests.backends.stored_lab import digests, rows_of
 from tests.pipeline import fakes

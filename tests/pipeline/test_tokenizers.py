@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.bundling.tokenizers import read_tokenizer
+from speccompile.bundle.tokenizers import read_tokenizer
 from speccompile.checkpoints.special_tokens import special_tokens
 
 

@@ -19,8 +19,9 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 import speccompile
-from speccompile.bundling.digests import digest_from_package
-from speccompile.bundling.graphs import NOT_OF_GRAPHS
+from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.digests import digest_from_package
+from speccompile.bundle.graphs import NOT_OF_GRAPHS
 from speccompile.core import registry
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import spec_from_json
@@ -28,7 +29,6 @@ from speccompile.doctor.doctor import examine
 from speccompile.errors import RecipeError
 from speccompile.recipe import find_device, load_recipe, resolve
 from speccompile.recipe.models import speculator_section
-from speccompile.runtime.bundle import read_bundle
 from speccompile.runtime.spec_engine import SpecEngine
 from tests.certificate.shifting import check_that_a_shift_shows
 from tests.e2e.conftest import build_bundle
@@ -195,7 +195,7 @@ def test_the_doctor_knows_its_layout(folder: Path, tmp_path: Path) -> None:
 
 
 def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
-    from speccompile.bundling.graphs import open_source
+    from speccompile.bundle.graphs import open_source
 
     path = folder / "other.yaml"
     path.write_text(RECIPE)

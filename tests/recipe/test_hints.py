@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from speccompile.bundle.bundle import read_bundle
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.errors import BundleError, CheckpointError, RecipeError
 from speccompile.prepare import is_model
 from speccompile.recipe import load_recipe
-from speccompile.runtime.bundle import read_bundle
 
 
 @pytest.fixture

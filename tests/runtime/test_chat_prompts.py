@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from speccompile.common.chat_prompts import message_for_template
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.runtime.chat_prompts import message_for_template
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.protocol import ChatBody
 from tests.runtime.test_spec_engine import Letters, make_engine, text
@@ -31,7 +31,7 @@ class Tokenizer(Letters):
 def engine(tmp_path: Path) -> SpecEngine:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     made: SpecEngine = make_engine(Tokenizer())
-    made.bundle = SimpleNamespace(tokenizer_path=tmp_path / "tokenizer.json")
+    made.bundle = SimpleNamespace(tokenizer_folder=tmp_path)
     return made
 
 
@@ -94,6 +94,6 @@ def test_without_a_template_or_its_package(engine: SpecEngine, tmp_path: Path, m
     with pytest.raises(BundleError, match="messages: got no chat template, as there"):
         make_engine().chat(ABC)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    monkeypatch.setitem(sys.modules, "speccompile.runtime.chat_template", None)
+    monkeypatch.setitem(sys.modules, "speccompile.common.chat_template", None)
     with pytest.raises(RuntimeFault, match=r"no package .*; expected the packages of the extra \[serve\]"):
         engine.chat(ABC)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speccompile.bundle.manifest_records import ImageRecord
 from speccompile.core.specs import IMAGE_NODES, IMAGE_ROWS, TREE_MASK
 from speccompile.errors import RuntimeFault
 from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
 from speccompile.runtime import images
 from speccompile.runtime.images import Image, ImageEncoder
-from speccompile.runtime.records import ImageRecord
 
 IMAGE, NUM, HIDDEN = 9, 3, 2
 RECORD = ImageRecord(

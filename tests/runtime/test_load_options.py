@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.bundle.bundle import Bundle
 from speccompile.common.cores import num_usable_cores
 from speccompile.core import registry
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime import engine
-from speccompile.runtime.bundle import Bundle
 
 SECTION = {"method": "draft_model", "model": "small"}
 

@@ -3,7 +3,7 @@
 
 import logging
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.cli.output import show_warnings
 from speccompile.errors import RuntimeFault
 from tests.runtime.scheduler_lab import Bench

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from speccompile.bundle.bundle import Bundle
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod

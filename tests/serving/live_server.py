@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speccompile.runtime.bundle import MANIFEST, digest_from_manifest, digests_from_folder, read_json, write_json
+from speccompile.bundle.format import MANIFEST, digest_from_manifest, digests_from_folder, read_json, write_json
 
 PROGRAM = str(Path(sys.executable).with_name("speccompile"))
 CHAT_TEMPLATE = (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.tree import TokenTree

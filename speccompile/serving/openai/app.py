@@ -16,10 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-import speccompile
+from speccompile.bundle.certificates import certificate_facts
+from speccompile.common.chat_template import ChatTemplate, read_chat_template
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.certificates import facts_of_bundle
-from speccompile.runtime.chat_template import ChatTemplate, read_chat_template
 from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
@@ -42,6 +41,7 @@ from speccompile.serving.openai.requests import request_from_chat, requests_from
 from speccompile.serving.openai.responses import CHAT, COMPLETION, Form, Head, Usage, chunks, whole_answer
 from speccompile.serving.openai.stream import EventStream, unless_disconnected
 from speccompile.serving.openai.tools import ChatFormats, formats_from_options
+from speccompile.version import VERSION
 
 Body = TypeVar("Body", bound=BaseModel)
 HUNG_UP = 499  # for the log: the client has gone
@@ -101,7 +101,7 @@ class OpenAIServer:
         self.metrics = Metrics(service, self.model_name if options.vllm_metrics else None)
         # Two answers with the same fingerprint and seed are the same text.
         self.fingerprint = f"sc-{bundle.manifest['digest'][:12]}" if bundle else None
-        self.certificate = facts_of_bundle(bundle) if bundle else None
+        self.certificate = certificate_facts(bundle.path, bundle.manifest) if bundle else None
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> None:
@@ -275,7 +275,7 @@ def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer]
         more_routes: other routes over the same service, such as a page's.
     """
     # The interactive documentation would load its scripts from elsewhere.
-    app = FastAPI(title="speccompile", version=speccompile.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="speccompile", version=VERSION, docs_url=None, redoc_url=None)
     for routes in (api_routes, *more_routes):
         app.include_router(routes(server))
     app.add_exception_handler(ApiError, _answer_error)

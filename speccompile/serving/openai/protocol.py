@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from speccompile.common.chat_prompts import message_for_template
 from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, BodyField, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
-from speccompile.runtime.chat_prompts import message_for_template
 from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.neutral import (
     BODY,

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from speccompile.common.chat_template import ChatTemplate
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.common.tokenizer_file import LONG, encode_text
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.images import Image
 from speccompile.runtime.requests import Request
 from speccompile.runtime.spec_engine import SpecEngine

@@ -11,12 +11,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
-import speccompile
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.app import OpenAIServer, read_body
 from speccompile.serving.openai.errors import ApiError, error_from_fault, error_from_validation
 from speccompile.serving.openai.protocol import ChatBody, DetokenizeBody, TokenizeBody
 from speccompile.serving.openai.requests import encode, prompt_from_chat
+from speccompile.version import VERSION
 
 
 def token_routes(server: OpenAIServer) -> APIRouter:
@@ -54,7 +54,7 @@ def token_routes(server: OpenAIServer) -> APIRouter:
     @router.get("/version")
     async def version() -> dict[str, str]:
         """Returns speccompile's version."""
-        return {"version": speccompile.__version__}
+        return {"version": VERSION}
 
     return router
 

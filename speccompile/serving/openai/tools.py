@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from speccompile.common.chat_template import ChatTemplate
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.protocol import ChatBody, ToolChoice

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from speccompile.bundle.bundle import Bundle
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle
 from speccompile.serving.triton.config_text import ModelConfig
 from speccompile.serving.triton.contract import TRITON_TYPES, Tensor
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from speccompile.bundling.files import check_file, write_file
-from speccompile.bundling.guard import Claim, check_home, claim_folder, resolve_path
-from speccompile.bundling.records import MODEL, write_record
-from speccompile.bundling.staging import copy_folder, staged_folder
+from speccompile.bundle.bundle import Bundle, read_bundle
+from speccompile.bundle.files import check_file, write_file
+from speccompile.bundle.folder_records import MODEL, write_record
+from speccompile.bundle.guard import Claim, check_home, claim_folder, resolve_path
+from speccompile.bundle.staging import copy_folder, staged_folder
 from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, BundleError, RecipeError
-from speccompile.runtime.bundle import Bundle, read_bundle
 from speccompile.serving.triton.config_text import BACKEND, ModelConfig, text_from_config
 from speccompile.serving.triton.contract import text_inputs, text_outputs
 from speccompile.serving.triton.plans import plan_models

@@ -13,7 +13,7 @@ if importlib.util.find_spec("tensorrt_rtx") is None:
 
 from speccompile.backends.tensorrt import builder, records
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.cli.main import app
 from speccompile.core import registry
 from speccompile.errors import BuildError, BundleError, RecipeError, RuntimeFault

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from speccompile.runtime.chat_template import ChatTemplate
+from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.agent_routes import agent_routes
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app

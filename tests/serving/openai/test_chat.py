@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from speccompile.bundling.tokenizers import copy_tokenizer
+from speccompile.bundle.tokenizers import copy_tokenizer
+from speccompile.common.chat_template import ChatTemplate, read_chat_template
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.runtime.chat_template import ChatTemplate, read_chat_template
 from speccompile.serving.openai import requests
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.openai.errors import ApiError

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from speccompile.common.chat_template import ChatTemplate
 from speccompile.core.specs import SCORED_NODES
-from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.verifier import SCORED_CHUNK
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from speccompile.common.chat_template import ChatTemplate
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.openai.message import message_from_deltas

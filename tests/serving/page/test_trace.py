@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-from speccompile.runtime.chat_template import ChatTemplate
+from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
 from speccompile.serving.page.routes import page_routes, policy_from_html

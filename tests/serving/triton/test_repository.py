@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from speccompile.backends.tensorrt.specs import tensorrt_spec
+from speccompile.bundle.bundle import Bundle
 from speccompile.cli.main import main
 from speccompile.core.dims import ModelDims
 from speccompile.errors import BundleError
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
-from speccompile.runtime.bundle import Bundle
 from speccompile.serving.triton.config_text import ModelConfig, text_from_config
 from speccompile.serving.triton.contract import TRITON_TYPES, Tensor, old_engine_inputs, old_text_inputs
 from speccompile.serving.triton.plans import plan_models

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.bundling.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache
 from speccompile.errors import BuildError, RecipeError
 from speccompile.pipeline import build
 from speccompile.serving.triton import repository as module

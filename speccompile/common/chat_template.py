@@ -16,8 +16,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from speccompile.common.template_files import read_template_file
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.template_files import read_template_file
 
 
 class _Generation(Extension):

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from speccompile.bundle.bundle import Bundle, read_bundle
+from speccompile.bundle.format import digest_from_manifest, digests_from_folder, write_json
+from speccompile.bundle.publish import card_from_manifest, fetch_bundle, find_bundle, is_hub_id
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle, digest_from_manifest, digests_from_folder, read_bundle, write_json
-from speccompile.runtime.hub import card_from_manifest, fetch_bundle, find_bundle, is_hub_id
 
 NAME = "org/tiny-bundle"
 COMMIT = "c0ffee"

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from speccompile.bundling.stage_cache import is_stage_entry
-from speccompile.bundling.staging import disk_faults, remove_leftovers
+from speccompile.bundle.stage_cache import is_stage_entry
+from speccompile.bundle.staging import disk_faults, remove_leftovers
 
 _DIGEST = re.compile(r"(.*-)?[0-9a-f]{8,64}")
 # Single files by kind: measurements of a machine, and kernels compiled for a GPU or a CPU with results of self-tests.

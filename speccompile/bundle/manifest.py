@@ -12,20 +12,14 @@ from typing import Any
 
 import yaml
 
-import speccompile
-from speccompile.bundling.digests import versions_from_environment
-from speccompile.bundling.report import html_from_manifest
-from speccompile.bundling.tokenizers import copy_tokenizer
+from speccompile.bundle.digests import versions_from_environment
+from speccompile.bundle.format import MANIFEST, SCHEMA_VERSION, digest_from_manifest, digests_from_folder, write_json
+from speccompile.bundle.report import html_from_manifest
+from speccompile.bundle.tokenizers import copy_tokenizer
 from speccompile.checkpoints.special_tokens import special_tokens
 from speccompile.checkpoints.vision import image_record
 from speccompile.recipe.plan import BuildPlan
-from speccompile.runtime.bundle import (
-    MANIFEST,
-    SCHEMA_VERSION,
-    digest_from_manifest,
-    digests_from_folder,
-    write_json,
-)
+from speccompile.version import VERSION
 
 REPORT, RECIPE = "report.html", "recipe.yaml"
 
@@ -52,7 +46,7 @@ def write_bundle_files(
     eos_token_ids, bos_token_id = special_tokens(target_source)
     manifest: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "speccompile_version": speccompile.__version__,
+        "speccompile_version": VERSION,
         "git_sha": git_sha(),
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "recipe": recipe,
@@ -76,7 +70,7 @@ def write_bundle_files(
 
 def git_sha() -> str | None:
     """Returns the commit of speccompile's source tree, with a "+" when it has changes; None outside of one."""
-    root = Path(speccompile.__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable
 from importlib import metadata
 from pathlib import Path
 
-import speccompile
+from speccompile.bundle.format import digest_from_file
 from speccompile.core.race import SAMPLER_VERSION
-from speccompile.runtime.bundle import digest_from_file
+from speccompile.version import VERSION
 
 # Packages whose version may change a graph or a measurement.
 _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "torch", "transformers")
@@ -21,7 +21,7 @@ _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxrunti
 
 def versions_from_environment() -> dict[str, str]:
     """Returns the versions of Python, speccompile, its sampler and the packages a build depends on, where installed."""
-    versions = {"python": platform.python_version(), "speccompile": speccompile.__version__}
+    versions = {"python": platform.python_version(), "speccompile": VERSION}
     versions["sampler"] = str(SAMPLER_VERSION)
     found = ((name, _version(name)) for name in _PACKAGES)
     return versions | {name: version for name, version in found if version is not None}
@@ -42,7 +42,7 @@ def digest_from_sources(packages: Iterable[str]) -> str:
     Args:
         packages: subpackages or modules, e.g. "passes" or "core/specs".
     """
-    root = Path(speccompile.__file__).parent
+    root = Path(__file__).parents[1]
     total = hashlib.sha256()
     for package in sorted(packages):
         base = root / package

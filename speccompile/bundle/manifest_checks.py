@@ -8,10 +8,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
+from speccompile.bundle.manifest_records import MANIFEST_RULE
+from speccompile.bundle.rules import MAX_COUNT, REBUILD, check_value
 from speccompile.common.json_reader import finite_number, shown, whole_number
 from speccompile.errors import BundleError
-from speccompile.runtime.records import MANIFEST_RULE
-from speccompile.runtime.rules import MAX_COUNT, REBUILD, check_value
 
 
 def check_types(where: str, manifest: Mapping[str, Any]) -> None:

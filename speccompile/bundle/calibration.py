@@ -10,6 +10,7 @@ from typing import Any
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.special_tokens import special_tokens
 from speccompile.checkpoints.texts import MESSAGES, TOKENIZER, Texts, TextSample, tokens_from_file
+from speccompile.common.chat_prompts import tokens_of_messages
 from speccompile.common.chats import read_chats
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
@@ -18,7 +19,6 @@ from speccompile.core.protocols import GraphSource
 from speccompile.errors import BundleError, CheckpointError, RecipeError, RuntimeFault
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS
 from speccompile.recipe.plan import TARGET, BuildPlan
-from speccompile.runtime.chat_prompts import tokens_of_messages
 
 MAX_TOKENS = 32768  # read of a file: more text takes longer and was not seen to help
 MIN_TOKENS = 256

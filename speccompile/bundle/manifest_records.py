@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from speccompile.core.specs import GraphSpec, Probe, spec_from_json
-from speccompile.runtime.rules import (
+from speccompile.bundle.rules import (
     ANY_OBJECT,
     DIM,
     FLAG,
@@ -30,6 +29,7 @@ from speccompile.runtime.rules import (
     rule_from_record,
     whole,
 )
+from speccompile.core.specs import GraphSpec, Probe, spec_from_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from typing import Any
 from speccompile.backends.base import Backend
 from speccompile.backends.contention import WAIT_SHARE, is_disturbed
 from speccompile.backends.distance import Distance
-from speccompile.bundling.calibration import sample_of
-from speccompile.bundling.digests import digest_from_package, digest_from_sources, versions_from_environment
-from speccompile.bundling.stage_cache import StageCache
-from speccompile.bundling.stages import StageLog
+from speccompile.bundle.calibration import sample_of
+from speccompile.bundle.digests import digest_from_package, digest_from_sources, versions_from_environment
+from speccompile.bundle.format import digest_from_json, read_json, write_json
+from speccompile.bundle.stage_cache import StageCache
+from speccompile.bundle.stages import StageLog
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.tensor_files import has_grids, open_files
 from speccompile.checkpoints.texts import TextSample
@@ -30,7 +31,6 @@ from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.plan import TARGET, BuildPlan
-from speccompile.runtime.bundle import digest_from_json, read_json, write_json
 
 _REPORT = "compile.json"
 _TUNING = "tuning.json"
@@ -38,7 +38,7 @@ _TUNING = "tuning.json"
 # policy, no engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
     *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/race", "graph_kinds"),
-    *("ops", "checkpoints", "doctor", "export", "passes", "bundling/graphs"),
+    *("ops", "checkpoints", "doctor", "export", "passes", "bundle/graphs"),
 )
 # Modules of a method's folder; options are in the key themselves.
 NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")

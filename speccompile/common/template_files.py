@@ -6,17 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle, read_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+_TODO = "Build the bundle again, or copy it again from where it was built."
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def tokenizer_folder(bundle: Bundle | None) -> Path | None:
-    """Returns where a bundle's tokenizer and chat template lie; None: it has no tokenizer."""
-    path = None if bundle is None else bundle.tokenizer_path
-    return None if path is None else path.parent
 
 
 def knows_chats(folder: Path | None) -> bool:
@@ -30,7 +25,7 @@ def read_template_file(folder: Path) -> tuple[str, dict[str, str]] | None:
     Raises:
         BundleError: tokenizer_config.json is no JSON object, or its template is no text.
     """
-    config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
+    config = read_json_object(folder / CONFIG_FILE, BundleError, _TODO) if (folder / CONFIG_FILE).exists() else {}
     path = folder / TEMPLATE_FILE
     source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
     if isinstance(source, list):  # several by name, as older tokenizers have them

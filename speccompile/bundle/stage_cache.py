@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from speccompile.bundling.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
+from speccompile.bundle.format import MANIFEST, check_files, digests_from_folder, read_json, write_json
+from speccompile.bundle.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
 from speccompile.common.cache_root import make_folders
 from speccompile.errors import BuildError, BundleError
-from speccompile.runtime.bundle import MANIFEST, check_files, digests_from_folder, read_json, write_json
 
 _FOLDER, _FILES = "result", "files.json"
 BUNDLES = "bundles"  # the kind of entries that are whole bundles, see `speccompile.prepare`

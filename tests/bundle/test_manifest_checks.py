@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from speccompile.bundle.bundle import Bundle, read_bundle
+from speccompile.bundle.format import digest_from_manifest
+from speccompile.bundle.manifest_checks import check_fields, check_types
+from speccompile.bundle.manifest_records import EngineRecord, RecipeRecord, TargetRecord
 from speccompile.cli.main import main
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import Bundle, digest_from_manifest, read_bundle
-from speccompile.runtime.manifest_checks import check_fields, check_types
-from speccompile.runtime.records import EngineRecord, RecipeRecord, TargetRecord
 from tests.backends.hybrid_lab import hybrid_spec
 
 SPEC = {

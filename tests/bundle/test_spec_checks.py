@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from speccompile.bundle.spec_checks import check_specs
 from speccompile.core.specs import BorrowedCache, GraphSpec, TensorSpec, spec_from_json
 from speccompile.errors import BundleError
-from speccompile.runtime.spec_checks import check_specs
 
 
 def tensor(name: str, *dims: str | int, dtype: str = "int64") -> TensorSpec:

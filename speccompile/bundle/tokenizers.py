@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speccompile.bundle.format import digest_from_json
 from speccompile.checkpoints.texts import TOKENIZER
 from speccompile.common.json_reader import read_json_object
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.runtime.bundle import digest_from_json
 
 TOKENIZER_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "chat_template.jinja"),

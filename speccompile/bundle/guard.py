@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from speccompile.bundling.records import RUN, compare_folder, files_below, read_record
-from speccompile.bundling.staging import disk_faults, is_mount, staging_path
+from speccompile.bundle.folder_records import RUN, compare_folder, files_below, read_record
+from speccompile.bundle.staging import disk_faults, is_mount, staging_path
 from speccompile.errors import BuildError
 
 _OTHER = "Choose another one."

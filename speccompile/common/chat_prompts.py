@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.common.extras import install_command
 from speccompile.common.json_reader import is_unicode, parse_json
+from speccompile.common.template_files import TEMPLATE_FILE, read_template_file
 from speccompile.common.tokenizer_file import encode_text
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.runtime.template_files import TEMPLATE_FILE, read_template_file
 
 if TYPE_CHECKING:
-    from speccompile.runtime.chat_template import ChatTemplate
+    from speccompile.common.chat_template import ChatTemplate
 
 _TODO = 'Write [{"role": "user", "content": "..."}].'
 _PARTS = "a text, or a list of parts of the types text and image"
@@ -36,7 +36,7 @@ def find_template(folder: Path | None, where: str) -> ChatTemplate:
         got = "no chat template, as there is no tokenizer" if folder is None else f"no chat template in {folder}"
         raise BundleError(where, got, "a model that was trained on conversations", todo)
     try:
-        from speccompile.runtime.chat_template import read_chat_template
+        from speccompile.common.chat_template import read_chat_template
     except ModuleNotFoundError as fault:
         todo = f"Install them: {install_command('serve')}. Or give a text as it is (generate --raw)."
         raise RuntimeFault(where, f"no package {fault.name}", "the packages of the extra [serve]", todo) from fault

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from speccompile.bundle.rules import REBUILD
 from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BundleError
-from speccompile.runtime.rules import REBUILD
 
 _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 

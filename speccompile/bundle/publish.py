@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.distance import Distance
+from speccompile.bundle.certificates import certificate_facts, text_from_facts
+from speccompile.bundle.format import CERTIFICATE_FILES, MANIFEST
 from speccompile.common.waiting import download_bar
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import CERTIFICATE_FILES, MANIFEST
-from speccompile.runtime.certificates import certificate_facts, text_from_facts
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _TODO = "Check the name, the network and your access, or give the bundle's folder."
@@ -129,7 +129,7 @@ def card_from_manifest(
         manifest: of the bundle.
         name: of the repository.
         bench: see `push_bundle`.
-        certificate: see `runtime.certificates.certificate_facts`; None: there is none.
+        certificate: see `certificates.certificate_facts`; None: there is none.
     """
     recipe = manifest["recipe"]
     target, engine = recipe.get("target") or {}, recipe["engine"]

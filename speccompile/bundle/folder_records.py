@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from speccompile.common.json_reader import read_json_object
-from speccompile.errors import BuildError
-from speccompile.runtime.bundle import (
+from speccompile.bundle.format import (
     CERTIFICATE_FILES,
     MANIFEST,
     digest_from_file,
@@ -23,6 +21,8 @@ from speccompile.runtime.bundle import (
     digests_from_folder,
     write_json,
 )
+from speccompile.common.json_reader import read_json_object
+from speccompile.errors import BuildError
 
 RECORD = ".speccompile.json"
 BUNDLE, SPECULATOR, MODEL, RUN = "bundle", "trained speculator", "Triton model", "training run"

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speccompile.bundle.format import CERTIFICATE, digest_from_manifest
 from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BundleError
-from speccompile.runtime.bundle import CERTIFICATE, Bundle, digest_from_manifest
 
 VERSION = 1
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"  # of a check
@@ -80,11 +80,6 @@ def certificate_facts(folder: Path, manifest: Mapping[str, Any], is_intact: bool
         return {"fault": str(fault)}
     except (KeyError, TypeError, AttributeError):  # its digest holds: another program wrote it
         return {"fault": f"{folder / CERTIFICATE}: not a certificate of version {VERSION}. {_AGAIN}"}
-
-
-def facts_of_bundle(bundle: Bundle) -> dict[str, Any] | None:
-    """Returns `certificate_facts` of a bundle that was read."""
-    return certificate_facts(bundle.path, bundle.manifest)
 
 
 def text_from_facts(facts: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a bundle: their names, the digests that the manifest records of them, and the checks against these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from speccompile.bundle.rules import REBUILD
+from speccompile.common.json_reader import read_json_object
+from speccompile.errors import BundleError
+
+SCHEMA_VERSION = 3
+MANIFEST = "manifest.json"
+# Made after the bundle, by `speccompile verify`; the manifest does not list them.
+CERTIFICATE, CERTIFICATE_PAGE = "certificate.json", "certificate.html"
+CERTIFICATE_FILES = frozenset((CERTIFICATE, CERTIFICATE_PAGE))
+_CHUNK_BYTES = 1 << 22
+
+
+def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> None:
+    """Compares a folder with the records that `digests_from_folder` made of it. Files without a record are ignored.
+
+    Raises:
+        BundleError: a file is missing, has another size or digest, or its path leaves the folder.
+    """
+    for name, record in files.items():
+        file = folder / name
+        if not isinstance(record, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BundleError(str(file), "a bad record in the list of files", "a relative path with a digest", REBUILD)
+        if not os.path.isfile(file):
+            raise BundleError(str(file), "no such file", f"{record.get('size_bytes')} bytes", REBUILD)
+        size = file.stat().st_size
+        if size != record.get("size_bytes"):
+            raise BundleError(str(file), f"{size} bytes", f"{record.get('size_bytes')} bytes", REBUILD)
+    for name, record in files.items() if verify else ():
+        digest = digest_from_file(folder / name)
+        if digest != record.get("sha256"):
+            got, expected = f"sha256 {digest[:16]}...", f"{str(record.get('sha256'))[:16]}..."
+            raise BundleError(str(folder / name), got, expected, f"The file was changed. {REBUILD}")
+
+
+def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns the files of a bundle's folder that its manifest does not list, hidden files included.
+
+    Args:
+        folder: of the bundle.
+        manifest: of the bundle; only `files` is read.
+
+    Returns:
+        Sorted paths below `folder`: files, and links to folders, which are not followed. Empty folders hold nothing
+        and are not named, nor is the certificate.
+    """
+    listed, found = {MANIFEST, *CERTIFICATE_FILES, *manifest["files"]}, []
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        links = [name for name in folders if (here / name).is_symlink()]
+        found += [(here / name).relative_to(folder).as_posix() for name in (*files, *links)]
+    return sorted(set(found) - listed)
+
+
+def check_no_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuses a folder with files that the manifest does not list: readers of a bundle find files by their names.
+
+    Files whose name begins with a dot, or that are below such a folder, are allowed: no reader opens them, and
+    operating systems and download tools create them.
+
+    Raises:
+        BundleError: there is such a file.
+    """
+    foreign = [name for name in list_foreign_files(folder, manifest) if not is_hidden(name)]
+    if foreign:
+        more = f" ({len(foreign) - 1} more)" if len(foreign) > 1 else ""
+        got = f"a file that the manifest does not list{more}"
+        todo = "Move it out of the bundle: nothing holds its contents to what was built."
+        raise BundleError(str(folder / foreign[0]), got, "the files of the manifest alone", todo)
+
+
+def is_hidden(name: str) -> bool:
+    """Returns whether a path below a bundle's folder has a part that begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns {relative path: {"sha256", "size_bytes"}} of all files below `folder` except the manifest."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f != folder / MANIFEST)
+    return {
+        f.relative_to(folder).as_posix(): {"sha256": digest_from_file(f), "size_bytes": f.stat().st_size} for f in files
+    }
+
+
+def digest_from_json(value: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def weights_beside(file: Path, files: Iterable[Path]) -> int:
+    """Returns the bytes of the graphs that run in turn with one: of all files in the folders of the others.
+
+    Args:
+        file: the graph.
+        files: of all graphs that run, itself among them.
+    """
+    folders = {other.parent for other in files} - {file.parent}
+    return sum(part.stat().st_size for folder in folders for part in folder.iterdir() if part.is_file())
+
+
+def digest_from_manifest(manifest: Mapping[str, Any]) -> str:
+    """Returns the digest of a manifest, its own `digest` left out."""
+    return digest_from_json({k: v for k, v in manifest.items() if k != "digest"})
+
+
+def digest_from_file(path: Path) -> str:
+    """Returns the SHA-256 of a file's contents, hexadecimal."""
+    total = hashlib.sha256()
+    with path.open("rb") as handle:
+        while chunk := handle.read(_CHUNK_BYTES):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file.
+
+    Raises:
+        BundleError: the file is missing, truncated, or not an object.
+    """
+    return read_json_object(path, BundleError, REBUILD)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes a JSON object, indented."""
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
