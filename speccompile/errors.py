@@ -7,9 +7,6 @@ class SpecCompileError(Exception):
 
     Args:
         where: the file, recipe key, graph or stage the fault is in.
-        got: what was found there.
-        expected: what would have been right.
-        todo: what the user can do about it.
     """
 
     exit_code = 1

@@ -43,7 +43,6 @@ def build(
     An earlier bundle in `dest` is replaced if no file of it was added or changed.
 
     Args:
-        plan: see `speccompile.recipe.resolve`.
         dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
         cache: source of stages whose inputs did not change; the user's cache by default.

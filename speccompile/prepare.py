@@ -46,13 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A bundle that can be loaded.
-
-    Args:
-        path: its folder.
-        name: of the model, for clients.
-        is_kept: it is in the cache, and its digests were compared.
-    """
+    """A bundle that can be loaded."""
 
     path: Path
     name: str
@@ -73,7 +67,6 @@ def is_model(source: str) -> bool:
 
 
 def is_recipe(source: str) -> bool:
-    """Returns whether a name is a recipe's file."""
     return Path(source).suffix in RECIPES and not Path(source).is_dir()
 
 
@@ -95,7 +88,6 @@ def check_source(source: str) -> None:
 
 
 def _todo_for_folder(path: Path, files: Sequence[str]) -> str:
-    """Returns which folders in a folder have one of these files."""
     inside = sorted(str(path / found.parent.name) for name in files for found in path.glob(f"*/{name}"))
     return f"Did you mean {' or '.join(inside[:_MAX_NAMED])}?" if inside else "Check the path."
 
@@ -124,7 +116,6 @@ def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
 
 
 def _error_from_folder(source: str, folder: Path) -> RecipeError:
-    """Returns the error of a folder that is no checkpoint."""
     got, todo = "a folder without config.json", _todo_for_folder(folder, ("config.json",))
     if (folder / MANIFEST).is_file():
         got, todo = "a bundle", f"It is built already; to build it again: speccompile build {folder / RECIPE}."
@@ -140,8 +131,6 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
 
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
-        options: for all but a bundle.
-        progress: see `pipeline.build`.
 
     Raises:
         RecipeError, CheckpointError, ExportError, PassError, BuildError: see `pipeline.build`.
@@ -183,7 +172,6 @@ def key_of(plan: BuildPlan) -> str:
 
 
 def _is_whole(entry: Path) -> bool:
-    """Returns whether an entry is there with all its digests; one that was damaged is built again."""
     if not os.path.isdir(entry):
         return False
     try:
@@ -198,7 +186,6 @@ def _is_whole(entry: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock file, which stays; `wait` is called first where another process holds it."""
     with disk_faults(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -227,11 +214,7 @@ def load(
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
         backend: see `runtime.engine.load`; of a model or a recipe, the one that it is built for.
-        threads: see `runtime.engine.load`.
-        method: the same.
-        verify: the same; what is in the cache has been compared.
         settings: of a model or a recipe, as `engine.max_batch_size=4`.
-        progress: see `pipeline.build`.
 
     Raises:
         RecipeError, CheckpointError, ExportError, PassError, BuildError: it cannot be built.
@@ -256,11 +239,6 @@ def load(
 
 def load_service(source: Path | str, options: ServiceOptions | None = None, **load_options: Any) -> Service:
     """Loads an engine into a service: many requests at once, from any thread or event loop. `start` or `with` runs it.
-
-    Args:
-        source: see `load`.
-        options: see `ServiceOptions`.
-        load_options: of `load`.
 
     Raises:
         SpecCompileError: as `load`.

@@ -21,7 +21,6 @@ class TargetNeeds:
     """Which outputs of the target a trainable reads.
 
     Args:
-        hidden: what the LM head reads.
         layers: residual streams after these decoder layers.
         caches: K and V of the last decoder layer.
     """
@@ -36,8 +35,6 @@ class TargetParts:
     """What a trainable may start from: parts of the frozen target.
 
     Args:
-        config: the target's config.json.
-        folder: of its checkpoint.
         embeddings: [vocab, hidden] float32.
         lm_head: [vocab, hidden] float32.
         token_counts: [vocab] int64, how often the training text has each token.
@@ -65,7 +62,6 @@ class TrainingBatch:
         hidden: [batch, nodes, hidden], where wanted.
         layers: [batch, nodes, hidden] by layer, where wanted.
         k_cache: [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in.
-        v_cache: as `k_cache`.
         seed: of the trainable's own draws for this batch.
     """
 
@@ -86,7 +82,6 @@ class Selection:
     They are added to the logits of a draft's most probable candidates, after the token before it.
 
     Args:
-        num: candidates of a draft.
         before: [rows, depth] int64, the token of the text before each draft.
         score: (states [drafts, width], before [drafts], candidates [drafts, num] of the draft vocabulary) ->
             [drafts, num].
@@ -135,7 +130,6 @@ class Trainable(Protocol):
 
         Args:
             batch: of one sequence; `tokens` ends with the root, for which the other tensors have no row yet.
-            num: drafts wanted.
         """
         ...
 
@@ -168,7 +162,6 @@ def check_positive(config: Any, names: Sequence[str]) -> None:
     """Checks fields of a method's `TrainingConfig`.
 
     Args:
-        config: the dataclass, which a recipe gives as `training.heads`.
         names: of whole numbers that are at least 1.
 
     Raises:
@@ -184,8 +177,6 @@ def chosen_mask(asked: int, target: Mapping[str, Any], vocab: int) -> int:
 
     Args:
         asked: `training.heads.mask_token_id`; -1: the target's padding.
-        target: its config.json.
-        vocab: tokens of its embeddings.
 
     Raises:
         RecipeError: there is no such token.

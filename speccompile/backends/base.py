@@ -74,8 +74,6 @@ class Backend(ABC):
 
         Args:
             stored: the dtype that its config names.
-            model_type: of the target.
-            options: the recipe's fields of the backend.
         """
         del stored, model_type, options
         return self.dtypes[0]
@@ -89,8 +87,6 @@ class Backend(ABC):
 
         Args:
             spec: inputs and outputs of the neutral graph, tail included.
-            options: what it will be compiled for.
-            quantization: one of `quantizations`.
 
         Raises:
             BuildError: a library is missing, or sizes or fields do not fit the graph.
@@ -127,11 +123,8 @@ class Backend(ABC):
         Args:
             model: the neutral graph, an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`.
             spec: inputs and outputs of the neutral graph, tail included.
-            dest: folder to write to; made when missing.
-            quantization: one of `quantizations`.
             form: a kernel form of that quantisation; None: the backend chooses.
             options: dtype, sizes and the recipe's fields; None: the backend's defaults.
-            progress: called with the name of each step.
 
         Returns:
             {"form", "forms_measured": {form: milliseconds}, "passes", "op_histogram"}, JSON-ready; `spec` where the
@@ -158,8 +151,6 @@ class Backend(ABC):
         """Measures a compiled graph; by default nothing.
 
         Args:
-            path: the compiled graph.
-            spec: its inputs and outputs.
             threads: number to use; None: measure which is best.
             others_bytes: weights of the graphs that alternate with it, which evict its own from the caches.
 
@@ -201,11 +192,6 @@ class Backend(ABC):
         """Opens a compiled graph and allocates its caches.
 
         Args:
-            path: the compiled graph.
-            spec: its inputs and outputs.
-            max_slots: sequences decoded at once.
-            max_rows: cache rows of each.
-            tuning: from `tune` or `adapt_tuning`.
             rollback: the graph of `compile_rollback`; None: the engine decodes chains only.
             device: one of `devices`, or with an ordinal, as "cuda:1".
             owners: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
@@ -221,8 +207,6 @@ class EngineBase(ABC, Generic[RollbackT]):
     """Bounds of steps, and defaults for engines whose caches have one layout. See `core.protocols.Engine`.
 
     Args:
-        spec: inputs and outputs of the graph.
-        max_slots, max_rows: capacity of the caches.
         states: the recurrent states of its slots, where the graph has any.
     """
 

@@ -43,7 +43,6 @@ class WaitClock:
 
 
 def is_disturbed(record: Mapping[str, Any]) -> bool:
-    """Whether a tuning record was made beside other work."""
     return float(record.get(WAIT_SHARE, 0.0)) > MAX_WAIT_SHARE
 
 

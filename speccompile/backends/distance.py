@@ -22,7 +22,6 @@ class Distance:
         kl: mean of KL(float32 || quantised) of the next-token distributions at temperature 1, in nats.
         top1: share of positions with the same most likely token.
         perplexity_change: of the texts' own tokens, as a share: 0.01 is 1 % more than float32's; None: not measured.
-        perplexity_error: its standard error over the texts.
         num_positions: of the texts; 0: not recorded.
     """
 
@@ -38,7 +37,6 @@ class Distance:
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
     def summary(self) -> str:
-        """Returns the distance in words."""
         told = f"KL {self.kl:.1e} nats, the same likeliest token after {self.top1:.1%}"
         if self.perplexity_change is None:
             return told
@@ -50,7 +48,6 @@ def compare(wanted: NDArray[np.floating], got: NDArray[np.floating], following: 
 
     Args:
         wanted: [positions, vocab], of float32.
-        got: the same of the other model.
         following: [positions] the text's token after each.
 
     Returns:
@@ -85,7 +82,6 @@ def distance_from_rows(texts: Sequence[Floats]) -> Distance:
 
 
 def _log_probs(logits: NDArray[np.floating]) -> tuple[Floats, Floats]:
-    """Returns the logarithms of the probabilities, and these."""
     logs = logits.astype(np.float64)
     logs -= logs.max(axis=-1, keepdims=True)
     probs = np.exp(logs)

@@ -13,7 +13,6 @@ from speccompile.graph_kinds.features import NEXT_STATES, STATES
 
 
 def shape_from_dims(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of a tensor whose dynamic dims have `sizes`."""
     return tuple(sizes[d] if isinstance(d, str) else d for d in spec.dims)
 
 

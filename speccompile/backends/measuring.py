@@ -22,7 +22,6 @@ MIN_REPEATS, MAX_REPEATS = 5, 40
 
 
 def measured_sizes(spec: GraphSpec) -> tuple[int, int]:
-    """Returns (slots, cache rows) of the engine that `measure_steps` needs."""
     # Without caches a step of n nodes is one of n slots.
     is_batched = any("batch" in tensor.dims for tensor in spec.inputs)
     max_slots = max(NODE_COUNTS) if is_batched and not spec.caches else 1
@@ -38,7 +37,6 @@ def measure_steps(
     """Time steps of an engine of `measured_sizes`.
 
     Args:
-        engine: of the graph.
         others_bytes: weights of the graphs that run between two of its steps. As many bytes are read before each
             measured step: heads of 25 MB whose weights stayed in a CPU's cache were seen 1.6 times faster than in the
             loop, where the target's weights had evicted them.
@@ -70,8 +68,6 @@ def typical_step_ms(engine: Engine, others_bytes: int = 0, clock: Callable[[], f
     """Times steps of one node for 50 ms, at least 6 of them.
 
     Args:
-        engine: of `measured_sizes`.
-        others_bytes: see `measure_steps`.
         clock: seconds.
 
     Returns:
@@ -93,7 +89,6 @@ def _others(num_bytes: int) -> np.ndarray:
 
 
 def _feeds_by_nodes(engine: Engine, max_nodes: int) -> dict[int, dict[str, np.ndarray]]:
-    """Returns the inputs of steps of each number of nodes that the engine takes."""
     spec, max_rows = engine.spec, engine.max_rows - engine.spec.rows_written_ahead
     most = min(max_rows, max_nodes) if spec.caches else engine.max_slots
     node_counts = [n for n in NODE_COUNTS if n <= most]
@@ -102,7 +97,6 @@ def _feeds_by_nodes(engine: Engine, max_nodes: int) -> dict[int, dict[str, np.nd
 
 
 def _feeds(spec: GraphSpec, num: int, context: int, max_nodes: int) -> dict[str, np.ndarray]:
-    """Returns inputs of a step of `num` nodes after `context` rows; of `num` slots where there are no caches."""
     if spec.caches:
         return probe_inputs(spec, num_nodes=num, length=context)
     # The states are those of the target's step, of which a tree's drafts can be more than there are nodes.

@@ -24,7 +24,6 @@ def predict_float32(
     """Predict a graph for ONNX Runtime or the reference evaluator.
 
     Args:
-        counts: its weights.
         quantization: none, bf16, int8, int4, stored or auto.
         packs_experts: experts are quantised as linears are; False: they stay float32.
         ties: an embedding that is tied to the LM head is stored once, as the head.

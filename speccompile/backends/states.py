@@ -33,8 +33,6 @@ class Snapshot(Generic[KeptT]):
     """A copy of the states of one slot.
 
     Args:
-        length: tokens that they hold.
-        num_pending: rows that are pending.
         arrays: the states of the slot, which are never written again.
     """
 
@@ -47,7 +45,6 @@ class StateStep(NamedTuple):
     """What a step makes of the states.
 
     Args:
-        slots: of the step.
         state_lengths: [batch] int64: tokens that the states hold before it.
         after: [batch] int64: tokens that they hold after it.
         num_pending: [batch] int64: rows that are pending after it.
@@ -61,10 +58,6 @@ class StateStep(NamedTuple):
 
 class SlotStates(ABC, Generic[KeptT]):
     """What the recurrent states of all slots of an engine hold, and a snapshot for each; the subclass has the memory.
-
-    Args:
-        spec: with states.
-        max_slots: sequences.
 
     Attributes:
         lengths: [max_slots] int64: tokens that the states of each slot hold.
@@ -91,20 +84,17 @@ class SlotStates(ABC, Generic[KeptT]):
         """Copies the states of slot `source` over those of slot `dest`, another one."""
 
     @abstractmethod
-    def swap_arrays(self, first: int, second: int) -> None:
-        """Exchanges the states of two slots."""
+    def swap_arrays(self, first: int, second: int) -> None: ...
 
     @abstractmethod
-    def zero_arrays(self, slot: int) -> None:
-        """Fills the states of a slot with zeros."""
+    def zero_arrays(self, slot: int) -> None: ...
 
     @abstractmethod
     def save_arrays(self, slot: int) -> KeptT:
         """Returns a copy of the states of a slot; it may use the memory of a copy that no snapshot has any more."""
 
     @abstractmethod
-    def restore_arrays(self, slot: int, kept: KeptT) -> None:
-        """Copies what `save_arrays` returned over the states of a slot."""
+    def restore_arrays(self, slot: int, kept: KeptT) -> None: ...
 
     def begin(self, feeds: Mapping[str, Any], first_slot: int) -> StateStep:
         """Returns what a step makes of the states; until `end` the states of its slots count as lost.
@@ -136,14 +126,12 @@ class SlotStates(ABC, Generic[KeptT]):
         return StateStep(slots, held, lengths + sure, num_pending)
 
     def _lost(self, first_slot: int, lengths: Ints, held: Ints, most: Ints) -> RuntimeFault:
-        """Returns the fault of the first slot whose states do not fit its length."""
         row = next(i for i in range(len(lengths)) if not 0 <= lengths[i] - held[i] <= (most[i] if lengths[i] else 0))
         got = f"a step of slot {first_slot + row} after {int(lengths[row])} tokens"
         expected = f"{int(held[row])} to {int(held[row] + most[row])} tokens, those that its recurrent states hold"
         return RuntimeFault(self.where, got, expected, _AGAIN)
 
     def end(self, step: StateStep) -> None:
-        """Records that a step has run."""
         self.lengths[step.slots], self.num_pending[step.slots] = step.after, step.num_pending
 
     def compact(self, lengths: Ints, path: Ints) -> None:
@@ -175,7 +163,6 @@ class SlotStates(ABC, Generic[KeptT]):
         What they and the snapshot hold beyond these is void: other tokens will follow.
 
         Args:
-            slot: its index.
             rows: 0, or a length that `reusable` returned.
         """
         snapshot = self.snapshots[slot]
@@ -195,7 +182,6 @@ class SlotStates(ABC, Generic[KeptT]):
         return 0 <= rows - int(self.lengths[slot]) <= int(self.num_pending[slot])
 
     def take_snapshot(self, slot: int) -> None:
-        """Copies the states of a slot, in place of its earlier snapshot."""
         length, num_pending = int(self.lengths[slot]), int(self.num_pending[slot])
         self.snapshots[slot] = None
         if length + num_pending:
@@ -220,7 +206,6 @@ class SlotStates(ABC, Generic[KeptT]):
         snapshots[first], snapshots[second] = snapshots[second], snapshots[first]
 
     def clear(self, slot: int) -> None:
-        """Zeroes the states of a slot and drops its snapshot."""
         self.zero_arrays(slot)
         self.lengths[slot] = self.num_pending[slot] = 0
         self.snapshots[slot] = None
@@ -233,10 +218,6 @@ class SlotStates(ABC, Generic[KeptT]):
 
 class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
     """Recurrent states in host memory.
-
-    Args:
-        spec: with states.
-        max_slots: sequences.
 
     Attributes:
         arrays: by name, [max_slots, ...] float32; they never move.
@@ -251,7 +232,6 @@ class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
         self._pending = [(self.arrays[name], begins[str(kind)]) for name, kind in kinds.items() if kind in begins]
 
     def compact(self, lengths: Ints, path: Ints) -> None:
-        """See `SlotStates.compact`."""
         for slot, (length, nodes) in enumerate(zip(lengths.tolist(), path.tolist(), strict=True)):
             num_sure = int(self.lengths[slot]) - length  # the first nodes of the path have no pending rows
             rows = [node - num_sure for node in nodes[num_sure:] if node >= 0]
@@ -262,30 +242,24 @@ class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
 
     @property
     def num_bytes(self) -> int:
-        """See `SlotStates.num_bytes`."""
         return 2 * sum(array.nbytes for array in self.arrays.values())
 
     def copy_arrays(self, source: int, dest: int) -> None:
-        """See `SlotStates.copy_arrays`."""
         for array in self.arrays.values():
             array[dest] = array[source]
 
     def swap_arrays(self, first: int, second: int) -> None:
-        """See `SlotStates.swap_arrays`."""
         for array in self.arrays.values():
             array[[first, second]] = array[[second, first]]
 
     def zero_arrays(self, slot: int) -> None:
-        """See `SlotStates.zero_arrays`."""
         for array in self.arrays.values():
             array[slot] = 0
 
     def save_arrays(self, slot: int) -> tuple[NDArray[np.float32], ...]:
-        """See `SlotStates.save_arrays`."""
         return tuple(array[slot].copy() for array in self.arrays.values())
 
     def restore_arrays(self, slot: int, kept: tuple[NDArray[np.float32], ...]) -> None:
-        """See `SlotStates.restore_arrays`."""
         for array, saved in zip(self.arrays.values(), kept, strict=True):
             array[slot] = saved
 

@@ -31,13 +31,7 @@ def lower_and_save(
     """Run `table` on a copy of `model` and write it to `path` with its external data.
 
     Args:
-        model: left unchanged.
-        table: the passes.
-        path: the .onnx file.
-        progress: called with the name of each pass, and of the writing.
         dialect: which function bodies are attached, see `attach_functions`.
-        max_nodes: see `attach_functions`.
-        finish: passes on the graph with its bodies attached.
 
     Returns:
         {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready.

@@ -34,7 +34,6 @@ class Bundle:
     """A bundle whose manifest has been read.
 
     Args:
-        path: its folder.
         manifest: the parsed manifest.json; see docs/reference/bundle.md for its keys.
     """
 
@@ -49,12 +48,10 @@ class Bundle:
 
     @property
     def recipe(self) -> RecipeRecord:
-        """The resolved recipe."""
         return record_from_json(RecipeRecord, self.manifest["recipe"])
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The model's own end-of-sequence tokens."""
         return tuple(self.manifest["eos_token_ids"])
 
     @property
@@ -97,15 +94,12 @@ class Bundle:
         return push_bundle(self.path, self.manifest, name, private=private, message=message, bench=bench)
 
     def graph(self, name: str) -> GraphRecord:
-        """Returns the record of a graph."""
         return record_from_json(GraphRecord, self.graphs[name])
 
     def graph_path(self, name: str) -> Path:
-        """Returns the path of a graph's .onnx file or plan."""
         return self.path / self.graph(name).file
 
     def graph_spec(self, name: str) -> GraphSpec:
-        """Returns the inputs and outputs of a graph."""
         return self.graph(name).graph_spec()
 
 
@@ -113,7 +107,6 @@ def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
     """Reads and checks a bundle.
 
     Args:
-        path: the bundle's folder.
         verify: compare every file with its digest; without it, only presence and sizes are checked.
 
     Raises:

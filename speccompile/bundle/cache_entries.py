@@ -24,8 +24,6 @@ class CacheEntry:
 
     Args:
         kind: e.g. "graphs" or "training/states".
-        path: its folder or file.
-        size_bytes: of its files.
         used_s: time of creation or last use, seconds since the epoch.
     """
 

@@ -33,10 +33,7 @@ def sample_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Back
     target whose draft shares its quantised weights.
 
     Args:
-        plan: of the build.
-        job: one of its jobs.
         source: of the job, with its checkpoint's folder and sizes.
-        backend: that compiles it.
 
     Raises:
         RecipeError: the file cannot be read, or does not hold enough text.
@@ -79,14 +76,12 @@ def read_texts(path: Path, folder: Path, vocab_size: int) -> Texts:
 
 
 def _are_prompts(path: Path) -> bool:
-    """Returns whether a file that was read holds conversations whose next turn is the assistant's."""
     first = next((line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()), "")
     messages: Any = json.loads(first).get(MESSAGES) if path.suffix == ".jsonl" else None
     return bool(messages) and messages[-1]["role"] != "assistant"
 
 
 def _chat_prompts(folder: Path, vocab_size: int) -> Texts:
-    """Returns the token ids of the package's prompts; none without a tokenizer and a template that takes them."""
     if not (folder / TOKENIZER).exists():
         return ()
     tokenizer = load_tokenizer(folder / TOKENIZER, CheckpointError, "Download the file again.")

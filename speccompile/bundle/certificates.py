@@ -40,12 +40,7 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
 
 
 def changed_files(certificate: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
-    """Returns the files of a bundle that are not those that were verified, sorted; `manifest.json` for the rest of it.
-
-    Args:
-        certificate: as `read_certificate` returns it.
-        manifest: of the bundle as it is now.
-    """
+    """Returns the files of a bundle that are not those verified, sorted; `manifest.json` for the rest of it."""
     about = certificate["bundle"]
     then, now = about["files"], {name: record["sha256"] for name, record in manifest["files"].items()}
     names = sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
@@ -56,8 +51,6 @@ def certificate_facts(folder: Path, manifest: Mapping[str, Any], is_intact: bool
     """Returns what is shown of a bundle's certificate, JSON-ready; None where there is none.
 
     Args:
-        folder: of the bundle.
-        manifest: of it.
         is_intact: its files have the digests of the manifest; otherwise the certificate is stale as well.
 
     Returns:

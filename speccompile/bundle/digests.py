@@ -55,7 +55,6 @@ def digest_from_package(module: str, leave_out: Collection[str] = ()) -> str:
     """Returns the SHA-256 over the Python files of a module's package, wherever it is installed.
 
     Args:
-        module: its full name, e.g. that of a `GraphSource`.
         leave_out: names of excluded modules, e.g. "proposer".
     """
     package, total = module.rpartition(".")[0] or module, hashlib.sha256()

@@ -25,7 +25,6 @@ def check_file(path: Path, *, makes_folder: bool = False) -> None:
 
     Args:
         path: nothing, a file that will be replaced, or a pipe or character device; a link is followed.
-        makes_folder: its folder need not exist.
 
     Raises:
         BuildError: a folder, a socket or a disk; a folder that is missing or cannot be written; a path inside a
@@ -102,7 +101,6 @@ def _part(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove partial copies of this file from dead processes."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
     for name in filter(pattern.fullmatch, os.listdir(path.parent)):
         with contextlib.suppress(BlockingIOError, FileNotFoundError):

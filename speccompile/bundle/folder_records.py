@@ -33,8 +33,6 @@ class Record:
     """Contents of a folder's record.
 
     Args:
-        name: of the record's file.
-        kind: of the folder, e.g. `BUNDLE`.
         files: {relative path: {"sha256", "size_bytes"}} of all files except the record.
         is_intact: the record's own digest holds.
     """

@@ -47,10 +47,6 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
 def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns the files of a bundle's folder that its manifest does not list, hidden files included.
 
-    Args:
-        folder: of the bundle.
-        manifest: of the bundle; only `files` is read.
-
     Returns:
         Sorted paths below `folder`: files, and links to folders, which are not followed. Empty folders hold nothing
         and are not named, nor is the certificate.
@@ -102,7 +98,6 @@ def weights_beside(file: Path, files: Iterable[Path]) -> int:
     """Returns the bytes of the graphs that run in turn with one: of all files in the folders of the others.
 
     Args:
-        file: the graph.
         files: of all graphs that run, itself among them.
     """
     folders = {other.parent for other in files} - {file.parent}
@@ -110,7 +105,6 @@ def weights_beside(file: Path, files: Iterable[Path]) -> int:
 
 
 def digest_from_manifest(manifest: Mapping[str, Any]) -> str:
-    """Returns the digest of a manifest, its own `digest` left out."""
     return digest_from_json({k: v for k, v in manifest.items() if k != "digest"})
 
 
@@ -133,5 +127,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes a JSON object, indented."""
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

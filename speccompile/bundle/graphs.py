@@ -49,11 +49,8 @@ class Graph:
     """A graph to compile.
 
     Args:
-        job: the request.
-        source: of the graph.
         dims: its sizes; after the export with the number of parameters.
         key: digest of everything the compiled graph depends on.
-        sample: text of a target, see `CompileOptions`.
     """
 
     job: GraphJob
@@ -64,7 +61,6 @@ class Graph:
 
     @property
     def is_target(self) -> bool:
-        """Whether it verifies."""
         return self.job.name == TARGET
 
     @property
@@ -74,12 +70,10 @@ class Graph:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether most of its weights are the target's."""
         return self.source.shares_weights
 
     @property
     def spec(self) -> GraphSpec:
-        """Returns inputs and outputs of the compiled graph."""
         return self.source.spec()
 
 
@@ -87,8 +81,6 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     """Returns the source of `job`, with its sizes.
 
     Args:
-        plan: of the build.
-        job: one of its jobs.
         target: sizes of the target; None for the target itself.
         weights: "random" to read no weights; None: as in the plan.
 
@@ -118,9 +110,7 @@ def compile_options(plan: BuildPlan, max_rows: int, rows_ahead: int = 0) -> Comp
     """Returns the options with which a graph of the plan is compiled.
 
     Args:
-        plan: of the build.
         max_rows: rows that a sequence may use; 0 for a graph without caches.
-        rows_ahead: `GraphSpec.rows_written_ahead`.
     """
     nodes = plan.engine.max_draft_nodes + 1
     # Nodes that pad a ragged batch need rows after the last that a sequence may use.

@@ -27,7 +27,6 @@ class Claim:
     """A folder that may be written.
 
     Args:
-        path: with every link followed.
         kind: of the folders that may be replaced there; None: nothing is.
         seen: (path, inode, bytes, time of change) of its files at the check.
     """
@@ -50,7 +49,6 @@ def claim_folder(dest: Path, kind: str | None = None) -> Claim:
     """Check that a folder may be written, or replaced.
 
     Args:
-        dest: the folder.
         kind: see `records`; an earlier folder of that kind may be replaced. None: only an empty one.
 
     Raises:
@@ -76,10 +74,6 @@ def claim_folder(dest: Path, kind: str | None = None) -> Claim:
 
 def check_home(path: Path, shown: Path) -> None:
     """Check the folders above a path that will be written.
-
-    Args:
-        path: with every link followed.
-        shown: the path as the user gave it.
 
     Raises:
         BuildError: the folders above cannot be written, or one of them was written by speccompile.
@@ -164,7 +158,6 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _kind_of(path: Path) -> str:
-    """Returns what is at a path, in words; a link is followed."""
     try:
         mode = path.stat().st_mode
     except OSError:

@@ -35,10 +35,6 @@ def write_bundle_files(
 
     Args:
         folder: the bundle that is being written; graphs/ is complete.
-        plan: what was built.
-        target_source: the target's checkpoint, for its tokenizer.
-        graphs: the graphs' records by name.
-        stages: the stages' records.
     """
     recipe = json.loads(json.dumps(plan.recipe_from_plan()))
     (folder / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")

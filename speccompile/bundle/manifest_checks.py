@@ -17,10 +17,6 @@ from speccompile.errors import BundleError
 def check_types(where: str, manifest: Mapping[str, Any]) -> None:
     """Refuses a manifest in which a value that is read has a wrong type or is out of bounds.
 
-    Args:
-        where: the manifest's file, for the message.
-        manifest: the parsed file.
-
     Raises:
         BundleError: the first such value, with its key.
     """
@@ -31,10 +27,7 @@ def check_fields(where: str, config: type[Any], values: Mapping[str, Any], todo:
     """Refuses values whose types are not those of a dataclass's fields.
 
     Args:
-        where: the section, for the message.
-        config: the dataclass.
         values: by field, as JSON has them: a list stands for a tuple.
-        todo: of the error.
 
     Raises:
         BundleError: the first such value.

@@ -37,12 +37,8 @@ class EngineRecord:
     """The recipe's `engine` section of a bundle.
 
     Args:
-        backend: name of the backend that it was built for.
-        device: that its engines run on.
-        max_batch_size: slots of the caches.
         max_seq_len: tokens of a sequence at most, prompt included.
         max_draft_nodes: draft tokens scored in one step at most.
-        threads: of the target's engine.
     """
 
     backend: str = recorded(TEXT)
@@ -60,7 +56,6 @@ class TargetRecord:
     Args:
         model: the checkpoint's folder or hub id where it was built; None: not recorded.
         lora: folder or hub id of the adapter in its weights, if any.
-        weights: `checkpoint` or `random`.
     """
 
     model: str | None = recorded(TEXT, default=None)
@@ -73,10 +68,8 @@ class RecipeRecord:
     """The resolved recipe of a bundle.
 
     Args:
-        engine: see `EngineRecord`.
         speculator: `method` and the fields of its `Config`, as they were when the bundle was built.
         decoding: defaults of a request.
-        target: see `TargetRecord`.
     """
 
     engine: EngineRecord = recorded(rule_from_record(EngineRecord))
@@ -86,7 +79,6 @@ class RecipeRecord:
 
     @property
     def method(self) -> str:
-        """The speculation method's name."""
         return str(self.speculator["method"])
 
 
@@ -129,13 +121,9 @@ class GraphRecord:
     """One graph of a bundle.
 
     Args:
-        file: its path in the bundle.
         spec: its inputs and outputs, as JSON: see `graph_spec`.
-        role: of the graph, as earlier versions recorded it.
         tuning: measured by the backend that compiled it; except for `threads` and `step_ms` only that backend reads it.
         max_rows: of its caches; 0: not recorded.
-        op_histogram: number of its operators by name.
-        dims: see `DimsRecord`.
         form_distances: of quantised forms from float32, see `backends.distance.Distance`.
         calibration: of int4 weights: the text over which they were chosen.
     """
@@ -155,7 +143,6 @@ class GraphRecord:
     )
 
     def graph_spec(self) -> GraphSpec:
-        """Returns the inputs and outputs."""
         return spec_from_json(self.spec)
 
 
@@ -164,15 +151,9 @@ class ImageRecord:
     """How images of prompts are prepared for the vision tower, and which tokens stand for them.
 
     Args:
-        image_size: height and width, in pixels.
-        num_tokens: of an image.
         begin_token_id: before them; in a text it marks where an image stands.
-        image_token_id: each of them.
-        end_token_id: after them.
         resample: Pillow's number of the filter that resizes.
         scale: factor of the values 0 to 255.
-        mean: subtracted afterwards, by channel.
-        std: divided by at last, by channel.
     """
 
     image_size: int = recorded(whole(1, 8192))

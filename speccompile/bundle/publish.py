@@ -32,7 +32,6 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
     it is read.
 
     Args:
-        name: of the repository, OWNER/NAME.
         revision: branch, tag or commit; None: the main branch.
 
     Raises:
@@ -71,7 +70,6 @@ def find_bundle(name: str) -> Path | None:
 
 
 def _is_cached_checkpoint(name: str) -> bool:
-    """Returns whether the hub's own cache has a model of that name without a manifest."""
     config, manifest = (_import_hub(name).try_to_load_from_cache(name, file) for file in ("config.json", MANIFEST))
     return isinstance(config, str) and not isinstance(manifest, str)
 
@@ -88,11 +86,7 @@ def push_bundle(
     """Uploads a bundle and its certificate, with a model card beside them, in one commit.
 
     Args:
-        folder: of the bundle.
-        manifest: of the bundle.
         name: of the repository, OWNER/NAME; it is made where there is none.
-        private: of a repository that is made.
-        message: of the commit.
         bench: what `speccompile bench --json` measured, for the card.
 
     Returns:
@@ -126,9 +120,6 @@ def card_from_manifest(
     """Returns the model card: what was built, how it drafts, what was measured.
 
     Args:
-        manifest: of the bundle.
-        name: of the repository.
-        bench: see `push_bundle`.
         certificate: see `certificates.certificate_facts`; None: there is none.
     """
     recipe = manifest["recipe"]
@@ -192,7 +183,6 @@ def _table(head: tuple[str, ...], rows: Any) -> str:
 
 
 def _literal(file: str) -> str:
-    """Returns a pattern that matches this path alone."""
     return re.sub(r"([*?\[])", r"[\1]", file)
 
 

@@ -78,7 +78,6 @@ def _summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _kinds(graph: Mapping[str, Any]) -> str:
-    """Returns how many weights have which levels, of a graph that has those of its checkpoint."""
     if not (held := graph.get("weights")):
         return ""
     parts = [f"{size / 1e6:.1f} M of {kind}" for kind, size in held["grids"].items()]
@@ -104,11 +103,7 @@ def dotted_keys(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, 
 
 
 def text_from_value(value: object) -> str:
-    """Returns a value as in a recipe: null, true and lists as in JSON, texts without quotes where possible.
-
-    Args:
-        value: JSON-ready.
-    """
+    """Returns a value as in a recipe: null, true and lists as in JSON, texts without quotes where possible."""
     if not isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     try:
@@ -229,12 +224,7 @@ def text_of(value: object) -> str:
 
 
 def page_from_parts(title: str, parts: Iterable[str]) -> str:
-    """Returns a page without scripts and without links to elsewhere.
-
-    Args:
-        title: a text.
-        parts: of its body, as HTML.
-    """
+    """Returns a page without scripts and without links to elsewhere."""
     head = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
     head += f"<title>{text_of(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"

@@ -23,8 +23,6 @@ class Rule:
     """Rule for a value.
 
     Args:
-        expected: description, for messages.
-        accepts: returns whether a value fits.
         keys: rules of an object's values by key; a key that begins with "?" may be missing or null.
         items: rule of each item of a list, or of each value of an object.
         is_closed: an object may have no other keys than those of `keys`.
@@ -38,12 +36,10 @@ class Rule:
 
 
 def is_text(value: Any) -> bool:
-    """Returns whether a value is a text without null characters."""
     return isinstance(value, str) and "\0" not in value
 
 
 def is_path(value: Any) -> bool:
-    """Returns whether a value can be a relative path."""
     return is_text(value) and all(len(part.encode()) <= _MAX_NAME_BYTES for part in value.split("/"))
 
 
@@ -59,22 +55,18 @@ def an_object(**keys: Rule) -> Rule:
 
 
 def closed(**keys: Rule) -> Rule:
-    """Returns the rule of `an_object`, with every other key refused."""
     return replace(an_object(**keys), is_closed=True)
 
 
 def one_of(*words: str) -> Rule:
-    """Returns the rule for texts that are one of `words`."""
     return Rule(f"one of {', '.join(words)}", lambda v: v in words if isinstance(v, str) else False)
 
 
 def list_of(rule: Rule) -> Rule:
-    """Returns the rule for lists whose items fit `rule`."""
     return Rule("a list", lambda v: isinstance(v, list), items=rule)
 
 
 def map_of(rule: Rule) -> Rule:
-    """Returns the rule for objects whose values fit `rule`."""
     return Rule("an object", lambda v: isinstance(v, dict) and all(map(is_text, v)), items=rule)
 
 
@@ -90,12 +82,6 @@ FLAG = Rule("true or false", lambda v: isinstance(v, bool))
 
 def check_value(where: str, path: str, value: Any, rule: Rule) -> None:
     """Refuses a value that does not fit a rule.
-
-    Args:
-        where: the document, for the message.
-        path: of the value in it, keys with dots between them.
-        value: parsed JSON.
-        rule: for the value.
 
     Raises:
         BundleError: the first part that does not fit, with its key.
@@ -118,7 +104,6 @@ def check_value(where: str, path: str, value: Any, rule: Rule) -> None:
 
 
 def shown_path(path: str) -> str:
-    """Returns the path of a key as it is shown in an error."""
     return path if path.isprintable() and len(path) <= 200 else shown(path)
 
 
@@ -126,25 +111,18 @@ def recorded(rule: Rule, **default: Any) -> Any:
     """Returns a dataclass field of a record.
 
     Args:
-        rule: for its value in the manifest.
         default: `default` or `default_factory`, as of `dataclasses.field`: the key may be missing or null.
     """
     return field(metadata={"rule": rule}, **default)
 
 
 def rule_from_record(record: type[Any]) -> Rule:
-    """Returns the rule for objects that a record can be made from."""
     keys = {f"{'?' if _has_default(f) else ''}{f.name}": f.metadata["rule"] for f in dataclasses.fields(record)}
     return Rule("an object", lambda value: isinstance(value, dict), keys)
 
 
 def record_from_json(record: type[Record], data: Mapping[str, Any]) -> Record:
-    """Returns the record made from an object that fits its rule; unknown keys are ignored.
-
-    Args:
-        record: a dataclass whose fields are `recorded`.
-        data: part of a checked manifest.
-    """
+    """Returns the record made from an object that fits its rule; unknown keys are ignored."""
     hints = typing.get_type_hints(record)
     given = {name: data[name] for name in hints if data.get(name) is not None}
     made = {k: record_from_json(hints[k], v) if dataclasses.is_dataclass(hints[k]) else v for k, v in given.items()}

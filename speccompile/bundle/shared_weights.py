@@ -71,5 +71,4 @@ def _external_tensors(model: Any) -> list[Any]:
 
 
 def _key(tensor: Any) -> tuple[Any, ...]:
-    """Returns a key that is equal for tensors with the same contents."""
     return tensor.dtype, tuple(tensor.shape), hashlib.sha256(tensor.tobytes()).digest()

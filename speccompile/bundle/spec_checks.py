@@ -15,10 +15,6 @@ _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", 
 def check_specs(where: str, specs: Mapping[str, GraphSpec]) -> None:
     """Compares each graph's inputs and outputs with the names that it gives, and with the graphs that it borrows from.
 
-    Args:
-        where: the manifest's file, for the message.
-        specs: by the name of the graph.
-
     Raises:
         BundleError: the first contradiction.
     """

@@ -63,9 +63,6 @@ class StageCache:
         """Fill the new folder `dest` from the entry of `key`, or with `make`, whose result is kept.
 
         Args:
-            stage: name of the kind of result.
-            key: digest of everything the result depends on.
-            dest: does not exist yet; its parent does.
             make: writes the result into an existing empty folder.
 
         Returns:

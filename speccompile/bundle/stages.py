@@ -19,11 +19,7 @@ class Stage:
     """A stage while it runs; all but its name are set inside its block.
 
     Args:
-        name: e.g. "compile target".
-        cached: the result came from the cache.
         joint_peak_bytes: the most memory of this process and one that it started together.
-        skipped: the reason why nothing was done.
-        note: a remark on the result for the user.
     """
 
     name: str
@@ -67,11 +63,9 @@ class StageLog:
         self.rows.append(row)
 
     def skip(self, *names: str) -> None:
-        """Note stages whose result came from the cache."""
         for name in names:
             self.progress(f"{name}: cached")
             self.rows.append({"name": name, "seconds": 0.0, "peak_rss_bytes": read_peak_rss(), "cached": True})
 
     def step(self, name: str) -> None:
-        """Report a step of the current stage."""
         self.progress(f"{self.current}: {name}")

@@ -39,7 +39,6 @@ def staged_folder(dest: Path, check: Callable[[], None] | None = None, *, keeps_
     are removed first. Files of the user are not checked here: see `guard`.
 
     Args:
-        dest: the folder, with its links followed.
         check: called right before the exchange; where it raises, `dest` is unchanged.
         keeps_others: exchange the folders in `dest` that were written, one by one, and keep the others.
 
@@ -71,7 +70,6 @@ def staged_folder(dest: Path, check: Callable[[], None] | None = None, *, keeps_
 
 
 def staging_path(dest: Path) -> Path:
-    """Returns a new name for the hidden sibling in which `dest` is written."""
     return dest.with_name(f".{dest.name}{_MARK}{secrets.token_hex(4)}")
 
 
@@ -144,7 +142,6 @@ def _old_path(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which is removed afterwards. BlockingIOError: a living process holds it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +177,6 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _replace(folder: Path, dest: Path) -> None:
-    """Move `folder` to `dest`; an earlier `dest` gets the name of `folder`."""
     try:
         os.rename(folder, dest)  # no folder there, or an empty one
     except OSError as fault:

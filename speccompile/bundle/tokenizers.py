@@ -28,7 +28,6 @@ class TokenizerFacts:
     Args:
         digest: over the model part (vocabulary, merges) and the added tokens.
         num_tokens: 1 + the highest token id.
-        kind: BPE, Unigram, WordPiece, ...
         num_own: the same as `num_tokens` without added tokens.
     """
 
@@ -95,9 +94,6 @@ def check_same_tokenizer(
 
     Args:
         name: the draft graph's name, for the message.
-        target: its folder and sizes.
-        draft: its folder and sizes.
-        may_differ: the recipe allows other tokenizers.
 
     Raises:
         RecipeError: they differ, or the draft lacks tokens of the shared tokenizer.
@@ -133,7 +129,6 @@ def copy_tokenizer(source: Path, dest: Path) -> str | None:
 
 
 def copy_tokenizer_files(source: Path, dest: Path) -> list[str]:
-    """Copies the files that a tokenizer has; returns their names."""
     found = [name for name in TOKENIZER_FILES if (source / name).exists()]
     for name in found:
         shutil.copyfile(source / name, dest / name)

@@ -43,9 +43,7 @@ class Acceptance:
     """Of chains.
 
     Args:
-        num_steps: target steps.
         tried: by position: chains that had a draft there whose parent was accepted.
-        kept: of these, accepted.
     """
 
     num_steps: int
@@ -54,7 +52,6 @@ class Acceptance:
 
     @classmethod
     def of(cls, outcomes: Outcomes, num_drafts: int) -> Acceptance:
-        """Returns the acceptance of steps."""
         tried = [sum(n for (d, a), n in outcomes.items() if d > i and a >= i) for i in range(num_drafts)]
         kept = [sum(n for (_, a), n in outcomes.items() if a > i) for i in range(num_drafts)]
         return cls(sum(outcomes.values()), tuple(tried), tuple(kept))
@@ -66,11 +63,9 @@ class Acceptance:
 
     @property
     def shares(self) -> list[float]:
-        """Accepted / tried by position."""
         return [kept / tried if tried else 0.0 for kept, tried in zip(self.kept, self.tried, strict=True)]
 
     def facts(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
         return {**asdict(self), "shares": [round(s, 4) for s in self.shares], "length": round(self.length, 4)}
 
 
@@ -106,7 +101,6 @@ def is_no_less(engine: Acceptance, reference: Acceptance, bound: float) -> bool:
 
 
 def outcomes_of(steps: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Returns how often each (drafted, accepted) came."""
     outcomes: dict[tuple[int, int], int] = {}
     for step in steps:
         outcomes[step] = outcomes.get(step, 0) + 1
@@ -120,10 +114,7 @@ def check_acceptance(
 
     Args:
         engine: of the bundle, which is loaded once more beside the loop, with greedy chains of a fixed length.
-        prompts: token ids.
-        plain: their greedy texts.
         reference: the target in transformers; None: it cannot be run.
-        why: it cannot.
     """
     bundle = engine.bundle
     if drafts_nothing(engine):
@@ -152,10 +143,7 @@ class Comparison:
     """Chains of the bundle beside those of the loop.
 
     Args:
-        num_drafts: of a chain.
-        bound: see `is_near` and `is_no_less`.
         is_exact: the bundle computes in float32 with the checkpoint's weights.
-        engine, reference: their acceptance.
         counts: draft tokens that the bundle scored, and steps.
     """
 
@@ -168,7 +156,6 @@ class Comparison:
 
     @property
     def is_right(self) -> bool:
-        """Whether the bundle accepts as many as it should."""
         return (is_near if self.is_exact else is_no_less)(self.engine, self.reference, self.bound)
 
     @property
@@ -182,7 +169,6 @@ class Comparison:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
         sides = {"engine": self.engine.facts(), "reference": self.reference.facts()}
         return {"num_drafts": self.num_drafts, "bound": self.bound, **sides}
 
@@ -194,9 +180,6 @@ def compare_with_loop(
 
     Args:
         bundle: is loaded once more, with greedy chains of a fixed length.
-        prompts: token ids.
-        plain: their greedy texts.
-        reference: the target.
     """
     if bundle.recipe.speculator.get("draft_vocab_size"):
         return None, "it drafts with the whole vocabulary, the bundle with a part of it"
@@ -232,7 +215,6 @@ def _loop(
     num: int,
     num_tokens: int,
 ) -> list[tuple[int, int]]:
-    """Returns (drafted, accepted) of all steps of the loop in torch; see `decode_chains`."""
     from speccompile.training.reference import decode_chains
 
     steps: list[tuple[int, int]] = []
@@ -243,7 +225,6 @@ def _loop(
 
 
 def _chain_section(method: str, num_drafts: int) -> dict[str, Any]:
-    """Returns the speculator section of greedy chains of a fixed length, of the fields that the method has."""
     known = {field.name for field in fields(registry.method(method).Config)}
     wanted = {"tree": "chain", "num_draft_tokens": num_drafts, "drafts": "greedy"}
     return {"method": method, **{key: value for key, value in wanted.items() if key in known}}
@@ -254,10 +235,6 @@ def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] 
 
     Its sizes are those of its training: from `training.json` beside it, or from the checkpoint alone where the
     trainer reads them there.
-
-    Args:
-        bundle: whose recipe names method and speculator.
-        reference: the target.
 
     Returns:
         (network, needs) or None, and the reason.

@@ -36,11 +36,8 @@ def check_caches(
     after the last token, and those of chains of 16 with those of single steps along a text.
 
     Args:
-        engine: of the bundle.
         prompts: token ids; as many as there are slots are used.
-        plain: their greedy texts.
         dtype: of the target's activations, which bounds the differences.
-        seed: of the drafts.
     """
     num = min(engine.context.max_slots, len(prompts))
     vocab, nodes = engine.verifier.engine.spec.vocab_size, max(1, engine.context.max_draft_nodes)

@@ -26,7 +26,6 @@ def find_checkpoint(bundle: Bundle, folder: Path | None = None) -> tuple[Path | 
     """Returns the folder of the target's checkpoint, or None and the reason.
 
     Args:
-        bundle: whose manifest names it.
         folder: where it is now; None: where it was when the bundle was built.
     """
     target = bundle.recipe.target
@@ -54,7 +53,6 @@ class Reference:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that its logits are of."""
         return int(self.target.dims.vocab_size)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -98,7 +96,6 @@ def open_reference(folder: Path, lora: str | None = None) -> tuple[Reference | N
     """Returns the target of a checkpoint, or None and the reason why it cannot be run here.
 
     Args:
-        folder: of the checkpoint.
         lora: folder or hub id of the adapter that was merged into it, if any.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]

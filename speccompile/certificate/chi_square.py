@@ -21,9 +21,6 @@ class Fit:
     """Result of a test.
 
     Args:
-        num_samples: texts.
-        num_cells: after rare ones became one.
-        statistic: chi-square.
         p_value: probability of this statistic or a larger one where the distribution is right; 0 where a text came
             that has no probability.
         noticed_effect: w, the square root of the sum of (q - p)^2 / p over the cells, that a wrong distribution q needs
@@ -38,7 +35,6 @@ class Fit:
 
     @property
     def is_right(self) -> bool:
-        """Whether the test passes."""
         return self.p_value >= ALPHA
 
     @property
@@ -62,7 +58,6 @@ def fit(counts: Mapping[tuple[int, ...], int], dist: Mapping[tuple[int, ...], fl
     """Tests counts of texts against their exact probabilities.
 
     Args:
-        counts: by text.
         dist: the probability of every text that may come; sums to 1.
     """
     num = sum(counts.values())
@@ -114,7 +109,6 @@ def upper_tail(statistic: float, freedom: float) -> float:
 
 
 def critical_value(freedom: float, alpha: float = ALPHA) -> float:
-    """Returns the statistic that a right distribution exceeds with probability `alpha`."""
     return _bisect(lambda x: upper_tail(x, freedom) < alpha, 10.0 * freedom + 100)
 
 
@@ -123,8 +117,6 @@ def power_of(excess: float, freedom: float, critical: float) -> float:
 
     Args:
         excess: its noncentrality, the number of samples times w^2.
-        freedom: degrees of freedom.
-        critical: the value.
     """
     half, total = excess / 2, 0.0
     spread = 12 * math.sqrt(half) + 30
@@ -136,7 +128,6 @@ def power_of(excess: float, freedom: float, critical: float) -> float:
 
 @functools.cache
 def noncentrality(freedom: float, alpha: float = ALPHA, power: float = POWER) -> float:
-    """Returns the noncentrality that is noticed with probability `power`."""
     critical = critical_value(freedom, alpha)
     return _bisect(lambda excess: power_of(excess, freedom, critical) > power, 10.0 * freedom + 400)
 

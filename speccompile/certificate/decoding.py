@@ -28,11 +28,6 @@ class Decoded:
     """Texts of prompts, in their order, and what their drafts did.
 
     Args:
-        texts: new tokens of each prompt.
-        errors: of prompts that ended with one.
-        num_steps: of all sequences together.
-        num_drafts: draft tokens that were scored.
-        num_accepted: of these.
         outcomes: {(depth of the drafts, accepted): steps}.
     """
 
@@ -50,7 +45,6 @@ class Decoded:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Draft tokens that were scored, and steps."""
         return self.num_drafts, self.num_steps
 
     def facts(self) -> dict[str, Any]:
@@ -64,12 +58,10 @@ class Decoded:
 
 
 def plain_proposer() -> Proposer:
-    """Returns the proposer of plain decoding."""
     return NoneProposer()
 
 
 def drafts_nothing(engine: SpecEngine) -> bool:
-    """Returns whether the bundle's method is plain decoding."""
     return isinstance(engine.proposer, NoneProposer)
 
 
@@ -98,13 +90,7 @@ def decode_with(
     """Decodes prompts to their ends with the drafts of a proposer.
 
     Args:
-        engine: whose target decodes.
-        proposer: the drafts.
-        prompts: token ids.
-        params: for all prompts, or one for each.
-        batch_size: sequences decoded at once.
         is_invariant: drafts must not change sampled text, see `SequenceBatch`.
-        speculation: see `make_sequences`.
         tell: called after each step with the number of texts that have ended.
 
     Raises:
@@ -132,7 +118,6 @@ def decode_with(
 
 
 def gives_logits(engine: SpecEngine) -> bool:
-    """Returns whether the target's logits are an output."""
     return any(tensor.name == LOGITS for tensor in engine.verifier.engine.spec.outputs)
 
 
@@ -151,13 +136,7 @@ def next_logits(engine: SpecEngine, tokens: Sequence[int]) -> NDArray[np.float32
 
 
 def root_logits(engine: SpecEngine, slot: int, token: int) -> NDArray[np.float32]:
-    """Returns the logits of a step of one node, [vocab] float32; the slot must not go on from there.
-
-    Args:
-        engine: as of `next_logits`.
-        slot: its caches hold the tokens before.
-        token: of the node.
-    """
+    """Returns the logits of a step of one node, [vocab] float32; the slot must not go on from there."""
     verifier = engine.verifier
     feeds = {TOKENS: np.array([[token]], np.int64), LENGTHS: verifier.lengths[slot : slot + 1]}
     feeds |= all_sure(verifier.engine.spec, 1, 1)

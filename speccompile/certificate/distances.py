@@ -26,13 +26,7 @@ CHUNK = 16  # tokens of a step
 
 
 def logits_of(engine: SpecEngine, tokens: Sequence[int], chunk: int = CHUNK) -> NDArray[np.float64]:
-    """Returns the engine's logits after each token, [tokens, vocab] float64.
-
-    Args:
-        engine: whose target has logits as an output.
-        tokens: a text.
-        chunk: tokens of a step.
-    """
+    """Returns the engine's logits after each token, [tokens, vocab] float64."""
     target, rows = engine.verifier.engine, []
     engine.reset(len(tokens))
     for at in range(0, len(tokens), chunk):
@@ -52,11 +46,7 @@ def check_distance(
     """Measures KL divergence and agreement of the likeliest token; states what the build measured beside it.
 
     Args:
-        engine: of the bundle.
-        texts: token ids.
         reference: the target in transformers; None: it cannot be run.
-        why: it cannot.
-        manifest: of the bundle.
     """
     graph = manifest["graphs"][TARGET]
     form, quantization = graph.get("form"), graph.get("quantization", "none")

@@ -54,13 +54,7 @@ def planted_proposers(engine: SpecEngine) -> Makers:
 
 
 def check_faults(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> Check:
-    """Decodes with planted drafts, in a batch; texts must be those of plain decoding, to the last token.
-
-    Args:
-        engine: of the bundle.
-        prompts: token ids.
-        num_tokens: of each text.
-    """
+    """Decodes with planted drafts, in a batch; texts must be those of plain decoding, to the last token."""
     batch_size = min(engine.context.max_slots, len(prompts))
     greedy = [SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)] * len(prompts)
     sampled = [
@@ -91,7 +85,6 @@ def _run(
     batch_size: int,
     wanted: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Returns the number of texts that are as wanted, and what the drafts did."""
     # Planted drafts have the length that they ask for, those of the method are forced.
     options: dict[str, Any] = {"speculation": "on" if isinstance(proposer, SpoiltDrafts) else "auto"}
     try:

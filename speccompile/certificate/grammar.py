@@ -53,7 +53,6 @@ def plain_tokens(tokenizer: Any, vocab_size: int) -> dict[int, str]:
 
     Args:
         tokenizer: `tokenizers.Tokenizer`, whose decoder is byte-level or knows tokens of one byte (`<0x41>`).
-        vocab_size: of the target.
     """
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     has_bytes = "ByteFallback" in repr(tokenizer.decoder)
@@ -70,9 +69,7 @@ class Allowed:
     """Which tokens may follow a text of the grammar.
 
     Args:
-        tokens: see `plain_tokens`.
         eos_token_ids: tokens that end a text; after one of them only they may follow.
-        vocab_size: of the target.
     """
 
     def __init__(self, tokens: Mapping[int, str], eos_token_ids: Iterable[int], vocab_size: int) -> None:
@@ -113,14 +110,7 @@ def check_grammar(
     num_samples: int = NUM_SAMPLES,
     tell: Tell = lambda done, total: None,
 ) -> Check:
-    """Draws texts of the grammar with many seeds, plain and with drafts, and tests their first tokens by chi-square.
-
-    Args:
-        engine: of the bundle.
-        prompts: token ids.
-        num_samples: texts of each run.
-        tell: see `Tell`.
-    """
+    """Draws texts of the grammar with many seeds, plain and with drafts, and tests their first tokens by chi-square."""
     if not gives_logits(engine):
         return not_run(GRAMMAR, "the target keeps its logits to itself (engine.logits: false)")
     wanted = StructuredOutputs(regex=REGEX)

@@ -32,7 +32,6 @@ GREEDY, REFERENCE = "greedy", "reference"
 
 
 def plain_texts(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> list[list[int]]:
-    """Returns the greedy texts of the target alone, one sequence at a time."""
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     return decode_with(engine, plain_proposer(), prompts, params).texts
 
@@ -45,10 +44,6 @@ def check_greedy(
     Drafts are forced in every step where text and context allow one, and once as the method's budget decides.
 
     Args:
-        engine: of the bundle.
-        prompts: token ids.
-        plain: `plain_texts` of them.
-        num_tokens: of each text.
         dtype: of the target's activations, which bounds ties.
     """
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
@@ -88,9 +83,6 @@ def check_reference(
     """Compares plain texts of the engine with those of transformers in float32.
 
     Args:
-        prompts: token ids.
-        plain: texts of the engine.
-        wanted: texts of transformers.
         logits_after: transformers' logits after some tokens.
         is_exact: the engine computes in float32 with the checkpoint's weights: only ties may differ. Otherwise texts
             differ as the quantisation has it, which is stated and decides nothing.

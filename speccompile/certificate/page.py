@@ -99,7 +99,6 @@ def _facts(check: Mapping[str, Any]) -> list[str]:
 
 
 def words_from_key(key: str) -> str:
-    """Returns what a key of a fact means, in words."""
     known = WORDS.get(key)
     return known if known is not None else key.removeprefix("num_").removeprefix("is_").replace("_", " ")
 

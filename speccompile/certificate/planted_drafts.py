@@ -18,19 +18,12 @@ Known = Mapping[tuple[int, ...], Sequence[int]]  # by prompt: the tokens that wi
 
 
 class PlantedDrafts(NoneProposer):
-    """Base of drafts that need no engine: `drafts` gives those of one sequence.
-
-    Args:
-        vocab_size: of the target.
-        length: most tokens on a path.
-        seed: of the random tokens.
-    """
+    """Base of drafts that need no engine: `drafts` gives those of one sequence."""
 
     def __init__(self, vocab_size: int, length: int, seed: int = 0) -> None:
         self.vocab_size, self.length, self.rng = vocab_size, length, np.random.default_rng(seed)
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns the drafts of every sequence."""
         drafts = [self.drafts(sequence, min(sequence.max_drafts, self.length)) for sequence in batch.sequences]
         width = 1 + max(len(tokens) for tokens, _ in drafts)
         tokens = np.zeros((len(drafts), width), np.int64)
@@ -44,12 +37,7 @@ class PlantedDrafts(NoneProposer):
         return TokenTree.tree(tokens, parents, num_nodes)
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
-        """Returns the draft tokens of one sequence, and the parent of each.
-
-        Args:
-            sequence: the sequence.
-            most: tokens on a path.
-        """
+        """Returns the draft tokens of one sequence, and the parent of each."""
         raise NotImplementedError
 
 
@@ -57,7 +45,6 @@ class NoDrafts(PlantedDrafts):
     """Roots alone."""
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
-        """Returns none."""
         return [], []
 
 
@@ -65,7 +52,6 @@ class RandomTokens(PlantedDrafts):
     """Chains of random tokens."""
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
-        """Returns a chain."""
         return self.rng.integers(self.vocab_size, size=most).tolist(), list(range(most))
 
 
@@ -73,7 +59,6 @@ class NoTokens(PlantedDrafts):
     """Chains with ids that are no tokens: at the vocabulary's end, far beyond it, and negative."""
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
-        """Returns a chain."""
         wrong = (self.vocab_size, self.vocab_size + 7, 2**31 + 5, -1, -self.vocab_size - 3)
         chain = [wrong[i] for i in self.rng.integers(len(wrong), size=most)]
         if most and self.rng.random() < 0.5:
@@ -82,13 +67,7 @@ class NoTokens(PlantedDrafts):
 
 
 class KnownDrafts(PlantedDrafts):
-    """Base of drafts around the tokens that will follow, so that some are accepted.
-
-    Args:
-        known: see `Known`.
-        num_nodes: most draft tokens of a sequence.
-        vocab_size, length, seed: see `PlantedDrafts`.
-    """
+    """Base of drafts around the tokens that will follow, so that some are accepted."""
 
     def __init__(self, known: Known, num_nodes: int, vocab_size: int, length: int, seed: int = 0) -> None:
         super().__init__(vocab_size, length, seed)
@@ -100,7 +79,6 @@ class KnownDrafts(PlantedDrafts):
         return text[len(sequence.tokens) :][:most]
 
     def wrong(self, token: int) -> int:
-        """Returns another token."""
         return int((token + 1 + self.rng.integers(self.vocab_size - 1)) % self.vocab_size)
 
 
@@ -108,7 +86,6 @@ class FullChains(KnownDrafts):
     """Chains as long as may be, right up to a random position, then wrong."""
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
-        """Returns a chain."""
         chain = self.following(sequence, min(most, self.num_nodes))
         if chain:
             at = int(self.rng.integers(len(chain) + 1))
@@ -123,7 +100,6 @@ class FullTrees(KnownDrafts):
     """
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
-        """Returns a tree."""
         tokens: list[int] = []
         parents: list[int] = []
         right = 0
@@ -150,11 +126,6 @@ class SpoiltDrafts:
     """The drafts of a method, in which every second token on average is another one; see `Proposer`.
 
     The method takes the verdict for its own tokens, as it would if what it computed were wrong.
-
-    Args:
-        inner: the method's proposer.
-        vocab_size: of the target.
-        seed: of the choice.
     """
 
     def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0) -> None:
@@ -165,11 +136,9 @@ class SpoiltDrafts:
 
     @property
     def caches(self) -> Any:
-        """Those of the method."""
         return self.inner.caches
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns the method's drafts, spoilt."""
         self._drafted = tree = self.inner.propose(batch)
         others = self.others(tree.tokens)
         others[:, 0] = tree.tokens[:, 0]
@@ -182,24 +151,17 @@ class SpoiltDrafts:
         return made
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Gives the method the verdict on its drafts."""
         del tree
         self.inner.commit(batch, self._drafted, verdict, outputs)
 
 
 class ShiftedDrafts(SpoiltDrafts):
-    """The drafts of a method, of which each token has another id; siblings stay different. See `SpoiltDrafts`.
-
-    Args:
-        inner, vocab_size: see there.
-        shift: added to every id.
-    """
+    """The drafts of a method, of which each token has another id; siblings stay different. See `SpoiltDrafts`."""
 
     def __init__(self, inner: Proposer, vocab_size: int, shift: int) -> None:
         super().__init__(inner, vocab_size)
         self.shift = shift
 
     def others(self, tokens: Ints) -> Ints:
-        """Returns the shifted tokens."""
         made: Ints = (tokens + self.shift) % self.vocab_size
         return made

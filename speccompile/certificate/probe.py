@@ -39,12 +39,7 @@ _SHARE_OF_FIRST = 0.65  # of the time, when the first comparison has ended
 
 @dataclass(frozen=True)
 class ProbeText:
-    """A text of the target.
-
-    Args:
-        batch: one sequence with the target's outputs.
-        num_prompt: tokens of the prompt.
-    """
+    """A text of the target."""
 
     batch: TrainingBatch
     num_prompt: int
@@ -54,9 +49,7 @@ class ProbeTarget:
     """A target in float32 with texts that it wrote.
 
     Args:
-        name: folder or hub id.
         prompts: texts or token ids; None: our own.
-        max_new_tokens: of a text.
         seconds: no further text is begun after so many.
 
     Raises:
@@ -95,7 +88,6 @@ class ProbeTarget:
         return [list(p) for p in found]
 
     def _write(self, prompt: list[int], num: int) -> ProbeText:
-        """Returns a prompt with the target's greedy continuation, up to its end-of-sequence token."""
         model: Any = self.target.model
         ends = self.target.config.get("eos_token_id")
         stops = set(ends) if isinstance(ends, list) else {ends}
@@ -122,12 +114,8 @@ def probe_checkpoint(
     """Compares the readings of a checkpoint by acceptance on the target's text.
 
     Args:
-        model: folder or hub id of the speculator.
-        target: folder or hub id of the model that it is for.
         prompts: texts or token ids; None: our own.
-        overrides: instead of values of its config.
         seconds: that it may take about; loading the target is not counted.
-        progress: called with what is being done.
 
     Raises:
         CheckpointError: the speculator or the target cannot be read, or the layout declares no conventions.

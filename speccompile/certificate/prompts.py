@@ -24,7 +24,6 @@ def find_prompts(engine: SpecEngine, given: Sequence[str | Sequence[int]] | None
     """Returns prompts as token ids, at least two tokens each.
 
     Args:
-        engine: with the tokenizer.
         given: texts or token ids; None: `TEXTS`, or ids where the bundle has no tokenizer. Of those that fill more
             than a third of the context the last tokens count, as a conversation asks its question there.
     """

@@ -27,7 +27,6 @@ class DraftCounts:
 
     @property
     def short(self) -> list[str]:
-        """The runs that scored fewer than `LEAST_DRAFTS`, with their counts."""
         rows = self.by_run.items()
         return [f"{run}: {num} draft tokens in {steps} steps" for run, (num, steps) in rows if num < LEAST_DRAFTS]
 
@@ -43,11 +42,7 @@ class Check:
     """Result of one check.
 
     Args:
-        name: of the check, as `greedy`.
-        status: whether it passed.
         summary: one sentence with its main figures, or why it was not run.
-        facts: all that was seen, JSON-ready.
-        seconds: that it took.
         drafts: draft tokens that its runs scored, and their steps; None: it compares something else.
     """
 
@@ -59,7 +54,6 @@ class Check:
     drafts: DraftCounts | None = None
 
     def json_from_check(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
         seconds = round(self.seconds, 2)
         counts = self.drafts.json_from_counts() if self.drafts is not None else {}
         head = {"name": self.name, "status": self.status, "summary": self.summary, "seconds": seconds}
@@ -77,7 +71,6 @@ def check_of(
 
 
 def not_run(name: str, why: str) -> Check:
-    """Returns a check that could not be run, with the reason."""
     return Check(name, "not run", why)
 
 
@@ -88,13 +81,7 @@ def verdict_of(checks: Iterable[Check]) -> str:
 
 
 def certificate_from_checks(bundle: Bundle, checks: Iterable[Check], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the certificate, JSON-ready.
-
-    Args:
-        bundle: that was checked; the digests of its files are in the certificate.
-        checks: their results.
-        about: versions, machine, time.
-    """
+    """Returns the certificate, JSON-ready."""
     rows = list(checks)
     found: dict[str, Any] = {
         "certificate_version": VERSION,

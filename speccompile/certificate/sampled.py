@@ -51,13 +51,7 @@ def free_probs(text: Text, logits: Floats) -> Floats:
 
 
 def exact_rows(engine: SpecEngine, prompt: Sequence[int], probs_after: ProbsAfter = free_probs) -> Rows:
-    """Returns the target's distributions after every beginning that may come, from steps of one node.
-
-    Args:
-        engine: whose target has logits as an output.
-        prompt: token ids.
-        probs_after: see `ProbsAfter`.
-    """
+    """Returns the target's distributions after every beginning that may come, from steps of one node."""
     rows: Rows = {}
     level: list[Text] = [()]
     for _ in range(NUM_TOKENS):
@@ -71,7 +65,6 @@ def exact_rows(engine: SpecEngine, prompt: Sequence[int], probs_after: ProbsAfte
 
 
 def joint_of(rows: Rows) -> dict[Text, float]:
-    """Returns the probability of every text of `NUM_TOKENS` tokens."""
     joint: dict[Text, float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
         joint = {(*text, token): mass * p for text, mass in joint.items() for token, p in rows[text].items()}
@@ -86,8 +79,6 @@ class DrawnDrafts(NoneProposer):
 
     Args:
         rows: see `exact_rows`; beyond them nothing is drafted.
-        vocab_size: of the target.
-        is_tree: see above.
     """
 
     def __init__(self, rows: Rows, vocab_size: int, is_tree: bool) -> None:
@@ -95,7 +86,6 @@ class DrawnDrafts(NoneProposer):
         self.dists = {text: _reversed(row, vocab_size) for text, row in rows.items()}
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns the drafts of every sequence."""
         drafts = [self._drafts(batch, slot, sequence) for slot, sequence in enumerate(batch.sequences)]
         width = 1 + max(len(tokens) for tokens, _, _ in drafts)
         if width == 1:
@@ -138,7 +128,6 @@ class DrawnDrafts(NoneProposer):
 
 
 def _reversed(row: Mapping[int, float], vocab_size: int) -> Floats:
-    """Returns a distribution in which the likeliest token of a row has the least probability, and so on."""
     dist = np.zeros(vocab_size, np.float32)
     tokens = sorted(row, key=lambda token: row[token])
     for token, mass in zip(tokens, sorted(row.values(), reverse=True), strict=True):
@@ -151,7 +140,6 @@ def _reversed(row: Mapping[int, float], vocab_size: int) -> Floats:
 
 
 def _without(dist: Floats, token: int) -> Floats:
-    """Returns a distribution without a token, from which its next sibling is drawn."""
     left = dist.copy()
     left[token] = 0
     normed: Floats = left / left.sum()
@@ -164,10 +152,6 @@ def choose_prompt(
     """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions.
 
     Args:
-        engine: see `exact_rows`.
-        prompts: token ids.
-        length: most tokens of the beginning.
-        probs_after: see `ProbsAfter`.
         repeats: one of the likeliest texts comes after it, and the beginning again for a method that looks drafts up,
             so that drafts are at hand: a lookup finds the text, and a drafter expects the like of it.
     """
@@ -186,13 +170,7 @@ def choose_prompt(
 
 
 def make_runs(engine: SpecEngine, rows: Rows, depth: int) -> Runs:
-    """Returns the proposers whose texts are tested, and how they are asked to draft.
-
-    Args:
-        engine: of the bundle.
-        rows: of the texts, see `DrawnDrafts`.
-        depth: most drafts on a path.
-    """
+    """Returns the proposers whose texts are tested, and how they are asked to draft."""
     size, most = engine.verifier.engine.spec.vocab_size, engine.context.max_draft_nodes
     runs: Runs = {PLAIN: (plain_proposer(), "auto")}
     if not drafts_nothing(engine):
@@ -212,16 +190,7 @@ def fit_runs(
     asked: Sequence[SamplingParams],
     tell: Tell = lambda done, total: None,
 ) -> tuple[dict[str, Fit], list[dict[str, Any]]]:
-    """Returns by run the test of its texts, and what was seen of it, JSON-ready; a run that fails does not pass.
-
-    Args:
-        engine: of the bundle.
-        prompt: token ids.
-        rows: the exact distributions after it.
-        runs: see `make_runs`.
-        asked: of each text.
-        tell: see `Tell`.
-    """
+    """Returns by run the test of its texts, and what was seen of it, JSON-ready; a run that fails does not pass."""
     joint, fits, found = joint_of(rows), dict[str, Fit](), []
     batch_size = min(engine.context.max_slots, len(asked))
     shortest = [replace(params, max_new_tokens=NUM_TOKENS) for params in asked]  # later tokens are for drafts alone
@@ -253,14 +222,7 @@ def check_sampled(
     num_samples: int = NUM_SAMPLES,
     tell: Tell = lambda done, total: None,
 ) -> Check:
-    """Draws texts with many seeds, plain and with drafts, and tests their first tokens by chi-square.
-
-    Args:
-        engine: of the bundle.
-        prompts: token ids.
-        num_samples: texts of each run.
-        tell: see `Tell`.
-    """
+    """Draws texts with many seeds, plain and with drafts, and tests their first tokens by chi-square."""
     if not gives_logits(engine):
         return not_run(SAMPLED, "the target keeps its logits to itself (engine.logits: false)")
     prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, repeats=isinstance(engine.proposer, LooksUp))
@@ -290,18 +252,11 @@ def counts_of_runs(found: Iterable[Mapping[str, Any]]) -> DraftCounts | None:
 
 
 def are_right(fits: Mapping[str, Fit]) -> bool:
-    """Returns whether all tests pass."""
     return all(test.is_right for test in fits.values())
 
 
 def text_from_fits(num_samples: int, fits: Mapping[str, Fit], dist: str = "the target's distribution") -> str:
-    """Returns one sentence about tests of texts, and what they would have noticed.
-
-    Args:
-        num_samples: texts of each run.
-        fits: by run.
-        dist: what the texts were compared with.
-    """
+    """Returns one sentence about tests of texts, and what they would have noticed."""
     wrong = [name for name, test in fits.items() if not test.is_right]
     least = min(test.p_value for test in fits.values())
     distance = max(test.noticed_distance for test in fits.values())

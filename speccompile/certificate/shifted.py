@@ -24,29 +24,21 @@ OWN, SHIFTS = "the method's drafts", {"the same, each id one higher": 1, "the sa
 
 @dataclass(frozen=True)
 class FirstDrafts:
-    """Of steps with drafts: how many kept one at least.
-
-    Args:
-        num_steps: with drafts.
-        num_kept: of these.
-    """
+    """Of steps with drafts: how many kept one at least."""
 
     num_steps: int
     num_kept: int
 
     @classmethod
     def of(cls, decoded: Decoded) -> FirstDrafts:
-        """Returns those of a run."""
         rows = [(accepted, num) for (depth, accepted), num in decoded.outcomes.items() if depth]
         return cls(sum(num for _, num in rows), sum(num for accepted, num in rows if accepted))
 
     @property
     def share(self) -> float:
-        """Kept / steps."""
         return self.num_kept / max(1, self.num_steps)
 
     def facts(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
         return {"num_steps_with_drafts": self.num_steps, "num_that_kept_one": self.num_kept, "share": self.share}
 
 
@@ -60,13 +52,7 @@ def is_better(own: FirstDrafts, shifted: FirstDrafts) -> bool:
 
 
 def decode_shifted(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> dict[str, Decoded]:
-    """Returns by `OWN` and the names of `SHIFTS` the greedy texts with these drafts.
-
-    Args:
-        engine: of the bundle.
-        prompts: token ids.
-        num_tokens: of each text.
-    """
+    """Returns by `OWN` and the names of `SHIFTS` the greedy texts with these drafts."""
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     batch_size, vocab = min(engine.context.max_slots, len(prompts)), engine.verifier.engine.spec.vocab_size
     runs = {OWN: engine.proposer}

@@ -23,12 +23,9 @@ class Divergence:
     """The first token in which a text differs from the one that it should be.
 
     Args:
-        prompt: its index.
-        position: of the token in the new text.
         wanted: the token, -1 where the text should have ended.
         got: the other text's, -1 where it ends.
         gap: logit of `wanted` minus that of `got`; None: not known, as a text ends or no logits are at hand.
-        is_tie: the gap is within rounding.
     """
 
     prompt: int
@@ -39,7 +36,6 @@ class Divergence:
     is_tie: bool
 
     def json_from_divergence(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
         return asdict(self)
 
 
@@ -67,11 +63,7 @@ def find_divergences(
     """Returns the divergences of texts, at most one for each prompt.
 
     Args:
-        prompts: token ids.
-        wanted: the texts that should be.
-        got: the texts that are.
         logits_after: the logits [vocab] after some tokens, by which a divergence is judged; None: each is a defect.
-        max_gap: see `MAX_TIE_GAPS`.
     """
     found = []
     for index, (prompt, text, other) in enumerate(zip(prompts, wanted, got, strict=True)):

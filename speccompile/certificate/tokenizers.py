@@ -24,7 +24,6 @@ def check_tokenizer(engine: SpecEngine, checkpoint: Path | None) -> Check:
     Ids are compared with those that transformers gives, where it is installed and can read the tokenizer.
 
     Args:
-        engine: of the bundle.
         checkpoint: the target's folder; None: it is not at hand.
     """
     if engine.tokenizer is None:

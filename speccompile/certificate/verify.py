@@ -44,7 +44,6 @@ class Options:
 
     Args:
         prompts: texts or token ids; None: short texts of our own.
-        num_tokens: of each greedy text.
         num_samples: texts of each sampled run; a third of them with a grammar.
         checkpoint: folder of the target's checkpoint; None: where it was when the bundle was built.
         use_checkpoint: compare with the checkpoint where it is at hand, which takes the memory of its float32 weights.
@@ -61,9 +60,6 @@ class Subject:
     """What checks work on: the loaded bundle, and what several of them use.
 
     Args:
-        engine: of the bundle, without a controller.
-        bundle: that it was loaded from.
-        options: of the run.
         progress: called with how far a long check is.
     """
 
@@ -81,12 +77,10 @@ class Subject:
         self._reference: Reference | None = None
 
     def tell_texts(self, check: str) -> Tell:
-        """Returns what a check tells of the texts that it draws."""
         return lambda done, total: self.progress(f"{check}: texts {done}/{total}")
 
     @property
     def plain(self) -> list[list[int]]:
-        """The greedy texts of plain decoding."""
         if self._plain is None:
             self._plain = plain_texts(self.engine, self.prompts, self.num_tokens)
         return self._plain
@@ -161,12 +155,7 @@ STEPS: dict[str, Step] = {
 
 
 def run_checks(subject: Subject, progress: Progress = lambda message: None) -> list[Check]:
-    """Returns the results of all checks.
-
-    Args:
-        subject: what they work on.
-        progress: called with the name of each check.
-    """
+    """Returns the results of all checks."""
     checks = []
     for name, step in STEPS.items():
         progress(name)
@@ -179,8 +168,6 @@ def verify(path: Path, options: Options | None = None, progress: Progress = lamb
     """Checks a bundle and writes its certificate into its folder, as JSON and as a page.
 
     Args:
-        path: the bundle's folder.
-        options: how much is checked.
         progress: called with the name of each check, and "NAME: texts DONE/TOTAL" in the long ones.
 
     Returns:

@@ -75,7 +75,6 @@ def read_text_config(source: Path) -> dict[str, Any]:
 
 
 def layers_key(config: Mapping[str, Any]) -> str:
-    """Returns the key under which a config has its number of layers."""
     return next(n for n in _NAMES["num_layers"] if config.get(n) is not None)
 
 
@@ -100,10 +99,6 @@ def stated_size(
     """Returns a size that a config states under one key.
 
     Args:
-        source: the checkpoint's folder, for the message.
-        config: its object.
-        key: of the size.
-        todo: what to do, for the message.
         default: where it is missing, null or 0; None: there must be one.
 
     Raises:
@@ -119,10 +114,7 @@ def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], de
     """Returns a size that may be missing or null in a config.
 
     Args:
-        where: the config's file, for the message.
-        config: its object.
         keys: under which it may be given; the first that is present counts.
-        default: where none is present.
 
     Raises:
         CheckpointError: no positive integer of at most `MAX_SIZE`.
@@ -171,7 +163,6 @@ def scheme_of(source: Path) -> Scheme | None:
 
 
 def _kv_heads(where: str, config: Mapping[str, Any], heads: int) -> int:
-    """Returns the KV heads that a config states; Falcon's `num_kv_heads` counts in its newer layout alone."""
     if config.get("new_decoder_architecture"):
         return optional_size(where, config, ("num_kv_heads",), heads)
     nested = config.get("attn_config")
@@ -288,10 +279,6 @@ def check_checkpoint(source: Path, dims: ModelDims) -> None:
     Exact names and shapes, which depend on the architecture, are checked when transformers loads them. Modules that
     draft are no part of the model: see `extra_modules`.
 
-    Args:
-        source: the folder.
-        dims: what `read_dims` found there.
-
     Raises:
         CheckpointError: see `list_tensors`; a layer or a part of one is missing; another vocabulary.
     """
@@ -335,7 +322,6 @@ def _check_layers(source: Path, tensors: Mapping[str, TensorHeader], dims: Model
 
 
 def _compare_layers(source: Path, parts: Mapping[int, set[str]], todo: str) -> None:
-    """Refuses a layer without a part that every other layer of its kind has."""
     everywhere = {p for held in parts.values() for p in held if _EVERY_LAYER.search(p) and not p.startswith(_TIED)}
     for layer, held in sorted(parts.items()):
         for part in sorted(everywhere - held):

@@ -67,10 +67,6 @@ def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def check_values(where: str, config: Mapping[str, Any]) -> None:
     """Refuses a model's config with such values, more experts a token than it has, or kinds of other layers.
 
-    Args:
-        where: its file.
-        config: flat.
-
     Raises:
         CheckpointError: with the key, its value and what is expected.
     """
@@ -91,9 +87,7 @@ def check_heads(where: str, sizes: tuple[int, int, int], *, has_dim: bool) -> No
     """Refuses heads that do not share their keys evenly, or that do not divide the width where they must.
 
     Args:
-        where: the config's file.
         sizes: hidden size, heads, key and value heads.
-        has_dim: the config states the width of a head.
 
     Raises:
         CheckpointError: with the sizes.

@@ -24,7 +24,6 @@ class DraftTokens:
     """The tokens that a draft may name.
 
     Args:
-        ids: in rising order.
         coverage: share of the text's tokens that are among them.
         held_out: the same of a fourth of the text, for tokens chosen from the rest: what text that was not counted
             may expect.
@@ -40,7 +39,6 @@ class DraftTokens:
         return sha256(np.asarray(self.ids, np.int64).tobytes()).hexdigest()
 
     def record(self) -> dict[str, float]:
-        """Returns what the manifest says of them."""
         return {"size": len(self.ids), "coverage": round(self.coverage, 4), "held_out": round(self.held_out, 4)}
 
 
@@ -48,9 +46,7 @@ def choose_tokens(vocab: DraftVocab, folder: Path, vocab_size: int) -> DraftToke
     """Returns the tokens that the recipe asks for: the most frequent ones, and those that end a text.
 
     Args:
-        vocab: of the recipe.
         folder: with tokenizer.json and the configs that name the tokens at the end of a text.
-        vocab_size: token ids are below.
 
     Raises:
         RecipeError: the text cannot be read or is too short, or the vocabulary has no more tokens than are asked for.

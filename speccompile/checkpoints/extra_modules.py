@@ -13,12 +13,7 @@ _NUMBERED = re.compile(r"^(.*\blayers\.(\d+)\.)eh_proj\.weight$")
 
 
 def extra_keys(keys: Iterable[str], num_layers: int) -> set[str]:
-    """Returns the keys of drafting modules among those of a model's weights.
-
-    Args:
-        keys: of all weights.
-        num_layers: decoder layers of the model itself.
-    """
+    """Returns the keys of drafting modules among those of a model's weights."""
     held = list(keys)
     found = (_NUMBERED.match(key) for key in held)
     prefixes = tuple(match[1] for match in found if match is not None and int(match[2]) >= num_layers)

@@ -62,7 +62,6 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
     """Refuse what cannot be expressed.
 
     Args:
-        config: the parsed config.json.
         max_seq_len: rows of the cache; some rotary embeddings and all position tables are limited.
 
     Raises:
@@ -77,9 +76,6 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
 
 def check_architecture(config: Mapping[str, Any]) -> None:
     """Refuse a model that is not supported at any length of the cache.
-
-    Args:
-        config: the parsed config.json.
 
     Raises:
         ExportError: with the model's type and the property that is not supported.
@@ -134,7 +130,6 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def _check_chunks(config: Mapping[str, Any], max_seq_len: int) -> None:
-    """Layers that see the keys of their own chunk are causal up to the end of the first chunk."""
     size = config.get("attention_chunk_size")
     if "chunked_attention" in (config.get("layer_types") or ()) and not (size and max_seq_len <= int(size)):
         raise ExportError(

@@ -36,7 +36,6 @@ def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
     Args:
         model: folder, GGUF file, hub id, or a hub id and a GGUF file in it. Of a folder or repository whose weights
             are in one GGUF file, that file is taken.
-        patterns: files of a hub checkpoint to download.
 
     Raises:
         CheckpointError: none of these, the download failed, several GGUF files, or one that is not understood.
@@ -70,7 +69,6 @@ def names_gguf(model: str) -> bool:
 
 
 def _with_gguf(folder: Path, hub_id: str = "") -> Path:
-    """Returns a folder, or the one that is made of the GGUF file in it where there are no other weights."""
     if is_made(folder):
         return folder
     file = find_gguf(folder)
@@ -132,8 +130,6 @@ def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES
 
     Args:
         job: its model and, where no weights are read, the config to use instead.
-        weights: "checkpoint" or "random".
-        patterns: files of a hub checkpoint to download.
 
     Raises:
         CheckpointError: there is none, or the hub cannot be reached.
@@ -169,12 +165,6 @@ def digests_from_checkpoint(
 
     The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
     is unchanged, and a graph with outdated weights would pass every later check.
-
-    Args:
-        source: the folder.
-        weights: "checkpoint" or "random".
-        patterns: of the files beside it.
-        config: the config's name.
 
     Raises:
         CheckpointError: a file cannot be read.

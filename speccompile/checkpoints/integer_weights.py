@@ -22,7 +22,6 @@ class IntegerWeight:
         zeros: [out, groups] int32.
         scales: [out, groups] float32.
         group_of: [in], the group of each input.
-        bits: of a level.
     """
 
     levels: NDArray[np.uint8]
@@ -32,7 +31,6 @@ class IntegerWeight:
     bits: int
 
     def weight(self) -> NDArray[np.float32]:
-        """Returns the weight, each number rounded once."""
         differences = (self.levels - self.zeros[:, self.group_of]).astype(np.float32)
         weight: NDArray[np.float32] = differences * self.scales[:, self.group_of]
         return weight
@@ -67,7 +65,6 @@ class IntegerWeight:
         return Grid((differences + 128).astype(np.uint8), scales, group, bits=8, zero=128, order=order)
 
     def _in_order(self) -> tuple[NDArray[np.uint8], int, int, NDArray[np.int32] | None] | None:
-        """Returns levels with groups side by side, their size, into how many parts each is cut, and the order."""
         num_in, num_groups = len(self.group_of), self.scales.shape[1]
         order = np.argsort(self.group_of, kind="stable").astype(np.int32)
         counts = np.bincount(self.group_of, minlength=num_groups)

@@ -38,12 +38,7 @@ def is_latent(config: Mapping[str, Any]) -> bool:
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Returns the kind of each layer where they differ: as stated, or full attention at a fixed interval.
-
-    Args:
-        config: flat, of one of `DELTA_TYPES`.
-        num_layers: how many.
-    """
+    """Returns the kind of each layer where they differ: as stated, or full attention at a fixed interval."""
     if isinstance(stated := config.get("layer_types"), list) and stated:
         return tuple(str(kind) for kind in stated)
     interval = whole_number(config.get("full_attention_interval"), 1, _MAX_SIZE) or _INTERVAL
@@ -54,13 +49,6 @@ def layer_dims_from_config(
     where: str, config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_dim: int
 ) -> tuple[LayerDims, ...]:
     """Returns what each layer keeps; empty where all keep K and V of the same sizes.
-
-    Args:
-        where: the config's file, for messages.
-        config: flat.
-        num_layers: how many.
-        num_kv_heads: of the attention layers.
-        head_dim: of the attention layers.
 
     Raises:
         CheckpointError: a size is none, or the list of kinds is shorter than the model.
@@ -86,7 +74,6 @@ def layer_dims_from_config(
 def _window_dims(
     where: str, config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_dim: int
 ) -> tuple[LayerDims, ...]:
-    """Layers with a window have twice the KV heads; V is narrower than K, and its rows are filled up."""
     stated = config.get("layer_types")
     if not isinstance(stated, list) or len(stated) < num_layers:
         expected = f"the kind of each of {num_layers} layers"
@@ -100,9 +87,7 @@ def gemma4_kinds(where: str, config: Mapping[str, Any], num_layers: int) -> tupl
     """Returns the kind of each layer: as stated, or every sixth with full attention; the last one always has it.
 
     Args:
-        where: the config's file, for messages.
         config: flat, of one of `GEMMA4_TYPES`.
-        num_layers: how many.
 
     Raises:
         CheckpointError: the list of kinds is too short, or has others.

@@ -58,12 +58,8 @@ class LoraChange:
     """What an adapter adds to the weight of one module.
 
     Args:
-        module: its name in the model.
-        rank: of the two factors.
-        scale: of their product.
         factors: keys of A [rank, in] and B [out, rank]; of an embedding A is [rank, vocab] and B [hidden, rank].
         shape: [out, in] of the weight; [vocab, hidden] of an embedding.
-        is_embedding: whether the module is a table of embeddings.
         magnitude: key of DoRA's magnitudes; None: none.
         bias: key of a bias of B; None: none.
     """
@@ -80,9 +76,6 @@ class LoraChange:
 
 class LoraAdapter:
     """An adapter whose config and tensors belong together; no tensor is read yet.
-
-    Args:
-        folder: with `FILES`.
 
     Raises:
         CheckpointError: a file is missing or damaged, the kind of adapter is not one that is merged, or tensors are
@@ -106,7 +99,6 @@ class LoraAdapter:
 
     @property
     def file(self) -> str:
-        """The tensors' file, for messages."""
         return str(self.folder / WEIGHTS)
 
     @property
@@ -119,7 +111,6 @@ class LoraAdapter:
         return tuple(name for name in named if isinstance(name, str))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a replaced parameter."""
         return self._files.headers[self.replaced[name]].shape
 
     def array(self, key: str) -> np.ndarray:
@@ -137,7 +128,6 @@ class LoraAdapter:
         """Changes the weight of a module in place; beside it there is one array of its size.
 
         Args:
-            change: one of `changes`.
             weight: of the shape that it states, float32.
         """
         a, b = (self.array(key) for key in change.factors)
@@ -152,7 +142,6 @@ class LoraAdapter:
         """Returns a weight of the base model as it is with the adapter, float32; unchanged it is the same array.
 
         Args:
-            name: of the parameter, as `lm_head.weight`.
             table: [out, in] or [vocab, hidden] of the base model, float32.
 
         Raises:
@@ -182,11 +171,7 @@ class LoraAdapter:
             raise CheckpointError(where, f"shape {list(got)}", wanted, todo)
 
     def record(self, name: str) -> dict[str, Any]:
-        """Returns what a manifest keeps of the adapter.
-
-        Args:
-            name: folder or hub id, as in the recipe.
-        """
+        """Returns what a manifest keeps of the adapter."""
         ranks = sorted({change.rank for change in self.changes.values()})
         digests = digests_from_lora(self.folder)
         counts = {"modules": len(self.changes), "replaced": len(self.replaced), "ranks": ranks}
@@ -258,7 +243,6 @@ def find_lora(name: str) -> Path:
 
 
 def open_lora(name: str) -> LoraAdapter:
-    """Returns the adapter of a folder or hub id; see `LoraAdapter`."""
     return LoraAdapter(find_lora(name))
 
 
@@ -304,7 +288,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _by_pattern(folder: Path, config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that the end of a module's name matches, as PEFT reads them."""
     patterns = config.get(key) or {}
     where = f"{folder / CONFIG} ({key})"
     if not isinstance(patterns, dict):

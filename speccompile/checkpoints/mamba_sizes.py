@@ -23,15 +23,7 @@ _ZAMBA_KINDS = "m" + 7 * "mmmmmh" + "mmmmh" + "mmmh" + "mm"
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The keys of a mixer's sizes in a config, the usual one first, and what transformers takes where they are missing.
-
-    Args:
-        heads: of the values.
-        groups: heads of the keys.
-        state: columns of a key.
-        kernel: rows of the convolution.
-        width: of all values, from the config.
-    """
+    """The keys of a mixer's sizes in a config, the usual one first, and the default of transformers."""
 
     heads: tuple[tuple[str, ...], int]
     groups: tuple[tuple[str, ...], int]
@@ -110,12 +102,7 @@ MIXER_KINDS = {
 
 
 def mixer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Returns the kind of each layer, as it is stated or as transformers takes it where nothing is.
-
-    Args:
-        config: flat, of one of `MIXER_TYPES`.
-        num_layers: how many.
-    """
+    """Returns the kind of each layer, as it is stated or as transformers takes it where nothing is."""
     kind = config["model_type"]
     stated = config.get("layers_block_type") or config.get("layer_types")
     if kind == "nemotron_h" and not stated:
@@ -157,12 +144,6 @@ def mixer_layer_dims(
     where: str, config: Mapping[str, Any], num_layers: int, attention: LayerDims
 ) -> tuple[LayerDims, ...]:
     """Returns what each layer keeps.
-
-    Args:
-        where: the config's file, for messages.
-        config: flat, of one of `MIXER_TYPES`.
-        num_layers: how many.
-        attention: what an attention layer keeps.
 
     Raises:
         CheckpointError: a size is none, or the list of kinds is shorter than the model or has another kind.

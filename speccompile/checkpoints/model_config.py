@@ -89,7 +89,6 @@ def read_model_config(source: Path) -> Any:
 
 
 def _drop_far_pads(config: Any) -> None:
-    """Leaves out a token of padding without a row, which changes no number; torch's embedding refuses it."""
     pad, vocab = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if isinstance(pad, int) and isinstance(vocab, int) and not -vocab <= pad < vocab:
         config.pad_token_id = None

@@ -34,5 +34,4 @@ class MuseGlimmerForCausalLM(muse.MuseGlimmerPreTrainedModel):  # type: ignore[m
 
 
 def register() -> None:
-    """Lets transformers find the class by its config."""
     AutoModelForCausalLM.register(MuseGlimmerTextConfig, MuseGlimmerForCausalLM, exist_ok=True)

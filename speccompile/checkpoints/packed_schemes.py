@@ -33,11 +33,8 @@ class Scheme:
     """What a checkpoint's `quantization_config` says of its weights.
 
     Args:
-        method: one of `METHODS`.
-        where: of errors.
         bits: of a level; 0: shapes say it.
         group_size: input columns that share a scale; 0: shapes or `g_idx` say it; -1: all columns.
-        zero_offset: is added to stored zero points.
         block: rows and columns that share a scale, where scales are of blocks.
     """
 
@@ -64,17 +61,12 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 
 def error_of_method(where: str, method: str, kind: type[SpecCompileError] = CheckpointError) -> SpecCompileError:
-    """Returns the error of weights that are packed by a method that is not read."""
     expected = f"plain weights, or packed by {', '.join((*METHODS, MXFP4))} (docs/reference/families.md)"
     return kind(where, f"weights quantised by {method}", expected, _PLAIN)
 
 
 def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
     """Returns the scheme of a checkpoint's weights; None where they are plain.
-
-    Args:
-        config: the parsed config.json.
-        where: the folder, for errors.
 
     Raises:
         CheckpointError: a method, or a variant of one, that is not read.
@@ -143,7 +135,6 @@ def _compressed_scheme(held: Mapping[str, Any], base: Scheme) -> Scheme:
 
 
 def _check_transforms(base: Scheme, held: Mapping[str, Any]) -> None:
-    """Refuses rotations that are applied to activations at every step."""
     _refuse_others(base, "transform_config.", held, ("config_groups",))
     for name, group in _mapping(held.get("config_groups")).items():
         applied = group.get("apply") if isinstance(group, Mapping) else None
@@ -155,7 +146,6 @@ def _check_transforms(base: Scheme, held: Mapping[str, Any]) -> None:
 
 
 def _refuse_others(base: Scheme, path: str, held: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Refuses a field that is not known and says something."""
     for field, value in held.items():
         if field not in known and value not in (None, False, {}, []):
             raise CheckpointError(base.where, f"{path}{field} {shown(value)}", "fields that are read", _PLAIN)

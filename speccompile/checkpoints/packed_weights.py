@@ -38,7 +38,6 @@ class PackedWeight:
         shape: [out, in] of the weight.
         parts: keys of its tensors by the part's name.
         unpack: makes the weight, [out, in] float32 or its integers, of its parts as `numbers` gives them.
-        has_levels: `unpack` makes integers.
     """
 
     shape: tuple[int, int]
@@ -51,10 +50,6 @@ def plain_headers(
     scheme: Scheme, headers: Mapping[str, TensorHeader]
 ) -> tuple[dict[str, TensorHeader], dict[str, PackedWeight]]:
     """Returns the tensors of a checkpoint as they are read: packed weights as float32, all others as they are.
-
-    Args:
-        scheme: of the checkpoint.
-        headers: of the tensors in its files.
 
     Returns:
         Headers by key, in the order of the files; and the packed weights by key.
@@ -132,7 +127,6 @@ class _Layer:
         return header.shape
 
     def expect(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        """Compares the shape of a part."""
         if shape != expected:
             raise CheckpointError(f"{self.name}.{name}", f"shape {list(shape)}", f"{list(expected)}", _TODO)
 
@@ -280,7 +274,6 @@ def numbers(array: np.ndarray, dtype: str) -> np.ndarray:
 
     Args:
         array: as `TensorFiles` reads it: bfloat16 as uint16, FP8 as uint8.
-        dtype: under safetensors' name.
     """
     if dtype == "BF16":
         floats: np.ndarray = (array.astype(np.uint32) << 16).view(np.float32)

@@ -30,13 +30,7 @@ _ITEM_BITS = {
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor in a file.
-
-    Args:
-        dtype: under the format's name.
-        shape: of the tensor.
-        start_bytes: offset of its first byte in the file.
-    """
+    """A tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +38,6 @@ class TensorHeader:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -33,11 +33,6 @@ def special_tokens(source: Path) -> tuple[list[int], int | None]:
 def token_ids(path: Path, config: Mapping[str, Any], key: str) -> list[int]:
     """Returns the token ids of a key of a config, given as one number or as a list; [] for null.
 
-    Args:
-        path: of the config, for the message.
-        config: its object.
-        key: e.g. `eos_token_id`.
-
     Raises:
         CheckpointError: another value.
     """

@@ -100,7 +100,6 @@ def find_table(folder: Path, table: str) -> tuple[TensorFiles, str] | None:
 
 
 def _names(folder: Any) -> tuple[str, str]:
-    """Returns the names of embeddings and LM head, from the architecture alone; the same name where tied."""
     import torch
     from transformers import AutoModelForCausalLM
 

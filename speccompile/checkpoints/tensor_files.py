@@ -52,7 +52,6 @@ class TensorFiles:
     """Tensors of several files, none read yet.
 
     Args:
-        headers: by key.
         files: by key; empty for tensors in memory.
         tensors: those in memory already, by key (of pickles: mapped, not read).
         scheme: of the folder's packed weights, which are then read as float32; None: all are plain.
@@ -126,16 +125,13 @@ class GgufFiles(TensorFiles):
         self._weights = weights
 
     def array(self, key: str) -> np.ndarray:
-        """See `TensorFiles`."""
         return self._weights[key].array()
 
     @property
     def grid_keys(self) -> tuple[str, ...]:
-        """See `TensorFiles`."""
         return tuple(key for key, weight in self._weights.items() if weight.has_grid)
 
     def grid(self, key: str) -> Grid | None:
-        """See `TensorFiles`."""
         return self._weights[key].grid()
 
 
@@ -148,7 +144,6 @@ def _array_from_tensor(tensor: Any) -> np.ndarray:
 
 
 def files_from_tensors(tensors: Mapping[str, torch.Tensor]) -> TensorFiles:
-    """Returns tensors in memory as if they were in files."""
     return TensorFiles({key: _header_from_tensor(t) for key, t in tensors.items()}, {}, tensors)
 
 

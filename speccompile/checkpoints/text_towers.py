@@ -83,7 +83,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns rotary parameters for text alone, where the positions of all three axes are equal."""
     names = ("type", "rope_type")
     return {k: "default" if k in names and v == "mrope" else v for k, v in rope.items()}
 
@@ -94,7 +93,6 @@ def is_other_part(name: str) -> bool:
 
 
 def text_name(name: str) -> str:
-    """Returns the name that a weight of a multimodal file has in the language model."""
     for pattern, replacement in RENAMED.items():
         name = re.sub(pattern, replacement, name, count=1)
     return name

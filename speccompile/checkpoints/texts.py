@@ -26,8 +26,6 @@ class TextSample:
     Args:
         texts: token ids, as they are; half of them for each purpose. Empty: the target answers `prompts`.
         prompts: token ids of conversations, half of them for each purpose; empty: it begins with single tokens.
-        stop_ids: tokens that end an answer.
-        source: what the text is, for reports.
         weights: how a backend that `calibrates` makes those of 4 bits: compensated over the text, rounded, or as it
             rounds those of drafts, which share them.
     """
@@ -51,13 +49,9 @@ def tokens_from_file(
     """Returns the first tokens of a file as texts.
 
     Args:
-        key: the recipe's, for messages.
         path: JSON lines (.jsonl) with `text` or `prompt`, a text or token ids, or with `messages`; any other file is
             one text.
-        folder: with the target's tokenizer.
-        vocab_size: token ids are below.
         bounds: tokens that it must have, and how many are read.
-        short: what to do where it has fewer.
         chat: returns the token ids of messages, given the tokenizer and where they stand; None: there may be none.
 
     Raises:
@@ -85,7 +79,6 @@ def tokens_from_file(
 
 
 def _texts(key: str, path: Path, more: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yields where a text stands, and the text, its token ids or its messages; `more` are fields that may hold it."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as fault:

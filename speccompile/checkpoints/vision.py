@@ -33,13 +33,7 @@ class VisionDims:
     """Sizes of a vision tower with its projection.
 
     Args:
-        image_size: height and width of an image, in pixels.
-        num_tokens: rows that it gives for an image.
         hidden_size: columns of a row, those of the target's embedding.
-        width: columns of its own layers.
-        inner_size: columns of its feed-forward layers.
-        num_layers: its layers.
-        patch_size: height and width of a patch, in pixels.
         num_params: parameters; 0 before the export.
     """
 
@@ -65,9 +59,6 @@ class VisionDims:
 def check_vision(config: Mapping[str, Any]) -> None:
     """Refuses a target whose images cannot be read.
 
-    Args:
-        config: the parsed config.json.
-
     Raises:
         RecipeError: it has no vision tower, or one of another type than `VISION_TYPES`.
     """
@@ -84,7 +75,6 @@ def read_vision_dims(source: Path, hidden_size: int) -> VisionDims:
 
     Args:
         source: the checkpoint's folder, of a type in `VISION_TYPES`.
-        hidden_size: of its language model.
 
     Raises:
         CheckpointError: a size is wrong, or the tokens of an image are no square of whole patches.
@@ -117,7 +107,6 @@ def image_record(source: Path, weights: str) -> dict[str, Any]:
     """Returns how images of the checkpoint in `source` are prepared: the JSON of a `manifest_records.ImageRecord`.
 
     Args:
-        source: its folder.
         weights: "checkpoint" or "random"; with random weights the processor's file may be missing.
 
     Raises:
@@ -142,7 +131,6 @@ def image_record(source: Path, weights: str) -> dict[str, Any]:
 
 
 def _read_processor(source: Path, weights: str) -> tuple[Path, dict[str, Any]]:
-    """Returns the processor's file and its settings for images; newer files have them in a section of their own."""
     for path in (source / name for name in PROCESSOR_FILES):
         if path.is_file():
             data = read_json_object(path, CheckpointError, _DOWNLOAD)

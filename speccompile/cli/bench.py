@@ -36,7 +36,6 @@ PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="bench")(bench_command)
 
 
@@ -156,7 +155,6 @@ def bench_command(
 
 
 def _name(job: Mapping[str, Any]) -> str:
-    """Returns the name of what is left out with a job: its peer and form, or its mode."""
     name: str = job.get("prefix", "").strip() or job["modes"][0]
     return name
 
@@ -183,7 +181,6 @@ def _report(
 
 
 def _warnings(environment: Mapping[str, Any], modes: Mapping[str, Any]) -> list[str]:
-    """Returns what makes the figures doubtful: other work on the machine."""
     from speccompile.backends.contention import MAX_WAIT_SHARE
 
     waited = max((mode["wait_share"] or 0.0 for mode in modes.values()), default=0.0)
@@ -215,7 +212,6 @@ def _read_methods(names: str | None) -> list[str]:
 def _read_requests(
     prompts: Path | None, categories: str | None, limit: int | None, has_template: bool
 ) -> list[Request]:
-    """Returns the prompts of a file, or ours of some categories; `limit` counts within each category of ours."""
     if prompts is not None:
         return read_requests(prompts, limit)
     from speccompile.cli.bench_categories import read_categories
@@ -243,7 +239,6 @@ def _choose_modes(wanted: str, bundle: Bundle, method: str | None) -> list[str]:
 
 
 def _token_ids(bundle: Bundle, requests: Sequence[Request]) -> list[list[int]]:
-    """Returns the token ids of the prompts, made by the bundle's tokenizer and chat template, for all modes."""
     prompts = prompts_of_bundle(bundle, requests)
     if not any(isinstance(prompt, str) for prompt in prompts):
         return [list(prompt) for prompt in prompts if isinstance(prompt, list)]

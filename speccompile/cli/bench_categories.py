@@ -27,7 +27,6 @@ class Sample:
     """A prompt as it is measured.
 
     Args:
-        ids: token ids.
         category: kind of text; None: not stated.
     """
 
@@ -39,9 +38,7 @@ def read_categories(names: str, has_template: bool, limit: int | None = None) ->
     """Returns the prompts of some categories, one category after the other.
 
     Args:
-        names: comma-separated, or `ALL`.
         has_template: conversations, by the model's chat template; else texts to be continued.
-        limit: the first ones of each category.
 
     Raises:
         RuntimeFault: there is no such category.
@@ -58,11 +55,6 @@ def read_categories(names: str, has_template: bool, limit: int | None = None) ->
 
 def read_lengths(text: str | None, max_seq_len: int, max_new_tokens: int) -> list[int]:
     """Returns context lengths from a comma-separated list, in rising order; [] without one.
-
-    Args:
-        text: of the option.
-        max_seq_len: rows of a sequence in the bundle.
-        max_new_tokens: decoded after each context.
 
     Raises:
         RuntimeFault: no whole numbers, or a context that leaves no room for the new tokens.
@@ -119,10 +111,8 @@ def figures_by_group(
     """Returns the figures of every mode and the ratios in each group; see `bench_summary.summary_from_runs`.
 
     Args:
-        runs: of all prompts.
         groups: the prompts' indices by kind of group and its name, see `groups_from_samples`.
         reference: the right text of each prompt; None: not run.
-        eos_token_ids: of the bundle.
     """
     told: dict[str, dict[str, Any]] = {}
     for kind, members in groups.items():

@@ -38,12 +38,8 @@ class Peer:
     """An installed peer.
 
     Args:
-        name: one of PEERS.
-        python: the interpreter of its environment.
         worker: the script that runs there; see bench/peers/peer_process.py.
         forms: by precision, {"name": the peer's own name, "modes": [mode]}; modes are `plain` and speculation methods.
-        needs_draft: modes that need a draft model.
-        versions: of its packages.
     """
 
     name: str
@@ -59,7 +55,6 @@ def read_peers(wanted: str, folder: Path) -> tuple[list[Peer], dict[str, str]]:
 
     Args:
         wanted: names, or `all`: those that `make peers` tried.
-        folder: where the environments are.
 
     Raises:
         RuntimeFault: a name is unknown or given twice, or a peer has no environment.
@@ -139,10 +134,7 @@ def convert_checkpoint(peer: Peer, precision: str, checkpoint: Path, models: Pat
     Of a GGUF file, `stored` is the file as it is, and other forms are made of its values in float32.
 
     Args:
-        peer: an installed peer.
-        precision: one of its forms.
         checkpoint: a folder in Hugging Face's layout, or a GGUF file.
-        models: where converted models are kept.
 
     Raises:
         BuildError: the conversion failed; the end of what it printed is in the message.
@@ -160,13 +152,6 @@ def convert_checkpoint(peer: Peer, precision: str, checkpoint: Path, models: Pat
 
 def _make_once(source: Path, form: str, versions: Any, command: Callable[[Path], list[str]], models: Path) -> Path:
     """Returns a folder that a command makes of a checkpoint, named by all that it depends on.
-
-    Args:
-        source: the checkpoint.
-        form: of what is made, in words.
-        versions: of what makes it.
-        command: of the folder that it is to make.
-        models: where it is kept.
 
     Raises:
         BuildError: the command failed.
@@ -199,11 +184,8 @@ def peer_jobs(
     """Returns a job for each form of each peer; what cannot be converted goes to `left_out` with its reason.
 
     Args:
-        peers: installed peers.
         precisions: of their forms, in this order; a peer without one is named in `left_out`.
         job: of the bundle's own modes; see `bench_worker`. `target` and `draft` are checkpoints or None.
-        models: where converted models are kept.
-        left_out: reasons by peer and precision; grows.
     """
     jobs = []
     for precision in precisions:
@@ -242,9 +224,6 @@ def comparison_rows(
     in the same process; None where there is none.
 
     Args:
-        modes: of a report; see `summary_from_runs`.
-        method: the speculation method whose figures are those of `speculative`.
-        precision: the bundle's.
         peers: whose modes are called `<peer> <precision> <mode>`.
     """
     rows: list[dict[str, Any]] = []

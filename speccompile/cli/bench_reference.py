@@ -37,12 +37,10 @@ class Reference:
 
 
 def not_run(reason: str) -> Reference:
-    """Returns a reference without texts."""
     return Reference(None, {"not_run": reason})
 
 
 def reference_of_round(results: Sequence[Mapping[str, Any]]) -> Reference:
-    """Returns the texts of a round of the mode `transformers` of this run."""
     return Reference([result["tokens"] for result in results], _record(MODE))
 
 
@@ -65,9 +63,7 @@ def find_reference(
     They are kept by the digests of the checkpoint and its adapter, the prompts, the number of tokens and the versions.
 
     Args:
-        bundle: its recipe names the checkpoint.
         job: `prompts`, `max_new_tokens` and all else that `bench_worker` reads.
-        progress: called with the index of each prompt that is decoded.
     """
     if (why := why_no_transformers(bundle)) is not None:
         return not_run(why)
@@ -96,7 +92,6 @@ def find_reference(
 
 
 def _facts(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all that the texts depend on."""
     from speccompile.checkpoints.folders import digests_from_checkpoint, resolve_checkpoint
     from speccompile.checkpoints.lora import digests_from_lora, find_lora
     from speccompile.checkpoints.target_tables import WEIGHT_FILES

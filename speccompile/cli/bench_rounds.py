@@ -63,7 +63,6 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.communicate()
         self._log.close()
@@ -95,7 +94,6 @@ class Worker:
 
 
 def _reason_from_log(log: str) -> str:
-    """Returns why a process died: what stands after the frames of its last traceback, or the end of its output."""
     tail = log.strip()
     _, mark, last = tail.rpartition("Traceback (most recent call last):")
     if mark:
@@ -110,7 +108,6 @@ def open_workers(
     """Start the processes one after another; all are ended in the end.
 
     Args:
-        jobs: one a process; see `Worker`.
         leave_out: told of a job with `optional: true` that cannot load, which is then left out.
 
     Raises:

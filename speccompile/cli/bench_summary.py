@@ -44,7 +44,6 @@ class Ratio:
     """One mode's speed over another's.
 
     Args:
-        value: the quotient of their medians.
         spread: half the width of the 95 % confidence interval, by the quotients of rounds, which were measured beside
             each other; None: a single round.
     """
@@ -54,7 +53,6 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the rounds leave open which of the two is faster."""
         return self.spread is not None and abs(self.value - 1.0) <= self.spread
 
 
@@ -74,7 +72,6 @@ def ratio_of_rounds(speeds: Sequence[float], others: Sequence[float]) -> Ratio |
 
 
 def plain_beside(name: str) -> str:
-    """Returns the name of plain decoding in the same engine as a mode."""
     return name.rpartition(" ")[0] + " plain" if " " in name else ALONE.get(name, name)
 
 
@@ -92,9 +89,7 @@ def summary_from_runs(runs: Runs, reference: Texts | None = None, eos_token_ids:
     An end token of `eos_token_ids` does not count: some engines leave it out.
 
     Args:
-        runs: of all modes.
         reference: the right text of each prompt; None: it was not run, and nothing is said about equality.
-        eos_token_ids: of the bundle.
     """
     truth = None if reference is None else [_text(tokens, eos_token_ids) for tokens in reference]
     modes = {mode: {**_speeds(rounds), **_texts(rounds, truth, eos_token_ids)} for mode, rounds in runs.items()}
@@ -133,7 +128,6 @@ def _first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def _texts(rounds: Sequence[Any], truth: Texts | None, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns how many prompts have the right text in every round, and where the others leave it."""
     if truth is None:
         return {"num_texts": len(rounds[0]), "num_equal": None, "mean_first_difference": None}
     first: list[int] = []

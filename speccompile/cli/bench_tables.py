@@ -16,7 +16,6 @@ GROUPS = {"by_category": "category", "by_context": "context"}
 
 
 def figure(value: float, spread: float | None) -> str:
-    """Returns a speed with its spread, in as many digits as are of use."""
     digits = max(0, 2 - len(str(int(abs(value)))) + (value < 100))
     return f"{value:.{digits}f}" + ("" if spread is None else f" ±{spread:.{digits}f}")
 
@@ -52,7 +51,6 @@ def print_report(console: Console, report: Row) -> None:
 
 
 def _new_table(name: str, *titles: str) -> Table:
-    """Returns a table whose columns are to the right but for the first one and `mode`."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in (name, *titles):
         table.add_column(title, justify="left" if title in (name, "mode") else "right", no_wrap=True)
@@ -127,7 +125,6 @@ def _notes(report: Row) -> Iterator[str]:
 
 
 def _notes_of_peers(peers: Row) -> Iterator[str]:
-    """Yields what weights other engines were compared with, and what calling them costs."""
     rows = [row for row in peers["rows"] if row["engine"] in peers["versions"]]
     forms = dict.fromkeys(f"{row['engine']} {row['precision']} has {row['form']}" for row in rows)
     if forms:

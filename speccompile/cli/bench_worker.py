@@ -82,8 +82,7 @@ class _Clock:
         del value
         self.times.append(time.perf_counter())
 
-    def end(self) -> None:
-        """Does nothing: no tokens follow."""
+    def end(self) -> None: ...
 
 
 def _transformers(job: dict[str, Any]) -> Decode:
@@ -156,7 +155,6 @@ def _peak_rss_bytes() -> int | None:
 
 
 def _end_with_parent() -> None:
-    """Lets the kernel end this process with its parent: a stopped process would not notice."""
     if sys.platform == "linux":
         import ctypes
 

@@ -35,7 +35,6 @@ _SIZES = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="build")(with_model_options(build_command))
 
 
@@ -108,7 +107,6 @@ def build_command(
 
 
 def _name(source: str) -> str:
-    """Returns the name of a recipe's file without its ending, of a folder or of a hub id without its owner."""
     path = Path(source)
     return (
         path.resolve().name if path.is_dir() else path.stem if path.is_file() or path.suffix == ".gguf" else path.name
@@ -116,7 +114,6 @@ def _name(source: str) -> str:
 
 
 def _warn_without_device(plan: BuildPlan) -> None:
-    """Warns before the build where nothing of it can run on this machine."""
     from speccompile.core import registry
 
     why = registry.backend(plan.engine.backend, plan.engine.device).why_unchecked()
@@ -263,12 +260,7 @@ def _print_bundle(bundle: Bundle) -> None:
 
 
 def _hint(bundle: Bundle, path: str) -> str:
-    """Returns a command that works on this machine with this bundle.
-
-    Args:
-        bundle: what was built.
-        path: quoted for a shell.
-    """
+    """Returns a command that works on this machine with this bundle."""
     from speccompile.common.template_files import knows_chats
 
     skipped = [stage["skipped"] for stage in bundle.manifest["stages"] if stage.get("skipped")]

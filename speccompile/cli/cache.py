@@ -22,7 +22,6 @@ _DAY_S = 86400.0
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="cache")(cache_command)
 
 

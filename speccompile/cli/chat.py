@@ -37,7 +37,6 @@ _MAX_TOKENS = 512  # of an answer, where neither the option nor the bundle says 
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="chat")(with_model_options(with_sampling_options(chat_command)))
 
 
@@ -79,11 +78,7 @@ class Chat:
 
     Args:
         service: decodes; rows of the conversation so far are kept in its caches.
-        sampling: of the answers.
         system: the first message's text; None: there is none.
-        messages: so far.
-        stats: of the answers so far.
-        prompt: of the latest answer, as token ids.
     """
 
     service: Service
@@ -123,7 +118,6 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
 
     def reset(self) -> None:
-        """Forgets the conversation and its counts."""
         self.messages, self.stats = [], []
 
 

@@ -15,7 +15,6 @@ from speccompile.errors import CheckpointError
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="convert")(convert_command)
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="doctor")(doctor_command)
 
 
@@ -72,7 +71,6 @@ def doctor_command(
 
 
 def _texts(prompts: Path, target: str) -> list[str | list[int]]:
-    """Returns the prompts of a file, conversations as token ids by the target's chat template."""
     requests = read_requests(prompts)
     if not any(request.messages for request in requests):
         return [request.prompt for request in requests]

@@ -43,7 +43,6 @@ def sigterm_unwinds() -> Iterator[None]:
 
 
 def print_ending(code: int) -> None:
-    """Print one line on stderr where a signal ended the command."""
     if code in _MESSAGES:
         typer.echo(("\n" if sys.stderr.isatty() else "") + _MESSAGES[code], err=True)
 

@@ -34,7 +34,6 @@ STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": 
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="generate")(with_model_options(with_sampling_options(generate_command)))
 
 
@@ -123,7 +122,6 @@ def _sampling(index: int, defaults: SamplingParams, request: Request) -> Samplin
 
 
 def _as_chat(engine: SpecEngine, request: Request) -> Request:
-    """Returns a text as the message of a user where the model has a chat template."""
     from speccompile.common.template_files import knows_chats
 
     if engine.bundle is not None and knows_chats(engine.bundle.tokenizer_folder):
@@ -174,7 +172,6 @@ def _prompt_of(engine: SpecEngine, request: Request) -> str | list[int]:
 
 
 def _shown(request: Request) -> str:
-    """Returns what is printed before a text: the prompt that it continues; an answer stands alone."""
     return request.prompt if isinstance(request.prompt, str) and not request.messages else ""
 
 
@@ -210,7 +207,6 @@ def _generate_live(
 
 
 def _paint(console: Console, shown: str, stream: Stream, sink: TextSink | None) -> None:
-    """Print a text as it comes, each token in the colour of its kind."""
     console.print(Text(shown, style="dim"), end="")
     for step in stream:
         for token, kind in zip(step.tokens, kinds_of(step), strict=True):
@@ -222,7 +218,6 @@ def _paint(console: Console, shown: str, stream: Stream, sink: TextSink | None) 
 
 
 def _write(shown: str, stream: Stream) -> None:
-    """Write a text as it comes, byte for byte: no colours, no tabs turned into spaces."""
     print(shown, end="", flush=True)
     for step in stream:
         print(step.text, end="", flush=True)
@@ -230,7 +225,6 @@ def _write(shown: str, stream: Stream) -> None:
 
 
 def _print_early_ends(results: Sequence[Generation], max_seq_len: int) -> None:
-    """Say where texts ended because the cache was full."""
     num_full = sum(result.finish_reason == "cache_full" for result in results)
     if num_full:
         what = "the text ends" if len(results) == 1 else f"{num_full} of {len(results)} texts end"
@@ -245,13 +239,7 @@ def kinds_of(step: Step | StepOutput) -> list[str]:
 
 
 def print_stats(console: Console, rows: Sequence[Mapping[str, Any]], drafts: str) -> None:
-    """Prints counts and times over several texts, and whether drafts are on.
-
-    Args:
-        console: where to.
-        rows: of each text: see `SequenceStats.json_from_stats`.
-        drafts: see `DraftReport.sentence`.
-    """
+    """Prints counts and times over several texts, and whether drafts are on."""
 
     def total(key: str) -> float:
         return float(sum(row[key] for row in rows))

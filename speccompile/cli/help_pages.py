@@ -55,7 +55,6 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
 
 
 def _records(params: Iterable[Any], ctx: Any, word: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yields (group, (name, help)) of the parameters whose name or help has a word."""
     homes = {name: group for group, names in GROUPS.items() for name in names}
     for param in params:
         found = param.get_help_record(ctx)
@@ -65,7 +64,6 @@ def _records(params: Iterable[Any], ctx: Any, word: str = "") -> Iterator[tuple[
 
 
 def _write(formatter: Any, records: Iterable[tuple[str, tuple[str, str]]], groups: Iterable[str]) -> bool:
-    """Writes the groups that have an entry; returns whether any has."""
     by_group: dict[str, list[tuple[str, str]]] = {group: [] for group in groups}
     for group, record in records:
         by_group[group].append(record)
@@ -98,7 +96,6 @@ class TidyCommand(TyperCommand):
         super().__init__(*args, help=None if help is None else joined_paragraphs(help), **options)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters, `--help` with them."""
         return _without_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -134,11 +131,9 @@ class TidyGroup(TyperGroup):
     """The program's own page."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters, `--help` with them."""
         return _without_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the arguments."""
         rest: list[str] = super().parse_args(ctx, _take_word(ctx, args))
         return rest
 

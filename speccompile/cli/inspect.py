@@ -19,7 +19,6 @@ from speccompile.errors import BundleError, RuntimeFault
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="inspect")(inspect_command)
 
 
@@ -121,7 +120,6 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
 
 
 def _facts_of_plan(file: Path) -> dict[str, Any]:
-    """Returns what was recorded of the plan of a bundle's graph; {} where the graph is no plan, or damaged."""
     if file.suffix != PLAN_SUFFIX:
         return {}
     try:
@@ -220,7 +218,6 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _without_repeats(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Caches of many layers as one line."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for tensor in tensors:
         parts = ["*" if part.isdigit() else part for part in tensor["name"].split(".")]

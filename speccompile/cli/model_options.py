@@ -72,16 +72,11 @@ def _options(
     generation_config: Annotated[
         str, typer.Option(help="auto: a model's generation_config.json gives sampling defaults; none: it does not.")
     ] = "auto",
-) -> None:
-    """Names, types and help of the options; see `with_model_options`."""
+) -> None: ...
 
 
 def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command with the options of a model in the place of its argument `model`.
-
-    Args:
-        command: `model` gets a `ModelOptions`.
-    """
+    """Returns a command with the options of a model in the place of its argument `model`."""
     options = inspect.signature(_options, eval_str=True).parameters
 
     @functools.wraps(command)
@@ -162,10 +157,6 @@ def load_source(
 
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
-        model: of the command line.
-        method: see `runtime.engine.load`.
-        backend: the same; of a model or recipe, the one that it is built for.
-        threads: the same.
 
     Returns:
         The engine, and the model's name for clients.
@@ -202,7 +193,6 @@ def load_source(
 
 
 def _section_of_bundle(source: str, model: ModelOptions) -> dict[str, Any]:
-    """Returns the section that a config of vLLM asks for; without a method and a model it is the bundle's own."""
     from speccompile.bundle.bundle import read_bundle
     from speccompile.recipe.speculative_config import METHOD, MODEL, section_from_config
 

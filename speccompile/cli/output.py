@@ -23,7 +23,6 @@ _NOT_RUN = "not run: "
 
 
 def print_error(error: SpecCompileError) -> None:
-    """Prints the four parts of an error on stderr."""
     console = Console(stderr=True, soft_wrap=True)
     console.print(Text.assemble((type(error).__name__, "bold red"), "  ", (error.where, "bold")))
     for label, value in (("got", error.got), ("expected", error.expected), ("to do", error.todo)):
@@ -31,12 +30,10 @@ def print_error(error: SpecCompileError) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Prints a JSON document on stdout."""
     typer.echo(json.dumps(value, indent=1))
 
 
 def json_from_error(error: SpecCompileError) -> dict[str, Any]:
-    """Returns {"kind", "where", "got", "expected", "todo", "exit_code"}."""
     parts = {name: getattr(error, name) for name in ("where", "got", "expected", "todo", "exit_code")}
     return {"kind": type(error).__name__, **parts}
 
@@ -93,7 +90,6 @@ def live_stages() -> Iterator[Callable[[str], None]]:
                 status.update(text_from_step(message))
 
         def wait(message: str) -> None:
-            """Shows what is waited for as a step of the stage, or as a stage where there is none."""
             nonlocal is_own
             is_inside = bool(current) and is_own
             report(f"{current}: {message}" if is_inside else message)
@@ -105,7 +101,6 @@ def live_stages() -> Iterator[Callable[[str], None]]:
 
 
 def print_warning(message: str) -> None:
-    """Prints one line on stderr."""
     typer.echo(f"warning: {message}", err=True)
 
 

@@ -19,8 +19,6 @@ class ProgressDisplay:
     """Shows stages, steps and checkpoints.
 
     Args:
-        console: where to.
-        bar: of a terminal; it is disabled elsewhere.
         clock: seconds.
     """
 
@@ -45,7 +43,6 @@ class ProgressDisplay:
             self._print(f"{name} {step}/{steps} held out: {text_from_measures(row['held_out'])}")
 
     def saved(self, name: str, step: int, steps: int) -> None:
-        """Keeps in mind where a later run can go on."""
         self.checkpoint = f"{name} {step}/{steps}"
 
     def _show(self, head: str, message: str, done: int | None, total: int | None) -> None:
@@ -79,7 +76,6 @@ def open_display() -> Iterator[ProgressDisplay]:
 
 
 def text_from_measures(row: dict[str, Any]) -> str:
-    """Losses and agreement by position, and the estimated acceptance length."""
     losses, agreement = (" ".join(f"{value:.2f}" for value in row[key]) for key in ("loss", "agreement"))
     return f"loss {losses} | agreement {agreement} | length {row['acceptance_length']:.2f}"
 

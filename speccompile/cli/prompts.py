@@ -28,10 +28,7 @@ class Request:
         prompt: a text, or token ids; not read where there are messages.
         overrides: sampling fields that win over the options of the command.
         category: kind of text, by which `bench` groups; None: not stated.
-        images: files, in the order of the prompt.
         messages: the conversation that the chat template makes a prompt of; empty: it is `prompt`.
-        variables: more variables for the template.
-        where: names the prompt in faults.
     """
 
     prompt: str | list[int]
@@ -75,7 +72,6 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _biases(value: Any) -> dict[int, float]:
-    """Reads biases by token id; JSON keys are strings, so ids are strings of digits, as in the OpenAI API."""
     if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
         raise ValueError("an object of biases by token id")
     return {int(token): _number(bias) for token, bias in value.items()}
@@ -95,7 +91,6 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
     """Returns the prompts of a file, in order; empty lines are skipped, unknown keys ignored.
 
     Args:
-        path: JSON lines.
         limit: read at most this many.
 
     Raises:
@@ -166,7 +161,6 @@ def prompts_of_requests(requests: Sequence[Request], tokenizer: Any, folder: Pat
     """Returns the prompts, conversations as token ids.
 
     Args:
-        requests: of a file.
         tokenizer: `tokenizers.Tokenizer`; None where there is no folder.
         folder: of the tokenizer and its chat template; None: there is none.
 

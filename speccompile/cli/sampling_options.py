@@ -56,9 +56,6 @@ def _option(name: str, declared: SamplingParameter) -> inspect.Parameter:
 def check_sampling(given: Mapping[str, Any]) -> None:
     """Refuse values that are out of range, by the names that they have on the command line.
 
-    Args:
-        given: values by the names of parameters.
-
     Raises:
         typer.BadParameter: one of them is.
     """

@@ -21,7 +21,6 @@ LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="serve")(with_model_options(serve_command))
 
 
@@ -143,7 +142,6 @@ def serve_command(
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="train")(train_command)
 
 
@@ -76,7 +75,6 @@ def _is_first() -> bool:
 
 
 def _print_intent(plan: TrainingPlan) -> None:
-    """Prints what is going to be done on stderr."""
     section = plan.section
     stages = {name: getattr(section, name).steps for name in ("plain", "generated")}
     steps = ", ".join(f"{name} text {number} steps" for name, number in stages.items() if number)

@@ -16,7 +16,6 @@ LAYOUTS = ("model", "trtllm", "plans")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="triton")(triton_command)
 
 

@@ -19,7 +19,6 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow", "incomp
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
     app.command(name="verify")(verify_command)
 
 

@@ -76,7 +76,6 @@ def find_cache_folder(name: str) -> Path | None:
 
 
 def _error(root: Path, folder: Path, reason: str) -> BuildError:
-    """Returns the error of a folder that cannot be used; a file in its way is named as such."""
     in_the_way = next((p for p in (folder, *folder.parents) if p.is_file()), None)
     got = f"a file at {in_the_way}" if in_the_way is not None else f"{reason} at {folder}"
     where = VARIABLE if os.environ.get(VARIABLE) else f"the cache folder {root}"

@@ -25,7 +25,6 @@ def find_template(folder: Path | None, where: str) -> ChatTemplate:
 
     Args:
         folder: None: there is no tokenizer.
-        where: for messages.
 
     Raises:
         RuntimeFault: the package that renders it is not installed.
@@ -47,10 +46,6 @@ def find_template(folder: Path | None, where: str) -> ChatTemplate:
 
 def check_messages(messages: Any, where: str = "messages") -> None:
     """Refuses what is no conversation.
-
-    Args:
-        messages: to be looked at.
-        where: names them in the fault.
 
     Raises:
         RuntimeFault: no list of messages, or one of them has no role or no content; it is named.
@@ -119,9 +114,6 @@ def tokens_of_messages(
     Args:
         tokenizer: `tokenizers.Tokenizer`; None where there is no folder.
         folder: of the tokenizer, with the chat template; None: there is none.
-        messages: with `role` and `content`.
-        variables: more variables for the template.
-        where: names the messages in faults.
         expand: returns the rendered text with the tokens of its images.
 
     Raises:

@@ -32,12 +32,7 @@ class _Generation(Extension):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Makes a prompt of messages.
-
-    Args:
-        source: the template's text.
-        special_tokens: by name, e.g. `bos_token`.
-    """
+    """Makes a prompt of messages."""
 
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
@@ -52,10 +47,7 @@ class ChatTemplate:
         """Returns the prompt, special tokens included.
 
         Args:
-            messages: with `role` and `content`.
             add_generation_prompt: open the assistant's turn at the end.
-            extra: more variables for the template.
-            where: names the messages in the fault.
 
         Raises:
             RuntimeFault: the template refuses these messages, or cannot be rendered with them.

@@ -17,7 +17,6 @@ class Chat:
 
     Args:
         category: kind of text: code, dialogue, maths, rewriting or languages.
-        messages: with `role` (user or assistant) and `content`.
     """
 
     category: str

@@ -27,7 +27,6 @@ def find_code_file(name: str, root: Path | None = None) -> Path:
     """Returns where compiled code is, or is to be written: a file that is there may be loaded.
 
     Args:
-        name: of the file, below `root`.
         root: the folder that the user chose; the cache's by default.
     """
     if root is None:
@@ -112,7 +111,6 @@ def _check_way(base: Path) -> None:
 
 
 def _check_own(path: Path, is_kind: Callable[[int], bool]) -> None:
-    """Raises PermissionError where a path is a link or of another kind, another user's, or writable by others."""
     found = os.lstat(path)
     if not is_kind(found.st_mode):
         raise PermissionError(0, "a link" if stat.S_ISLNK(found.st_mode) else "of another kind", str(path))

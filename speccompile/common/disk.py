@@ -17,22 +17,15 @@ _SHORT = re.compile(r"problem writing element \d+|\d+ requested and \d+ written"
 
 
 def is_full(fault: OSError) -> bool:
-    """Returns whether a fault is what a full disk gives."""
     return fault.errno in _FULL or _is_short(fault)
 
 
 def text_from_fault(fault: OSError) -> str:
-    """Returns what happened, without the file's name."""
     return "a write that stopped short, as on a full disk" if _is_short(fault) else fault.strerror or str(fault)
 
 
 def error_from_fault(fault: OSError, dest: Path) -> BuildError:
-    """Returns the error of a disk that is full or not writable; of the cache's, it says how to move or clear it.
-
-    Args:
-        fault: of a write below `dest`.
-        dest: what was being written.
-    """
+    """Returns the error of a disk that is full or not writable; of the cache's, it says how to move or clear it."""
     # For a copy the first name was read, the second could not be written.
     path = Path(os.fsdecode(fault.filename2 or fault.filename or dest))
     todo = "Free space, or choose another folder." if is_full(fault) else "Choose a folder that can be written."

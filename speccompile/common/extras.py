@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs the packages of an extra of pyproject.toml."""
     clone = Path(__file__).parents[2]
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
@@ -19,7 +18,6 @@ def install_command(extra: str) -> str:
 
 
 def _source() -> str:
-    """Returns the file or folder that was installed, by pip's record; the package's name where there is none."""
     try:
         text = importlib.metadata.distribution("speccompile").read_text("direct_url.json")
         url = urlsplit(json.loads(text or "")["url"])

@@ -49,10 +49,7 @@ def read_json_file(path: Path, error: type[SpecCompileError], todo: str, expecte
     """Returns the value of a JSON file.
 
     Args:
-        path: the file.
-        error: class of the error.
         todo: what the user can do about a file that is missing or damaged.
-        expected: what the file should be.
 
     Raises:
         SpecCompileError: of the class `error`: no such file, not readable, larger than `MAX_BYTES`, or see
@@ -99,7 +96,6 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as it is shown in an error: its repr, cut where it is long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

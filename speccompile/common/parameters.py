@@ -20,9 +20,6 @@ class Parameter:
 
     Args:
         description: its meaning, as the recipe's schema shows it.
-        ge: least value.
-        gt: bound that values must exceed.
-        le: greatest value.
         lt: bound that values must stay below; infinity: any finite value.
         check: returns the value as it is stored; raises ValueError with what was expected.
         beside_section: of a backend: a key of the recipe's `engine` section itself.
@@ -52,5 +49,4 @@ def parameter(default: Any, **declared: Any) -> Any:
 
 
 def parameters(owner: type) -> dict[str, Parameter]:
-    """Returns the declarations of a dataclass by the names of its fields, in their order."""
     return {field.name: field.metadata[METADATA_KEY] for field in dataclasses.fields(owner)}

@@ -20,10 +20,7 @@ class StructuredOutputs:
     """One of the first six fields is given; the text then is of its language.
 
     Args:
-        json: a JSON schema, as an object or as its text.
-        json_object: any JSON object.
         regex: a regular expression that the whole text matches.
-        choice: the text is one of these.
         grammar: in Lark's syntax as llguidance reads it, or in GBNF.
         structural_tag: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`: free text, but what follows a
             trigger is one of the structures; or `{"format": {"type", ..}}` with xgrammar's types
@@ -75,7 +72,6 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """The name of the constraint."""
         return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
 

@@ -22,7 +22,6 @@ class Kind:
 
     Args:
         convert: returns the value in this type; raises TypeError, ValueError or OverflowError where it has another.
-        expected: the type in words, for messages.
     """
 
     convert: Callable[[Any], Any]
@@ -52,7 +51,6 @@ class BodyField:
         name: empty: the parameter's.
         description: as the server's schema shows it; empty: not shown.
         ge: least value that the body accepts, where the server checks it.
-        le: the greatest.
         convert: returns the parameter's value for the field's.
     """
 
@@ -87,11 +85,9 @@ class SamplingParameter(Parameter):
     By default it appears everywhere under its own name.
 
     Args:
-        kind: type of its values.
         expected: its range in words, for messages; empty: every value of its type is valid.
         holds: whether a value is valid, where bounds are not enough; None: they are.
         in_recipe: it is a key of the recipe's `decoding` section.
-        in_prompts: it is a key of the lines of a prompt file.
         flag: its option; None: there is none.
         body: its field; None: there is none.
         tensor: its input; None: there is none.
@@ -107,7 +103,6 @@ class SamplingParameter(Parameter):
     tensor: TensorInput | None = TensorInput()
 
     def contains(self, value: Any) -> bool:
-        """Returns whether a value of this type is valid."""
         return super().contains(value) and (self.holds is None or self.holds(value))
 
 
@@ -118,7 +113,6 @@ def sampling_parameter(default: Any, kind: Kind, expected: str = "", description
 
 
 def sampling_parameters(owner: type) -> dict[str, SamplingParameter]:
-    """Returns the declarations of `SamplingParams`, or of a subclass, by the names of its fields, in their order."""
     return {field.name: field.metadata[METADATA_KEY] for field in dataclasses.fields(owner)}
 
 
@@ -148,7 +142,6 @@ def _text(value: Any) -> str:
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """Returns the biases in order of tokens; of a token that is named twice the last counts."""
     pairs = given.items() if isinstance(given, Mapping) else given
     return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
 

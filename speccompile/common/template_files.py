@@ -15,7 +15,6 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def knows_chats(folder: Path | None) -> bool:
-    """Returns whether there is a chat template beside a tokenizer."""
     return folder is not None and read_template_file(folder) is not None
 
 

@@ -19,8 +19,6 @@ def load_tokenizer(path: Path, error: type[SpecCompileError], todo: str) -> Toke
     A file may hold a truncation and a padding that training left there; transformers resets both at every call.
 
     Args:
-        path: the file.
-        error: class of the error.
         todo: what the user can do about a damaged file.
 
     Raises:
@@ -42,9 +40,6 @@ def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool 
     """Returns the token ids of a text.
 
     Args:
-        tokenizer: `tokenizers.Tokenizer`.
-        text: to encode.
-        where: names the text in the fault.
         special: with the special tokens that the tokenizer puts around it.
 
     Raises:
@@ -60,12 +55,7 @@ def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool 
 
 
 class TokenizerFaults:
-    """Turns the library's faults, which are plain `Exception`s and panics, into an error; others pass.
-
-    Args:
-        error: of this kind.
-        where, expected, todo: its parts.
-    """
+    """Turns the library's faults, which are plain `Exception`s and panics, into an error; others pass."""
 
     def __init__(self, error: type[SpecCompileError], where: str, expected: str, todo: str) -> None:
         self._error, self._where, self._expected, self._todo = error, where, expected, todo

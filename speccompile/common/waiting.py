@@ -21,9 +21,6 @@ def download_bar(name: str) -> type[Any]:
 
     The hub's client makes several bars: one counts files, and there may be two that count bytes. What is told is the
     larger of those; where all files are there already, it is nothing.
-
-    Args:
-        name: of the repository.
     """
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 

@@ -46,11 +46,9 @@ class Verdict:
         self.following: list[int] = next_token.tolist()
 
     def spoilt(self) -> list[int]:
-        """Returns the slots whose logits were not finite."""
         return [slot for slot, token in enumerate(self.following) if token < 0]
 
     def nodes_kept(self, slot: int) -> list[int]:
-        """Returns the nodes of the path of a slot, root included."""
         return [int(n) for n in self.path[slot, : int(self.num_accepted[slot]) + 1]]
 
 
@@ -173,7 +171,6 @@ def accept(tree: TokenTree, target_probs: Floats, uniforms: Floats, draft_probs:
     """Decides a batch of scored trees.
 
     Args:
-        tree: the drafts.
         target_probs: [batch, nodes, vocab] float32, the warped distribution after each node (`sampling.warp`).
         uniforms: [batch, nodes, 2] float32 (`sampling.tree_uniforms`).
         draft_probs: [batch, nodes, vocab] float32; None takes those of the tree.

@@ -18,7 +18,6 @@ class CacheRows:
     one that begins with the same tokens.
 
     Args:
-        engine: owner of the caches.
         lengths: [max_slots] rows in use by slot. The caller writes it in place as rows are added and dropped.
     """
 
@@ -52,7 +51,6 @@ class CacheRows:
             states.take_snapshot(slot)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchanges the rows of two slots."""
         lengths = self.lengths
         self.engine.swap_slots(first, second, int(max(lengths[first], lengths[second])))
         lengths[first], lengths[second] = lengths[second], lengths[first]

@@ -20,7 +20,6 @@ class RecurrentDims:
         num_value_heads: Hv, a multiple of Hk: heads of the values and of the state; 0: there is none, only the rows of
             a convolution are kept.
         key_dim: dk, columns of a query or key head; of Mamba 2 the size of its state.
-        value_dim: dv, columns of a value head.
         conv_channels: C, columns of the rows that its causal convolution reads.
         conv_kernel: K, rows that the convolution sees, the present one included.
     """
@@ -34,12 +33,10 @@ class RecurrentDims:
 
     @property
     def has_state(self) -> bool:
-        """Whether a state is kept beside the rows of the convolution."""
         return self.num_value_heads > 0
 
     @property
     def num_states(self) -> int:
-        """The inputs that hold what is kept, see `speccompile.core.specs.state_names`."""
         return 3 if self.has_state else 1
 
     @property
@@ -64,7 +61,6 @@ class LayerDims:
 
     Args:
         num_kv_heads: of its K and V; 0: it has none.
-        head_dim: columns of each of them.
         recurrent: sizes of its recurrent state; None: it has none.
         is_latent: V of a row is the first columns of its K, and one cache holds both.
         source: a layer before it whose K and V it reads, where it has none; None: it reads its own, or none.
@@ -78,7 +74,6 @@ class LayerDims:
 
     @property
     def num_caches(self) -> int:
-        """The caches of the layer."""
         return (1 if self.is_latent else 2) if self.num_kv_heads else 0
 
 
@@ -87,8 +82,6 @@ class ModelDims:
     """The sizes of a decoder that graphs, caches and predictions need.
 
     Args:
-        num_kv_heads: of its attention layers; of the first of them where they differ.
-        head_dim: of its attention layers; of the first of them where they differ.
         layer_dims: what each layer keeps of a sequence; empty: all keep K and V of `num_kv_heads` and `head_dim`.
     """
 
@@ -105,28 +98,23 @@ class ModelDims:
 
     @property
     def per_layer(self) -> tuple[LayerDims, ...]:
-        """What each layer keeps of a sequence; as many as there are layers."""
         uniform = LayerDims(self.num_kv_heads, self.head_dim)
         return self.layer_dims[: self.num_layers] or (uniform,) * self.num_layers
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep K and V."""
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.num_kv_heads)
 
     @property
     def latent_layers(self) -> tuple[int, ...]:
-        """The layers that keep K and V in one cache."""
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.num_caches == 1)
 
     @property
     def sources(self) -> dict[int, int]:
-        """The layers that read K and V of another one, each with that one."""
         return {i: layer.source for i, layer in enumerate(self.per_layer) if layer.source is not None}
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """The layers that keep a recurrent state, or the rows of a convolution alone."""
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.recurrent is not None)
 
     @property
@@ -140,11 +128,7 @@ class ModelDims:
         return DTYPE_BYTES[dtype] * columns
 
     def state_bytes(self, max_pending: int) -> int:
-        """Returns the bytes of the recurrent states of one slot, all layers, whatever its length.
-
-        Args:
-            max_pending: see `GraphSpec`.
-        """
+        """Returns the bytes of the recurrent states of one slot, all layers, whatever its length."""
         return sum(layer.recurrent.slot_bytes(max_pending) for layer in self.per_layer if layer.recurrent is not None)
 
 
@@ -157,12 +141,7 @@ def json_from_dims(dims: Any) -> dict[str, Any]:
 
 
 def dims_from_json(kind: type[DimsT], data: Mapping[str, Any]) -> DimsT:
-    """Returns the sizes of a dict that `json_from_dims` made.
-
-    Args:
-        kind: the class of the sizes.
-        data: its fields.
-    """
+    """Returns the sizes of a dict that `json_from_dims` made."""
     layers = tuple(_layer_from_json(row) for row in data.get("layer_dims", ()))
     return kind(**({**data, "layer_dims": layers} if layers else data))
 

@@ -22,10 +22,6 @@ class LayersRule(Protocol):
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
         """Returns the decoder layers of the target, from 0, whose residual streams are wanted.
 
-        Args:
-            num_layers: of the target.
-            weights: "checkpoint" or "random".
-
         Raises:
             CheckpointError, RecipeError: the target does not have them.
         """
@@ -50,7 +46,6 @@ class CandidateOptions:
     """Options of a draft that gives candidate tokens after every scored node.
 
     Args:
-        num_candidates: most probable tokens after each.
         gives_probs: the distribution after each as well, for drafts that are drawn.
         max_parallel, is_parallel: most draft tokens of one run, if the checkpoint has a mask token; whether it must.
     """
@@ -111,8 +106,6 @@ class SourceContext:
     """What a graph is made for.
 
     Args:
-        weights: "checkpoint" or "random".
-        max_seq_len: rows that a sequence may use.
         max_draft_nodes: draft tokens one step may score at most, per slot.
         target: sizes of the target; None for the target itself.
         target_job: the target's own job, for speculators that share tables with it.
@@ -130,12 +123,8 @@ class WeightCounts:
     """How many weights a graph will have.
 
     Args:
-        num_params: parameters of the checkpoint.
         num_linear: weights in linear layers, which a quantisation changes.
-        num_plain: the others: embeddings, norms, tables.
         num_head: of `num_linear`, those of an LM head that a backend may treat in its own way.
-        is_tied: whether that head is the embedding.
-        num_experts: of `num_linear`, those of experts that a router chooses.
     """
 
     num_params: int
@@ -151,8 +140,6 @@ class BuildSizes:
     """What a backend predicts of a graph.
 
     Args:
-        weights_bytes: weights of the compiled graph.
-        file_bytes: of what is written, weights included.
         export_peak_bytes: resident memory while it is exported and lowered.
         builder_peak_bytes: resident memory while the builder works, in a process of its own; 0: there is none.
         least_file_bytes: the same in the smallest form that may be chosen; None: there is one form.
@@ -171,7 +158,6 @@ class CompileOptions:
 
     Args:
         dtype: of activations and caches: float32, float16 or bfloat16.
-        max_slots: sequences decoded at once.
         max_rows: cache rows of each, those for a step's nodes after the last sequence row included; 0: no cache.
         max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.

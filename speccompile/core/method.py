@@ -58,11 +58,6 @@ class Method:
     def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
         """Returns the proposer over loaded engines.
 
-        Args:
-            config: the method's `Config`.
-            engines: by the names of `graph_jobs`.
-            context: sizes and measured costs.
-
         Raises:
             RecipeError: an engine was built for less than the config asks for.
         """

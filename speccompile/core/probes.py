@@ -21,11 +21,8 @@ def probe_inputs(
     where a step has more than may wait for a verdict.
 
     Args:
-        spec: of the graph.
-        num_slots: slots of the run.
         num_nodes: nodes of each slot; every dynamic dim but the batch has this size, except `scored` where the graph
             scores one node.
-        length: cache rows in use.
 
     Returns:
         By name: int64, or float32 for states.

@@ -46,7 +46,6 @@ class States(Protocol):
         What they and the snapshot hold beyond these is void: other tokens will follow.
 
         Args:
-            slot: its index.
             rows: 0, or a number that `reusable` returned.
         """
         ...
@@ -145,8 +144,6 @@ class StepTimes(NamedTuple):
     """Where the time of one step went, in seconds.
 
     Args:
-        propose_s: in the proposer.
-        score_s: in the target's forward.
         step_s: the whole step, both included; as a planner sees it, with the delivery of its outputs.
     """
 
@@ -249,9 +246,6 @@ class Proposer(Protocol):
         """Takes the verdict on the drafts. `batch` still holds the tokens that `tree` was made from.
 
         Args:
-            batch: as given to `propose`.
-            tree: what the target scored.
-            verdict: what it decided.
             outputs: the target's outputs of that step, valid during the call.
         """
         ...
@@ -261,7 +255,6 @@ class Proposer(Protocol):
 
         Args:
             batch: its sequences; it still holds the tokens that were scored.
-            verdict: on the roots, or on another's drafts.
             outputs: the target's outputs of that step, valid during the call.
         """
         ...
@@ -272,9 +265,7 @@ class Proposer(Protocol):
         Not called where drafts may be drawn, nor where costs must stay as they were recorded.
 
         Args:
-            num_slots: its sequences.
             num_nodes: that the target scored in each, root and padding included.
-            times: of the step.
         """
         ...
 
@@ -283,7 +274,6 @@ class Proposer(Protocol):
 
         Args:
             slot: the slot; its last sequence began with the same tokens, and the target's cache still has their rows.
-            sequence: the new one.
             num_rows: how many tokens these are; at most all of the prompt but its last two.
 
         Returns:
@@ -351,7 +341,6 @@ class GraphSource(Protocol):
         """Runs the compiled graph a little before it is trusted; `export.checks` has the checks of our graphs.
 
         Args:
-            engine: of the graph, one slot.
             max_nodes: most nodes that a step may score, at least 2.
 
         Returns:

@@ -55,10 +55,6 @@ def find_class(name: str) -> Any:
 def find_backend(name: str, where: str = "engine.backend") -> str:
     """Returns the import string of the backend of that name.
 
-    Args:
-        name: of a backend.
-        where: the place that names it, for messages.
-
     Raises:
         RecipeError: there is none; the nearest name is suggested.
     """
@@ -67,10 +63,6 @@ def find_backend(name: str, where: str = "engine.backend") -> str:
 
 def find_method(name: str, where: str = "speculator.method") -> str:
     """Returns the import string of the method of that name.
-
-    Args:
-        name: of a method.
-        where: the place that names it, for messages.
 
     Raises:
         RecipeError: there is none; the nearest name is suggested.
@@ -139,7 +131,6 @@ def _find(where: str, table: Mapping[str, str], group: str, name: str) -> str:
 
 @functools.cache
 def _plugins(group: str, path: tuple[str, ...]) -> dict[str, str]:
-    """Returns the import strings of a group's entry points by name, read once for a `sys.path`: it takes long."""
     from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group=group)}

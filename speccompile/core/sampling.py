@@ -163,7 +163,6 @@ def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) 
     Args:
         seeds: [batch] uint64.
         root_positions: [batch] int64, index in the sequence of the root token.
-        tree: the tree to be scored.
 
     Returns:
         [batch, nodes, 2] float32: in slots whose drafts are drawn, accept draw of the node, draw made at it; in others

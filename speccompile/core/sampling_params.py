@@ -46,7 +46,6 @@ class SamplingParams:
     Ranges and meanings of the penalties are those of the OpenAI API and of vLLM, see `runtime.logits_processors`.
 
     Args:
-        max_new_tokens: upper bound of tokens to emit.
         temperature: 0 = greedy; below 2**-64 it becomes 0, above 1e30 it becomes 1e30: float32 holds no more.
         top_k: keep the k most probable tokens, at most 2**31 - 1; 0 = off.
         top_p: keep the smallest set of tokens with this mass; 1 = off.
@@ -209,7 +208,6 @@ def _refusal(name: str, value: object, expected: str) -> RuntimeFault:
 
 
 def _shown(value: object) -> str:
-    """Returns the value as an error message shows it, cut where it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits

@@ -91,7 +91,6 @@ class TensorSpec:
     """One graph input or output.
 
     Args:
-        name: tensor name in the graph.
         dims: a str is a dynamic dim by name, an int is static.
         dtype: numpy name: float32, int64, bool, ...; bfloat16 is ml_dtypes' name.
         probe: of an input: how it is fed in a probe run, see `probes.probe_inputs`.
@@ -109,8 +108,6 @@ class BorrowedCache:
 
     Args:
         name: of the input. One that is in `GraphSpec.caches` is written in place, any other is only read.
-        cache: its name in the owner's graph.
-        owner: name of the graph that owns it.
     """
 
     name: str
@@ -127,11 +124,6 @@ class GraphSpec:
     updates directly before those of the caches.
 
     Args:
-        name: the graph's name.
-        inputs: in order.
-        outputs: in order.
-        caches: names of the cache inputs.
-        vocab_size: of the tokens it reads.
         max_rows: cache rows it can address (its position tables end there); 0 = not limited.
         draft_vocab: width of the distributions it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
         borrowed: inputs that are caches of other engines; those that are only read come before `caches`.
@@ -244,5 +236,4 @@ def spec_from_json(data: Mapping[str, Any]) -> GraphSpec:
 
 
 def _given(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that are not null."""
     return {key: value for key, value in data.items() if value is not None}

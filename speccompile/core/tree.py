@@ -107,7 +107,6 @@ class TokenTree:
             tokens: [batch, nodes] int64.
             parents: [batch, nodes] int64.
             num_nodes: [batch] int64; None: up to the last node that has a parent.
-            draft_probs: see the class.
 
         Raises:
             RuntimeFault: the arrays are not a tree (see `validate`).
@@ -122,12 +121,10 @@ class TokenTree:
 
     @property
     def batch(self) -> int:
-        """Number of slots."""
         return int(self.tokens.shape[0])
 
     @property
     def nodes(self) -> int:
-        """Nodes per slot, padding counted."""
         return int(self.tokens.shape[1])
 
     @property
@@ -178,7 +175,6 @@ class TokenTree:
         return earlier
 
     def children(self, slot: int, node: int) -> list[int]:
-        """Returns the children of a node in the order in which acceptance tries them."""
         return [int(c) for c in np.flatnonzero(self.parents[slot] == node) if c > 0]
 
     def tokens_on(self, slot: int, path: Sequence[int] | Ints) -> list[int]:
@@ -192,9 +188,6 @@ class TokenTree:
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Checks the invariants of the class.
-
-        Args:
-            vocab_size: when given, tokens must be below it.
 
         Raises:
             RuntimeFault: a shape, a dtype, a parent or a token is wrong; the message names it.

@@ -60,27 +60,22 @@ class TreeShape:
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """Returns the most likely token at each of `length` depths."""
         return cls.product((1,) * length)
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens; the root is not one."""
         return len(self.choices)
 
     @property
     def max_depth(self) -> int:
-        """Draft tokens on the longest path."""
         return len(self.choices[-1])
 
     @property
     def max_rank(self) -> int:
-        """Highest rank that occurs."""
         return max(max(path) for path in self.choices)
 
     @property
     def is_chain(self) -> bool:
-        """Whether every depth has one node."""
         return self.num_drafts == self.max_depth
 
     def parents(self) -> Ints:
@@ -98,7 +93,6 @@ class TreeShape:
         return np.array([0, *(path[-1] for path in self.choices)], dtype=np.int64)
 
     def level(self, depth: int) -> list[int]:
-        """Returns the nodes at a depth, in index order."""
         return [node for node, path in enumerate(self.choices, start=1) if len(path) == depth] if depth else [0]
 
     def cut(self, num_drafts: int) -> TreeShape:

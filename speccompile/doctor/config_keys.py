@@ -90,7 +90,6 @@ def rotary_reads(scope: str = "") -> tuple[str, ...]:
 
 
 def check_keys(case: Case) -> Iterator[Finding]:
-    """Every key of the config is read, or known to change nothing."""
     for key, got, expected in unread_keys(case.config, case.layout):
         todo = "The drafts would be of another network. If it changes nothing, write the folder without it: "
         todo += f"speccompile convert ... --set {key}=null."

@@ -43,7 +43,6 @@ def convertible(case: Case) -> tuple[Finding, ...]:
 
 
 def _extra_rows(case: Case) -> int:
-    """Counts the rows of the vocabulary beyond the target's that no token uses."""
     size, target = case.sizes.get("vocab"), case.target
     if target is None or size is None or not 0 < target.num_tokens <= target.dims.vocab_size:
         return 0
@@ -55,7 +54,6 @@ def write_case(folder: Path, layout: Format, case: Case) -> None:
 
     Args:
         folder: exists and is empty; the caller publishes it atomically.
-        layout: that is written.
         case: one for which `convertible` finds nothing; padding rows of the vocabulary are cut.
     """
     config, tensors = ours_from_case(case)
@@ -87,9 +85,6 @@ def write_speculator(
     """Write config.json and model.safetensors.
 
     Args:
-        folder: exists.
-        layout: of the method that is written.
-        config: ours.
         tensors: by the names of our layout; dtypes are kept.
         target: the model that the layout's config names.
 
@@ -108,7 +103,6 @@ def write_speculator(
 
 
 def _named(layout: Format, config: Mapping[str, Any], ours: TensorFiles, folder: Path) -> TensorFiles:
-    """Returns the tensors under the layout's keys; shared ones once."""
     probe = make_case(Checkpoint(folder, config, ours, layout), layout)
     expected = layout.expand(probe.sizes, layout.prefixes[0])
     kept: dict[str, torch.Tensor] = {}

@@ -71,10 +71,8 @@ def decoder_rows(
 
     Args:
         layer: template of their prefix, without the last dot.
-        over: see `Row.over`.
         name: `layer` in our layout; the same by default.
         qkv_input: size from which queries, keys and values are projected.
-        has_input_norm: there is a norm before the attention.
     """
 
     def row(tail: str, *dims: str, need: str = "") -> Row:

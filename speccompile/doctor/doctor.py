@@ -64,11 +64,6 @@ def _count_tokens(folder: Path) -> int:
 def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read config and headers, and find the layout.
 
-    Args:
-        folder: of the speculator.
-        formats: layouts that it may have.
-        overrides: instead of values of its config.
-
     Raises:
         CheckpointError: no config, no weights, a damaged or refused file, a speculator of another method.
     """
@@ -87,7 +82,6 @@ def check_method(folder: Path, method: str | None) -> None:
     """Refuses a folder with a speculator of another method; one that cannot be read is left to other checks.
 
     Args:
-        folder: of the draft.
         method: that it should be of; None: it should be a language model.
 
     Raises:
@@ -138,10 +132,8 @@ def examine(
     """Find the layout of a speculator's checkpoint and all its faults.
 
     Args:
-        model: folder or hub id.
         target: folder or hub id of the model that it is for; None: the checks against a target are skipped.
         values: read the weights; None: up to `MAX_AUTO_BYTES` of them.
-        overrides: instead of values of its config.
         formats: layouts that it may have; those of the registry by default.
 
     Returns:
@@ -189,17 +181,12 @@ def _report(found: Checkpoint, model: str, target: Target | None, values: bool |
 
 
 def _is_other(found: Checkpoint) -> bool:
-    """Whether it is a kind that is not supported yet, whose keys resemble a supported one."""
     assert found.layout is not None
     return not found.layout.is_named(found.config) and known_format(found.config, found.files.headers) is not None
 
 
 def check_kind(folder: Path, formats: Sequence[Format]) -> None:
     """Refuses a speculator by its config alone: a kind that is not supported yet, or keys that are not read.
-
-    Args:
-        folder: with its config.json.
-        formats: layouts that it may have.
 
     Raises:
         CheckpointError: it is of such a kind, or has such keys.
@@ -236,7 +223,6 @@ def _describe_unknown(found: Checkpoint) -> tuple[str, str, Finding]:
 
 
 def _names(value: Any) -> str:
-    """Returns a list of names as text; anything else unchanged."""
     return ", ".join(map(str, value)) if isinstance(value, list) else shown(value)
 
 
@@ -267,12 +253,8 @@ def check_speculator(
     """Check that a checkpoint is complete, for a method's graph source or trainer.
 
     Args:
-        folder: of the speculator.
-        formats: the method's layouts.
-        target: sizes of the model that it is for.
         target_folder: of that model, with its weights; None: its tables are not compared.
         values: check the weights too, not only headers.
-        overrides: instead of values of its config.
 
     Returns:
         The case.
@@ -291,11 +273,6 @@ def read_speculator(
     folder: Path, formats: Sequence[Format], *, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Returns config and weights in our layout of the method, whatever layout the folder has.
-
-    Args:
-        folder: of the speculator.
-        formats: the method's layouts.
-        overrides: instead of values of its config.
 
     Returns:
         The config, and tensors by the names of our layout; mapped from the files, shared ones as one tensor.

@@ -17,11 +17,6 @@ class Finding:
 
     Args:
         severity: an error stops a build or a conversion; a warning does not.
-        check: name of the check that found it.
-        where: file and key.
-        got: the value found.
-        expected: the value that would be right.
-        todo: what the user can do.
     """
 
     severity: Severity
@@ -32,11 +27,9 @@ class Finding:
     todo: str
 
     def json_from_finding(self) -> dict[str, str]:
-        """A JSON-ready dict."""
         return {name: getattr(self, name) for name in ("severity", "check", "where", "got", "expected", "todo")}
 
     def text(self) -> str:
-        """One line."""
         return f"{self.severity}  {self.check}  {self.where}: got {self.got}; expected {self.expected}. {self.todo}"
 
 
@@ -45,16 +38,8 @@ class Report:
     """All findings in one checkpoint.
 
     Args:
-        folder: of the speculator.
-        format: name of the layout, "" when it was not recognised.
-        label: the layout in words.
         method: the recipe's method that takes it, "" where there is none.
-        target: the model with which it was compared, "" without one.
-        sizes: of the speculator, from config and weights.
-        num_tensors: of the speculator.
-        num_params: elements of them.
         has_read_values: whether weights were read, or only headers.
-        findings: errors first.
     """
 
     folder: str
@@ -70,7 +55,6 @@ class Report:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Returns the findings that are errors."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property

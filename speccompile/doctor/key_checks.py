@@ -26,7 +26,6 @@ _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x
 
 
 def check_sizes(case: Case) -> Iterator[Finding]:
-    """The config has every size, and they agree with the number of keys."""
     config_path = str(case.folder / "config.json")
     yield from resolve_sizes(case.layout, case.config, case.files, case.prefix, config_path)[1]
 
@@ -146,7 +145,6 @@ def check_shared(case: Case) -> Iterator[Finding]:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """Returns the bit patterns, for comparison: NaN equals itself."""
     return array.view(f"<u{array.dtype.itemsize}") if array.size else array
 
 

@@ -13,15 +13,7 @@ from speccompile.doctor.layouts import lookup
 
 @dataclass(frozen=True)
 class KnownFormat:
-    """A layout that is recognised by name only.
-
-    Args:
-        name: short.
-        label: in words.
-        marks: patterns of keys, any of which identifies it.
-        config_marks: keys of the config, any of which identifies it.
-        config_values: (key, values), any of which identifies it.
-    """
+    """A layout that is recognised by name only."""
 
     name: str
     label: str

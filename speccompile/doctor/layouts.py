@@ -35,13 +35,9 @@ class Size:
     """A whole number in a config.
 
     Args:
-        name: by which rows refer to it.
         keys: its keys in the config, of which the first present one counts; a dot leads into an object.
         stored: (pattern of a key, axis) of a tensor that gives it where the config does not.
         count: pattern of keys to count by their group; it must agree with the config.
-        count_first: number of the first.
-        default: where neither gives it.
-        least: smallest valid value.
         needed_with: pattern of a key beside which the config must have it, though tensors give it: other readers
             silently assume a default.
         is_flag: true or false, as 1 or 0.
@@ -61,7 +57,6 @@ class Size:
 
 
 def flag(name: str, *keys: str, default: bool = False, present: str = "") -> Size:
-    """A switch of the config; see `Size`."""
     return Size(name, keys, default=int(default), least=0, is_flag=True, present=present)
 
 
@@ -71,15 +66,10 @@ class Row:
 
     Args:
         key: template; names in braces are numbered, see `over`.
-        dims: of the tensor, by the names of sizes.
         over: (name in braces, size, first number): it counts from there up to the size.
         name: template of the key in our layout; the same as `key` by default.
-        dtypes: that are allowed.
         need: name of a size; without it, or with 0, the key must not be there. "!" before it negates that.
-        is_optional: may be missing.
         fallback: template of the key in our layout whose tensor is used where it is missing (shared weights).
-        may_differ: from that, where both are stored.
-        is_zero: a missing one is all zero.
         is_derived: a missing one is computed by the layout's `complete`.
         table: the target's (`target_tables.EMBEDDINGS` or `LM_HEAD`) of which it is a copy, or which stands in for it.
     """
@@ -109,7 +99,6 @@ class Expected:
     fallback: str
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of that shape fits."""
         pairs = zip(shape, self.shape, strict=True)
         return len(shape) == len(self.shape) and all(want in (None, have) for have, want in pairs)
 
@@ -119,8 +108,6 @@ class Target:
     """The model that a speculator is for.
 
     Args:
-        name: as the user gave it.
-        dims: its sizes.
         config: its config.json; empty where only the sizes are known.
         num_tokens: in its tokenizer; 0 where not known. Further rows of the vocabulary are padding.
         folder: with its weights; None: what needs them is not checked.
@@ -147,21 +134,14 @@ class Format:
 
     Args:
         name: method and layout, e.g. "m/ours".
-        label: in words.
-        method: the recipe's name.
         marks: patterns of keys, any of which identifies the layout.
         without: patterns of keys, any of which rules it out.
         config_marks: (key of the config, value) pairs, any of which identifies it whatever other keys there are; `ANY`:
             any value that is not null.
         prefixes: that all keys may have; the first is written.
         has_others: keys without the prefix belong to another model in the same files.
-        is_model: the folder is that of a language model.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
-        sizes: those in the config.
-        derive: adds sizes derived from others.
-        rows: of keys.
         ignored: patterns of keys without meaning: buffers, copies.
-        checks: in order.
         ours: the layout's config as that of our layout.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
         complete: computes missing derived tensors from the config and tensors of our layout.
@@ -215,7 +195,6 @@ class Format:
         return any(re.search(mark, tail) for mark in self.marks for tail in tails)
 
     def is_named(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config alone identifies this layout."""
         held = [(lookup(config, key), value) for key, value in self.config_marks]
         return any(got is not None if value is ANY else got == value for got, value in held)
 
@@ -258,15 +237,7 @@ class Case:
     """A checkpoint under examination.
 
     Args:
-        folder: of it.
-        config: its config.json with the user's overrides.
-        files: its weights.
-        layout: the layout to compare with.
-        target: the model it is for, if given.
         reads_values: weights may be read, not only headers.
-        prefix: of its keys.
-        sizes: from config and keys.
-        expected: the keys it should have.
     """
 
     folder: Path
@@ -285,38 +256,26 @@ class Case:
         return [k for k in held if not any(re.search(p, k) for p in self.layout.ignored)]
 
     def key_of(self, name: str) -> str | None:
-        """Returns the key of a name in our layout, if it is stored."""
         return next((e.key for e in self.expected.values() if e.name == name and e.key in self.files.headers), None)
 
     def where(self, key: str = "") -> str:
-        """Returns file and key, for a finding."""
         if key == "":
             return str(self.folder)
         path = self.files.files.get(key, self.folder)
         return f"{path} ({key})"
 
     def where_in_config(self, *keys: str) -> str:
-        """Returns config.json and keys, for a finding."""
         return f"{self.folder / 'config.json'} ({' or '.join(keys)})"
 
 
 def finding(severity: Severity, where: str, got: str, expected: str, todo: str) -> Finding:
-    """Returns a finding whose check is filled in by the caller."""
     return Finding(severity, "", where, got, expected, todo)
 
 
 def resolve_sizes(
     layout: Format, config: Mapping[str, Any], files: TensorFiles, prefix: str, config_path: str
 ) -> tuple[Sizes, list[Finding]]:
-    """Returns the sizes of a checkpoint and their faults; a size that nothing gives is None.
-
-    Args:
-        layout: of the checkpoint.
-        config: its config.
-        files: its weights.
-        prefix: of its keys.
-        config_path: of config.json, for findings.
-    """
+    """Returns the sizes of a checkpoint and their faults; a size that nothing gives is None."""
     tails = {k[len(prefix) :]: h for k, h in files.headers.items() if k.startswith(prefix)}
     sizes: Sizes = {}
     faults: list[Finding] = []
@@ -331,7 +290,6 @@ def resolve_sizes(
 
 
 def _limit_rows(layout: Format, sizes: Sizes, num_stored: int, config_path: str, faults: list[Finding]) -> None:
-    """Unset sizes whose product counts many more keys than are stored, so that nothing too large is expanded."""
     most = max(_MAX_FREE_COUNT**2, num_stored)
     for row in layout.rows:
         names = [size for _, size, _ in row.over]

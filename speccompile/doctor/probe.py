@@ -38,9 +38,6 @@ class Convention:
     """A choice that the weights cannot show.
 
     Args:
-        name: a key of the config, or a word of its own.
-        where: the file and what states it.
-        stated: how the file is read.
         others: further values that its author could have meant.
         todo: what the user can do, with "{value}" for the value that the weights mean.
     """
@@ -67,7 +64,6 @@ class Probe(Protocol):
         """Returns greedy drafts [starts, num] int64, of which each follows the text's own tokens.
 
         Args:
-            reading: a value of every convention.
             text: one sequence with the target's outputs: `hidden` and `layers` of all decoder layers.
             roots: [starts] int64, positions of the roots; the target has read what comes before them.
             num: drafts of a chain, at most `max_drafts`.
@@ -80,12 +76,8 @@ class Measured:
     """Acceptance of one reading.
 
     Args:
-        changed: values that differ from those stated, by convention.
-        num_starts: of chains.
         mean_acceptance_length: 1 + accepted / starts.
         by_position: accepted / tried by position; a draft is tried where all before it were accepted.
-        gain: tokens a step more than as stated.
-        standard_error: of the gain.
     """
 
     changed: dict[str, Any]
@@ -105,10 +97,6 @@ class ProbeReport:
         reason: why it is undecided; else empty.
         meant: values that the weights mean in the place of those stated.
         alike: further values by convention, of which these texts do not show that they are worse.
-        num_prompts: texts that were read.
-        num_drafts: of a chain.
-        readings: as stated, then each that was tried.
-        findings: one for each of `meant`, or a warning where it is undecided.
     """
 
     verdict: Verdict
@@ -121,7 +109,6 @@ class ProbeReport:
     findings: tuple[Finding, ...]
 
     def json_from_report(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
         return {**asdict(self), "findings": [f.json_from_finding() for f in self.findings]}
 
 
@@ -147,7 +134,6 @@ def difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[
 
     Args:
         one: accepted drafts [starts] of each text.
-        other: those of another reading.
     """
     apart = [np.subtract(a, b, dtype=np.float64) for a, b in zip(one, other, strict=True)]
     num, mean = sum(map(len, apart)), float(np.concatenate(apart).mean())
@@ -158,13 +144,7 @@ def difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[
 
 
 def compare_readings(conventions: Sequence[Convention], measure: Measure, num_drafts: int) -> ProbeReport:
-    """Finds the reading that the weights mean: the best change of one convention, then the next, while it is better.
-
-    Args:
-        conventions: of the checkpoint.
-        measure: drafts under readings.
-        num_drafts: of a chain.
-    """
+    """Finds the reading that the weights mean: the best change of one convention, then the next, while it is better."""
     stated: dict[str, Any] = {c.name: c.stated for c in conventions}
     meant: dict[str, Any] = {}
     tried: dict[str, Measured] = {}
@@ -210,7 +190,6 @@ def _best(own: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]) -> 
 
 
 def _is_better(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
-    """Whether a reading is better than another by more than chance, and by enough to matter."""
     gain, error = difference(one, other)
     return gain > max(_NUM_ERRORS * error, _LEAST_GAIN)
 
@@ -241,5 +220,4 @@ def _other(convention: Convention, value: Any, best: Measured) -> Finding:
 
 
 def text_of(value: Any) -> str:
-    """Returns a value as config.json has it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -46,7 +46,6 @@ class SharedPrior:
         self._weight = PRIOR_WEIGHT
 
     def learn(self, num_accepted: int) -> None:
-        """Updates the prior with one verdict on drafts."""
         self._weight += 1
         self.value += max(PRIOR_SHARE, 1 / self._weight) * (num_accepted - self.value)
 
@@ -74,7 +73,6 @@ class AcceptanceEstimate:
         self._factors: list[float] = []  # of the odds, by rank, as many as were needed so far; empty: to be computed
 
     def prob(self, confidence: float, rank: int = 0) -> float:
-        """Returns the probability that the only candidate of a parent is accepted."""
         factor = math.exp(self.log_odds[min(rank, len(self.log_odds) - 1)])
         return factor * confidence / (factor * confidence + 1.000000001 - confidence)
 
@@ -82,9 +80,6 @@ class AcceptanceEstimate:
         """Returns the probability that each candidate of one parent is accepted, given that the parent is.
 
         The sum is at most 1.
-
-        Args:
-            confidences: of the candidates, by rank.
         """
         factors = self._factors
         if len(factors) < len(confidences):
@@ -100,7 +95,6 @@ class AcceptanceEstimate:
 
         Args:
             was_drafted: time was spent on drafts, whether any of them was scored or not.
-            num_accepted: drafts kept.
         """
         if was_drafted:
             self.accepted_length += (1 - MEMORY) * (num_accepted - self.accepted_length)
@@ -113,9 +107,7 @@ class AcceptanceEstimate:
         """Updates the odds by rank with the candidates whose parents were kept.
 
         Args:
-            tree: candidates of the sequence.
             scored: candidate of each scored node, the root first; only the root: no draft was scored.
-            path: nodes kept, the root first.
         """
         self._factors = []
         if len(scored) == 1:
@@ -130,7 +122,6 @@ class AcceptanceEstimate:
         """Moves the odds of a rank.
 
         Args:
-            rank: shared by one or more drafts.
             surprise: number of these that were kept, minus the sum of their probabilities.
         """
         rank = min(rank, len(self.log_odds) - 1)
@@ -149,9 +140,7 @@ class Foreseeing(Protocol):
     """A proposer that says what it expects of its drafts; `commit` learns from what was emitted, whoever drafted it."""
 
     @property
-    def foreseen(self) -> Sequence[float]:
-        """By slot, the accepted drafts that it expects of the tree that it proposed last."""
-        ...
+    def foreseen(self) -> Sequence[float]: ...
 
     @property
     def offered(self) -> Sequence[Candidates]:
@@ -171,8 +160,6 @@ def own_path(verdict: Verdict, slot: int, num_nodes: int) -> list[int]:
     The scored tree may be another draft's in this sequence, or have nodes of others after those of this draft.
 
     Args:
-        verdict: on the scored tree.
-        slot: of the sequence.
         num_nodes: of this draft's tree in the sequence, which are the first of the scored tree; 1: it has no drafts.
     """
     path: list[int] = verdict.path[slot, : int(verdict.num_accepted[slot]) + 1].tolist()

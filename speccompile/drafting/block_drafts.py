@@ -30,10 +30,8 @@ class BlockCache:
     the path, and drafts leave nothing in the cache: its rows are those of accepted positions, whatever was drafted.
 
     Args:
-        engine: the draft (`graph_kinds.blocks.block_draft_spec`).
         make: makes features [batch, nodes, hidden] of the target's outputs.
         names: of the target's outputs that `make` reads.
-        max_seq_len: rows that a sequence may use.
         max_nodes: most positions that a step with every slot may read.
         step: of a draft whose slots depend on the path before them (`graph_kinds.blocks.path_step_spec`); None: of any
             other.
@@ -60,7 +58,6 @@ class BlockCache:
         self._lattice: Lattice | None = None
 
     def start(self, slot: int) -> None:
-        """Empties the slot's cache."""
         self.pending.flush()  # the target is about to read the prompt
         self.lengths[slot] = 0
 
@@ -124,12 +121,10 @@ class BlockCache:
         return self._lattice.after_roots(warp)
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Returns what comes after the scored nodes of an expansion, from the lattice."""
         assert self._lattice is not None
         return self._lattice.expand(level)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the features of the accepted paths."""
         self.pending.keep(batch.sequences, verdict, outputs)
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
@@ -138,5 +133,4 @@ class BlockCache:
         self.pending.flush()
 
     def flush(self) -> None:
-        """Brings the features to the host."""
         self.pending.flush()

@@ -30,12 +30,7 @@ KEPT_RECOVERY = 0.005  # pull towards it in a step that grew no further than one
 
 
 class Outlook(NamedTuple):
-    """What is expected of a draft token of a typical tree.
-
-    Args:
-        cost: plain steps that it takes.
-        accepted: how probably it is accepted.
-    """
+    """What is expected of a draft token of a typical tree."""
 
     cost: float
     accepted: float
@@ -46,9 +41,7 @@ class Weighs(Protocol):
     """A proposer whose budget decides whether to draft."""
 
     @property
-    def outlook(self) -> Outlook | None:
-        """See `Budget.outlook`."""
-        ...
+    def outlook(self) -> Outlook | None: ...
 
 
 class Budget:
@@ -56,13 +49,8 @@ class Budget:
 
     Args:
         max_nodes: most draft tokens to score, per sequence.
-        max_depth: most draft tokens on a path.
-        width: candidates expanded at a depth, per sequence.
-        target: recorded costs of scoring, by nodes.
         draft: recorded costs of a draft run, by nodes; None: drafting runs no graph. Without recorded costs, time does
             not limit drafting.
-        is_fixed: always draft to the bounds.
-        min_path: paths less probable than this are not scored.
         num_runs: draft runs of a whole tree; 1: all candidates come from one run; None: `max_depth`.
     """
 
@@ -104,7 +92,6 @@ class Budget:
 
     @property
     def weighs_time(self) -> bool:
-        """Whether the costs are known and limit this step's drafts."""
         return self._is_known and not (self.is_fixed or self.is_forced)
 
     def begins(self, accepted: float, num_slots: int) -> bool:
@@ -112,7 +99,6 @@ class Budget:
 
         Args:
             accepted: accepted draft tokens of such a tree, the mean over all sequences of the batch.
-            num_slots: sequences of the batch.
         """
         self._recorded_ms = 0.0  # the step before may have gone unobserved, as where drafts may be drawn
         if not self.weighs_time or self.least:
@@ -134,11 +120,8 @@ class Budget:
         """Returns whether the candidates at a depth are worth another expansion.
 
         Args:
-            trees: of all sequences.
-            depth: of the candidates that would be expanded.
             reach: sum of their paths' probabilities over all sequences: the tokens that the expansion would bring if
                 the draft were always right. The expected gain is the share of it that expansions kept so far.
-            spent_ms: time that growing took so far.
         """
         if depth > 1 and self._last_reach > 0:
             self._kept += (1 - TYPICAL_MEMORY) * (reach / self._last_reach - self._kept)
@@ -158,13 +141,7 @@ class Budget:
         return is_worth
 
     def draws_on(self, num_drafts: int, expected: float, gain: float) -> bool:
-        """Returns whether a sequence that decides alone draws one more token. A drawn token is always scored.
-
-        Args:
-            num_drafts: drawn so far.
-            expected: tokens that a step with these is expected to bring.
-            gain: expected gain of one more, in tokens.
-        """
+        """Returns whether a sequence that decides alone draws one more token. A drawn token is always scored."""
         if num_drafts >= self.max_depth:
             return False
         if not self.weighs_time:
@@ -191,12 +168,7 @@ class Budget:
         return floor
 
     def size(self, trees: Sequence[Candidates], spent_ms: float = 0.0) -> int:
-        """Returns how many draft tokens to score, the same number in every sequence that has as many.
-
-        Args:
-            trees: of all sequences.
-            spent_ms: time that growing them took.
-        """
+        """Returns how many draft tokens to score, the same number in every sequence that has as many."""
         num, _, _ = self._best(trees, spent_ms)
         if self.weighs_time and not self.least:
             one_ms = self.costs.draft_ms(len(trees), len(trees))
@@ -221,8 +193,6 @@ class Budget:
         Args:
             gains: tokens that the first, the second ... draft token brings, all sequences together; `max_nodes` at
                 most, `held` included.
-            num_slots: sequences of the batch.
-            spent_ms: time that drafting took.
             held: draft tokens of a sequence that are scored in any case, before these.
             expected: of them, how many are expected to be accepted, all sequences together.
         """
@@ -242,9 +212,7 @@ class Budget:
         """Corrects the costs with the times of a step.
 
         Args:
-            num_slots: sequences of the batch.
             num_nodes: nodes that the target scored per sequence, root and padding included.
-            times: of the step.
         """
         recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
         self._num_plain = 0 if num_nodes > 1 or recorded_ms else self._num_plain + 1

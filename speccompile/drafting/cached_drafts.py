@@ -63,38 +63,31 @@ class CachedDraftFields(TreeFields):
 
     @property
     def leaves_length(self) -> bool:
-        """See `TreeFields.leaves_length`."""
         return super().leaves_length and (self.tree == "auto" or self.num_draft_tokens == "auto")
 
     @property
     def max_length(self) -> int:
-        """The most draft tokens of a chain."""
         return self.tree_depth if self.num_draft_tokens == "auto" else self.num_draft_tokens
 
     @property
     def min_path(self) -> float:
-        """The least probability of a path after which a token is drafted."""
         return 0.0
 
     @property
     def has_probs(self) -> bool:
-        """Whether drafts are drawn where the request samples."""
         return self.tree != "auto" and self.drafts != "greedy"
 
     @property
     def candidates_needed(self) -> int:
-        """Number of candidates after each node: one for a chain."""
         return super().candidates_needed if self.has_tree else 1
 
     @property
     def depth_asked(self) -> int:
-        """The most drafts on a path that the recipe asks for."""
         shape = self.shape
         return shape.max_depth if shape is not None else self.tree_depth if self.has_tree else self.max_length
 
     @property
     def is_depth_fixed(self) -> bool:
-        """Whether the recipe names that number."""
         return self.shape is not None or (not self.has_tree and self.num_draft_tokens != "auto")
 
     def check_depth(self, engine: Engine, max_draft_nodes: int) -> None:
@@ -145,13 +138,8 @@ class CachedDraftFields(TreeFields):
         """Returns the drafts for greedy batches and those for batches that sample; one object where it serves both.
 
         Args:
-            scorer: the draft.
-            engine: of the draft.
-            graph: its name in the bundle.
-            context: sizes and measured costs.
             block: most drafts on a path, of a draft that gives all its candidates in one run; None: each depth is a
                 run of its own.
-            has_masks: each of them is a node of that run.
 
         Raises:
             RecipeError: see `check_engine`.

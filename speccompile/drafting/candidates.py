@@ -31,7 +31,6 @@ class Candidates:
 
     @classmethod
     def from_root(cls, token: int) -> Candidates:
-        """Returns a tree of the root alone."""
         return cls([token])
 
     def add(
@@ -50,7 +49,6 @@ class Candidates:
         self.depths += [self.depths[parent] + 1] * len(tokens)
 
     def likeliest(self, start: int, width: int) -> list[int]:
-        """Returns the `width` likeliest of the candidates from `start` on, the likeliest first."""
         return sorted(range(start, len(self.tokens)), key=self.paths.__getitem__, reverse=True)[:width]
 
     def best(self, num: int) -> list[int]:
@@ -76,7 +74,6 @@ def tree_from_candidates(
     """Returns the tree to score: the best candidates of every sequence.
 
     Args:
-        trees: of all sequences.
         num_drafts: most draft tokens, see `Budget.size`.
         max_drafts: most draft tokens on a path, by sequence (`TokenSequence.max_drafts`).
 
@@ -143,10 +140,6 @@ def grow_product(
     """Adds the `num` likeliest nodes of a tree whose candidates at a depth are the same for every parent.
 
     Args:
-        tree: of the root alone.
-        tokens: by depth, the likeliest first.
-        probs: of each.
-        num: nodes to add.
         allows: whether a token may follow a candidate of the tree; None: all may.
     """
     # A node ranks by its path's probability, so the next best is a sibling or a first child of a node already added.

@@ -32,12 +32,7 @@ class DrawnRecord:
         self.rate, self.estimate = FIRST_RATE, AcceptanceEstimate(SharedPrior(1), log_odds)
 
     def learn(self, chain: Candidates, num_accepted: int) -> None:
-        """Updates the estimates with one verdict.
-
-        Args:
-            chain: the scored chain.
-            num_accepted: number of its draft tokens that were accepted.
-        """
+        """Updates the estimates with one verdict."""
         num_drafts = len(chain.tokens) - 1
         self.estimate.learn_ranks(chain, range(num_drafts + 1), range(num_accepted + 1))
         if num_drafts == 0:
@@ -54,7 +49,6 @@ class DrawnLength:
 
     Args:
         budget: of chains; `max_depth` bounds their length, and its recorded costs are used.
-        log_odds: see `DrawnRecord`.
         min_path: no token is drawn after a path less likely to be accepted than this.
     """
 
@@ -76,7 +70,6 @@ class DrawnChains:
 
     Args:
         rule: bounds and costs that all sequences share.
-        records: by slot.
         is_forced: chains are drawn to their bounds, whatever the cost.
     """
 
@@ -97,13 +90,11 @@ class DrawnChains:
         """Appends a drawn token.
 
         Args:
-            slot: slot index of the sequence.
             confidence: the draft's probability of the token at temperature 1; NaN counts as 0.
         """
         chain, confidence = self._chains[slot], confidence if confidence >= 0 else 0.0
         chain.add(len(chain.tokens) - 1, [0], [self._records[slot].estimate.prob(confidence)])
 
     def learn(self, num_accepted: list[int]) -> None:
-        """Updates the records with the numbers of accepted drafts, by slot."""
         for record, chain, num in zip(self._records, self._chains, num_accepted, strict=True):
             record.learn(chain, num)

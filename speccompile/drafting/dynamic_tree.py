@@ -26,8 +26,6 @@ class TreeGrower:
     """Grows draft trees for a batch; the estimates are in each sequence's `draft_state`.
 
     Args:
-        scorer: the draft.
-        budget: bounds and costs.
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
         max_fed: most nodes that one expansion feeds; None: as many as are scored.
         num_candidates: candidates to keep for each expanded node; None: all that the draft gives.
@@ -56,15 +54,12 @@ class TreeGrower:
 
     @property
     def outlook(self) -> Outlook | None:
-        """See `Budget.outlook`."""
         return self.budget.outlook
 
     def new_estimate(self) -> AcceptanceEstimate:
-        """Returns the estimate of a new sequence."""
         return AcceptanceEstimate(self._prior, self._log_odds)
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs with the times of a step."""
         self.budget.observe(num_slots, num_nodes, times)
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -93,9 +88,6 @@ class TreeGrower:
         """Adds candidates as long as they are worth their time; returns the milliseconds spent.
 
         Args:
-            batch: the sequences.
-            trees: of all slots, roots alone.
-            able: slots that draft.
             last_depths: by slot, the depth of the deepest node that may be expanded.
         """
         budget, num_slots = self.budget, len(trees)
@@ -150,9 +142,7 @@ class TreeGrower:
         """Updates the estimates with the verdict.
 
         Args:
-            batch: as given to `propose`.
             tree: as returned by `propose`, or one that begins with it in the sequences that drafted.
-            verdict: on that tree.
 
         Returns:
             By slot, how many of the accepted drafts have their rows in the draft's cache.

@@ -54,34 +54,20 @@ class Scorer(Protocol):
     """
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
-        """Returns how many drafts on a path the cache has rows for after the root; below 0: it cannot draft at all.
-
-        Args:
-            slot: slot index.
-            sequence: the sequence.
-        """
+        """Returns how many drafts on a path the cache has rows for after the root; below 0: it cannot draft at all."""
         ...
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the new tokens of these slots, the root last; returns candidates after the root: `scored` is 1.
-
-        Args:
-            batch: all sequences.
-            slots: slot indices of those that draft.
-            warp: see `Expansion`.
-        """
+        """Reads the new tokens of these slots, the root last; returns candidates after the root: `scored` is 1."""
         ...
 
-    def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Reads an expansion; returns candidates after its scored nodes."""
-        ...
+    def expand(self, batch: Batch, level: Expansion) -> Outputs: ...
 
 
 class DraftLayout:
     """Which drafts the draft's KV cache holds after each root.
 
     Args:
-        num_slots: of the batch.
         max_nodes: most columns of an expansion; at least one more than the greatest depth that is expanded.
     """
 
@@ -96,8 +82,6 @@ class DraftLayout:
         """Returns the columns of a slot's next expansion, and moves the layout on.
 
         Args:
-            slot: slot index.
-            parents: by node.
             frontier: nodes to expand, the likeliest first; all descend from those of the last expansion.
 
         Returns:
@@ -151,11 +135,8 @@ def make_expansion(
     """Returns the inputs that expand `frontiers`, and by slot the nodes that are scored.
 
     Args:
-        depth: of the frontiers.
-        trees: of all slots.
         frontiers: by slot, see `DraftLayout.plan`; empty: the slot takes no part.
         rows: layout of the draft's cache; updated.
-        warp: see `Expansion`.
     """
     columns, scored = [], []
     for slot, (tree, frontier) in enumerate(zip(trees, frontiers, strict=True)):
@@ -193,8 +174,6 @@ def padding_mask(lengths: Ints, counts: Sequence[int], width: int, max_seq_len: 
     Args:
         lengths: [batch] int64, rows before the chains.
         counts: by slot, columns of its chain; the others are padding, and so are those beyond the last position.
-        width: columns.
-        max_seq_len: positions.
     """
     used = np.arange(width) < np.minimum(counts, max_seq_len - lengths)[:, None]
     mask: Bools = chain_mask(len(counts), width) & used[:, :, None]

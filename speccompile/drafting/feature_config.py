@@ -46,11 +46,8 @@ class FeatureFields(CachedDraftFields):
         """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
 
         Args:
-            engine: of the draft.
             make: makes features [batch, nodes, hidden] of the target's outputs.
             names: of the target's outputs that `make` reads.
-            graph: the draft's name in the bundle.
-            context: of the proposer.
             has_masks: draft all tokens of a path in one run; the engine reads masks.
 
         Raises:
@@ -83,8 +80,6 @@ class FusedLayers:
     Args:
         rule: import string of a function of the other fields, the target's number of layers and "checkpoint" or
             "random", that returns the layers; it reads the checkpoint, which decoding does not need.
-        model: of the drafter.
-        config: see `GraphJob`.
         asked: by the recipe; None: as the checkpoint says.
     """
 
@@ -94,17 +89,12 @@ class FusedLayers:
     asked: tuple[int, ...] | None
 
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
-        """Returns the layers, in the order of the drafter's `fc`."""
         layers: tuple[int, ...] = find_class(self.rule)(self.model, self.config, self.asked, num_layers, weights)
         return layers
 
 
 def fused_features(fusion: Engine) -> tuple[Callable[[Outputs], Any], list[str]]:
-    """Returns what makes features of the target's outputs, and the names of those that it reads.
-
-    Args:
-        fusion: engine of a `graph_kinds.features.fusion_spec`.
-    """
+    """Returns what makes features of the target's outputs, and the names of those that it reads."""
     names = [t.name for t in fusion.spec.inputs]
 
     def fuse(outputs: Outputs) -> Any:

@@ -35,10 +35,8 @@ class FeatureCache:
     before, which is fed to the next run without a copy.
 
     Args:
-        engine: the draft (`feature_draft_spec`).
         make: makes features [batch, nodes, hidden] of the target's outputs.
         names: of the target's outputs that `make` reads.
-        max_seq_len: rows that a sequence may use.
         max_nodes: most nodes that a step with every slot may have.
     """
 
@@ -64,7 +62,6 @@ class FeatureCache:
         self._feature_rows: list[dict[int, int]] = []  # by slot, row of each node's feature in `_next`
 
     def start(self, slot: int) -> None:
-        """Empties the slot's cache."""
         self.pending.flush()  # the target is about to read the prompt
         self.rows.cut(slot, 0)
 
@@ -182,12 +179,10 @@ class FeatureCache:
         self.pending.flush()
 
     def flush(self) -> None:
-        """Brings the features to the host."""
         self.pending.flush()
 
 
 def _mask_without_idle(level: Expansion) -> NDArray[np.bool_]:
-    """Returns the mask with idle slots attending to themselves alone, so that no position exceeds the last one."""
     is_idle = np.array([not nodes for nodes in level.nodes])
     if not is_idle.any():
         return level.tree_mask

@@ -25,7 +25,6 @@ class PendingFeatures:
     `MAX_STATES` rows at once: a sequence that is decoded plainly for long has many.
 
     Args:
-        width: of a feature.
         make: makes features [batch, nodes, width] of the target's outputs, valid as long as these are.
         names: of the target's outputs that `make` reads, [batch, nodes, ..] each.
     """
@@ -41,9 +40,6 @@ class PendingFeatures:
         """Copies the target's states of the positions after those that the sequence has.
 
         Args:
-            sequence: whose states they are.
-            outputs: of the target.
-            slot: row of the sequence in these.
             nodes: [num] int64, nodes to copy, in order.
         """
         state: DraftState = sequence.draft_state
@@ -55,7 +51,6 @@ class PendingFeatures:
             self._make_features(state)
 
     def _make_features(self, state: DraftState) -> None:
-        """Makes features of the states of a sequence."""
         if not state.states:
             return
         columns = zip(*state.states, strict=True)
@@ -64,19 +59,12 @@ class PendingFeatures:
         state.states, state.num_states = [], 0
 
     def keep(self, sequences: Sequence[TokenSequence], verdict: Verdict, outputs: Outputs) -> None:
-        """Adds the features of the accepted paths of a step, the roots included; none of sequences without a draft.
-
-        Args:
-            sequences: of the batch.
-            verdict: with the accepted paths.
-            outputs: the target's; not copied.
-        """
+        """Adds the features of the accepted paths of a step, the roots included; none of sequences without a draft."""
         self._live, self._sequences, self._path = outputs, list(sequences), np.maximum(verdict.path, 0)
         for sequence, num in zip(sequences, verdict.num_accepted.tolist(), strict=True):
             sequence.draft_state.num_live = 1 + num if sequence.has_draft else 0
 
     def count(self, sequence: TokenSequence) -> int:
-        """Returns the number of pending rows of a sequence."""
         state: DraftState = sequence.draft_state
         return sum(map(len, state.features)) + state.num_states + state.num_live
 

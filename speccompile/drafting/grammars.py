@@ -46,7 +46,6 @@ class Grammar(Protocol):
 
 
 def has_grammars(batch: Batch) -> bool:
-    """Returns whether the text of a sequence has a grammar."""
     return any(sequence.grammar is not None for sequence in batch.sequences)
 
 
@@ -75,7 +74,6 @@ def restrict(batch: Batch, paths: Paths, outputs: Outputs) -> Outputs:
     """Returns a draft's outputs after nodes, within the grammars; a token that alone may follow is the draft.
 
     Args:
-        batch: the sequences.
         paths: see `Paths`; empty: the sequence takes no part.
         outputs: `candidates` and `candidate_probs` [batch, scored, candidates], and maybe `node_probs` [batch, scored,
             vocab], which for sequences with a grammar are those of `draft_warp`.
@@ -144,7 +142,6 @@ def _masked(dist: Floats, mask: Bools, params: SamplingParams) -> Floats:
 
 
 def is_allowed(grammar: Grammar, path: Sequence[int], token: int) -> bool:
-    """Returns whether a token may follow a path."""
     mask = grammar.draft_mask(path)
     return mask is not None and 0 <= token < len(mask) and bool(mask[token])
 
@@ -163,7 +160,6 @@ def chain_with_forced(
     Args:
         grammar: of the sequence; None: nothing is forced.
         tokens: the draft's own, from the root's child on; the rest stays at its depth.
-        confidences: of each.
     """
     forced = list(grammar.forced()[: len(tokens)]) if grammar is not None else []
     num = len(forced)
@@ -177,8 +173,6 @@ def product_with_forced(
 
     Args:
         grammar: of the sequence; None: nothing is forced.
-        tokens: by depth, the likeliest first.
-        confidences: of each.
     """
     forced = [[token] for token in grammar.forced()[: len(tokens)]] if grammar is not None else []
     return [*forced, *tokens[len(forced) :]], [[FORCED]] * len(forced) + list(confidences[len(forced) :])
@@ -198,7 +192,6 @@ def drafts_within(
 
     Args:
         grammar: of the sequence; None: all are allowed.
-        tokens: by draft.
         parents: by draft, a candidate index: 0 is the root, i + 1 draft i. The result's count kept drafts alone.
     """
     if grammar is None:
@@ -250,7 +243,6 @@ def drawn_chains_with_forced(batch: Batch, tree: TokenTree) -> TokenTree:
     They replace what was drawn at their depths, each with a distribution of its own; the rest stays as it was drawn.
 
     Args:
-        batch: the sequences.
         tree: chains as one run of a graph gives them, not masked before they were drawn.
     """
     if not has_grammars(batch):
@@ -268,8 +260,6 @@ def chains_within(batch: Batch, tree: TokenTree, *, is_drawn: bool) -> TokenTree
     """Returns chains without what grammars refuse; the chains themselves where nothing is refused.
 
     Args:
-        batch: the sequences.
-        tree: chains.
         is_drawn: the first draft that is refused stays, see the module.
     """
     nums = tree.num_nodes.copy()

@@ -145,7 +145,6 @@ class HeadsProposer:
 
     @property
     def outlook(self) -> Outlook | None:
-        """See `Budget.outlook`."""
         return self.budget.outlook
 
     def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
@@ -154,12 +153,10 @@ class HeadsProposer:
         return {}
 
     def _first(self, outputs: Outputs) -> Outputs:
-        """Returns outputs with the candidates that are used."""
         used = {name: np.asarray(outputs[name])[..., : self._num_candidates] for name in (CANDIDATES, CANDIDATE_PROBS)}
         return {**outputs, **used}
 
     def _worth_drafting(self, able: Sequence[int], sequences: Sequence[TokenSequence], is_drawn: bool) -> Sequence[int]:
-        """Returns the slots that draft: each decides alone where drafts are drawn, otherwise all or none draft."""
         accepted = [known.accepted_length for known in estimates(sequences)]
         if is_drawn and not self.budget.is_forced:
             return [slot for slot in able if self._drawn.begins(accepted[slot], 1)]
@@ -167,7 +164,6 @@ class HeadsProposer:
         return able if able and self.budget.begins(total / len(sequences), len(sequences)) else ()
 
     def _drawn_chain(self, roots: Ints, limits: Sequence[int], outputs: Outputs) -> TokenTree:
-        """Returns whole chains, as long as their distributions, which are passed to the target unchanged."""
         tokens = np.concatenate((roots[:, None], np.asarray(outputs[SAMPLED_TOKENS])), axis=1)
         num_nodes = 1 + np.minimum(limits, self.budget.max_depth).astype(np.int64)
         return TokenTree.chain(tokens, num_nodes, outputs[CHAIN_PROBS])
@@ -192,11 +188,7 @@ class HeadsProposer:
 
         Args:
             roots: [batch] int64.
-            known: estimates of the sequences that draft, by slot.
             limits: most draft tokens on a path, by slot.
-            outputs: of the heads.
-            spent_ms: time that drafting took.
-            grammars: by slot.
         """
         trees = [Candidates.from_root(int(root)) for root in roots]
         rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != CHAIN_PROBS}
@@ -233,21 +225,17 @@ class HeadsProposer:
                 known.learn_ranks(trees[slot], chosen[slot], own_path(verdict, slot, len(chosen[slot])))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the hidden states of the paths' last nodes."""
         last = [verdict.path[slot, num] for slot, num in enumerate(verdict.num_accepted.tolist())]
         self.states.keep(batch.sequences, outputs[HIDDEN], np.array(last, dtype=np.int64))
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs with the times of a step."""
         self.budget.observe(num_slots, num_nodes, times)
 
     def flush(self) -> None:
-        """Brings the hidden states to the host."""
         self.states.flush()
 
 
 def _raced(batch: Batch, outputs: Outputs) -> Outputs:
-    """Returns the outputs of heads that give candidates, each head's in the order of the race at its depth."""
     if batch.is_greedy:
         return outputs
     tokens, sure = np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
@@ -287,11 +275,6 @@ def add_drafts(
     """Adds drafts whose parents are given; those of one parent stand together.
 
     Args:
-        tree: of the root alone.
-        tokens: by draft.
-        confidences: by draft.
-        parents: by draft, a candidate index of the tree.
-        known: estimate of the sequence.
         floor: a chain ends where its path is less likely than this; 0 for trees.
     """
     start = 0

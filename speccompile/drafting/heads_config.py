@@ -58,7 +58,6 @@ class HeadsFields(TreeFields):
 
     @property
     def leaves_length(self) -> bool:
-        """See `TreeFields.leaves_length`."""
         return super().leaves_length and (self.tree == "auto" or "auto" == self.num_draft_tokens == self.min_confidence)
 
     def form_options(self) -> FormOptions:
@@ -74,12 +73,6 @@ class HeadsFields(TreeFields):
         self, engine: Engine, graph: str, context: MethodContext, kind: type[HeadsProposer] = HeadsProposer
     ) -> Proposer:
         """Returns the proposer over the heads' engine, for the drafts that the engine was built for.
-
-        Args:
-            engine: of the heads.
-            graph: its name in the bundle.
-            context: of the proposer.
-            kind: of the proposer.
 
         Raises:
             RecipeError: the engine drafts another tree.

@@ -20,9 +20,6 @@ class TargetStates:
     From a verdict to the next draft the target's output is passed on without a copy, on a GPU without leaving it. Only
     before it would be lost (another prompt is read, the batch has other sequences or another order) the rows in use are
     copied to the host, to each sequence's `draft_state.hidden`: once per request, not once per step.
-
-    Args:
-        width: of the hidden state.
     """
 
     def __init__(self, width: int) -> None:
@@ -39,7 +36,6 @@ class TargetStates:
         """Keeps the hidden states of a scored step.
 
         Args:
-            sequences: of the batch.
             hidden: its output, [batch, nodes, width]; not copied.
             nodes: [batch] int64, the last node of each slot's path.
         """
@@ -52,7 +48,6 @@ class TargetStates:
         return [slot for slot in slots if sequences[slot].draft_state.hidden is not None]
 
     def _has_live(self, sequences: Sequence[TokenSequence]) -> bool:
-        """Returns whether the last step's output has the states of these sequences; if not, all go to the host."""
         if self._live is not None and not same_sequences(sequences, self._slots):
             self.flush()
         return self._live is not None

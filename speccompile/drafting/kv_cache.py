@@ -39,7 +39,6 @@ class DraftCache:
         self._spare = min(max_nodes, max_seq_len)
 
     def start(self, slot: int) -> None:
-        """Empties the slot's cache."""
         self.lengths[slot] = 0
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
@@ -60,11 +59,9 @@ class DraftCache:
             self.lengths[slot] += len(tokens)
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
-        """Returns the rows left after the root's."""
         return self.max_seq_len - len(sequence.tokens)
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the tokens that the slots have not read yet, the root last."""
         return self._read_new(batch.sequences, slots, warp)
 
     def _read_new(
@@ -133,15 +130,11 @@ class DraftCache:
         Args:
             batch: with the tokens before this step's verdict.
             num_kept: by slot, accepted drafts whose rows are in the cache.
-            verdict: on the drafts.
-            outputs: of the target.
         """
         for slot, sequence in enumerate(batch.sequences):
             if self.lengths[slot] == len(sequence.tokens):  # the root was read, and nothing was written over it
                 self.lengths[slot] += min(num_kept[slot], self.room(slot, sequence))
 
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Does nothing: the tokens are read before the next draft."""
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
 
-    def flush(self) -> None:
-        """Does nothing: no output of the target is held."""
+    def flush(self) -> None: ...

@@ -27,14 +27,12 @@ class Lattice:
     Args:
         candidates: [batch, drafts, candidates] int64, those of a slot all different.
         scores: [batch, drafts, candidates or 1, candidates] float32.
-        vocab_size: of the target.
     """
 
     def __init__(self, candidates: Ints, scores: Floats, vocab_size: int) -> None:
         self.candidates, self.scores, self._vocab = candidates, scores, vocab_size
 
     def after_roots(self, heat: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Returns what comes after the roots; see `after`."""
         return self._outputs(0, self.scores[:, 0, :1], heat)
 
     def after(self, depth: int, tokens: Ints, heat: Mapping[str, NDArray[Any]]) -> Outputs:

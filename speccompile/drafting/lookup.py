@@ -15,7 +15,6 @@ class Lookup(NamedTuple):
     """Drafts of a step that is not made.
 
     Args:
-        tokens: a chain; those that would be scored.
         cost: time of such a step over that of a plain one.
     """
 
@@ -33,7 +32,6 @@ class LooksUp(Protocol):
         Args:
             sequence: after `start`, whatever steps it has made.
             length: how many of its tokens are looked at, the prompt and those of the last call at least.
-            num_slots: sequences of the batch.
         """
         ...
 
@@ -42,8 +40,6 @@ def lookup_from_chain(budget: Budget, tokens: Sequence[int], paths: Sequence[flo
     """Returns as much of a chain as is worth its time.
 
     Args:
-        budget: of the method.
-        tokens: of the chain.
         paths: probability that a token and all before it are accepted.
         num_slots: sequences of the batch, all of which are taken to draft alike.
     """

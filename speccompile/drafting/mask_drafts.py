@@ -43,15 +43,7 @@ class Depths:
 
 
 def masks_of(scorer: Scorer, engine: Engine, batch: Batch, slots: Sequence[int], num_drafts: int) -> list[int]:
-    """Returns the masks of a run: as many as the longest path of the batch needs.
-
-    Args:
-        scorer: the draft.
-        engine: of the draft.
-        batch: all sequences.
-        slots: slot indices of those that draft.
-        num_drafts: most draft tokens on a path.
-    """
+    """Returns the masks of a run: as many as the longest path of the batch needs."""
     sequences, token = batch.sequences, engine.spec.mask_token
     assert token is not None
     lengths = [min(sequences[slot].max_drafts, scorer.room(slot, sequences[slot]) + 1) for slot in slots]
@@ -62,10 +54,8 @@ class MaskDraftCache(DraftCache):
     """See `DraftCache`; the draft reads tokens and masks.
 
     Args:
-        engine: the draft, with `spec.mask_token`.
         max_seq_len: cache rows a sequence may use.
         max_nodes: most missed tokens that the run of a step reads.
-        num_drafts: most draft tokens on a path.
     """
 
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int, num_drafts: int) -> None:
@@ -73,30 +63,18 @@ class MaskDraftCache(DraftCache):
         self.num_drafts, self._depths = num_drafts, Depths({})
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the tokens that the slots have not read yet, the root last, and masks."""
         masks = masks_of(self, self.engine, batch, slots, self.num_drafts)
         self._depths = Depths(self._read_new(batch.sequences, slots, warp, masks))
         return self._depths.after(0, 1)
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Returns what comes after the scored nodes of an expansion, without another run."""
         return self._depths.after(level.depth, level.scored_nodes.shape[1])
 
-    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Does nothing: no draft has its row in the cache."""
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None: ...
 
 
 class MaskFeatureCache(FeatureCache):
-    """See `FeatureCache`; the draft has a feature of its own for masks.
-
-    Args:
-        engine: the draft, with `spec.mask_token`.
-        make: see `FeatureCache`.
-        names: see `FeatureCache`.
-        max_seq_len: see `FeatureCache`.
-        max_nodes: see `FeatureCache`.
-        num_drafts: most draft tokens on a path.
-    """
+    """See `FeatureCache`; the draft has a feature of its own for masks."""
 
     def __init__(
         self,
@@ -111,11 +89,9 @@ class MaskFeatureCache(FeatureCache):
         self.num_drafts, self._depths = num_drafts, Depths({})
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the pending features of all slots of the batch, and masks."""
         masks = masks_of(self, self.engine, batch, slots, self.num_drafts)
         self._depths = Depths(self._read_new(batch.sequences, warp, masks))
         return self._depths.after(0, 1)
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
-        """Returns what comes after the scored nodes of an expansion, without another run."""
         return self._depths.after(level.depth, level.scored_nodes.shape[1])

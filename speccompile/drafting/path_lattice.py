@@ -31,11 +31,6 @@ class PathLattice(Lattice):
 
     A run of the step reads the tokens of one depth with the states before them, so that a tree's nodes of one depth
     take one run. The state of each node that was scored is kept until the next block.
-
-    Args:
-        step: see `graph_kinds.blocks.path_step_spec`.
-        made: outputs of the block.
-        vocab_size: of the target.
     """
 
     def __init__(self, step: Engine, made: Outputs, vocab_size: int) -> None:
@@ -50,7 +45,6 @@ class PathLattice(Lattice):
         self._states: list[dict[int, Floats]] = [{} for _ in self.candidates]  # by slot and node
 
     def after_roots(self, heat: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `Lattice`. The state before the root is zero."""
         before = np.zeros((len(self.candidates), 1, self._width), dtype=np.float32)
         states, scores = self._run(0, self._embedded[:, :1], before)
         for held, state in zip(self._states, states, strict=True):
@@ -58,7 +52,6 @@ class PathLattice(Lattice):
         return self._outputs(0, scores, heat)
 
     def expand(self, level: Expansion) -> Outputs:
-        """See `Lattice`."""
         tokens = np.take_along_axis(level.tokens, level.scored_nodes, axis=1)
         num = self.candidates.shape[2]
         rows = 1 + (level.depth - 1) * num + self.columns(level.depth, tokens)  # of the tokens in `embedded`

@@ -23,13 +23,9 @@ class Drafts(Protocol):
         """Returns the estimate of a new sequence; None where nothing is estimated."""
         ...
 
-    def propose(self, batch: Batch) -> TokenTree:
-        """Returns drafts for every slot."""
-        ...
+    def propose(self, batch: Batch) -> TokenTree: ...
 
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """See `speccompile.core.protocols.Proposer`."""
-        ...
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Updates the estimates; returns by slot how many accepted drafts have their rows in the draft's cache."""
@@ -45,13 +41,9 @@ class DraftRows(Scorer, Protocol):
     catches_up: bool
 
     @property
-    def caches(self) -> Sequence[CacheRows]:
-        """The caches that the draft owns."""
-        ...
+    def caches(self) -> Sequence[CacheRows]: ...
 
-    def start(self, slot: int) -> None:
-        """Starts a new sequence: none of its tokens is read."""
-        ...
+    def start(self, slot: int) -> None: ...
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Returns how many of the first `num_rows` tokens need not be read again."""
@@ -67,8 +59,6 @@ class DraftRows(Scorer, Protocol):
         Args:
             batch: with the tokens before this step's verdict.
             num_kept: by slot, accepted drafts whose rows are in the draft's cache.
-            verdict: on the drafts.
-            outputs: of the target, valid during the call.
         """
         ...
 
@@ -94,7 +84,6 @@ class DraftProposer:
     """See `speccompile.core.protocols.Proposer`.
 
     Args:
-        rows: the draft with its cache rows.
         likeliest: makes the trees of batches whose drafts are not drawn.
         drawn: makes the trees of batches whose drafts may be drawn; may be the same object.
     """
@@ -104,7 +93,6 @@ class DraftProposer:
         self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
-        """Starts a new sequence, with a new estimate."""
         self.rows.start(slot)
         sequence.draft_state = DraftState(self.likeliest.new_estimate())
 
@@ -114,7 +102,6 @@ class DraftProposer:
         return self.rows.resume(slot, sequence, num_rows)
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads the chunk with the draft."""
         self.rows.prefill(slot, sequence, tokens, start, outputs)
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -125,23 +112,18 @@ class DraftProposer:
         return tree
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Updates the estimates, and keeps the rows of accepted drafts."""
         num_kept = self._used.commit(batch, tree, verdict)
         self.rows.commit(batch, num_kept, verdict, outputs)
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """See `DraftRows.skip`."""
         self.rows.skip(batch, verdict, outputs)
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs with the times of a step."""
         self.likeliest.observe(num_slots, num_nodes, times)
 
     def flush(self) -> None:
-        """See `DraftRows.flush`."""
         self.rows.flush()
 
     @property
     def outlook(self) -> Outlook | None:
-        """See `Weighs`."""
         return self.likeliest.outlook if isinstance(self.likeliest, Weighs) else None

@@ -37,7 +37,6 @@ def order_candidates(
     """Returns the candidates of sequences that sample in the order of their times; those of greedy ones are unchanged.
 
     Args:
-        batch: the sequences.
         depth: of the candidates, 1 = children of the root.
         tokens: [batch, scored, candidates] int64, the target's tokens, the likeliest first (in any order if warped).
         confidences: of the same shape, float32: probabilities at temperature 1.
@@ -71,7 +70,6 @@ def order_candidates(
 
 
 def _least(times: NDArray[np.float64], num: int | None) -> Ints:
-    """Returns the indices of the `num` least, in order, along the last axis."""
     if num is None or num >= times.shape[-1]:
         return np.argsort(times, axis=-1, kind="stable")
     # Sorting all of a long row takes longer than everything else here.
@@ -85,7 +83,6 @@ def raced_candidates(batch: Batch, depth: int, outputs: Outputs, d2t: Ints | Non
     Where the draft gives its distributions the race is among their likeliest tokens, otherwise among the candidates.
 
     Args:
-        batch: the sequences.
         depth: of the candidates, 1 = children of the root.
         outputs: of the draft; with `node_probs` where the warps of the batch were fed.
         d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.

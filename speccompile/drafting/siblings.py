@@ -50,6 +50,5 @@ def draw_siblings(probs: Floats, draws: Sequence[float], sibling_probs: Floats) 
 
 
 def _token_at(sums: np.ndarray, bound: float, probs: np.ndarray) -> int:
-    """Returns the first token whose running sum exceeds the bound; the last with mass where rounding leaves none."""
     token = int(np.searchsorted(sums, bound, side="right"))
     return token if token < len(probs) else int(np.flatnonzero(probs)[-1])

@@ -30,12 +30,6 @@ def rows_of_slot(spec: GraphSpec, seq_len: int, max_nodes: int, *, slides: bool)
     That is all rows of the sequence, and those of a step's nodes after the last one, which pad ragged batches. Where
     every layer has a window, the rows that later ones see are enough, with what is written before rows can be dropped:
     a chunk of the prompt; the rows of a step.
-
-    Args:
-        spec: of the graph.
-        seq_len: rows that a sequence may use.
-        max_nodes: most nodes of a step.
-        slides: the backend's engines have `slide_slot`.
     """
     num = seq_len + max_nodes + spec.rows_written_ahead
     if not (spec.window and slides):
@@ -76,7 +70,6 @@ class SlidingRows(GrowingRows):
     """Rows of caches that keep what later positions see.
 
     Args:
-        engine: with `spec.window` and `slide_slot`.
         lengths: see `CacheRows`; rows that have slid out are counted, too.
     """
 
@@ -90,16 +83,13 @@ class SlidingRows(GrowingRows):
 
     @property
     def most_rows(self) -> int:
-        """See `GrowingRows.most_rows`."""
         return self.engine.max_rows - self._num_seen
 
     def feeds(self, starts: Sequence[int], first_slot: int = 0) -> dict[str, Ints]:
-        """See `GrowingRows.feeds`."""
         firsts = np.array(self.firsts[first_slot : first_slot + len(starts)], dtype=np.int64)
         return {LENGTHS: np.array(starts, dtype=np.int64) - firsts, FIRST_POSITIONS: firsts}
 
     def make_room(self, slot: int, num_rows: int) -> None:
-        """See `GrowingRows.make_room`; rows slide where there is none."""
         length = int(self.lengths[slot])
         num_held = length - self.firsts[slot]
         num_kept = min(num_held, self._num_seen)
@@ -109,7 +99,6 @@ class SlidingRows(GrowingRows):
             self._least[slot] = max(self._least[slot], length)
 
     def cut(self, slot: int, num_rows: int) -> None:
-        """See `GrowingRows.cut`; all rows that the next one depends on are read again where some have slid out."""
         num = max(num_rows, 0)
         if num >= self._least[slot]:
             self.lengths[slot] = min(int(self.lengths[slot]), num)
@@ -119,14 +108,12 @@ class SlidingRows(GrowingRows):
         self._least[slot] = num if start else 0
 
     def copy(self, source: int, dest: int, num_rows: int) -> None:
-        """See `CacheRows.copy`."""
         self.engine.move_slot(source, dest, int(self.lengths[source]) - self.firsts[source])
         for held in (self.lengths, self.firsts, self._least):
             held[dest] = held[source]
         self.cut(dest, num_rows)
 
     def swap(self, first: int, second: int) -> None:
-        """See `CacheRows.swap`."""
         num = max(int(self.lengths[slot]) - self.firsts[slot] for slot in (first, second))
         self.engine.swap_slots(first, second, num)
         for held in (self.lengths, self.firsts, self._least):
@@ -134,12 +121,6 @@ class SlidingRows(GrowingRows):
 
 
 def draft_rows(engine: Engine, lengths: list[int], num_rows: int) -> GrowingRows:
-    """Returns the rows of a draft's caches: sliding ones where these are shorter than a sequence needs.
-
-    Args:
-        engine: of the draft.
-        lengths: see `CacheRows`.
-        num_rows: that it needs where it keeps all.
-    """
+    """Returns the rows of a draft's caches: sliding ones where these are shorter than a sequence needs."""
     is_short = engine.spec.window > 0 and engine.max_rows < num_rows
     return SlidingRows(engine, lengths) if is_short else GrowingRows(engine, lengths)

@@ -25,7 +25,6 @@ class DraftState:
             not have it on the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
         states: rows of the target's outputs on the host, after these; an array for each name of `PendingFeatures`.
-        num_states: number of these rows.
         num_live: number of rows after these, still in the target's last outputs.
         drawn: estimates from verdicts on drawn chains; None before the first chain of adaptive length.
     """
@@ -40,7 +39,6 @@ class DraftState:
 
 
 def estimates(sequences: Sequence[TokenSequence]) -> list[AcceptanceEstimate]:
-    """Returns the estimates of sequences whose `draft_state` is a `DraftState`."""
     return [sequence.draft_state.estimate for sequence in sequences]
 
 

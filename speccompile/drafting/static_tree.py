@@ -35,10 +35,8 @@ class StaticTrees:
     """Makes drafts of one shape for a batch, as deep as each sequence may go.
 
     Args:
-        scorer: the draft.
         shape: of the tree; one expansion feeds at most `shape.num_drafts` nodes.
         may_sample: draw drafts for sequences that sample; otherwise they are the likeliest candidates.
-        vocab_size: of the target.
         length: decides where a drawn chain ends; None: drafts have the whole shape.
     """
 
@@ -71,7 +69,6 @@ class StaticTrees:
         self._probs: dict[int, Floats] = {}  # by batch size: [batch, 1 + num_drafts, vocab] float32, reused
 
     def _plan_levels(self) -> list[tuple[Expansion, DraftLayout]]:
-        """Returns the expansion of each depth below the root for one slot; tokens are filled in later."""
         num_drafts = self.shape.num_drafts
         shape, rows, plans = Candidates([0] * (1 + num_drafts), self._parents), DraftLayout(1, num_drafts), []
         for depth, nodes in enumerate(self._levels[1:], start=1):
@@ -84,8 +81,7 @@ class StaticTrees:
     def new_estimate(self) -> None:
         """Returns None: nothing is estimated."""
 
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Does nothing: the shape is fixed."""
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
 
     def propose(self, batch: Batch) -> TokenTree:
         """Returns trees; a sequence that cannot draft has its root alone."""
@@ -200,7 +196,6 @@ class _Drafts:
                     self.trees._chains.add(slot, float(sure[slot, 0, 0]) * share)
 
     def _paths(self, slots: Sequence[int], level: Sequence[tuple[int, list[int], list[int]]]) -> Paths:
-        """Returns the drafts up to each node of a level, in the given slots that have a grammar."""
         takes_part, rows = set(slots), list[list[list[int] | None]]()
         for slot, sequence in enumerate(self.batch.sequences):
             row = list[list[int] | None]()
@@ -214,7 +209,6 @@ class _Drafts:
         return rows
 
     def _leave_out(self, slot: int, level: Sequence[tuple[int, list[int], list[int]]]) -> None:
-        """Leaves out candidates that the grammar refuses, and what follows them."""
         [path_row] = self._paths([slot], level)[slot : slot + 1]
         grammar = self.batch.sequences[slot].grammar
         for (_, children, _), path in zip(level, path_row, strict=True):

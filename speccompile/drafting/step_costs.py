@@ -25,11 +25,8 @@ class _Batch:
         factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
         num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
         last: value of `num_learnt` after the last step by nodes per sequence, of those in `factors`.
-        num_learnt: steps that corrected a factor.
         rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
         draft: log(drafting time / recorded time); None: not measured.
-        table: see `OnlineCosts.scores`.
-        num_left: steps that the table is used for.
     """
 
     factors: dict[int, float] = field(default_factory=dict)
@@ -97,12 +94,7 @@ class OnlineCosts:
         return batch.table
 
     def draft_ms(self, num_slots: int, num_nodes: int) -> float:
-        """Returns the milliseconds of a draft run.
-
-        Args:
-            num_slots: sequences of the batch.
-            num_nodes: of all sequences together.
-        """
+        """Returns the milliseconds of a draft run."""
         if self.draft is None:
             return 0.0
         batch = self._batches.get(num_slots)
@@ -113,10 +105,8 @@ class OnlineCosts:
         """Corrects the costs with the times of a step.
 
         Args:
-            num_slots: sequences of the batch.
             num_nodes: nodes that the target scored per sequence, root and padding included.
             recorded_draft_ms: recorded cost of its draft runs; 0: nothing was drafted.
-            times: of the step.
         """
         batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, _Batch())
         batch.num_left -= 1

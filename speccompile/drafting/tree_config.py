@@ -17,11 +17,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ProductTree:
-    """A tree by widths, `{widths: [4, 2, 1]}`.
-
-    Args:
-        widths: children of every node at each depth.
-    """
+    """A tree by widths, `{widths: [4, 2, 1]}`."""
 
     widths: tuple[int, ...]
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -68,7 +64,6 @@ class TreeFields:
 
     @property
     def has_tree(self) -> bool:
-        """Whether drafts are more than a chain."""
         return self.tree != "chain"
 
     @property
@@ -85,7 +80,6 @@ class TreeFields:
 
     @property
     def candidates_needed(self) -> int:
-        """Number of candidates after each node."""
         shape = self.shape
         return self.num_candidates if shape is None else shape.max_rank + 1
 
@@ -126,8 +120,6 @@ def check_trees(target: GraphSpec, config: Any, has_paths: bool) -> None:
     """Refuses trees for a target with recurrent states that follow chains alone.
 
     Args:
-        target: inputs and outputs of the target.
-        config: the method's `Config`.
         has_paths: whether the backend's states follow the paths of trees.
 
     Raises:

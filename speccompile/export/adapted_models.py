@@ -22,8 +22,6 @@ class Adapter:
     """A method, and what replaces it.
 
     Args:
-        module: class name of the module.
-        method: its method.
         run: (module, attention, *arguments of the method) -> what the method returns.
         form: an attribute of the modules that need it; in other releases of transformers the method takes its
             attention from the registry. "": all need it.
@@ -39,7 +37,6 @@ def _heads(scale: Callable[[Any], float], window: Callable[[Any], int] = lambda 
     """Returns the `run` of a method (query, key, value, mask) -> ([batch, heads, nodes, head_dim], probabilities).
 
     Args:
-        scale: of the scores, from the module.
         window: which the module applies beside its mask; 0 = none.
     """
 
@@ -72,7 +69,6 @@ def _xglm(module: Any, attention: Attention, hidden: Any, *_: Any, attention_mas
 
 
 def _xglm_positions(module: Any, _: Attention, position_ids: Any, *__: Any) -> torch.Tensor:
-    """Without the check whether the table must grow."""
     return module.weights[position_ids + module.offset]
 
 
@@ -85,7 +81,6 @@ def _falcon(
     position_embeddings: Any = None,
     **_: Any,
 ) -> Any:
-    """Q, K and V are columns of one product: for each KV head its query heads, then K, then V."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     kv_heads = module.num_kv_heads
@@ -97,7 +92,6 @@ def _falcon(
 
 
 def _bloom(module: Any, attention: Attention, hidden: Any, residual: Any, attention_mask: Any = None, **_: Any) -> Any:
-    """Q, K and V of a head are columns beside each other; the bias is slope * position(key)."""
     from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
     qkv = module.query_key_value(hidden).unflatten(-1, (module.num_heads, 3, module.head_dim))
@@ -201,7 +195,6 @@ def _gptj(
 def _codegen(
     module: Any, attention: Attention, hidden_states: Any, attention_mask: Any, position_ids: torch.Tensor, **_: Any
 ) -> Any:
-    """Columns of the product are in four parts, each of Q, V and K."""
     parts = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1, module.head_dim))
     query, value, key = (x.flatten(2, 3).transpose(1, 2) for x in parts.unbind(3))
     return _attend_turned(module, attention, query, key, value, attention_mask, position_ids)
@@ -216,7 +209,6 @@ def _attend_turned(
     mask: Any,
     position_ids: torch.Tensor,
 ) -> Any:
-    """The attention of GPT-J: neighbours among the first columns are rotated; its table of angles is computed here."""
     width = module.rotary_dim or module.head_dim
     frequencies = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=torch.int64) / width))
     angles = position_ids[..., None].float() * frequencies
@@ -234,7 +226,6 @@ def _llama4_angles(module: Any, _: Attention, x: torch.Tensor, position_ids: tor
 def _llama4(
     module: Any, attention: Attention, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any
 ) -> Any:
-    """Layers without rotary embedding scale their queries by the node's position, not by its index in the step."""
     cos, sin, positions = position_embeddings
     query, key, value = (
         project(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
@@ -315,7 +306,6 @@ def _gemma4(
 
 
 def _gemma4_inputs(module: Any, _: Attention, *inputs: Any, **__: Any) -> tuple[Any, ...]:
-    """All nodes go through the last layers, too, whatever `logits_to_keep`, the last input, says."""
     return inputs[:-1]
 
 

@@ -36,7 +36,6 @@ def adapt_model(model: Any) -> None:
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set the attention implementation of `model`, its own (`eager`) or one of the registry."""
     if is_adapted(model.config.model_type):
         model.config._attn_implementation = implementation
     else:
@@ -44,7 +43,6 @@ def set_attention(model: Any, implementation: str) -> None:
 
 
 def _switch(adapter: Adapter, config: Any, module: nn.Module) -> Callable[..., Any]:
-    """Returns the method that runs the module's own computation with `eager`, and the adapter's otherwise."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own = getattr(module, adapter.method)

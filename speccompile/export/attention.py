@@ -107,7 +107,6 @@ def find_frame() -> Frame | None:
 
 
 def current_frame() -> Frame:
-    """Returns the frame of the enclosing `forward_pass`; LookupError outside of one."""
     return _FRAME.get()
 
 
@@ -130,12 +129,9 @@ def cached_attention(
     Args:
         q: [batch, heads, nodes, head_dim] float32.
         k: [batch, kv_heads, nodes, head_dim] float32; `v` alike.
-        v: see `k`.
         k_cache: [batch, kv_heads, max_seq, head_dim] float32; `v_cache` alike.
-        v_cache: see `k_cache`.
         lengths: [batch] int64, rows in use; the new rows are written after them.
         tree_mask: [batch, nodes, nodes] bool.
-        scale: factor of the scores.
         softcap: scores become softcap * tanh(scores / softcap); 0 = off.
         window: a key is seen where position(query) - position(key) < window; 0 = off.
         sinks: [heads] float32, a score of each head that has no value; None: none. Not with a softcap.

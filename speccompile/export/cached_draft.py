@@ -28,9 +28,6 @@ def export_cached_draft(
 
     Args:
         module: takes the inputs of `spec` in order, its caches as one list, and returns its outputs.
-        spec: of a decoder without a tail.
-        progress: called with the name of each stage.
-        cleanup: passes from the trace to the neutral graph.
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
@@ -58,13 +55,7 @@ def _example(tensor: TensorSpec) -> torch.Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Rotary positions from tables, as one operator; the numbers of `layers.rotate`.
-
-    Args:
-        head_dim: of a head.
-        theta: base of the frequencies.
-        num_positions: rows of the tables.
-    """
+    """Rotary positions from tables, as one operator; the numbers of `layers.rotate`."""
 
     cos: torch.Tensor
     sin: torch.Tensor

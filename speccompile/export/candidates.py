@@ -14,7 +14,6 @@ def top_tokens(logits: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor,
 
     Args:
         logits: [batch, nodes, vocab] float32.
-        num_candidates: tokens per node.
 
     Returns:
         candidates [batch, nodes, num_candidates] int64 and their probabilities, float32.

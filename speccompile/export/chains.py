@@ -93,7 +93,6 @@ def attend_chains(
 
 
 def register() -> None:
-    """Makes `attend_chains` known to transformers under `IMPLEMENTATION`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, attend_chains)

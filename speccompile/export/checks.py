@@ -23,7 +23,6 @@ def check_decoder(engine: Engine, max_nodes: int) -> dict[str, Any]:
     """The check of a decoder with one of our tails; see `check_target` and `check_candidates`.
 
     Args:
-        engine: of the graph.
         max_nodes: most nodes that a step may score, at least 2.
     """
     return check_target(engine, max_nodes) if engine.spec.tail == "verify" else check_candidates(engine)
@@ -31,10 +30,6 @@ def check_decoder(engine: Engine, max_nodes: int) -> dict[str, Any]:
 
 def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
     """Decode a few tokens greedily one by one, then let one step verify them as a chain of drafts.
-
-    Args:
-        engine: of the target.
-        max_nodes: see `check_decoder`.
 
     Returns:
         {"num_tokens", "num_equal"}: how many of the drafted tokens the chain accepted; empty where its caches are too
@@ -89,7 +84,6 @@ def check_candidates(engine: Engine) -> dict[str, Any]:
 
 
 def _check_candidate_rows(engine: Engine, step: Outputs) -> int:
-    """Checks the candidates of the first slot; returns how many a row has."""
     rows, probs = np.asarray(step[specs.CANDIDATES])[0], np.asarray(step[specs.CANDIDATE_PROBS])[0]
     for row, sure in zip(rows, probs.tolist(), strict=True):
         for token in row:

@@ -76,15 +76,11 @@ def export_decoder(
 
     Args:
         source: a checkpoint folder; with random weights its config.json is enough.
-        weights: "checkpoint" or "random".
-        max_seq_len: rows of the cache; no position is larger.
         hidden: whether `hidden` (what the LM head reads) is an output.
         hidden_layers: layers after which the residual stream is an output.
         image_tokens: tokens of an image, whose rows are inputs; 0: no images are read.
-        lora: adapter that is merged into the weights.
         prepare: changes the loaded model in place; takes its sizes and returns the new ones.
         kept_tokens: the LM head keeps the rows of these tokens alone, and others have no chance; empty: all.
-        progress: called with the name of each stage as it begins.
 
     Returns:
         The model (opset 24 and the domain speccompile; its inputs and outputs are those of `decoder_spec`;

@@ -46,7 +46,6 @@ class DecoderSource:
     """See `speccompile.core.protocols.GraphSource`.
 
     Args:
-        job: its model, with `DecoderOptions`.
         context: what it is built for; without a target it is the target itself.
     """
 
@@ -121,7 +120,6 @@ class DecoderSource:
         return choose_tokens(options.vocab, self.folder, min(self.dims.vocab_size, target.vocab_size))
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of config, weights and tokenizer, and of the adapter if there is one."""
         own = digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
         return own | digests_of_adapter(self.job) | kept
@@ -169,12 +167,10 @@ class DecoderSource:
         return token
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_decoder`; with the coverage of a vocabulary that was cut."""
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.record()}
         return check_decoder(engine, max_nodes) | kept
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ModelDims]:
-        """See `speccompile.export.decoder.export_decoder`."""
         return self.export_changed(None, progress)
 
     def export_changed(
@@ -199,7 +195,6 @@ class DecoderSource:
         return model, dims
 
     def _write_config(self, folder: Path) -> Path:
-        """Writes the config with fewer layers, from which random weights are made."""
         config = read_text_config(self.folder)
         config[layers_key(config)] = self.dims.num_layers
         for kinds in ("layer_types", "layers_block_type"):

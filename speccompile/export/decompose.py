@@ -108,7 +108,6 @@ def is_simplified(program: Any, table: Container[Any]) -> bool:
 
     Args:
         program: of `torch.export.export`; computes the same afterwards, whatever is returned.
-        table: the operators that have no translation and must be decomposed.
     """
     if any(module is not program.graph_module for module in program.graph_module.modules()):
         return False  # graphs of branches, or modules that are called
@@ -141,7 +140,6 @@ def is_simplified(program: Any, table: Container[Any]) -> bool:
 
 
 def _simplify_conversion(node: fx.Node) -> None:
-    """Replaces a conversion by its argument, or by the copy into which torch decomposes it."""
     x, value = node.args[0], node.meta["val"]
     if x.meta["val"].dtype != value.dtype:
         node.target, node.args, node.kwargs = _ATEN._to_copy.default, (x,), {"dtype": value.dtype}
@@ -175,7 +173,6 @@ def _functional_twin(node: fx.Node, order: dict[fx.Node, int]) -> Any:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Returns whether the result of a node is memory that no argument has."""
     called = node.target
     if not isinstance(called, torch._ops.OpOverload) or any(r.alias_info for r in called._schema.returns):
         return False
@@ -183,24 +180,20 @@ def _is_fresh(node: fx.Node) -> bool:
 
 
 def _is_composite(called: Any) -> bool:
-    """Returns whether an operator is defined by others."""
     return bool(called.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def _is_translated(called: Any, table: Container[Any]) -> bool:
-    """Returns whether the exporter translates an operator as it is: one of ours, or one that onnxscript knows."""
     return called.namespace == "speccompile" or (called not in table and called.name() in _translated())
 
 
 @cache
 def _translated() -> frozenset[str]:
-    """Returns the names of the operators that onnxscript translates: its module registers them when it is imported."""
     import_module("onnxscript.function_libs.torch_lib.ops")
     return frozenset(name for name, _ in registration.default_registry.items())
 
 
 def _is_own(node: fx.Node) -> bool:
-    """Returns whether no other node reads the memory of a node's result: it is fresh, or the only view of what is."""
     if _is_fresh(node):
         return True
     if node.op != "call_function":

@@ -31,7 +31,6 @@ class QueryGate(nn.Module):
 
     Args:
         linear: [heads * 2 * head_dim, hidden]; each head has its query, then its gate.
-        head_dim: of a head.
     """
 
     def __init__(self, linear: nn.Linear, head_dim: int) -> None:
@@ -52,8 +51,6 @@ class GroupedParts(nn.Module):
 
     Args:
         linear: [num_groups * sum(widths), hidden].
-        num_groups: key heads.
-        widths: of the parts in a group.
     """
 
     def __init__(self, linear: nn.Linear, num_groups: int, widths: tuple[int, ...]) -> None:
@@ -89,12 +86,10 @@ def _split_groups(module: Any) -> None:
     module.in_proj_ba = GroupedParts(module.in_proj_ba, module.num_k_heads, (group, group))
 
 
-def keep(module: Any) -> None:
-    """Leaves a module as it is."""
+def keep(module: Any) -> None: ...
 
 
 def has_state(module: Any) -> bool:
-    """Whether the enclosing pass has a state for the module's layer."""
     frame = find_frame()
     return frame is not None and module.layer_idx in frame.states
 
@@ -140,7 +135,6 @@ def _delta_net(module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> 
 
 
 def _projections(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the rows of the convolution (q | k | v), the output's gate z, and b and a of each value head."""
     if hasattr(module, "in_proj_qkv"):
         qkv, z = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
         return qkv, z, module.in_proj_b(hidden), module.in_proj_a(hidden)
@@ -182,7 +176,6 @@ def _gated_attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention whose output is multiplied by the sigmoid of a gate, a projection of its input."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     heads = (-1, module.head_dim)

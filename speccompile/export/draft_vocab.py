@@ -39,7 +39,6 @@ def spread(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     Args:
         logits: [batch, nodes, kept].
-        index: of `spread_index`.
     """
     nothing = torch.full_like(logits[:, :, :1], UNKNOWN_LOGIT)
     return torch.cat((logits, nothing), 2).index_select(2, index)

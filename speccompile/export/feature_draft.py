@@ -37,11 +37,7 @@ _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "states": 4, "max_seq": 1
 
 
 class FeatureBody(nn.Module):
-    """The network of a method's draft; its parameters have the names of the method's own layout.
-
-    Args:
-        config: of its decoder layers.
-    """
+    """The network of a method's draft; its parameters have the names of the method's own layout."""
 
     target_tokens: torch.Tensor | None  # [draft_vocab] int64: target's token of each; None where they are the same
     windows: tuple[int, ...] | None = None  # of each layer's attention, 0: none; None: as its modules say
@@ -52,7 +48,6 @@ class FeatureBody(nn.Module):
         self.config = config
 
     def make_rotary(self) -> nn.Module:
-        """Returns the module that makes cosines and sines of positions; it has no weights."""
         return LlamaRotaryEmbedding(self.config)
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
@@ -71,12 +66,7 @@ class FeatureBody(nn.Module):
 
 
 class FeatureDraft(nn.Module):
-    """The module that is traced: inputs as in `feature_draft_spec`, those of the warp and the caches as lists.
-
-    Args:
-        body: of the method, in evaluation mode.
-        spec: what it is traced for.
-    """
+    """The module that is traced: inputs as in `feature_draft_spec`, those of the warp and the caches as lists."""
 
     def __init__(self, body: FeatureBody, spec: GraphSpec) -> None:
         super().__init__()
@@ -103,7 +93,6 @@ class FeatureDraft(nn.Module):
         warp: list[torch.Tensor],
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """One step. Positions are those of the features, one before the tokens'."""
         return self._step(tokens, lengths, tree_mask, scored_nodes, features, feature_nodes, lengths, warp, caches)
 
     def _step(
@@ -162,7 +151,6 @@ class SlidingFeatureDraft(FeatureDraft):
         warp: list[torch.Tensor],
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """One step. A window counts rows, which follow one another as their positions do."""
         roots = lengths + first_positions
         return self._step(tokens, lengths, tree_mask, scored_nodes, features, feature_nodes, roots, warp, caches)
 
@@ -202,9 +190,7 @@ def fill_weights(
     """Load a module on the meta device with its weights in float32.
 
     Args:
-        module: on the meta device.
         weights: by the names of its parameters; None: random ones with a fixed seed.
-        shared: the target's, for parameters that the speculator does not have.
 
     Raises:
         KeyError: one is missing.
@@ -227,12 +213,6 @@ def export_feature_draft(
     body: FeatureBody, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]
 ) -> ir.Model:
     """Trace a draft and clean the trace.
-
-    Args:
-        body: of the method, with its weights.
-        spec: a `feature_draft_spec`.
-        max_rows: rows of the cache; no position is larger.
-        progress: called with the name of each stage.
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
@@ -265,14 +245,12 @@ def _export(module: nn.Module, spec: GraphSpec, max_rows: int, progress: Callabl
 
 
 def _with_whole_dists(spec: GraphSpec) -> GraphSpec:
-    """Returns the spec for tracing: the distribution of a greedy batch, a dummy at run time, has full width."""
     dims = {"draft_vocab": spec.dist_width}
     outputs = tuple(replace(t, dims=tuple(dims.get(str(d), d) for d in t.dims)) for t in spec.outputs)
     return replace(spec, outputs=outputs)
 
 
 def _grouped(values: list[Any], spec: GraphSpec) -> tuple[Any, ...]:
-    """Returns the module's arguments: inputs of the warp and caches as lists; a graph without caches takes one list."""
     if not spec.caches:
         return (values,)
     num, num_warp = len(spec.caches), 3 if spec.gives_probs else 0

@@ -34,7 +34,6 @@ class FeatureSource(SpeculatorSource):
     """The part of `core.protocols.GraphSource` that methods whose drafts read features share.
 
     Args:
-        job: the speculator.
         context: the target's sizes must be its own.
 
     Raises:
@@ -63,7 +62,6 @@ class FeatureSource(SpeculatorSource):
         check_agreement(job.model, agreement)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_candidates`."""
         return check_candidates(engine)
 
 
@@ -85,16 +83,13 @@ class FusionGraph(SpeculatorSource):
         raise NotImplementedError
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes; norms are left out."""
         num = len(self.dims.layers) * self.dims.target_hidden_size * self.dims.hidden_size
         return WeightCounts(num, num, 0)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return fusion_spec(self.job.name, self.dims)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_features`."""
         return check_features(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
@@ -133,7 +128,6 @@ def config_of(folder: Path, formats: Sequence[Format], *, has_weights: bool) -> 
 
 
 def holds(folder: Path, key: str) -> bool:
-    """Whether a checkpoint has a tensor of that name, whatever its prefix."""
     return any(name.split(".", name.count(".") - key.count("."))[-1] == key for name in open_files(folder).headers)
 
 
@@ -141,9 +135,6 @@ def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, m
     """Returns the sizes.
 
     Args:
-        folder: for messages.
-        config: ours.
-        model_type: for the manifest.
         max_positions: rows of the cache: positions are rotary and not bounded by the config's number.
 
     Raises:
@@ -176,9 +167,7 @@ def count_weights(dims: FeatureDims, first_inputs: int, num_norms: int, extra_li
     """Counts the weights of a draft's graph, without biases.
 
     Args:
-        dims: its sizes.
         first_inputs: width from which the first layer's queries, keys and values are projected.
-        num_norms: number of norms of the hidden size.
         extra_linear: weights of linear layers besides decoder layers and LM head.
     """
     hidden, queries = dims.hidden_size, dims.num_heads * dims.head_dim

@@ -43,7 +43,6 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
             distribution of
             each draft [batch, vocab] one by one. Caches of the target come as one list.
         spec: a `heads_spec`, or one of `graph_kinds.heads`; the graph's inputs and outputs.
-        progress: called with the name of each stage.
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
@@ -75,14 +74,12 @@ def _example(tensor: TensorSpec) -> torch.Tensor:
 
 
 def _num_drafts(spec: GraphSpec) -> int:
-    """Counts the drafts that come with their distributions."""
     rows = next((t.dims[1] for t in spec.outputs if t.name == CHAIN_PROBS), 1)
     assert isinstance(rows, int)
     return rows - 1
 
 
 def _apart(spec: GraphSpec) -> GraphSpec:
-    """Returns `spec` with the distribution of each draft as an output of its own."""
     dists = [TensorSpec(f"{CHAIN_PROBS}.{i}", ("batch", spec.vocab_size), "float32") for i in range(_num_drafts(spec))]
     return replace(spec, outputs=(*(t for t in spec.outputs if t.name != CHAIN_PROBS), *dists))
 

@@ -17,13 +17,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def write_heads(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write both files; floats become bfloat16, integers and booleans are kept.
-
-    Args:
-        folder: exists.
-        config: JSON-ready.
-        tensors: by public name.
-    """
+    """Write both files; floats become bfloat16, integers and booleans are kept."""
     held = {k: (v.to(torch.bfloat16) if v.is_floating_point() else v) for k, v in tensors.items()}
     save_file({k: v.detach().cpu().contiguous() for k, v in held.items()}, folder / WEIGHTS, {"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)  # safetensors makes it readable by the owner only
@@ -34,7 +28,6 @@ def read_heads(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, to
     """Returns the tensors of model.safetensors, floats in float32.
 
     Args:
-        folder: with model.safetensors.
         wanted: names and shapes of exactly the expected tensors.
 
     Raises:

@@ -39,16 +39,7 @@ class SwiGlu(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections of an attention with rotary positions, with Llama's names.
-
-    Args:
-        width: of its input.
-        hidden: of its output.
-        num_heads: query heads.
-        num_kv_heads: key heads.
-        head_dim: of a head.
-        theta: base of the positions.
-    """
+    """Projections of an attention with rotary positions, with Llama's names."""
 
     def __init__(self, width: int, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, theta: float) -> None:
         super().__init__()
@@ -70,7 +61,6 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
     Args:
         x: [batch, heads, nodes, head_dim].
         positions: [batch, nodes] int64, or one that broadcasts to it.
-        theta: base of the frequencies.
 
     Returns:
         As `x`, in its dtype.
@@ -99,7 +89,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     Args:
         q: [batch, heads, nodes, head_dim].
         k: [batch, kv_heads, rows, head_dim]; `v` alike.
-        v: see `k`.
         mask: bool, true where a key is seen; broadcasts to [batch, heads, nodes, rows].
 
     Returns:

@@ -20,7 +20,6 @@ def merge_lora(model: Any, adapter: LoraAdapter) -> None:
 
     Args:
         model: of transformers, float32, on the CPU, with its own modules.
-        adapter: of that model.
 
     Raises:
         CheckpointError: the adapter has a module or parameter that the model lacks, another shape, a module that is no
@@ -74,7 +73,6 @@ def _check_change(adapter: LoraAdapter, change: LoraChange, module: Any) -> None
 
 
 def _check_listed(adapter: LoraAdapter, modules: dict[str, Any]) -> None:
-    """Refuses an adapter that lacks the factors of a module which its config lists."""
     held = {*adapter.changes, *(name.rpartition(".")[0] for name in adapter.replaced)}
     for name, module in modules.items():
         is_listed = any(name == end or name.endswith(f".{end}") for end in adapter.target_modules)
@@ -85,7 +83,6 @@ def _check_listed(adapter: LoraAdapter, modules: dict[str, Any]) -> None:
 
 
 def _shared_names(parameters: dict[str, Any]) -> dict[str, str]:
-    """Returns the names of parameters that are another one as well, with that one's name."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         by_id.setdefault(id(parameter), []).append(name)

@@ -25,7 +25,6 @@ _NO_DELTA_RULE = 0
 
 
 def _step_of(frame: Frame | None) -> tuple[Frame, tuple[torch.Tensor, ...]]:
-    """Returns the enclosing pass, and its lengths, state lengths, sure nodes and tree mask."""
     assert frame is not None and frame.state_lengths is not None and frame.sure_nodes is not None
     return frame, (frame.lengths, frame.state_lengths, frame.sure_nodes, frame.tree_mask)
 
@@ -54,7 +53,6 @@ def _mixer(module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torc
 
 
 def _limited(time_step: torch.Tensor, limits: tuple[float, float]) -> torch.Tensor:
-    """Returns dt within its limits; it is positive already."""
     low, high = limits
     if low > 0:
         time_step = time_step.clamp(min=low)
@@ -62,20 +60,17 @@ def _limited(time_step: torch.Tensor, limits: tuple[float, float]) -> torch.Tens
 
 
 def _with_skip(out: torch.Tensor, x: torch.Tensor, module: Any) -> torch.Tensor:
-    """Returns y + D x; D has one number for each head."""
     by_column = module.D[:, None].expand(-1, module.head_dim).reshape(-1)
     return out + x * by_column
 
 
 def _gated(module: Any, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Returns the output gated and normed, in the module's own order; some models have no norm."""
     if isinstance(module.norm, nn.Identity):
         return out * functional.silu(gate)
     return torch.Tensor(module.norm(out, gate))
 
 
 def _short_conv(module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """A convolution over gated rows, whose output is gated again."""
     frame, step = _step_of(find_frame())
     (rows,) = frame.states[module.layer_idx]
     before, after, x = module.in_proj(hidden_states).chunk(3, dim=-1)
@@ -86,14 +81,12 @@ def _short_conv(module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) ->
 
 
 def _check_activation(module: Any) -> None:
-    """Refuses a mixer whose convolution is followed by anything but SiLU."""
     if module.activation not in ("silu", "swish"):
         where, todo = f"{type(module).__name__} (layer {module.layer_idx})", "Use another model."
         raise ExportError(where, f"the activation {module.activation!r}", "silu, as ConvRows computes it", todo)
 
 
 def _number_shared(module: Any) -> None:
-    """Gives the attention of a block whose weights several layers share the index of its own layer."""
     module.shared_transformer.self_attn.layer_idx = module.mamba_decoder.layer_idx
 
 
@@ -117,7 +110,6 @@ def _fold_multipliers(layer: Any) -> None:
 
 
 def _scale(linear: nn.Linear, rows: torch.Tensor | float, columns: float = 1.0) -> None:
-    """Scales the output of a linear layer, row by row of its weights, and its input."""
     factors = torch.as_tensor(rows, dtype=linear.weight.dtype)
     with torch.no_grad():
         linear.weight.mul_(factors[..., None] * columns)

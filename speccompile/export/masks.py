@@ -42,13 +42,6 @@ _NOTES: ContextVar[_Notes] = ContextVar("speccompile_masks")
 def read_windows(model: Any, implementation: str, num_layers: int, max_seq_len: int, where: str) -> tuple[int, ...]:
     """Returns the sliding window of each layer; 0 where no row below `max_seq_len` is hidden by one.
 
-    Args:
-        model: a transformers causal LM.
-        implementation: its attention implementation, which is restored afterwards.
-        num_layers: its decoder layers.
-        max_seq_len: rows of the cache.
-        where: the model's type, for messages.
-
     Raises:
         ExportError: a mask is neither causal nor a causal sliding window, was changed on its way to the layer, or
             the model does not run with another attention.
@@ -106,8 +99,6 @@ def window_of(function: MaskFunction, max_seq_len: int, where: str) -> int:
 
     Args:
         function: whether the key at a position is seen from another, as transformers composes masks.
-        max_seq_len: rows of the cache.
-        where: for messages.
 
     Raises:
         ExportError: the mask is neither.

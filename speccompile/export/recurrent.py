@@ -48,16 +48,12 @@ def gated_delta(
         k: see `q`; normalised already where the model normalises it.
         v: [batch, nodes, num_value_heads * value_dim] float32.
         g: [batch, nodes, num_value_heads] float32, logarithm of the decay; `beta` alike.
-        beta: see `g`: weight of the row.
         state: [batch, num_value_heads, key_dim, value_dim] float32.
         pending: [batch, pending, width] float32, rows of k | v | g | beta.
         lengths: [batch] int64, tokens of the sequence.
         state_lengths: [batch] int64, those that the state holds.
         sure_nodes: [batch] int64, the first nodes, a chain, which are applied to the state.
         tree_mask: [batch, nodes, nodes] bool, row i is true at i and at its ancestors.
-        num_key_heads: heads of q and k.
-        num_value_heads: heads of v, a multiple.
-        scale: factor of the output.
         delta: 1: the delta rule; 0: none.
 
     Returns:

@@ -59,7 +59,6 @@ def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
 
 @contextmanager
 def _one_expert_at_a_time(model: Any) -> Iterator[None]:
-    """The form that is traced copies the weights of each token's experts."""
     set_experts(model, "eager")
     try:
         yield

@@ -32,10 +32,6 @@ class SpeculatorSource:
 
     A method's source sets `dims` and `formats`, and adds `spec`, `export` and `check_compiled`.
 
-    Args:
-        job: the speculator.
-        context: with the sizes of its target.
-
     Raises:
         CheckpointError: it is of another method, or, without weights, its config of a kind that is not supported yet.
     """
@@ -61,7 +57,6 @@ class SpeculatorSource:
 
     @property
     def is_random(self) -> bool:
-        """Whether weights are made, not read."""
         return self.context.weights == "random"
 
     def read_weights(self) -> dict[str, torch.Tensor] | None:
@@ -86,7 +81,6 @@ class SpeculatorSource:
         return own | (digests_from_target(self.context) if self.needs_tables else {})
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
         counts: WeightCounts = self.dims.counts()
         return counts
 
@@ -97,10 +91,8 @@ def check_agreement(
     """Checks that the sizes for which a speculator was made are those of its target.
 
     Args:
-        model: of the speculator.
         sizes: (text with a place for the number, as "a hidden size of {}"; the speculator's size, None where it states
             none; the target's).
-        made: what to choose, for the message.
 
     Raises:
         RecipeError: a size is not the target's.
@@ -113,10 +105,6 @@ def check_agreement(
 
 def check_room(depth: int, context: SourceContext) -> None:
     """Checks that a step may score every draft token of the longest path.
-
-    Args:
-        depth: draft tokens on the longest path.
-        context: with `max_draft_nodes`.
 
     Raises:
         RecipeError: it may not.

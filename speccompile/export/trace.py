@@ -42,11 +42,8 @@ def trace_module(
     """Trace `module` and give its inputs and outputs the names and dims of `spec`.
 
     Args:
-        module: in evaluation mode.
         example: its arguments; no dynamic size may be 0 or 1, which torch would treat as constants.
         dims: the dynamic dims of each argument, as `torch.export` takes them.
-        spec: inputs and outputs in order.
-        where: what is being exported, for messages.
 
     Returns:
         The graph, opset 24 and the domain speccompile; its weights refer to torch's memory.
@@ -230,7 +227,6 @@ def _check_dims(value: ir.Value, tensor: TensorSpec) -> None:
 
 
 def _drop_metadata(model: ir.Model) -> None:
-    """Remove torch's metadata of the trace: stack traces with this machine's paths on every node."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph.all_nodes():

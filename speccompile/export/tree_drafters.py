@@ -33,7 +33,6 @@ class Expander(Protocol):
 
         Args:
             depth: of the nodes; the root's is 0.
-            state: of the depth before.
             tokens: [batch, nodes] int64.
             above: their parents among the nodes read at the depth before: numbers where they are equal in every
                 slot, else [batch, nodes] int64. The state of `begin` counts as one node.
@@ -61,12 +60,7 @@ def drafter_from_form(heads: Expander, form: DraftForm) -> nn.Module:
 
 
 class Chain(nn.Module):
-    """Inputs as in `heads_spec`; outputs tokens, confidences and the distribution of each draft.
-
-    Args:
-        heads: the expander.
-        num_drafts: tokens of the chain.
-    """
+    """Inputs as in `heads_spec`; outputs tokens, confidences and the distribution of each draft."""
 
     def __init__(self, heads: Expander, num_drafts: int) -> None:
         super().__init__()
@@ -96,12 +90,7 @@ class Chain(nn.Module):
 
 
 class FixedTree(nn.Module):
-    """Inputs and outputs as in `tree_heads_spec`, the drafts in the order of the shape.
-
-    Args:
-        heads: the expander.
-        shape: of the tree.
-    """
+    """Inputs and outputs as in `tree_heads_spec`, the drafts in the order of the shape."""
 
     def __init__(self, heads: Expander, shape: TreeShape) -> None:
         super().__init__()
@@ -134,14 +123,7 @@ class FixedTree(nn.Module):
 
 
 class GrownTree(nn.Module):
-    """Inputs and outputs as in `tree_heads_spec` with parents; `grown_drafts` says how many drafts there are.
-
-    Args:
-        heads: the expander.
-        depth: draft tokens on the longest path.
-        width: most nodes that are expanded at a depth.
-        num_candidates: children of each.
-    """
+    """Inputs and outputs as in `tree_heads_spec` with parents; `grown_drafts` says how many drafts there are."""
 
     def __init__(self, heads: Expander, depth: int, width: int, num_candidates: int) -> None:
         super().__init__()

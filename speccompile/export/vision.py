@@ -40,11 +40,7 @@ _CLEANUP: tuple[Pass, ...] = (
 
 
 class VisionGraph(nn.Module):
-    """The module that is traced: transformers' own tower and projector.
-
-    Args:
-        config: transformers' config of the multimodal model.
-    """
+    """The module that is traced: transformers' own tower and projector."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -63,9 +59,7 @@ def export_vision(source: Path, spec: GraphSpec, weights: str, progress: Callabl
 
     Args:
         source: a multimodal checkpoint folder; with random weights its config.json is enough.
-        spec: of the graph.
         weights: "checkpoint" or "random" (with a fixed seed).
-        progress: called with the name of each stage as it begins.
 
     Returns:
         The model, whose weights refer to torch's memory, and its number of parameters.
@@ -104,5 +98,4 @@ def _load(module: nn.Module, source: Path) -> None:
 
 
 def _weights(names: Any) -> list[str]:
-    """Returns the names without the index of positions, a buffer that older files have."""
     return [name for name in names if not name.endswith("position_ids")]

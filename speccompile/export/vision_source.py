@@ -37,12 +37,7 @@ def own_name(name: str) -> str | None:
 
 
 class VisionSource:
-    """See `speccompile.core.protocols.GraphSource`.
-
-    Args:
-        job: the target's model.
-        context: with the sizes of the target.
-    """
+    """See `speccompile.core.protocols.GraphSource`."""
 
     role = "vision"
     max_rows = 0
@@ -67,11 +62,9 @@ class VisionSource:
             raise CheckpointError(str(self.folder), got, "a vision tower and its projection", todo)
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of config and weights."""
         return digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
 
     def counts(self) -> WeightCounts:
-        """Returns the weight counts of these sizes."""
         return self.dims.counts()
 
     def spec(self) -> GraphSpec:
@@ -79,7 +72,6 @@ class VisionSource:
         return vision_spec(self.job.name, self.dims.image_size, self.dims.num_tokens, self.dims.hidden_size)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, VisionDims]:
-        """See `speccompile.export.vision.export_vision`."""
         from speccompile.export.vision import export_vision
 
         model, num_params = export_vision(self.folder, self.spec(), self.context.weights, progress)

@@ -44,7 +44,6 @@ def load_model(source: Path, weights: Weights, lora: LoraAdapter | None = None) 
     Args:
         source: a checkpoint folder that `check_checkpoint` accepts, or for random weights one with a config.json.
         weights: "checkpoint" or "random" (with a fixed seed).
-        lora: adapter that is merged into the weights.
 
     Raises:
         CheckpointError: transformers finds a weight missing, left over or of another shape; see `merge_lora`.
@@ -114,7 +113,6 @@ def _keep_eps(model: Any) -> None:
 
 
 def _freeze_rope(model: Any) -> None:
-    """Keep longrope at its short factors: `check_config` ensures that no sequence exceeds them."""
     for module in model.modules():
         held = getattr(module, "rope_type", None)
         if held == "longrope":
@@ -144,7 +142,6 @@ def check_positions(model: Any, max_seq_len: int) -> None:
 
 
 def names_by_address(model: Any) -> dict[int, str]:
-    """Returns the parameters' names in the checkpoint by the address of their memory."""
     return {p.data_ptr(): name for name, p in model.named_parameters()}
 
 
@@ -235,9 +232,7 @@ def read_weights(source: Path, config: Any, dtype: torch.dtype = torch.float32) 
     Packed weights and those of GGUF files are read by us, one tensor at a time.
 
     Args:
-        source: the checkpoint's folder.
         config: transformers' of it; the mark of packed weights is taken off it.
-        dtype: of the model.
 
     Raises:
         CheckpointError: see `open_files`.
@@ -295,7 +290,6 @@ class _Unread:
 
 
 def _check_finite(source: Path, model: Any) -> None:
-    """Refuses weights that are NaN or infinite."""
     for name, weight in model.named_parameters():
         if weight.numel() and not all(bound.isfinite() for bound in torch.aminmax(weight.detach())):
             todo = "Training diverged or the file was damaged: take an earlier checkpoint."
@@ -310,12 +304,6 @@ def check_loading(
     todo: str = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again.",
 ) -> None:
     """Refuse a model of which transformers did not find every weight in the checkpoint.
-
-    Args:
-        source: the folder or file, for the message.
-        info: transformers' loading info.
-        config: what the shapes follow from, for the message.
-        todo: what to do, for the message.
 
     Raises:
         CheckpointError: missing, left-over or mismatched weights.

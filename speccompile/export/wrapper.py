@@ -47,7 +47,6 @@ class DecoderGraph(nn.Module):
 
     Args:
         model: a transformers causal LM whose attention implementation is ours.
-        dims: its sizes.
         hidden: whether the LM head's input is an output.
         hidden_layers: decoder layers whose output is also an output.
         windows: the sliding window of each layer, as `masks.read_windows` finds it.

@@ -50,7 +50,6 @@ class PathSizes:
     """Sizes of what a draft keeps of a path.
 
     Args:
-        state: of the state.
         width: of the terms whose product with a candidate's row corrects its score.
     """
 
@@ -72,11 +71,6 @@ def block_draft_spec(
     """Returns the spec.
 
     Args:
-        name: the graph's name.
-        dims: its sizes.
-        max_rows: see `GraphSpec`.
-        num_drafts: slots of a block that are drafted.
-        num_candidates: of each slot.
         is_paired: scores depend on the candidate of the slot before.
         num_masks: rows of a block after the root's.
         path: sizes, where a slot depends on the whole path before it.
@@ -122,14 +116,7 @@ def block_draft_spec(
 
 
 def path_step_spec(name: str, dims: ModelDims, path: PathSizes, num_candidates: int) -> GraphSpec:
-    """Returns the spec of the step, which has no caches: its caller keeps the states.
-
-    Args:
-        name: the graph's name.
-        dims: of the draft.
-        path: sizes.
-        num_candidates: of each slot.
-    """
+    """Returns the spec of the step, which has no caches: its caller keeps the states."""
     nodes = ("batch", "nodes")
     return GraphSpec(
         name,

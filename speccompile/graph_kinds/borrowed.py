@@ -24,13 +24,7 @@ def shared_cache(dims: ModelDims, cache: str, owner: str = "target") -> TensorSp
 
 
 def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> GraphSpec:
-    """Returns `spec` of a decoder that also reads caches of the target, the first `target_lengths` rows of each.
-
-    Args:
-        spec: of the decoder, without a tail.
-        owner: sizes of the target.
-        caches: names of the target's caches.
-    """
+    """Returns `spec` of a decoder that also reads caches of the target, the first `target_lengths` rows of each."""
     num = len(spec.inputs) - len(spec.caches)
     shared = tuple(shared_cache(owner, cache) for cache in caches)
     return replace(
@@ -55,11 +49,7 @@ def find_owner(
     """Returns the index of the owner's cache that a cache reference names.
 
     Args:
-        spec: of the borrower.
-        cache_ref: one of its `borrowed`.
         sizes: kv heads and head size of the owner's own caches by name, in order.
-        num_slots: that the owner has.
-        max_slots: that the borrower needs.
 
     Raises:
         BundleError: there is no such cache, it has another shape, or there are fewer slots.

@@ -77,11 +77,7 @@ def decoder_spec(
     """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out.
 
     Args:
-        name: the graph's name.
-        dims: its sizes.
-        hidden: give what the LM head reads.
         hidden_layers: give the residual stream after these layers.
-        logits: give logits.
         max_pending: see `GraphSpec`; read where layers are recurrent.
         image_tokens: see `GraphSpec`; 0: its prompts have no images.
     """
@@ -160,7 +156,6 @@ def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...
     """Returns the outputs of a graph with candidates after each scored node; `draft_vocab` is 1 if all are greedy.
 
     Args:
-        num_candidates: tokens a node.
         dists: the warped distribution after each node as well, for drafts that are drawn.
     """
     rows: tuple[Dim, ...] = ("batch", "scored", num_candidates)
@@ -172,8 +167,6 @@ def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSp
     """Returns `spec` with a tail that gives candidates after every scored node, for drafts of trees; no logits.
 
     Args:
-        spec: of a decoder.
-        num_candidates: see `candidate_outputs`.
         dists: see `candidate_outputs`; temperature, top_k and top_p are inputs then.
     """
     made = _with_tail(spec, WARP if dists else (), candidate_outputs(num_candidates, dists), keep_logits=False)

@@ -21,7 +21,6 @@ class DraftVocab:
     """Which tokens a draft may name.
 
     Args:
-        size: their number.
         text: file of the text in which they are counted. Not part of a cache key: the chosen tokens are.
     """
 
@@ -67,6 +66,5 @@ class DraftVocabFields:
 
     @property
     def draft_vocab(self) -> DraftVocab | None:
-        """What the graph is built with."""
         size, text = self.draft_vocab_size, self.draft_vocab_text
         return None if size is None or text is None else DraftVocab(size, text)

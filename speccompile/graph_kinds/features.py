@@ -32,9 +32,6 @@ class FeatureDims(ModelDims):
     """Sizes of a draft that reads features; `vocab_size` is the target's.
 
     Args:
-        target_hidden_size: of the states that features are made of.
-        intermediate_size: of its MLP.
-        draft_vocab_size: tokens that it can draft.
         layers: decoder layers of the target whose states are fused; empty: the feature is what the LM head reads.
         head_rank: inner width of an LM head that is two products; 0: one product.
     """
@@ -52,11 +49,7 @@ def feature_draft_spec(
     """Returns the spec of a draft with a cache of its own, tail included.
 
     Args:
-        name: the graph's name.
-        dims: its sizes.
-        num_candidates: see `candidate_spec`.
         dists: see `candidate_spec`; they are distributions over the target's vocabulary.
-        max_rows: see `GraphSpec`.
         windows: of each layer's attention, 0: none; empty: none has one.
     """
     plain = decoder_spec(name, dims, logits=False)

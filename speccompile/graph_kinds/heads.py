@@ -29,9 +29,7 @@ def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) ->
     """Returns the spec of heads on the target's hidden state that draft a chain in one run; no caches.
 
     Args:
-        name: the graph's name.
         hidden_size: of the target's `hidden`, read as the target gives it; `start_nodes` picks a row of each slot.
-        vocab_size: of tokens and distributions.
         num_drafts: length of the chain after the root in `tokens`.
     """
     inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *WARP)
@@ -62,9 +60,7 @@ def tree_heads_spec(
     """Returns the spec of heads that draft a tree in one run. Its drafts are the likeliest tokens: nothing is drawn.
 
     Args:
-        name: the graph's name.
         hidden_size: of the target's `hidden`; `start_nodes` picks a row of each slot.
-        vocab_size: of tokens.
         num_drafts: nodes after the root in `tokens`; parents come before children.
         gives_parents: the tree's shape is decided in the graph; otherwise it is fixed at build.
     """
@@ -79,15 +75,7 @@ def tree_heads_spec(
 def candidate_heads_spec(
     name: str, hidden_size: int, vocab_size: int, num_heads: int, num_candidates: int
 ) -> GraphSpec:
-    """Returns the spec of heads that give candidates for one depth each, independent of the drafts before.
-
-    Args:
-        name: the graph's name.
-        hidden_size: see `tree_heads_spec`.
-        vocab_size: of tokens.
-        num_heads: depths.
-        num_candidates: tokens per head.
-    """
+    """Returns the spec of heads that give candidates for one depth each, independent of the drafts before."""
     rows = ("batch", num_heads, num_candidates)
     outputs = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
     inputs = start_inputs(hidden_size)
@@ -101,8 +89,6 @@ class FormOptions:
     Args:
         depth: draft tokens on the longest path; None: as many as the heads are made for.
         max_depth: most of these; 0: without limit.
-        choices: see `DraftForm`.
-        width: see `DraftForm`.
         num_candidates: of a grown tree: most probable tokens after each node; 0 otherwise.
     """
 
@@ -118,10 +104,8 @@ class DraftForm:
     """What heads that read the drafts before them draft in one run: a chain, a fixed shape, or a grown tree.
 
     Args:
-        depth: draft tokens on the longest path.
         choices: of a fixed shape, see `TreeShape`; empty otherwise.
         width: of a grown tree: most nodes of one depth that are expanded; 0 otherwise.
-        num_candidates: of a grown tree: children of each.
     """
 
     depth: int
@@ -131,12 +115,7 @@ class DraftForm:
 
     @classmethod
     def from_options(cls, options: FormOptions, most: int) -> DraftForm:
-        """Returns the form that a job's options ask for.
-
-        Args:
-            options: of the job.
-            most: greatest depth of the heads.
-        """
+        """Returns the form that a job's options ask for."""
         depth = options.depth or most
         if options.max_depth:
             depth = min(depth, options.max_depth)
@@ -144,20 +123,17 @@ class DraftForm:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of one run."""
         if self.choices:
             return len(self.choices)
         return grown_drafts(self.depth, self.width, self.num_candidates) if self.width else self.depth
 
     def spec(self, name: str, hidden_size: int, vocab_size: int) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         if not self.choices and not self.width:
             return heads_spec(name, hidden_size, vocab_size, self.depth)
         return tree_heads_spec(name, hidden_size, vocab_size, self.num_drafts, gives_parents=bool(self.width))
 
     @property
     def shape(self) -> TreeShape:
-        """The fixed shape."""
         return TreeShape(self.choices)
 
 
@@ -171,7 +147,6 @@ def grown_drafts(depth: int, width: int, num_candidates: int) -> int:
 
 
 def grown_depth(num_drafts: int, width: int, num_candidates: int) -> int:
-    """Returns the depth of a grown tree with this many drafts."""
     depth = 1
     while grown_drafts(depth, width, num_candidates) < num_drafts:
         depth += 1

@@ -11,14 +11,7 @@ IMAGE_EMBEDDING = "image_embedding"  # [1, image_tokens, hidden] float32: its ro
 
 
 def vision_spec(name: str, image_size: int, image_tokens: int, hidden_size: int) -> GraphSpec:
-    """Returns the spec of a vision tower with its projection.
-
-    Args:
-        name: the graph's name.
-        image_size: height and width of the image, in pixels.
-        image_tokens: rows.
-        hidden_size: of the target.
-    """
+    """Returns the spec of a vision tower with its projection."""
     pixels = TensorSpec(PIXELS, (1, NUM_CHANNELS, image_size, image_size), "float32")
     rows = TensorSpec(IMAGE_EMBEDDING, (1, image_tokens, hidden_size), "float32")
     return GraphSpec(name, (pixels,), (rows,))

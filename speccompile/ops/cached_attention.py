@@ -26,7 +26,6 @@ def visible_rows(lengths: Ints, tree_mask: Bools, max_seq: int, window: int) -> 
         lengths: [batch] int64, rows in use before the step.
         tree_mask: [batch, nodes, nodes] bool. A node sees itself. It may see later nodes, as in an image; its position
             is the number of earlier ones that it sees, after `lengths`.
-        max_seq: rows of the cache.
         window: a key is seen only where position(query) - position(key) < window; 0 = no limit.
     """
     batch, nodes, _ = tree_mask.shape
@@ -63,13 +62,10 @@ def cached_attention(
         k: [batch, kv_heads, nodes, head_dim] float32.
         v: [batch, kv_heads, nodes, head_dim] float32.
         k_cache: [batch, kv_heads, max_seq, head_dim] float32.
-        v_cache: as k_cache.
         lengths: [batch] int64, rows in use before this step.
         tree_mask: [batch, nodes, nodes] bool, true at the node and its ancestors.
         sinks: [heads] float32, see above; None: none.
-        scale: factor of the scores.
         softcap: scores become softcap * tanh(score / softcap); 0 = off.
-        window: see `visible_rows`.
 
     Returns:
         out [batch, nodes, heads, head_dim], and the two updated caches.

@@ -25,8 +25,6 @@ def _windows(parents: Sequence[int], num_held: int, kernel: int) -> Ints:
 
     Args:
         parents: of each node, -1 where it follows the rows before the nodes.
-        num_held: those rows.
-        kernel: rows that a node sees.
     """
     windows = np.empty((len(parents), kernel), np.int64)
     for node in range(len(parents)):

@@ -27,9 +27,7 @@ def cross_attention(
     Args:
         q: [batch, heads, nodes, head_dim] float32; several query heads may share a key head.
         k_cache: [batch, kv_heads, rows, head_dim] float32.
-        v_cache: as k_cache.
         limits: [batch, nodes] int64, at least 1: a node sees the rows below.
-        scale: factor of the scores.
         window: of the rows below its limit a node sees the last so many; 0: all.
 
     Returns:
@@ -104,16 +102,10 @@ def rotary_cross_attention(
     Args:
         q: [batch, nodes, num_heads * head_dim] float32; several query heads may share a key head.
         cos: [positions, rotary_dim / 2] float32.
-        sin: as cos.
         k_cache: [batch, kv_heads, rows, head_dim] float32.
-        v_cache: as k_cache.
         positions: [batch, nodes] int64, rows of `cos`.
         limits: [batch, nodes] int64, at least 1: a node sees the rows below.
-        num_heads: of Q.
-        head_dim: columns of a head.
-        scale: factor of the scores.
         rotary_dim: the first columns of a head, which are rotated; 0: all.
-        interleaved: see `rotate`.
 
     Returns:
         out [batch, nodes, num_heads * head_dim] float32.

@@ -49,7 +49,6 @@ def _in_blocks(rows: str, filler: float, call: str) -> str:
 
 
 def _in_known_blocks(rows: str, filler: float, call: str, vocab: int) -> str:
-    """Returns `_in_blocks` for a vocabulary of `vocab` tokens, without branches."""
     width = "width = Constant<value_ints = [64]>()"
     if vocab % 64 == 0:
         return f"{width}\n    index = {call.replace('@', f'{rows}, width')}"

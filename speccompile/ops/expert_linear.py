@@ -205,7 +205,6 @@ def _make_op(form: str, has_gate: bool) -> Op:
 
 
 def expert_op_name(form: str, has_gate: bool = False) -> str:
-    """Returns the op type of a form."""
     return f"{'Gated' if has_gate else ''}ExpertLinear{form}"
 
 

@@ -91,7 +91,6 @@ def gated_delta(
         k: as q, normalised already where the model normalises it.
         v: [batch, nodes, num_value_heads * value_dim] float32.
         g: [batch, nodes, num_value_heads] float32: logarithm of the decay.
-        beta: as g: weight of the row.
         state: [batch, num_value_heads, key_dim, value_dim] float32; read as zeros where `lengths` is 0.
         pending: [batch, pending, pending_width] float32: rows that are not applied yet; `lengths - state_lengths` of
             each slot count, and no other is read.
@@ -100,9 +99,6 @@ def gated_delta(
         sure_nodes: [batch] int64: the first nodes of this step, a chain, which are applied to the state; later ones
             become pending.
         tree_mask: [batch, nodes, nodes] bool: row i is true at i and at its ancestors.
-        num_key_heads: heads of q and k.
-        num_value_heads: heads of v, a multiple.
-        scale: factor of the output.
         delta: 1: the delta rule; 0: none (Mamba 2: q = C, k = B, v = x, g = dt * A, beta = dt).
 
     Returns:

@@ -20,11 +20,8 @@ class GridKind:
     """What the outputs of a grid have in common.
 
     Args:
-        bits, zero: see `Grid`.
         group: see `Grid`; 0: all of a row.
-        has_minimums: whether there are some.
         is_wide: scales and minimums are float32; else float16.
-        scale_bits: most significant bits of a scale.
         order: bytes of the order of inputs; empty: as they are.
     """
 
@@ -68,9 +65,7 @@ class GridSource(Protocol):
     """A checkpoint some of whose tensors are grids, see `checkpoints.tensor_files.TensorFiles`."""
 
     @property
-    def grid_keys(self) -> tuple[str, ...]:
-        """The tensors that may have one."""
-        ...
+    def grid_keys(self) -> tuple[str, ...]: ...
 
     def grid(self, key: str) -> Grid | None:
         """Returns the grid of a tensor, its outputs as rows; None: it has none."""
@@ -140,7 +135,6 @@ class Grid:
 
     @property
     def kind(self) -> GridKind:
-        """What its outputs have in common."""
         order = b"" if self.order is None else self.order.tobytes()
         group, is_wide = 0 if self.group >= self.levels.shape[1] else self.group, self.scales.dtype == np.float32
         bits = significant_bits(self.scales)

@@ -22,13 +22,9 @@ class Op:
     """A custom op.
 
     Args:
-        name: op type.
-        inputs: in order, with named dims.
-        outputs: in order.
         twin: numpy function of the inputs in order, attributes by keyword; returns the outputs as a tuple.
         body: the statements of the ONNX function, in ONNX's textual syntax.
         attributes: name -> default.
-        uses: ops of this domain that the body calls.
         domains: further domains whose ops the body calls, version 1 each.
         sized_body: the body for a vocabulary whose size is known at build; `body` is for any size.
     """

@@ -82,9 +82,7 @@ def spread_groups(source: str, name: str, axis: int) -> str:
     """Returns the statements for `name` [..., units] of `source` [..., groups], whose last axis is `axis`.
 
     Args:
-        source: scales or minimums.
         name: of the result; its intermediate values have names that begin with it.
-        axis: of the groups.
     """
     return f"""
     {name}_single = Unsqueeze({source}, last)
@@ -102,9 +100,7 @@ def block_product(form: str, scales: str, minimums: str) -> str:
     """Returns the statements for `product` of `source` by MatMulNBits, in blocks of a unit.
 
     Args:
-        form: an integer form.
         scales: statements for `half_scales` [num_out, groups]; `kept` [num_out, padded num_in] are the levels.
-        minimums: statements for `half_minimums`.
     """
     middle = 8 if is_int4(form) else 128  # MatMulNBits' zero point
     numbers = f"bits = {4 if is_int4(form) else 8}, block_size: int = @unit, accuracy_level = 4"

@@ -235,7 +235,6 @@ def _integer_product(form: str, has_gate: bool) -> str:
 
 
 def _body(form: str, has_norm: bool, has_gate: bool) -> str:
-    """Returns the statements: normalise, unpack and drop the padding, multiply, add the bias, apply the gate."""
     sizes = """
     zero = Constant<value_ints = [0]>()
     num_columns = Constant<value_int: int = @num_out>()
@@ -273,7 +272,6 @@ def _make_op(form: str, has_norm: bool, has_gate: bool) -> Op:
 
 
 def op_name(form: str, has_norm: bool = False, has_gate: bool = False) -> str:
-    """Returns the op type of a form."""
     return f"{'Norm' if has_norm else ''}{'Gated' if has_gate else ''}PackedLinear{form}"
 
 

@@ -23,8 +23,6 @@ from speccompile.ops.packing import COLUMNS, FORMS, GROUP, ZEROS, Packed, has_mi
 
 
 def _twin(form: str) -> Callable[..., tuple[Any, ...]]:
-    """Returns the numpy twin; inputs and attributes are those of the op."""
-
     def twin(tokens: Any, *constants: Any, num_in: int, num_out: int, group: int = GROUP) -> tuple[Any, ...]:
         flat = np.where(tokens < 0, tokens + num_out, tokens).reshape(-1)
         if ((flat < 0) | (flat >= num_out)).any():
@@ -169,7 +167,6 @@ def _make_op(form: str) -> Op:
 
 
 def rows_op_name(form: str) -> str:
-    """Returns the op type of a form."""
     return f"PackedRows{form}"
 
 

@@ -42,7 +42,6 @@ class Packed:
     """Packed weights.
 
     Args:
-        weights: see the module.
         scales: [panels, groups, 32]; None where the form has none.
         minimums: like the scales; None where the form has none.
         group: rows that share a scale, a multiple of `unit`.
@@ -62,23 +61,19 @@ class Packed:
 
     @property
     def constants(self) -> dict[str, Array]:
-        """The op's inputs by name."""
         named = {"weights": self.weights, "scales": self.scales, "minimums": self.minimums}
         return {name: array for name, array in named.items() if array is not None}
 
 
 def is_integer(form: str) -> bool:
-    """Returns whether weights and activations are integers with scales."""
     return form in ZEROS
 
 
 def is_int4(form: str) -> bool:
-    """Returns whether a byte holds two levels."""
     return form.startswith("Int4")
 
 
 def has_minimums(form: str) -> bool:
-    """Returns whether a weight is scale * level + minimum."""
     return form.endswith("Min")
 
 
@@ -186,8 +181,6 @@ def pack_experts(weights: Iterable[Array], form: str, *, has_gate: bool = False)
     """Packs the weights of experts one by one; all parts get a first dim of experts.
 
     Args:
-        weights: of each, see `pack`.
-        form: of the result.
         has_gate: gate and up stand side by side and are interleaved.
     """
     whole: list[Array] = []

@@ -43,7 +43,6 @@ def rotate(x: Floats, cos: Floats, sin: Floats, positions: Ints, interleaved: bo
     Args:
         x: [batch, heads, nodes, head_dim] float32.
         cos: [positions, rotary_dim / 2] float32.
-        sin: as cos.
         positions: [batch, nodes] int64.
         interleaved: pairs are columns 2i and 2i + 1, otherwise i and i + rotary_dim / 2.
     """
@@ -79,19 +78,11 @@ def qkv_attention(
     Args:
         qkv: [batch, nodes, (num_heads + 2 * num_kv_heads) * head_dim] float32: the heads of Q, of K and of V.
         k_cache: [batch, num_kv_heads, max_seq, head_dim] float32.
-        v_cache: as k_cache.
         lengths: [batch] int64, rows in use before this step.
         tree_mask: [batch, nodes, nodes] bool, true at the node and its ancestors.
-        num_heads: of Q.
-        num_kv_heads: of K and V.
-        head_dim: columns of a head.
         scale: see `cached_attention`; softcap and window alike.
-        softcap: see `scale`.
-        window: see `scale`.
         gammas: weights [head_dim] of the norms of Q's and K's heads; None: no norm.
-        epsilon: of the norms.
         tables: cosines and sines [positions, rotary_dim / 2] float32; None: no rotation.
-        interleaved: see `rotate`.
 
     Returns:
         out [batch, nodes, num_heads * head_dim] float32, and the two updated caches.
@@ -110,8 +101,6 @@ def qkv_attention(
 
 
 def _twin(has_norm: bool, is_rotary: bool) -> Callable[..., tuple[Floats, Floats, Floats]]:
-    """Returns the twin of one op: its inputs in order, its attributes by keyword."""
-
     def twin(
         qkv: Floats, *inputs: NDArray[Any], rotary_dim: int = 0, interleaved: int = 0, **attributes: Any
     ) -> tuple[Floats, Floats, Floats]:

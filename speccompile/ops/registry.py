@@ -89,9 +89,7 @@ def functions(
     """Returns the FunctionProtos of these ops (None: of all) and of all that they call, callees first.
 
     Args:
-        names: op types.
         vocab: size of the vocabulary where it is known; the bodies are then made for it.
-        ops: where the bodies are taken from.
     """
     return [ops[name].function(vocab) for name in with_uses(ops if names is None else names, ops)]
 
@@ -111,7 +109,6 @@ _PENDING = [tensor.name for tensor in GATED_DELTA.inputs].index("pending")
 
 
 def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: int) -> Mapping[str, Op]:
-    """Returns the ops with bodies that TensorRT builds, in the form that the graph's SpecVerify needs."""
     verifying = [n for n in nodes if n.op_type == SPEC_VERIFY.name]
     reducing = [n.op_type for n in nodes if any(t.dims[-1] == "vocab" for t in OPS[n.op_type].inputs)]
     if reducing and vocab is None:
@@ -128,7 +125,6 @@ def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: in
 
 
 def _recurrence(nodes: Iterable[ir.Node], max_nodes: int) -> Op:
-    """Returns GatedDelta in the form that the graph's nodes need: for their pending rows, with or without the rule."""
     ours = [n for n in nodes if n.op_type == GATED_DELTA.name]
     pending = [n.inputs[_PENDING] for n in ours]
     sizes = [p.shape[1] for p in pending if p is not None and p.shape is not None and isinstance(p.shape[1], int)]
@@ -142,7 +138,6 @@ def attach_functions(model: ir.Model, dialect: Dialect = "onnx", max_nodes: int 
     Missing attributes are written with their defaults; a body that is attached already is kept.
 
     Args:
-        model: to be changed in place.
         dialect: `onnx`: bodies for ONNX Runtime and the reference evaluator; `tensorrt`: without branches and loops.
         max_nodes: for `tensorrt`: most nodes of a scored tree, the root included; further nodes are never accepted.
 

@@ -20,7 +20,6 @@ def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
 
     Args:
         model: with the updated caches and `path` among its outputs.
-        spec: its caches are compacted.
     """
     outputs = {v.name: v for v in model.graph.outputs}
     lengths, path, edit, compacted = input_of(model, specs.LENGTHS), outputs[specs.PATH], Editor(model), {}
@@ -37,5 +36,4 @@ def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
 
 
 def attach_compaction_pass(spec: GraphSpec) -> Pass:
-    """Returns the pass for the caches of `spec`."""
     return Pass("attach_compaction", lambda model: attach_compaction(model, spec))

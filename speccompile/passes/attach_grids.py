@@ -34,7 +34,6 @@ class GridTensor(ir.LazyTensor):
     Args:
         read: returns the grid [out, in]; called each time that it is needed, so that no copy stays in memory.
         shape: [in, out].
-        name: of the initializer.
         is_table: the weight is an embedding, [out, in].
     """
 
@@ -86,10 +85,6 @@ def embeddings_of(model: ir.Model) -> list[tuple[ir.Node, ir.Value]]:
 def attach_grids(model: ir.Model, grids: Mapping[str, Grid]) -> int:
     """Replaces the weights of every linear by their `GridTensor`; returns the number of weights.
 
-    Args:
-        model: with linears merged as in the graph that was calibrated.
-        grids: by the name of the weights.
-
     Raises:
         PassError: a linear was not calibrated, or with weights of another shape.
     """
@@ -107,17 +102,11 @@ def attach_grids(model: ir.Model, grids: Mapping[str, Grid]) -> int:
 
 
 def attach_grids_pass(grids: Grids) -> Pass:
-    """Returns the pass for quantised weights by the name of the weights."""
     return Pass("attach_grids", lambda model: attach_grids(model, grids(model) if callable(grids) else grids))
 
 
 def attach_stored(model: ir.Model, rows: StoredRows) -> int:
-    """Replaces weights by the grids of a checkpoint that have the same numbers; returns how many linears'.
-
-    Args:
-        model: with linears merged.
-        rows: of the checkpoint; `attached` is filled.
-    """
+    """Replaces weights by the grids of a checkpoint that have the same numbers; returns how many linears'."""
     users: dict[ir.Value, list[ir.Node]] = {}
     for node, value in linears_of(model):
         users.setdefault(value, []).append(node)
@@ -154,12 +143,7 @@ def attach_stored(model: ir.Model, rows: StoredRows) -> int:
 
 
 class ExpertGrids(ir.LazyTensor):
-    """Weights [experts, N, K], or [experts, K, N], float32, that are held as a grid [N, K] of each expert.
-
-    Args:
-        tensor: the weights.
-        read: returns the grid of an expert.
-    """
+    """Weights [experts, N, K], or [experts, K, N], float32, that are held as a grid [N, K] of each expert."""
 
     def __init__(self, tensor: ir.TensorProtocol, read: Callable[[int], Grid]) -> None:
         super().__init__(lambda: tensor, tensor.dtype, ir.Shape(sizes_of(tensor)), name=tensor.name)
@@ -188,7 +172,6 @@ def attach_expert_grids(model: ir.Model, rows: StoredRows) -> int:
 
 
 def attach_expert_grids_pass(rows: StoredRows) -> Pass:
-    """Returns the pass for the rows of a checkpoint."""
     return Pass("attach_expert_grids", lambda model: attach_expert_grids(model, rows))
 
 
@@ -227,5 +210,4 @@ def _replace(model: ir.Model, node: ir.Node, values: list[tuple[ir.Value, bytes]
 
 
 def attach_stored_pass(rows: StoredRows) -> Pass:
-    """Returns the pass for the rows of a checkpoint."""
     return Pass("attach_stored", lambda model: attach_stored(model, rows))

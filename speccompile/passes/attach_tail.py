@@ -16,7 +16,6 @@ def _output(model: ir.Model, name: str) -> ir.Value:
 
 
 def _set_io(model: ir.Model, spec: specs.GraphSpec, made: dict[str, ir.Value]) -> None:
-    """Order inputs and outputs as `spec` has them; `made` contains the tail's new outputs."""
     held = {v.name: v for v in model.graph.inputs}
     model.graph.inputs[:] = [held[t.name] for t in spec.inputs]
     old = {v.name: v for v in model.graph.outputs}

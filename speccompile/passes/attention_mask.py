@@ -23,10 +23,8 @@ class AttentionMasks:
     clipped, is the column. (A TensorScatter of the tree into the mask would copy it, as it is not a graph output.)
 
     Args:
-        model: the graph; has `lengths`.
         anchor: the first CachedAttention that sees the tree; the masks are made before it.
         rows_of: a value whose dim `axis` is the number of rows that are attended to.
-        axis: see `rows_of`.
         dtype: of the masks: float32, float16 or bfloat16.
     """
 
@@ -100,7 +98,6 @@ def window_of(node: ir.Node) -> int:
 
 
 def size_of(value: ir.Value | None, axis: int) -> int:
-    """Returns a dim that must be static."""
     assert value is not None and value.shape is not None, f"{value} has no shape"
     dim = value.shape[axis]
     assert isinstance(dim, int), f"{value}: dim {axis} is not static"

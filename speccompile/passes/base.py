@@ -22,7 +22,6 @@ class Property:
     """A checkable condition on a graph.
 
     Args:
-        name: what holds, e.g. "rms_norm_fused".
         find_fault: returns None where it holds, otherwise a description of the fault.
     """
 
@@ -35,10 +34,7 @@ class Pass:
     """A named rewrite.
 
     Args:
-        name: unique in its table.
         rewrite: changes the model in place and returns the number of rewrites.
-        requires: must hold before.
-        ensures: must hold after.
     """
 
     name: str
@@ -75,12 +71,10 @@ class PassTrace:
     time_ms: float
 
     def json_from_trace(self) -> dict[str, Any]:
-        """Returns a JSON-ready dict."""
         return asdict(self)
 
 
 def count_nodes(model: ir.Model) -> int:
-    """Counts the nodes of the main graph, subgraphs included."""
     return sum(1 for _ in model.graph.all_nodes())
 
 

@@ -143,7 +143,6 @@ def _grid(parts: list[_Part], has_minimums: bool) -> Grid:
 
 
 def _has_minimums(weight: Floats, factor: Factor) -> bool:
-    """Returns whether some outputs, rounded, are nearer with minimums."""
     part = np.ascontiguousarray(weight[:, :: -(-weight.shape[1] // COLUMNS)], np.float32)
     errors = []
     for has_minimums in (True, False):
@@ -153,7 +152,6 @@ def _has_minimums(weight: Floats, factor: Factor) -> bool:
 
 
 def _blocks(order: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Yields the index of each block, and its first and last position but one in the order."""
     first = 0
     while first < len(order):
         index = int(order[first]) // BLOCK
@@ -220,7 +218,6 @@ def _symmetric(block: Floats, importance: Floats) -> Iterator[tuple[Floats, Floa
 
 
 def _ranges(block: Floats, importance: Floats) -> Iterator[tuple[Floats, Floats]]:
-    """Yields ranges around the middle of a block's, and after each the least-squares fit to its levels."""
     low, high = block.min(axis=0), block.max(axis=0)
     middle, total = (low + high) / 2, importance.sum()
     mean = importance @ block / total

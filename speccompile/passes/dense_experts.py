@@ -47,8 +47,6 @@ def _constant(value: ir.Value, is_transposed: bool, edit: Editor, form: str | No
 
     Args:
         value: [experts, N, K], or [experts, K, N] where `is_transposed`.
-        is_transposed: see `value`.
-        edit: where it is used.
         form: int8 or int4; None: float32.
         dtype: the graph's final dtype.
     """

@@ -21,5 +21,4 @@ def drop_windows(model: ir.Model, max_seq_len: int) -> int:
 
 
 def drop_windows_pass(max_seq_len: int) -> Pass:
-    """Returns the pass for caches of `max_seq_len` rows."""
     return Pass("drop_windows", lambda model: drop_windows(model, max_seq_len))

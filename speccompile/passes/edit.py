@@ -18,7 +18,6 @@ class Editor:
     """Inserts nodes right before an anchor node, or at the end of the graph.
 
     Args:
-        model: the model to edit.
         anchor: nodes go before it; None appends.
     """
 
@@ -69,7 +68,6 @@ def _is_same(value: ir.Value, array: np.ndarray) -> bool:
 
 
 def nodes_of(model: ir.Model, op_type: str, domain: str = "") -> list[ir.Node]:
-    """Returns the main graph's nodes of one operator, in order."""
     return [n for n in model.graph if n.op_type == op_type and n.domain == domain]
 
 
@@ -89,12 +87,10 @@ def sinks_of(node: ir.Node) -> ir.Value | None:
 
 
 def input_of(model: ir.Model, name: str) -> ir.Value:
-    """Returns the graph input of that name; KeyError when there is none."""
     return {v.name: v for v in model.graph.inputs}[name]
 
 
 def add_input(model: ir.Model, name: str, dims: Sequence[str | int], dtype: str, before: int | None = None) -> ir.Value:
-    """Add a graph input; `before` is a position among the inputs."""
     element = ir.DataType[dtype.upper() if dtype != "float32" else "FLOAT"]
     value = ir.Value(name=name, type=ir.TensorType(element), shape=ir.Shape(list(dims)))
     model.graph.inputs.insert(len(model.graph.inputs) if before is None else before, value)
@@ -122,5 +118,4 @@ def weight_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
-    """Returns the shape of a constant: its dims are always static."""
     return tuple(cast(int, dim) for dim in tensor.shape)

@@ -22,9 +22,7 @@ class ExpertProduct:
     Args:
         last: of the matched nodes; its output is [ids, N].
         weight: [experts, N, K], or [experts, K, N] where `is_transposed`, float32.
-        is_transposed: see `weight`.
         source: [rows, K].
-        copies: ids of each row, one after the other.
         ids: [rows * copies] int64.
     """
 
@@ -37,7 +35,6 @@ class ExpertProduct:
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """The number of experts, K and N."""
         assert self.weight.const_value is not None
         num_experts, first, second = sizes_of(self.weight.const_value)
         return (num_experts, first, second) if self.is_transposed else (num_experts, second, first)

@@ -24,7 +24,6 @@ def fit_vocab(model: ir.Model, spec: GraphSpec) -> int:
 
     Args:
         model: a decoder without a tail; `logits` [batch, scored, draft's vocabulary] is an output.
-        spec: of the graph afterwards.
     """
     position = next((i for i, value in enumerate(model.graph.outputs) if value.name == LOGITS), None)
     if position is None or not spec.vocab_size or spec.draft_vocab:

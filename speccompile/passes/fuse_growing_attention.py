@@ -101,7 +101,6 @@ def _unrepeated(value: ir.Value | None) -> ir.Value | None:
 
 
 def _rows(value: ir.Value | None) -> list[ir.Value | None]:
-    """Returns what is concatenated along the rows, in order."""
     concat = producer(value, "Concat")
     if concat is None or int_attribute(concat, "axis", 0) not in (2, -2):
         return [value]
@@ -118,7 +117,6 @@ def _scaled(softmax: ir.Node) -> tuple[ir.Node | None, np.ndarray | None]:
 
 
 def _is_causal(hidden: np.ndarray | None, nodes: int, num_rows: int) -> bool:
-    """Whether each of the last `nodes` of `num_rows` sees itself and all before it."""
     if hidden is None:
         return nodes == 1
     wanted = ~np.tri(nodes, num_rows, num_rows - nodes, dtype=np.bool_)
@@ -188,7 +186,6 @@ class _Fuser:
     """Makes the ops; that of a step takes the caches of the one of the step before.
 
     Args:
-        model: to be changed.
         longest: the match with the most steps, of whose angles all others have the first ones.
     """
 
@@ -232,13 +229,11 @@ class _Fuser:
         return list(made)
 
     def _lengths(self, num_before: int) -> ir.Value:
-        """Returns the rows in use of each slot."""
         if num_before not in self.lengths:
             self.lengths[num_before] = self.edit.op("Expand", self.edit.ints([num_before]), self.batch)
         return self.lengths[num_before]
 
     def _mask(self, nodes: int) -> ir.Value:
-        """Returns the mask of a chain for each slot."""
         if nodes not in self.masks:
             chain = self.edit.const(np.tri(nodes, dtype=np.bool_)[None], "growing.mask")
             slots = self.edit.op("Concat", self.batch, self.edit.ints([1, 1]), axis=0)
@@ -246,7 +241,6 @@ class _Fuser:
         return self.masks[nodes]
 
     def _empty(self, match: _Match) -> ir.Value:
-        """Returns a cache of zeros for each slot."""
         kind = (match.num_kv_heads, match.head_dim)
         if kind not in self.empty:
             zeros = np.zeros((1, match.num_kv_heads, self.num_rows, match.head_dim), np.float32)

@@ -27,7 +27,6 @@ class _Match:
 
 
 def _is_sum(add: ir.Node | None, size: int) -> bool:
-    """Whether both operands are computed and have the dims of the sum: nothing is broadcast."""
     if add is None or len(add.inputs) != 2:
         return False
     dims = [value.shape for value in (*add.inputs, add.outputs[0]) if value is not None]

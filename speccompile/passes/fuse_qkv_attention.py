@@ -129,7 +129,6 @@ def _positions_rule(has_images: bool) -> Rule:
 
 
 def _are_positions(rule: Rule, model: ir.Model, value: ir.Value) -> bool:
-    """Whether `value` is lengths + depth, which the op computes itself."""
     node = value.producer()
     return node is not None and rule.match(model, node) is not None
 

@@ -107,7 +107,6 @@ def _match_halves(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
 
 
 def _is_doubled(value: ir.Value | None) -> bool:
-    """Whether `value` is an elementwise function of concat(f, f), so that `_halve` can act on it."""
     node = None if value is None else value.producer()
     if node is None or node.domain != "":
         return False

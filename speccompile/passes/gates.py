@@ -15,13 +15,7 @@ from speccompile.passes.match import ints, only_use
 
 @dataclass(frozen=True)
 class Gate:
-    """act(one half of a linear's columns) * the other half.
-
-    Args:
-        last: the product of both halves.
-        activation: as the op's attribute.
-        is_second: the activation reads the second half.
-    """
+    """act(one half of a linear's columns) * the other half."""
 
     last: ir.Node
     activation: int
@@ -56,8 +50,6 @@ def gate_of(product: ir.Value, num_out: int, num_dims: int) -> Gate | None:
 
     Args:
         product: [..., num_out].
-        num_out: columns, gate and up.
-        num_dims: of the product.
     """
     split = only_use(product)
     if split is None or split.op_type != "Split" or split.domain != "" or len(split.outputs) != 2 or num_out % 2:
@@ -75,7 +67,6 @@ def gate_of(product: ir.Value, num_out: int, num_dims: int) -> Gate | None:
 
 
 def swapped_halves(array: np.ndarray) -> np.ndarray:
-    """Returns the second half of the columns before the first."""
     half = array.shape[-1] // 2
     return np.concatenate([array[..., half:], array[..., :half]], axis=-1)
 
@@ -85,9 +76,6 @@ def packed_bias(bias: ir.Value | None, gate: Gate | None, shape: tuple[int, ...]
 
     Args:
         bias: constant; None: zeros.
-        gate: after the linear.
-        shape: of the bias.
-        edit: adds constants.
     """
     if bias is None:
         return edit.const(np.zeros(shape, np.float32), f"zeros.{'.'.join(map(str, shape))}")

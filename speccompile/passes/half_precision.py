@@ -45,12 +45,10 @@ def half_array(array: np.ndarray, dtype: ir.DataType, name: str) -> np.ndarray:
 
 
 def _retype(value: ir.Value, dtype: ir.DataType, shape: ir.Shape | None) -> None:
-    """Set a new type object: a model's clone shares the type objects of the original."""
     value.type, value.shape = ir.TensorType(dtype), shape
 
 
 def _is_computed(value: ir.Value) -> bool:
-    """Whether it is not a constant."""
     return value.is_graph_input() or not value.is_initializer()
 
 
@@ -127,7 +125,6 @@ class _Converter:
 
 
 def _exact_nodes(model: ir.Model) -> set[ir.Node]:
-    """Returns the nodes that normalise the keys and queries of recurrent layers, and those that compute their gates."""
     ops = [n for n in model.graph if n.domain == OPS_DOMAIN and n.op_type in STATE_OPS]
     left, found = [n.inputs[i] for n in ops for i in _EXACT_INPUTS[n.op_type]], set[ir.Node]()
     while left:
@@ -153,7 +150,6 @@ def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
 
     Args:
         model: in float32, tail included; attention may be lowered or not.
-        spec: declares which inputs and outputs are half.
         dtype: float16 or bfloat16.
     """
     half = ir.DataType[dtype.upper()]

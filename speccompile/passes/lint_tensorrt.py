@@ -110,7 +110,6 @@ def lint_tensorrt(model: ir.Model, plugins: Collection[str] = (), bodies: Collec
     """Check the main graph and the functions that it calls; changes nothing and returns 0.
 
     Args:
-        model: lowered.
         plugins: op types whose plugins will be registered when the parser runs.
         bodies: our op types whose function bodies are attached later.
 
@@ -132,11 +131,7 @@ def lint_tensorrt(model: ir.Model, plugins: Collection[str] = (), bodies: Collec
 
 
 def lint_pass(plugins: Collection[str]) -> Pass:
-    """Returns the lint as the last entry of a table; our ops may get their function bodies after it.
-
-    Args:
-        plugins: see `lint_tensorrt`.
-    """
+    """Returns the lint as the last entry of a table; our ops may get their function bodies after it."""
     bodies = set(OPS) - set(ATTENTION_OPS)
     return Pass("lint_tensorrt", lambda model: lint_tensorrt(model, plugins, bodies))
 
@@ -164,7 +159,6 @@ def check_io(model: ir.Model, spec: GraphSpec) -> int:
 
 
 def check_io_pass(spec: GraphSpec) -> Pass:
-    """Returns the check of inputs and outputs as an entry of a table."""
     return Pass("check_io", lambda model: check_io(model, spec))
 
 

@@ -59,7 +59,6 @@ def lower_attention(model: ir.Model) -> int:
 
 
 def _kind(node: ir.Node, k_index: int) -> tuple[ir.Value, int, int]:
-    """Returns the tree of an attention, its window, and the query heads of a K head; input `k_index` is its K cache."""
     return tree_of(node, k_index), window_of(node), size_of(node.inputs[0], 1) // size_of(node.inputs[k_index], 1)
 
 
@@ -69,10 +68,6 @@ def _attend(
     """Returns the attention of `node` over the updated caches `rows`, [batch, nodes, heads, head_dim].
 
     Args:
-        edit: inserts before the node.
-        node: CachedAttention, SinkAttention or SharedAttention.
-        k_cache: for its static dims.
-        rows: K and V.
         mask: of its window and group; where that is one head, the last row stands there twice.
     """
     query = node.inputs[0]

@@ -31,13 +31,11 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Returns the number of a constant with one element, of any rank."""
     array = constant(value)
     return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 
 
 def ints(value: ir.Value | None) -> list[int] | None:
-    """Returns the elements of a small integer constant."""
     array = constant(value)
     return None if array is None or array.dtype.kind != "i" else [int(i) for i in array.reshape(-1)]
 
@@ -57,7 +55,6 @@ def operands(node: ir.Node | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def static_dim(value: ir.Value | None, axis: int) -> int | None:
-    """Returns a dim of `value` when it is known and static."""
     if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
         return None
     dim = value.shape[axis]
@@ -65,7 +62,6 @@ def static_dim(value: ir.Value | None, axis: int) -> int | None:
 
 
 def rank(value: ir.Value | None) -> int | None:
-    """Returns the number of dims of `value` when known."""
     return None if value is None or value.shape is None else len(value.shape)
 
 

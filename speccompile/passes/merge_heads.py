@@ -62,7 +62,6 @@ def _rotate_alike(first: ir.Node | None, second: ir.Node | None) -> bool:
 
 
 def _attributes(rotary: ir.Node) -> dict[str, Any]:
-    """Returns all attributes but num_heads, which a four-dimensional input does not need."""
     return {name: attribute.value for name, attribute in rotary.attributes.items() if name != "num_heads"}
 
 

@@ -55,7 +55,6 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 
 def _gives_output(node: ir.Node) -> bool:
-    """Returns whether a MatMul, with its bias if it has one, gives an output of the graph."""
     found = _bias_of(node)
     return node.outputs[0].is_graph_output() or (found is not None and found[0].outputs[0].is_graph_output())
 
@@ -129,14 +128,12 @@ class _Merger:
             self.model.graph.remove(node, safe=True)
 
     def remove_unused(self) -> None:
-        """Remove the values that were concatenated and have no other reader."""
         for values, _ in self.made:
             for value in dict.fromkeys(values):  # biases of zeros may be one value
                 if value.name in self.model.graph.initializers and not value.uses():
                     del self.model.graph.initializers[str(value.name)]
 
     def _concatenated(self, edit: Editor, values: _Weights, axis: int) -> ir.Value:
-        """Returns an initializer of the concatenated values; lazy, so the copy exists only while it is written out."""
         if (values, axis) in self.made:
             return self.made[values, axis]
         tensors = [v.const_value for v in values if v.const_value is not None]

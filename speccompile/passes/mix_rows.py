@@ -29,11 +29,8 @@ class _Sum:
     """A sum over the middle axis.
 
     Args:
-        node: the ReduceSum.
         parts: [rows, parts, width], or [rows * parts, width] where `weights` are known.
         weights: [rows * parts] that each part is to be multiplied with; None: none.
-        num_parts: static.
-        width: static.
     """
 
     node: ir.Node
@@ -64,7 +61,6 @@ def _find(node: ir.Node) -> _Sum | None:
 
 
 def _is_batched(node: ir.Node) -> bool:
-    """Whether a product has several matrices and a number of rows that is known in the step alone, maybe one."""
     a, b = node.inputs
     num = rank(a)
     if a is None or num is None or num < 3 or (rank(b) or 0) < 3 or a.dtype != ir.DataType.FLOAT:
@@ -73,14 +69,12 @@ def _is_batched(node: ir.Node) -> bool:
 
 
 def _has_two(rows: ir.Value) -> bool:
-    """Whether the last row is there twice already."""
     joined = producer(rows, "Concat")
     last = producer(joined.inputs[1], "Slice") if joined is not None and len(joined.inputs) == 2 else None
     return joined is not None and last is not None and last.inputs[0] is joined.inputs[0]
 
 
 def _double_last(model: ir.Model, node: ir.Node) -> None:
-    """Gives a product its last row once more, and leaves that out of what comes of it."""
     edit, (a, b) = Editor(model, node), node.inputs
     axis = (rank(a) or 0) - 2
     last = edit.op("Slice", a, edit.ints([-1]), edit.ints([np.iinfo(np.int64).max]), edit.ints([axis]))

@@ -23,7 +23,6 @@ _Packed = tuple[str, list[ir.Value | None], dict[str, int]]  # form, constants, 
 
 
 def _packed_linears(model: ir.Model) -> dict[str, ir.Node]:
-    """Returns a linear that reads them by the name of packed weights."""
     linears = {}
     for node in model.graph:
         if node.domain == OPS_DOMAIN and node.op_type in _FORMS:
@@ -65,7 +64,6 @@ def _drop(model: ir.Model, value: ir.Value | None) -> None:
 
 
 def _own(model: ir.Model, weights: Weights) -> int:
-    """Packs the tables that the graph's tokens choose rows of."""
     made: dict[str, _Packed] = {}
     count = 0
     for node, table in embeddings_of(model):
@@ -118,12 +116,10 @@ def pack_embedding(model: ir.Model, weights: Weights) -> int:
     """Make PackedRows of embeddings, after `tie_embedding` and `pack_linears`; returns their number.
 
     Args:
-        model: to be changed in place.
         weights: as in `pack_linears`; an embedding that is not tied gets 8 bits with int8 and int4.
     """
     return _tied(model) + _own(model, weights)
 
 
 def pack_embedding_pass(weights: Weights) -> Pass:
-    """Returns the pass for these weights."""
     return Pass(f"pack_embedding_{weights}", lambda model: pack_embedding(model, weights))

@@ -32,10 +32,7 @@ class _Experts:
     """Products of rows with the weights of their experts, and what is folded into them.
 
     Args:
-        product: the products.
-        last: of the matched nodes.
         bias: [experts, N].
-        gate: after the bias.
     """
 
     product: ExpertProduct
@@ -61,7 +58,6 @@ def _bias_of(product: ir.Node, ids: ir.Value, dims: tuple[int, ...]) -> tuple[ir
 
 
 def _experts(model: ir.Model) -> Iterator[_Experts]:
-    """Yields the products in order; each may be replaced before the next one is looked for."""
     for product in expert_products(model):
         num_experts, _, num_out = product.dims
         add, bias = _bias_of(product.last, product.ids, (num_experts, num_out))
@@ -131,10 +127,6 @@ class _Packer:
 def pack_experts(model: ir.Model, weights: Weights) -> int:
     """Pack the weights of every mixture of experts.
 
-    Args:
-        model: to be changed in place.
-        weights: as `pack_linears` has them.
-
     Returns:
         The number of products.
     """
@@ -162,5 +154,4 @@ def pack_experts(model: ir.Model, weights: Weights) -> int:
 
 
 def pack_experts_pass(weights: Weights) -> Pass:
-    """Returns the pass for these weights."""
     return Pass(f"pack_experts_{weights}", lambda model: pack_experts(model, weights))

@@ -144,7 +144,6 @@ def pack_linears(model: ir.Model, weights: Weights) -> int:
     """Pack every linear with constant weights [in, out].
 
     Args:
-        model: to be changed in place.
         weights: float: bfloat16 where every weight is one of its numbers, else float32; bf16: rounded to bfloat16; int8
             or int4: quantised in groups of 32; stored: as float. Grids that are attached are packed as they are.
 
@@ -175,5 +174,4 @@ def pack_linears(model: ir.Model, weights: Weights) -> int:
 
 
 def pack_linears_pass(weights: Weights) -> Pass:
-    """Returns the pass for these weights."""
     return Pass(f"pack_linears_{weights}", lambda model: pack_linears(model, weights))

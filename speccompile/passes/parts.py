@@ -15,9 +15,6 @@ class PartsTensor(ir.LazyTensor):
 
     Args:
         parts: returns them in order, each of the shape without its first dim.
-        dtype: of the constant.
-        shape: of the whole.
-        name: of the constant.
     """
 
     def __init__(

@@ -160,7 +160,6 @@ def tensorrt_table(
         dtype: float32, float16 or bfloat16, as in `spec`.
         plugins: op types whose plugins the parser will find; any other of our ops needs its function body.
         attention: what lowers CachedAttention; None: `LOWER_ATTENTION_TENSORRT`.
-        rows: for stored: the checkpoint's.
 
     Raises:
         RecipeError: no such quantisation, or not with this dtype.

@@ -127,7 +127,6 @@ def quantize_blocks(model: ir.Model, bits: int | None) -> int:
     """Quantise linears with constant weights [in, out]; returns their number.
 
     Args:
-        model: to be changed in place.
         bits: 4 or 8 of weights to which no grid is attached; None: these stay as they are.
     """
     model.opset_imports["com.microsoft"] = 1

@@ -127,7 +127,6 @@ def quantize_qdq(model: ir.Model, quantization: str, dtype: str) -> int:
 def _lazy(
     tensor: ir.TensorProtocol, form: str, num_in: int, num_out: int, name: str, dtype: str
 ) -> tuple[ir.LazyTensor, ir.LazyTensor]:
-    """Returns levels and scale as lazy tensors, computed while they are written, so that no weight is held twice."""
     scale_shape = (num_in // (block_of(num_in) or 1), num_out) if form == "int4" else (num_out,)
 
     def levels() -> ir.TensorProtocol:
@@ -203,7 +202,6 @@ def quantize_stored(model: ir.Model, dtype: str, rows: StoredRows) -> int:
 
 
 def quantize_stored_pass(dtype: str, rows: StoredRows) -> Pass:
-    """Returns the pass for a checkpoint's own weights."""
     return Pass("quantize_stored", lambda model: quantize_stored(model, dtype, rows))
 
 

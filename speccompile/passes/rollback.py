@@ -23,7 +23,6 @@ def build_rollback(spec: GraphSpec, joined: bool = False) -> ir.Model:
     """Builds the graph that `rollback_spec` describes.
 
     Args:
-        spec: its inputs and outputs.
         joined: one node over all caches of a size, which a plugin compacts in one launch; no body takes several.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 24, OPS_DOMAIN: 1}, name=spec.name)

@@ -15,11 +15,7 @@ _ELEMENTWISE = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # b
 
 
 def head_of(model: ir.Model) -> str | None:
-    """Returns the name of the weights whose product becomes the logits by elementwise operators; None: there are none.
-
-    Args:
-        model: of a target, with linears merged.
-    """
+    """Returns the name of the weights whose product becomes the logits by elementwise operators; None: none."""
     node = next((node for node in model.graph.all_nodes() if any(v.name == LOGITS for v in node.outputs)), None)
     while node is not None and node.op_type in _ELEMENTWISE:
         computed = [value for value in node.inputs if value is not None and value.producer() is not None]

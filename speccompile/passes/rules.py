@@ -22,7 +22,6 @@ class Rule:
         formula: given the rewriter's `op` and a variable for each further argument, the pattern of the result, whose
             last operator is `root`. Numbers in it match constants of that value.
         holds: given the matched variables and named outputs, whether the match is valid.
-        root: operator that a match ends with.
     """
 
     def __init__(self, formula: Callable[..., Any], holds: Callable[..., bool], root: str) -> None:

@@ -58,7 +58,6 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _crossings(model: ir.Model) -> list[tuple[ir.Value, ir.Node, int]]:
-    """Returns (value on the CPU, node on the GPU that reads it as data, input position)."""
     held, found = host_values(model), []
     for node in model.graph:
         if held.issuperset(node.outputs) and node.outputs:

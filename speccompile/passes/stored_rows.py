@@ -33,7 +33,6 @@ class Part:
     """Neighbouring outputs of a linear.
 
     Args:
-        found: of each.
         kind: of their grid; None: their numbers stay float32.
     """
 
@@ -42,7 +41,6 @@ class Part:
 
     @property
     def num_out(self) -> int:
-        """The outputs."""
         return len(self.found)
 
 
@@ -51,7 +49,6 @@ class StoredRows:
     """The table. Rows are read again when they are asked for.
 
     Args:
-        source: the checkpoint.
         attached: kinds of the weights to which grids were attached, by the weights' name; None in the place of a kind:
             float32.
         unheld: tensors of few bits whose numbers no grid has.
@@ -80,7 +77,6 @@ class StoredRows:
 
     @property
     def has_minimums(self) -> bool:
-        """Whether a grid of the checkpoint has minimums."""
         return any(kind.has_minimums for kind in self._kinds)
 
     def find(self, weight: Array) -> Found:
@@ -176,7 +172,6 @@ def _digests(weight: Array) -> Iterator[bytes]:
 
 
 def _runs(found: Found) -> list[Found]:
-    """Returns neighbouring outputs of the same tensor; zeros go with those before them."""
     tensors = found[:, 0].copy()
     for i in range(1, len(tensors)):
         if tensors[i] == ZEROS:

@@ -73,5 +73,4 @@ def tabulate_rope(model: ir.Model, max_seq_len: int) -> int:
 
 
 def tabulate_rope_pass(max_seq_len: int) -> Pass:
-    """Returns the pass for caches of `max_seq_len` rows: no position is larger."""
     return Pass("tabulate_rope", lambda model: tabulate_rope(model, max_seq_len), requires=(ROPE_FUSED,))

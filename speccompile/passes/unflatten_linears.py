@@ -16,7 +16,6 @@ def _is_plain(node: ir.Node) -> bool:
 
 
 def _restored(node: ir.Node, flat: ir.Node) -> ir.Node | None:
-    """Returns the Reshape after the Gemm, when it restores the leading dims that `flat` merged."""
     last, source = only_use(node.outputs[0]), flat.inputs[0]
     if last is None or last.op_type != "Reshape" or last.domain != "" or source is None or source.shape is None:
         return None
@@ -58,7 +57,6 @@ def _batched(model: ir.Model, flat: ir.Node, last: ir.Node, width: int) -> ir.Va
 
 
 def _make_linear(model: ir.Model, gemm: ir.Node, last: ir.Node, source: ir.Value | None) -> None:
-    """Replace `last` (the Gemm or what restores its rows) by MatMul and Add on `source`."""
     edit, weight, result = Editor(model, last), gemm.inputs[1], last.outputs[0]
     if int_attribute(gemm, "transB", 0):
         weight = edit.op("Transpose", weight, perm=[1, 0])

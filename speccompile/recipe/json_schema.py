@@ -39,5 +39,4 @@ def schema_from_registry() -> dict[str, Any]:
 
 
 def text_from_schema() -> str:
-    """Returns the schema as in docs/recipe.schema.json."""
     return json.dumps(schema_from_registry(), indent=2, sort_keys=False) + "\n"

@@ -40,9 +40,6 @@ class RawRecipe:
     """Parsed but not validated: the values, and the origin of each key.
 
     Args:
-        source: name of the file, for messages.
-        folder: for relative paths.
-        values: nested dict, as in the file.
         origins: "file:line" or "--set ..." by key path.
     """
 
@@ -67,7 +64,6 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     given by an override in the opposite order. Anything else must be a hub id.
 
     Args:
-        path: a YAML file.
         overrides: "a.b=c", c is read as YAML.
 
     Raises:
@@ -184,7 +180,6 @@ def _known_method(raw: RawRecipe, method: object) -> str:
 
 
 def _known_backend(raw: RawRecipe, section: object) -> tuple[str, ...]:
-    """Returns the backend that a section `engine` names, if any."""
     name = section.get("backend") if isinstance(section, dict) else None
     if not isinstance(name, str):
         return ()
@@ -252,7 +247,6 @@ def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -
 
 
 def _is_not_of_target(name: str) -> tuple[bool, str]:
-    """Returns a sort key: keys of the whole bundle belong to the target first."""
     return not name.startswith("target."), name
 
 
@@ -275,7 +269,6 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
 
 
 def _with_models(raw: RawRecipe, path: KeyPath, section: Any) -> Any:
-    """Returns a section whose folders are absolute, in the sections that it lists as well."""
     found: dict[str, Any] = {}
     finders = {MODEL_KEY: _find_model, LORA_KEY: _find_model, CONFIG_KEY: _find_config, VOCAB_KEY: _find_path}
     for key, find in finders.items():
@@ -290,7 +283,6 @@ def _with_models(raw: RawRecipe, path: KeyPath, section: Any) -> Any:
 
 
 def _with_paths(raw: RawRecipe, section: TrainingSection) -> TrainingSection:
-    """Check that texts and initial weights exist; the output is beside the recipe, or where an override puts it."""
     key = ("training", "output")
     found: dict[str, Any] = {"output": str(_candidate_paths(raw, key, section.output)[0].resolve())}
     if section.start is not None:
@@ -307,7 +299,6 @@ def _find_path(raw: RawRecipe, key: KeyPath, path: str) -> str:
 
 
 def _candidate_paths(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
-    """Returns candidates for a relative path: beside the recipe, then the working directory; reversed for overrides."""
     try:
         given = Path(text).expanduser()
     except RuntimeError as fault:

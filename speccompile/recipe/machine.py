@@ -23,7 +23,6 @@ def build_seconds(plan: BuildPlan, predicted: Mapping[str, Any]) -> tuple[int, i
     """Returns how long a build takes, from and to; None where no builds of this backend are at hand to say so.
 
     Args:
-        plan: of the build.
         predicted: its sizes: {"graphs": {name: {"num_params"}}}.
     """
     if plan.engine.backend != "onnxruntime":
@@ -37,7 +36,6 @@ def compare(plan: BuildPlan, predicted: Mapping[str, Any], disks: Mapping[str, P
     """Returns what is needed and what is there.
 
     Args:
-        plan: of the build.
         predicted: its sizes: {"total": {"build_peak_bytes", "runtime_bytes", "bundle_bytes"}}.
         disks: folders by what is written there, as much as the bundle is large; they need not exist.
 
@@ -63,7 +61,6 @@ def compare(plan: BuildPlan, predicted: Mapping[str, Any], disks: Mapping[str, P
 
 
 def _existing(folder: Path) -> Path:
-    """Returns the folder, or the first above it that is there."""
     whole = folder.absolute()
     return next(path for path in (whole, *whole.parents) if path.is_dir())
 

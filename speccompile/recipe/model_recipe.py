@@ -57,7 +57,6 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
 
     Args:
         model: folder or hub id; a hub checkpoint is downloaded.
-        options: see there.
 
     Raises:
         RecipeError: a setting is wrong.
@@ -98,7 +97,6 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
 
 
 def _find_folder(model: str, options: ModelOptions, is_random: bool) -> tuple[Path, bool]:
-    """Returns a model's folder, and whether its weights are there to look at."""
     if is_random or not (options.reads_weights or os.path.exists(Path(model).expanduser())):
         return find_config(GraphJob("target", model)), False
     return resolve_checkpoint(model), True
@@ -109,10 +107,6 @@ def default_section(folder: Path, *, has_weights: bool = True) -> dict[str, Any]
 
     Every method that can draft for it without another model takes part; of several, the method that has several
     drafters uses in each step the one that is expected to bring the most tokens a millisecond.
-
-    Args:
-        folder: of the target.
-        has_weights: it has weights to look for modules in.
     """
     found: list[dict[str, Any]] = []
     several = ""

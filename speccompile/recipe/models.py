@@ -93,11 +93,7 @@ class EngineSection(Section):
 
 
 def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Section]:
-    """Returns the recipe's `decoding` section: the sampling parameters that are declared for the recipe.
-
-    Args:
-        params: the class that declares them.
-    """
+    """Returns the recipe's `decoding` section: the sampling parameters that are declared for the recipe."""
     declared = {name: p for name, p in sampling_parameters(params).items() if p.in_recipe}
     doc = "Defaults of a request; each can be overridden by the request."
     section: type[Section] = _section("DecodingSection", doc, _declared_fields(params, declared))
@@ -109,7 +105,6 @@ def _section(name: str, doc: str | None, fields: dict[str, Any], base: type[Sect
 
 
 def _declared_fields(owner: type, declared: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Returns the fields of a section, as declared in a dataclass."""
     hints = typing.get_type_hints(owner)
     defaults = {field.name: field.default for field in dataclasses.fields(owner)}
     return {name: _declared_field(hints[name], defaults[name], rule) for name, rule in declared.items()}
@@ -131,7 +126,6 @@ def _declared_field(hint: Any, default: Any, declared: Parameter) -> tuple[Any, 
 
 
 def _bounded(hint: Any, bounds: Mapping[str, Any]) -> Any:
-    """Returns a type with bounded numbers, also inside a tuple or a union."""
     if not bounds:
         return hint
     if hint in (int, float):
@@ -192,7 +186,6 @@ def _speculator_section(method: str, config: type[Any]) -> type[Section]:
 
 
 def _any_section() -> Any:
-    """Returns the type of a section of any method, but of those whose sections hold others."""
     configs: dict[str, Any] = {found.name: found.Config for found in registry.all_methods()}
     names = [n for n, c in configs.items() if not any(f.metadata.get(SECTIONS) for f in dataclasses.fields(c))]
     sections = tuple(_speculator_section(name, configs[name]) for name in names)
@@ -240,12 +233,7 @@ def _engine_section(configs: tuple[tuple[str, Any], ...]) -> type[EngineSection]
 
 
 def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
-    """Returns the `Config` of a backend.
-
-    Args:
-        config: its class, or that of one of its fields.
-        values: of its fields, by name.
-    """
+    """Returns the `Config` of a backend."""
     hints = typing.get_type_hints(config)
     names = [field.name for field in dataclasses.fields(config)]
     return config(
@@ -254,7 +242,6 @@ def backend_config(config: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def recipe_model(method: str, *plugins: str) -> type[Recipe]:
-    """Returns `Recipe` with the sections of the backends and of one method; see `engine_section`."""
     return _recipe_model(method, speculator_section(method), engine_section(*plugins))
 
 

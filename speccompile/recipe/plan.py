@@ -25,12 +25,7 @@ AUTO = "auto"  # the quantisation that a backend chooses by measuring
 
 @dataclass(frozen=True)
 class Device:
-    """The hardware of a build.
-
-    Args:
-        name: "cpu" or "cuda".
-        num_cores: cores this process may run on.
-    """
+    """The hardware of a build."""
 
     name: str
     num_cores: int
@@ -72,11 +67,7 @@ class BuildPlan:
         target: the target as a graph job; its name is "target", its options are the hidden states that the
             method reads from it, and `num_layers` where not all are built.
         weights: source of the target's weights; with "random" a draft's are random too.
-        dtype: numpy name of activations and caches.
-        method: name of the speculation method.
-        speculator: the method's `Config`.
         drafts: graphs that the method needs beside the target.
-        engine: backend and sizes.
         decoding: defaults of a request.
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
         vision: the target's vision tower as a graph job; None: its prompts have no images.
@@ -99,7 +90,6 @@ class BuildPlan:
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
-        """Returns all graphs of the bundle that have weights, the target first."""
         return (self.target, *self.drafts, *(() if self.vision is None else (self.vision,)))
 
     def recipe_from_plan(self) -> dict[str, Any]:
@@ -122,13 +112,11 @@ class BuildPlan:
         }
 
     def _decoding_keys(self) -> dict[str, Any]:
-        """Returns the sampling parameters of a recipe."""
         keys = {name: getattr(self.decoding, name) for name, p in SAMPLING_PARAMETERS.items() if p.in_recipe}
         return dict(json.loads(json.dumps(keys)))
 
 
 def find_device(name: str) -> Device:
-    """Returns the device of that name on this machine."""
     return Device(name, num_usable_cores())
 
 
@@ -239,7 +227,6 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
 
 
 def _check_calibration(backend: Backend, recipe: Recipe) -> None:
-    """Check that a calibration text is given only to a backend that can use one."""
     text = recipe.target.calibration
     if text not in (AUTO_TEXTS, NO_TEXTS) and not backend.calibrates:
         expected = f"{AUTO_TEXTS} or {NO_TEXTS} with engine.backend: {backend.name}, which quantises without text"

@@ -39,15 +39,12 @@ class Prediction:
     """Predicted sizes of one decoder.
 
     Args:
-        num_params: parameters of the checkpoint.
         num_linear: weights in linear layers of the graph, the LM head included.
         weights_bytes: size of the compiled graph's weights.
         file_bytes: of the compiled graph, weights included; in the largest form that may be chosen.
-        least_file_bytes: the same in the smallest one.
         cache_bytes: key and value caches, all slots and rows; recurrent states, with a snapshot for each slot.
         export_peak_bytes: resident memory while it is exported and lowered.
         builder_peak_bytes: resident memory of a builder's own process; 0 where there is none.
-        build_peak_bytes: the larger one of these two.
     """
 
     num_params: int
@@ -61,7 +58,6 @@ class Prediction:
     build_peak_bytes: int
 
     def json_from_prediction(self) -> dict[str, int]:
-        """A JSON-ready dict."""
         return asdict(self)
 
 
@@ -78,14 +74,7 @@ def predict(
     """Predict a decoder.
 
     Args:
-        config: parsed config.json.
-        dims: its sizes.
-        quantization: one of the backend's.
-        slots: sequences decoded at once.
-        rows: cache rows of each.
         backend: whose `predict` is used; None: float32 ONNX graphs.
-        dtype: of activations and caches.
-        max_pending: of recurrent states, see `core.specs.GraphSpec`.
 
     Raises:
         CheckpointError: a size in the config is not a positive integer.
@@ -121,11 +110,7 @@ def predict_counts(
     """Predict a graph of which the weights are counted.
 
     Args:
-        counts: its weights.
-        quantization: one of the backend's.
         cache_bytes: key and value caches, all slots and rows.
-        backend: see `predict`.
-        dtype: see `predict`.
     """
     from speccompile.backends.predicting import predict_float32
 
@@ -144,20 +129,12 @@ def predict_counts(
 
 
 def own_cache_bytes(spec: GraphSpec, slots: int, rows: int, dtype: str) -> int:
-    """Returns the bytes of the caches that a draft's graph owns; those that it borrows are its target's.
-
-    Args:
-        spec: its inputs and outputs.
-        slots: sequences decoded at once.
-        rows: cache rows of each.
-        dtype: of caches.
-    """
+    """Returns the bytes of the caches that a draft's graph owns; those that it borrows are its target's."""
     columns = sum(math.prod(d for d in spec.input(n).dims if isinstance(d, int)) for n in spec.own_caches)
     return slots * rows * columns * DTYPE_BYTES[dtype]
 
 
 def _attention(dims: ModelDims) -> int:
-    """Returns the weights of all attention and recurrent layers; gates and biases of some families are left out."""
     return sum(_mixer(dims, layer) for layer in dims.per_layer)
 
 

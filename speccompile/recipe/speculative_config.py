@@ -133,7 +133,6 @@ def _method(name: Any, model: Any) -> Method:
 
 
 def _names() -> dict[str, Method]:
-    """Returns the methods by our names and by vLLM's."""
     methods = list(registry.all_methods())
     return {name: method for method in methods for name in (*method.vllm_names, method.name)}
 
@@ -144,9 +143,6 @@ def _known_names() -> list[str]:
 
 def find_method_of(model: str) -> Method:
     """Returns the method of a checkpoint: of its layout, or that which drafts with whole models.
-
-    Args:
-        model: folder or hub id.
 
     Raises:
         CheckpointError: it cannot be read, or is of a kind that is not supported yet.

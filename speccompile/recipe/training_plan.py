@@ -27,10 +27,6 @@ class TrainingPlan:
 
     Args:
         target: checkpoint folder or hub id of the target.
-        method: whose speculator is trained.
-        heads: the method's `TrainingConfig`.
-        output: folder of the result.
-        section: the recipe's section, as validated.
     """
 
     target: str
@@ -41,11 +37,9 @@ class TrainingPlan:
 
     @property
     def trainer(self) -> Trainer:
-        """Returns the trainer; its modules are imported here."""
         return registry.trainer(self.method.name)
 
     def json_from_plan(self) -> dict[str, Any]:
-        """Returns what determines the curve, JSON-ready."""
         section = self.section.model_dump(mode="json", exclude={"output", "save_every", "threads"})
         return {"target": self.target, **section, "heads": dataclasses.asdict(self.heads)}
 
@@ -59,10 +53,6 @@ class TrainingPlan:
 
 def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan:
     """Decide everything. Pure.
-
-    Args:
-        recipe: with a section `training`; its paths are resolved.
-        output: instead of the recipe's.
 
     Raises:
         RecipeError: no such section, a wrong key or value of `training.heads`, keys that contradict each other.

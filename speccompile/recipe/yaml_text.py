@@ -20,7 +20,6 @@ class YamlFault(ValueError):
     """A text that is refused.
 
     Args:
-        problem: the fault.
         line: of the fault, counted from 1; None where it has none.
     """
 
@@ -80,7 +79,6 @@ def read_yaml(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Counts the values with every alias expanded, before they are constructed."""
     stack, num_values = [(root, 1)], 0
     while stack:
         node, depth = stack.pop()

@@ -45,7 +45,6 @@ class Comparison:
 
     Args:
         smaller: of a smaller batch. Where drafts are clearly slower there, this one begins with what it knows.
-        num_slots: sequences of the batch.
         watch: what lookups would bring while drafts are off; None: the method has none.
     """
 
@@ -94,7 +93,6 @@ class Comparison:
 
     @property
     def is_comparing(self) -> bool:
-        """Whether the next step is part of a comparison."""
         return self._left <= 2 * self._turn
 
     @property
@@ -104,7 +102,6 @@ class Comparison:
 
     @property
     def num_rests(self) -> int:
-        """How many such steps follow each other."""
         return 0 if self.is_on else max(self._left - 2 * self._turn, 0)
 
     def rest(self, num_steps: int, seconds: float, watched: TokenSequence | None = None) -> None:
@@ -112,7 +109,6 @@ class Comparison:
 
         Args:
             num_steps: at most `num_rests`.
-            seconds: of all of them.
             watched: a sequence that has made them, on which lookups are counted; None: there is none.
         """
         self._in_use.add(seconds / num_steps, num_steps)
@@ -133,7 +129,6 @@ class Comparison:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the next step, one of a comparison, is timed."""
         return self._turn == TURN or -self._left % self._turn >= self._turn // 2
 
     @property
@@ -149,9 +144,7 @@ class Comparison:
         """Updates the comparison with a step.
 
         Args:
-            step_s: of the step.
             read_s: its share of the time in which drafts read prompts.
-            tokens: emitted per sequence, on average.
             is_first: it has drafts and the step before it had none, or the other way round.
             drafts: draft tokens that were scored per sequence, on average.
         """
@@ -182,7 +175,6 @@ class Comparison:
             self._compare()
 
     def _has_lost(self) -> bool:
-        """Returns whether the steps with drafts of a comparison have cost too much while drafts are off."""
         if self.is_on or not self.is_comparing or not self._in_use.num or len(self._times[0]) < 2:
             return False
         plain_s = self._in_use.mean
@@ -229,7 +221,6 @@ class Comparison:
         self._waited_s = 0.0
 
     def _goes_on(self, plain_s: float) -> bool:
-        """Returns whether a new batch size goes on with drafts before it decides, as `FIRST_STEPS` says."""
         is_new, self._is_new = self._is_new and self._num_first > 0, False
         if not is_new or plain_s == 0:
             return False
@@ -315,25 +306,19 @@ class Reading:
         self._num_ever = 0  # decoded tokens
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
-        """Counts a chunk of a prompt: see `Planner.read`."""
         self._num_read += num_tokens
         if draft_s is not None:
             self._num_timed += num_tokens
             self._timed_s += draft_s
 
     def decoded(self, num_tokens: int) -> None:
-        """Counts decoded tokens."""
         self._num_ever += num_tokens
         fade = READING_MEMORY if num_tokens == 1 else READING_MEMORY**num_tokens
         self._num_decoded = fade * self._num_decoded + num_tokens
         self._num_read *= fade
 
     def s_per_token(self, num_slots: int) -> float:
-        """Returns the seconds in which the draft reads prompts, per decoded token.
-
-        Args:
-            num_slots: sequences that are decoded.
-        """
+        """Returns the seconds in which the draft reads prompts, per decoded token."""
         if not self._num_timed or not self._num_decoded:
             return 0.0
         begun = min(self._num_ever / (FIRST_TEXT * num_slots), 1.0)
@@ -341,11 +326,9 @@ class Reading:
 
 
 def _inner(times: Sequence[float]) -> list[float]:
-    """Returns times without the longest and the shortest; left out alone, the longest would lower the mean."""
     return sorted(times)[1:-1] or list(times)
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Returns the mean of `_inner`."""
     kept = _inner(times)
     return sum(kept) / len(kept) if kept else 0.0

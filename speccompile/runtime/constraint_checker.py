@@ -32,8 +32,6 @@ class Checked:
     """A constraint that texts can follow.
 
     Args:
-        grammar: in the language of llguidance.
-        num_bytes: that compiling it took.
         growth: tokens by which one token may lengthen a text's shortest ending.
         ending: a short text of it, as tokens; None: it holds no JSON, or none was found.
     """
@@ -49,7 +47,6 @@ class Compiled(NamedTuple):
 
     Args:
         matcher: `llguidance.LLMatcher` at the start of a text; it is shared: copy it.
-        checked: what else is known.
     """
 
     matcher: Any
@@ -57,7 +54,6 @@ class Compiled(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Estimated."""
         return self.checked.num_bytes + 2 * len(self.checked.grammar) + _LEAST_BYTES
 
 
@@ -87,11 +83,7 @@ class _Process:
 
 
 class ConstraintChecker:
-    """Owns the process; it is started at the first constraint, and again when it has ended.
-
-    Args:
-        make_source: returns the vocabulary, see `constraint_limits.make_vocabulary`.
-    """
+    """Owns the process; it is started at the first constraint, and again when it has ended."""
 
     def __init__(self, make_source: Callable[[], Mapping[str, Any]]) -> None:
         self._make_source = make_source
@@ -166,6 +158,5 @@ def _resolve(future: Future[Checked], wanted: StructuredOutputs, answer: Mapping
 
 
 def shutting_down() -> Busy:
-    """Returns the fault of a constraint that comes too late."""
     got, todo = "a constraint to a service that does not run", "Send the request to another one, or start it again."
     return Busy("service", got, "a running service", todo)

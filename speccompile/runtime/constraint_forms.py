@@ -28,10 +28,6 @@ def refuse(wanted: StructuredOutputs, got: str, expected: str = "a grammar that 
 def grammar_from_constraint(wanted: StructuredOutputs, vocabulary: Any) -> str:
     """Returns a constraint as `llguidance.LLMatcher` takes it.
 
-    Args:
-        wanted: the constraint.
-        vocabulary: `llguidance.LLTokenizer`.
-
     Raises:
         RuntimeFault: it is no JSON, or has another form than `StructuredOutputs` says.
     """
@@ -78,7 +74,6 @@ def schema_with_white_space(schema: dict[str, Any], pattern: str | None) -> dict
     """Returns a schema that says which white space stands between its tokens; its own options come first.
 
     Args:
-        schema: an object.
         pattern: a regular expression; "": no white space; None: `WHITE_SPACE`.
     """
     own = schema.get("x-guidance", {})

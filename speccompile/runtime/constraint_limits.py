@@ -55,12 +55,7 @@ class _Tokens:
 
 
 def make_matcher(vocabulary: Any, grammar: str) -> Any:
-    """Returns `llguidance.LLMatcher` at the start of a text; it may be in error.
-
-    Args:
-        vocabulary: `llguidance.LLTokenizer`.
-        grammar: in the language of llguidance.
-    """
+    """Returns `llguidance.LLMatcher` at the start of a text; it may be in error."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=_MAX_STATES, verbose_errors=False)
@@ -82,10 +77,6 @@ def try_matcher(matcher: Any, ends: frozenset[int]) -> str:
     """Returns why no text can follow a matcher, or why it takes too long to; empty: texts can.
 
     Goes some way along random texts, the same ones each time.
-
-    Args:
-        matcher: not changed.
-        ends: end-of-sequence tokens.
     """
     drawn = random.Random(0)
     for _ in range(_NUM_WALKS):
@@ -111,7 +102,6 @@ def try_matcher(matcher: Any, ends: frozenset[int]) -> str:
 
 
 def _grows(spent_s: Sequence[float]) -> bool:
-    """Returns whether a walk became so slow that it was ended."""
     num = len(spent_s) // 4
     return num > 1 and sum(spent_s) >= _WALK_S and median(spent_s[-num:]) > _GROWTH * median(spent_s[:num])
 

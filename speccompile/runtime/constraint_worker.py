@@ -65,13 +65,11 @@ class _Job:
 
 
 def _bytes() -> tuple[int, int]:
-    """Returns the virtual memory of this process, and what it holds besides files."""
     virtual, resident, shared = map(int, Path("/proc/self/statm").read_text().split()[:3])
     return virtual * resource.getpagesize(), (resident - shared) * resource.getpagesize()
 
 
 def _bound() -> None:
-    """Bounds this process, a fork."""
     for kind, bound in (
         (resource.RLIMIT_CPU, MAX_CPU_S),
         (resource.RLIMIT_AS, _bytes()[0] + MAX_BYTES),
@@ -105,12 +103,7 @@ def run_job(job: _Job, vocabulary: Any, kinds: TokenKinds) -> dict[str, Any]:
 
 
 class Worker:
-    """Runs jobs, some at a time, in the order in which they came.
-
-    Args:
-        vocabulary: `llguidance.LLTokenizer`.
-        read: of the input after the vocabulary.
-    """
+    """Runs jobs, some at a time, in the order in which they came."""
 
     def __init__(self, vocabulary: Any, read: bytes) -> None:
         self._vocabulary, self._kinds = vocabulary, TokenKinds(vocabulary, vocabulary.vocab_size)
@@ -144,7 +137,6 @@ class Worker:
         return max(left_s, 0.05)
 
     def _take(self) -> bool:
-        """Reads commands; returns whether more may come."""
         data = os.read(0, _SIZE)
         self._feed(data)
         if not data:
@@ -204,7 +196,6 @@ class Worker:
 
 
 def _run_in_fork(job: _Job, vocabulary: Any, kinds: TokenKinds, writer: int) -> NoReturn:
-    """Never returns, so that the fork does not go on as its parent."""
     code = 1
     try:
         _bound()

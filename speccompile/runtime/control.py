@@ -67,13 +67,7 @@ class Planner(Protocol):
         ...
 
     def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
-        """Updates the planner with a step.
-
-        Args:
-            sequences: as given to `plan`.
-            steps: results, one for each of them.
-            times: of the step.
-        """
+        """Updates the planner with a step."""
         ...
 
     def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
@@ -82,7 +76,6 @@ class Planner(Protocol):
         Args:
             sequences: as given to `plan`; all have made all of them.
             num_steps: at most `num_rests`.
-            seconds: of all of them.
         """
         ...
 
@@ -90,7 +83,6 @@ class Planner(Protocol):
         """Updates the planner with a chunk of a prompt that was read.
 
         Args:
-            num_tokens: of the chunk.
             draft_s: seconds that the draft took to read it, which plain decoding would not need; None: it did not.
         """
         ...
@@ -105,9 +97,7 @@ class Planner(Protocol):
         """
         ...
 
-    def decisions(self) -> dict[str, Any]:
-        """Returns the decisions and their reasons, JSON-ready, for the stats."""
-        ...
+    def decisions(self) -> dict[str, Any]: ...
 
     def latest(self) -> dict[str, Any] | None:
         """Returns the decision on the sequences that decoded last; empty: none did; None: nothing is decided here."""
@@ -115,11 +105,7 @@ class Planner(Protocol):
 
 
 class FixedLength:
-    """A planner with a constant limit; by default the method's budget decides.
-
-    Args:
-        limit: see `Planner.plan`.
-    """
+    """A planner with a constant limit; by default the method's budget decides."""
 
     num_rests = 0
 
@@ -127,20 +113,15 @@ class FixedLength:
         self.limit = limit
 
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """Returns the limit."""
         return self.limit
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
-        """Does nothing."""
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None: ...
 
-    def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
-        """Does nothing."""
+    def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None: ...
 
-    def read(self, num_tokens: int, draft_s: float | None) -> None:
-        """Does nothing."""
+    def read(self, num_tokens: int, draft_s: float | None) -> None: ...
 
     def expects_drafts(self, num_active: int) -> bool:
-        """Returns whether the limit allows drafts."""
         return self.limit != PLAIN
 
     def decisions(self) -> dict[str, Any]:
@@ -240,7 +221,6 @@ class Controller:
         return limit
 
     def _first(self, size: int, is_forced: bool) -> Comparison:
-        """Returns the comparison of a batch size that is new: it knows what the next smaller one has found."""
         smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
         watch = None if self._look_up is None else LookupWatch(self._look_up, size)
         return Comparison(self._sizes[max(smaller), is_forced] if smaller else None, size, watch)
@@ -265,20 +245,17 @@ class Controller:
         self._was_plain = self._is_plain
 
     def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None:
-        """See `Planner.rested`."""
         assert self._at is not None
         self._at.rest(num_steps, seconds, None if self._look_up is None else _first_to_watch(sequences))
         self._reading.decoded(num_steps * len(sequences))
         self._was_plain = True
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:
-        """See `Planner.read`."""
         self._reading.read(num_tokens, draft_s)
         if draft_s is not None and self._waiting is not None:
             self._waiting.wait(draft_s)
 
     def expects_drafts(self, num_active: int) -> bool:
-        """See `Planner.expects_drafts`."""
         size = bucket_of(num_active)
         known = self._sizes.get((size, False)) or self._first(size, False)
         return known.is_on or known.is_comparing

@@ -27,7 +27,6 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Counts a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -71,10 +70,7 @@ class Counters:
         """Counts an output that has ended.
 
         Args:
-            reason: its finish reason.
-            stats: of its last step output.
             request_ms: milliseconds since its request was submitted.
-            outcomes: see `SequenceStats`.
         """
         self.finished[reason] += 1
         self.outcomes.update(outcomes)

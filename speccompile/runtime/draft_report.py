@@ -23,7 +23,6 @@ class DraftReport:
     """Whether drafts are on, and why.
 
     Args:
-        is_on: steps may have drafts.
         reason: one of the few words above, for a metric's label.
         cost: of a draft token, drafting and scoring, in plain steps; None: not known.
         accepted: share of draft tokens that are accepted; None: not known.
@@ -56,7 +55,6 @@ class DraftReport:
         return "the method drafted nothing" if self.reason == NOTHING else "no draft is expected to be worth its time"
 
     def json_from_report(self) -> dict[str, Any]:
-        """Returns {"is_on", "sentence", "reason", "draft_token_cost", "accepted_share"}."""
         numbers = {"draft_token_cost": self.cost, "accepted_share": self.accepted}
         return {"is_on": self.is_on, "sentence": self.sentence, "reason": self.reason, **numbers}
 
@@ -68,9 +66,6 @@ def report_from_planner(
 
     Args:
         planner: decides whether to draft; None: nothing does.
-        num_draft_tokens: scored so far.
-        num_accepted: of them.
-        asked: `speculation`: `auto`, `on` or `off`.
     """
     share = num_accepted / num_draft_tokens if num_draft_tokens else None
     if asked != "auto":

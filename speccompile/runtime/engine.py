@@ -44,7 +44,6 @@ def load(
 
     Args:
         path: its folder; or its name on the Hugging Face hub, OWNER/NAME, where there is no such path.
-        backend: a backend other than the one it was built for.
         threads: threads of the target's engine; None: as measured when it was built. At most as many as this process
             has cores are used; where that is fewer, a warning says so.
         method: another speculation method than the recipe's, as a name or as a speculator section; it needs graphs
@@ -118,7 +117,6 @@ def method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] 
     """Returns a method's name and its `Config`.
 
     Args:
-        section: `speculator` of a bundle's recipe.
         override: another method; the other fields of a section of the same method, or of one of several drafters, stay.
 
     Raises:
@@ -151,7 +149,6 @@ def method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] 
 
 
 def _check_backend(bundle: Bundle, backend: Backend) -> None:
-    """Refuses a backend that reads other files than the bundle has."""
     built_for = bundle.recipe.engine.backend
     wanted, found = backend.graph_file, bundle.graph_path(TARGET)
     if found.suffix != Path(wanted).suffix:
@@ -172,7 +169,6 @@ def _usable(threads: int) -> int:
 
 
 def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> dict[str, Any]:
-    """Returns the record in the bundle, or one measured on this machine where the bundle was built on another."""
     record, threads = dict(bundle.graph(graph).tuning), bundle.recipe.engine.threads
     fixed = threads if graph == TARGET and threads != "auto" else None
     path, others = bundle.graph_path(graph), weights_beside(bundle.graph_path(graph), map(bundle.graph_path, graphs))

@@ -36,11 +36,9 @@ class FairQueue:
         return chain(self._front, (output for turn in rounds for output in turn if output is not None))
 
     def add(self, handle: RequestHandle) -> None:
-        """Adds the outputs of a new request handle."""
         self._turns[handle.number] = deque(handle.open)
 
     def put_back(self, output: RequestOutput) -> None:
-        """Puts an output in front of all others."""
         self._front.appendleft(output)
 
     def take(self) -> RequestOutput:

@@ -18,8 +18,6 @@ class Generation:
     Args:
         text: of the new tokens, special tokens left out, cut before a stop string.
         tokens: new token ids; a stop token is the last of them.
-        finish_reason: `stop`, `length`, `cache_full` or `error`.
-        stats: see `SequenceStats.json_from_stats`.
         error: message, where the finish reason is `error`; other prompts are not affected.
         logprobs: of each of `tokens`; None where they were not asked for.
         prompt_logprobs: the same of the prompt's tokens; None for the first one.
@@ -44,13 +42,7 @@ class Generation:
 
 
 class Stream(Iterator[Step]):
-    """Iterates over the steps of one sequence; `generation` is set after the last.
-
-    Args:
-        sequence: that is decoded.
-        decoded: the loop that decodes it.
-        finish: makes its generation.
-    """
+    """Iterates over the steps of one sequence; `generation` is set after the last."""
 
     def __init__(
         self, sequence: TokenSequence, decoded: Iterator[list[Step]], finish: Callable[[TokenSequence, str], Generation]
@@ -60,7 +52,6 @@ class Stream(Iterator[Step]):
 
     @property
     def prompt(self) -> list[int]:
-        """Its tokens."""
         return self._sequence.tokens[: self._sequence.num_prompt]
 
     def __next__(self) -> Step:

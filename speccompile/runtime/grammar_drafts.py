@@ -30,9 +30,6 @@ def forced_chains(batch: SequenceBatch) -> TokenTree | None:
     They cost no draft, and are verified as any other drafts. Where some sequences have none, the method's drafts begin
     with those of the others. Where texts depend on drafts there are none, as one sequence's drafts must not depend on
     the others.
-
-    Args:
-        batch: whose grammars have read the texts.
     """
     if batch.may_draw or not batch.max_forced:
         return None

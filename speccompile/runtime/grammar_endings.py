@@ -30,12 +30,7 @@ _CONTINUATIONS = (b"\x80", b"\xa0", b"\x80\x80", b"\xa0\x80", b"\x90\x80\x80", b
 
 
 class TokenKinds:
-    """What a search and a check want to know of a vocabulary.
-
-    Args:
-        vocabulary: `llguidance.LLTokenizer`.
-        vocab_size: of the target's logits.
-    """
+    """What a search and a check want to know of a vocabulary."""
 
     def __init__(self, vocabulary: Any, vocab_size: int) -> None:
         num = min(vocab_size, vocabulary.vocab_size)
@@ -60,21 +55,15 @@ class TokenKinds:
         return sum(text.count(char) for char in b"[{,"), -len(text)
 
     def is_partial(self, token: int) -> bool:
-        """Returns whether a token ends inside a character."""
         end = self.texts[token][-4:]
         return any(_is_cut(end[at:]) for at in range(len(end)))
 
     def by_size(self, tokens: Ints) -> Ints:
-        """Returns tokens, those of the shortest texts first."""
         found: Ints = tokens[np.argsort(self.sizes[tokens], kind="stable")]
         return found
 
     def children(self, allowed: bytes) -> list[int]:
-        """Returns some tokens that bring a text to its end, or each of its alternatives further.
-
-        Args:
-            allowed: llguidance's biases.
-        """
+        """Returns some tokens that bring a text to its end, or each of its alternatives further."""
         found = np.flatnonzero(np.frombuffer(allowed, dtype=np.uint8)[: len(self.texts)])
         groups: dict[int, list[int]] = {}
         if is_free := len(found) > 4 * _NUM_MANY:  # of a free text, what ends it, or makes it longest
@@ -110,12 +99,6 @@ def find_ending(matcher: Any, kinds: TokenKinds, most: int, num_texts: int = MAX
     """Returns the tokens of a short way to the end of a text, the end itself left out; None: none was found.
 
     Searches by length; of the texts of one length it keeps a few that allow different tokens.
-
-    Args:
-        matcher: `llguidance.LLMatcher` after the text; not changed.
-        kinds: of the vocabulary.
-        most: tokens.
-        num_texts: that are looked at.
     """
     waiting: dict[int, list[tuple[Any, list[int]]]] = {0: [(matcher.deep_copy(), [])]}
     while waiting and num_texts > 0:
@@ -144,7 +127,6 @@ class Ending:
 
     Args:
         tokens: that end it; None: not known.
-        next_check: length of the text at which they have to be found anew.
     """
 
     tokens: tuple[int, ...] | None
@@ -157,30 +139,20 @@ class EndingRule:
     Lengths are those of the sequence, prompt included.
 
     Args:
-        kinds: of the vocabulary.
         growth: tokens by which one token may lengthen the shortest ending.
-        num_tokens: most tokens of the sequence.
     """
 
     def __init__(self, kinds: TokenKinds, growth: int, num_tokens: int) -> None:
         self._kinds, self._growth, self.num_tokens = kinds, growth, num_tokens
 
     def known(self, tokens: tuple[int, ...], length: int) -> Ending:
-        """Returns an ending that was found after a text of this length."""
         if len(tokens) > self.num_tokens - length:
             return Ending(None, self.num_tokens + 1)
         spare = self.num_tokens - length - 1 - len(tokens) - self._growth
         return Ending(tokens, length + 1 + max(0, spare) // (self._growth + 1))
 
     def after(self, ending: Ending, token: int, length: int, matcher: Any) -> Ending:
-        """Returns the ending after one more token.
-
-        Args:
-            ending: before it.
-            token: it.
-            length: of the text with it.
-            matcher: after it; not changed.
-        """
+        """Returns the ending after one more token."""
         before = ending.tokens
         if length < ending.next_check:
             return ending
@@ -194,7 +166,6 @@ class EndingRule:
         return Ending(None, length + 1) if found is None else self.known(found, length)
 
     def _is_near(self, tokens: Sequence[int], length: int) -> bool:
-        """Returns whether a token after a text of this length could be one too many."""
         return self.num_tokens - length - 1 - len(tokens) < self._growth
 
     def restrict(self, mask: Bools, ending: Ending, length: int, matcher: Any) -> None:
@@ -202,9 +173,6 @@ class EndingRule:
 
         Args:
             mask: [vocab] bool, changed.
-            ending: of the text.
-            length: of the text.
-            matcher: after the text; not changed.
         """
         if ending.tokens is None or not self._is_near(ending.tokens, length):
             return
@@ -233,7 +201,6 @@ class EndingRule:
 
 
 def _can_follow(matcher: Any, tokens: Sequence[int]) -> bool:
-    """Returns whether each of the tokens is in the mask of its place, and the text may end after them."""
     copy = matcher.deep_copy()
     for token in tokens:
         if copy.compute_logit_bias()[token] != _ALLOWED:

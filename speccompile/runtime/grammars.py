@@ -54,8 +54,6 @@ class GrammarMatcher:
     """A grammar at the end of one sequence's text.
 
     Args:
-        matcher: `llguidance.LLMatcher` at its start; not shared.
-        vocab_size: of the target's logits.
         eos_token_ids: tokens that end the text; they are allowed where the grammar may end, and then alone.
         markers: tokens that begin and end a reasoning before the grammar; None: there is none.
         prompt: the sequence's; a reasoning may begin, or have ended, at its end.
@@ -111,13 +109,7 @@ class GrammarMatcher:
             raise self._fault
 
     def _consume(self, text: list[int], length: int, matcher: Any) -> tuple[int, Ending | None]:
-        """Moves a matcher along a text; returns the tokens that it took, and the ending after them.
-
-        Args:
-            text: tokens of the grammar after those that were read.
-            length: of the sequence before them.
-            matcher: after what was read.
-        """
+        """Moves a matcher along a text; returns the tokens that it took, and the ending after them."""
         rule, ending = self._rule, self._ending
         if rule is None or ending is None:
             return (matcher.try_consume_tokens(text) if text else 0), None
@@ -131,7 +123,6 @@ class GrammarMatcher:
         return len(text), ending
 
     def _inside(self, tokens: Sequence[int]) -> tuple[list[int], bool | None, bool]:
-        """Returns the tokens that the grammar reads, whether reasoning goes on after them, and whether it may."""
         is_thinking, inside = self._is_thinking, list[int]()
         for token in tokens:
             if is_thinking is None and self._markers is not None and token == self._markers[0]:
@@ -146,7 +137,6 @@ class GrammarMatcher:
         return inside, is_thinking, True
 
     def _split(self, inside: list[int]) -> tuple[list[int], bool, bool]:
-        """Returns the tokens before the text's end, whether it has ended, and whether nothing but its end follows."""
         end = next((at for at, token in enumerate(inside) if token in self._eos), len(inside))
         text, rest = inside[:end], inside[end:]
         is_right = all(token in self._eos for token in rest) and not (self._has_ended and text)
@@ -227,7 +217,6 @@ class GrammarMatcher:
         return mask
 
     def _may_think(self, length: int) -> bool:
-        """Returns whether a token of the reasoning, after a text of this length, leaves room for an answer."""
         rule, ending = self._rule, self._ending
         if rule is None or ending is None or ending.tokens is None:
             return True
@@ -252,8 +241,6 @@ class Grammars:
     """Compiles the grammars of requests; those in use are kept. May be used on any thread.
 
     Args:
-        tokenizer: of the bundle (`tokenizers.Tokenizer`), or what `llguidance.TokenizerWrapper` takes.
-        vocab_size: of the target's logits.
         eos_token_ids: the model's own end-of-sequence tokens.
     """
 
@@ -276,8 +263,6 @@ class Grammars:
         """Returns a matcher at the start of a text.
 
         Args:
-            wanted: the constraint.
-            prompt: tokens before the text.
             num_tokens: most tokens of prompt and text, in which a text of JSON comes to its end; None: without limit.
 
         Raises:
@@ -330,7 +315,6 @@ class Grammars:
         return sum(compiled.num_bytes for compiled in self._kept.values())
 
     def open(self) -> None:
-        """Lets `prepare` take grammars, again after `close`."""
         self._is_open = True
 
     def close(self) -> None:
@@ -345,7 +329,6 @@ class Grammars:
             return self._kept.get(wanted)
 
     def _build(self, wanted: StructuredOutputs, checked: Checked) -> Compiled:
-        """Compiles once more what was tried, and keeps it: the process that tried it cannot give it away."""
         matcher = make_matcher(self._vocabulary, checked.grammar)
         if reason := fault_of_matcher(matcher):
             refuse(wanted, reason)
@@ -390,7 +373,6 @@ class Grammars:
 
 
 def _source(tokenizer: Any, vocab_size: int, ends: list[int]) -> Mapping[str, Any]:
-    """Returns what `make_vocabulary` takes."""
     if hasattr(tokenizer, "to_str"):
         num = max(vocab_size, tokenizer.get_vocab_size())
         return {"tokenizer": tokenizer.to_str(), "num": num, "eos": ends}

@@ -17,13 +17,7 @@ from speccompile.runtime.text import Tokenizer, text_of_token
 
 
 class RequestOutput:
-    """One continuation of a request's prompt, from the queue to its last step output.
-
-    Args:
-        handle: of the request.
-        request: that it is an output of.
-        sequence: its sequence, whose `index` is that of the output.
-    """
+    """One continuation of a request's prompt, from the queue to its last step output."""
 
     __slots__ = ("first_s", "handle", "last_s", "num_first", "num_reused", "request", "sequence", "started_s")
 
@@ -85,11 +79,7 @@ class RequestHandle:
     """A request that was accepted, or several that were submitted as one; used to cancel it.
 
     Args:
-        request: as submitted.
-        number: of the request handle, in the order of submission.
-        submitted_s: time of submission.
         timeout_s: seconds that it may take; None: no limit.
-        on_output: called with each of its step outputs.
         more: requests after the first; their outputs are numbered after its own.
     """
 
@@ -111,11 +101,6 @@ class RequestHandle:
 
 def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
     """Makes the outputs of a request handle.
-
-    Args:
-        handle: a new one.
-        engine: decodes them.
-        default: the speculation that `auto` stands for.
 
     Raises:
         RuntimeFault: the prompt is empty, too long or not of the vocabulary; its images cannot be read; or stop

@@ -28,8 +28,6 @@ def verify_on_host(
 
     Args:
         verdict: of the target's graph, which has temperature, top-k and top-p alone; not changed.
-        tree: the scored tree.
-        sequences: all sequences of the batch.
         slot_indices: slot indices of the sequences that need logits processors.
         logits: [batch, nodes, vocab] float32.
         uniforms: [batch, nodes, 2] float32; None: every sequence is greedy.
@@ -64,8 +62,6 @@ def logprobs_of_step(
     A token's row is the one that decided it: that of its parent on the path, whether it was a draft or not.
 
     Args:
-        verdict: on the tree.
-        tree: the scored tree.
         sequences: all sequences of the batch, with the tokens before this step.
         logits: [batch, nodes, vocab] float32.
     """

@@ -50,7 +50,6 @@ class Image:
 
     @property
     def key(self) -> int:
-        """A negative number that stands for its content, where tokens are compared."""
         return -1 - int(self.digest[:15], 16)
 
 
@@ -59,13 +58,7 @@ ImageData = bytes | Path | NDArray[np.uint8] | Image
 
 @dataclass(frozen=True)
 class Block:
-    """The tokens of one image in a prompt.
-
-    Args:
-        start: index of the first.
-        end: index after the last.
-        image: the image.
-    """
+    """The tokens of one image in a prompt."""
 
     start: int
     end: int
@@ -76,8 +69,6 @@ class ImageEncoder:
     """Prepares images, and gives their rows in the target's embedding.
 
     Args:
-        engine: of the vision graph.
-        record: how images are prepared, and their tokens.
         tokenizer: of the target; None where prompts are token ids.
     """
 
@@ -116,9 +107,7 @@ class ImageEncoder:
         """Returns a text with the tokens of each image at its mark, as the model's processor writes them.
 
         Args:
-            where: the prompt, for messages.
             text: has the mark (the token that begins an image) once for each image.
-            num_images: of the prompt.
 
         Raises:
             RuntimeFault: the marks are not as many as images, or the bundle has no tokenizer.
@@ -137,11 +126,6 @@ class ImageEncoder:
     def locate(self, where: str, tokens: Sequence[int], images: Sequence[Image]) -> PromptImages:
         """Returns where the tokens of each image stand in a prompt.
 
-        Args:
-            where: the prompt, for messages.
-            tokens: of the prompt.
-            images: in the order of the prompt.
-
         Raises:
             RuntimeFault: there is not one run of `num_tokens` image tokens for each image, or the prompt ends in one.
         """
@@ -158,18 +142,12 @@ class ImageEncoder:
 
 
 class PromptImages:
-    """The images of one prompt.
-
-    Args:
-        blocks: their tokens, in order.
-        encoder: gives their rows.
-    """
+    """The images of one prompt."""
 
     def __init__(self, blocks: Sequence[Block], encoder: ImageEncoder) -> None:
         self.blocks, self.encoder = tuple(blocks), encoder
 
     def keys(self, tokens: Sequence[int]) -> list[int]:
-        """Returns tokens by which caches are compared: those of an image stand for its content."""
         keys = list(tokens)
         for block in self.blocks:
             keys[block.start : block.end] = [block.image.key] * (block.end - block.start)
@@ -179,7 +157,6 @@ class PromptImages:
         """Returns how many tokens a chunk of a prompt has, so that none of an image's tokens is left for the next.
 
         Args:
-            start: index of its first token.
             num: at least 1: as many as it may have, unless it begins with an image of more.
         """
         for block in self.blocks:
@@ -189,10 +166,6 @@ class PromptImages:
 
     def feeds(self, start: int, num: int) -> Mapping[str, NDArray[Any]]:
         """Returns what the target reads of the images in a chunk; nothing where there are none.
-
-        Args:
-            start: index of its first token.
-            num: of its tokens.
 
         Returns:
             `image_nodes`, `image_rows`, and a `tree_mask` in which the nodes of an image see each other both ways.
@@ -210,7 +183,6 @@ class PromptImages:
 
 
 def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, end) of every longest run of one token."""
     start = None
     for index, found in enumerate([*tokens, None]):
         if found == token and start is None:

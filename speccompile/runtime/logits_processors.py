@@ -47,9 +47,6 @@ class LogitsProcessor:
     """Computes the distribution of one request at any point of its text.
 
     Args:
-        params: of the request.
-        num_prompt: tokens of the prompt.
-        vocab_size: of the logits.
         grammar: of its text; None: the text is free.
     """
 

@@ -15,7 +15,6 @@ class TokenLogprobs(NamedTuple):
     """One emitted token.
 
     Args:
-        token: its id.
         logprob: natural logarithm of its probability after the tokens before it; -inf where that is 0.
         top: (token, logarithm) of the likeliest tokens, the likeliest first, of equal ones the lower id first.
         rank: 1 + the number of likelier tokens, of tokens of a prompt; 0: not told.
@@ -37,8 +36,6 @@ def prompt_logprobs(logits: Floats, tokens: Sequence[int], num: int) -> list[Tok
 
     Args:
         logits: [tokens, vocab] float32, of the rows before each of them.
-        tokens: of the prompt.
-        num: likeliest tokens to name.
     """
     told = []
     for row, token in zip(logits, tokens, strict=True):  # one after another: the logarithms are of 8 bytes each
@@ -64,8 +61,6 @@ def token_logprobs(logs: np.ndarray, token: int, num: int) -> TokenLogprobs:
 
     Args:
         logs: [vocab] float64, of the row that the token was decided by.
-        token: the emitted token.
-        num: likeliest tokens to name.
     """
     num = min(num, len(logs))
     least = np.partition(logs, -num)[-num] if num else np.inf

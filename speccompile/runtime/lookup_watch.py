@@ -25,12 +25,7 @@ LEAST_STEPS = 16.0  # such steps before anything is said
 
 
 class LookupWatch:
-    """Counts on one sequence at a time, while drafts are off.
-
-    Args:
-        look_up: see `speccompile.drafting.lookup.LooksUp`.
-        num_slots: sequences of the batch.
-    """
+    """Counts on one sequence at a time, while drafts are off."""
 
     def __init__(self, look_up: LookUp, num_slots: int) -> None:
         self._look_up, self._num_slots = look_up, num_slots
@@ -49,18 +44,11 @@ class LookupWatch:
         return self._tokens / self._cost if self._num >= LEAST_STEPS else 0.0
 
     def forget(self) -> None:
-        """Begins anew: what was counted no longer matters."""
         self._lookup, self._sequence = None, None
         self._tokens = self._cost = self._num = 0.0
 
     def observe(self, sequence: TokenSequence, seconds: float, num_steps: int) -> None:
-        """Counts plain steps that have ended, one after the other.
-
-        Args:
-            sequence: with the tokens that the steps gave.
-            seconds: of all of them.
-            num_steps: how many they are.
-        """
+        """Counts plain steps that have ended, one after the other."""
         step_s = seconds / num_steps
         if self._credit_s is None:
             self._credit_s = FIRST_STEPS * step_s
@@ -88,7 +76,6 @@ class LookupWatch:
             self._credit_s -= self._look_s
 
     def _goes_on(self, lookup: Lookup, length: int, token: int) -> bool:
-        """Returns whether the step would have given the newest token and more; counts it where it ends with that."""
         num = length - self._start
         if num <= len(lookup.tokens) and lookup.tokens[num - 1] == token:
             return True

@@ -39,9 +39,6 @@ def decode(
     run starts with empty lengths.
 
     Args:
-        verifier: the target.
-        proposer: the drafts.
-        batch: sequences that wait for a slot.
         engines: their time is counted apart from the loop's own.
         planner: bounds the drafts of steps whose text does not depend on them; None: no bound, and costs stay those
             recorded in the bundle.
@@ -91,10 +88,7 @@ class Round(NamedTuple):
     """One step of a batch.
 
     Args:
-        tree: the scored tree.
         verdict: on the tree; its arrays are valid until the target runs again.
-        steps: result for each sequence.
-        times: of the step.
     """
 
     tree: TokenTree
@@ -113,11 +107,8 @@ def run_step(
     """Runs one step of the active sequences: propose, score, commit, emit.
 
     Args:
-        verifier: the target.
-        proposer: the drafts.
         batch: at least one is active.
         engines: their time is counted apart from the loop's own.
-        limit: see `TokenSequence.plan`.
     """
     start_s, engine_s = perf_counter(), _seconds(engines)
     # A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
@@ -179,9 +170,6 @@ def emit(
     A sequence ends with an error where its logits are not finite, its grammar or making its text fails.
 
     Args:
-        tree: the scored tree.
-        verdict: on it.
-        batch: the sequences.
         logprobs: of the new tokens, by slot index, of the sequences that ask for them.
     """
     accepted, following, drafts = verdict.accepted, verdict.following, tree.num_nodes.tolist()
@@ -257,10 +245,7 @@ def needs_draft(proposer: Proposer, planner: Planner | None, batch: SequenceBatc
     prompt nor its steps cost more than plain decoding's.
 
     Args:
-        proposer: the drafts.
         planner: of the batch; None: drafts are expected.
-        batch: the batch that the sequence will join.
-        sequence: the sequence.
     """
     is_drawn = not (
         batch.is_invariant or sequence.sampling.is_greedy
@@ -283,12 +268,7 @@ def _start_sequence(
     """Reads the prompt of the next waiting sequence into a slot; returns whether the sequence goes on from there.
 
     Args:
-        verifier: the target.
-        proposer: the drafts.
-        batch: its sequence at `slot`, if there is one, is replaced.
-        slot: slot index.
         first: its first step is added, where reading the prompt gives one.
-        planner: see `decode`.
     """
     sequence = batch.waiting.popleft()
     stats, draft_s, end = sequence.stats, 0.0, None
@@ -314,11 +294,6 @@ def _start_sequence(
 
 def decode_one(verifier: Verifier, proposer: Proposer, sequence: TokenSequence) -> Iterator[list[int]]:
     """Decodes one sequence, with acceptance in numpy on the target's logits: the oracle of `decode`.
-
-    Args:
-        verifier: a target whose graph gives logits.
-        proposer: the drafts.
-        sequence: the sequence.
 
     Yields:
         The new tokens of each step.

@@ -17,13 +17,9 @@ from speccompile.runtime.requests import Request, StepOutput
 class Submits(Protocol):
     """The part of `Service` that a stream needs."""
 
-    def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle:
-        """Submits requests."""
-        ...
+    def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle: ...
 
-    def cancel(self, handle: RequestHandle) -> None:
-        """Ends a request's open outputs."""
-        ...
+    def cancel(self, handle: RequestHandle) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -31,13 +27,7 @@ class Completion:
     """One whole output of a request.
 
     Args:
-        index: of the output.
         text: of the new tokens, cut before a stop string.
-        tokens: new token ids.
-        finish_reason: see `StepOutput.finish_reason`.
-        stats: see `StepOutput.stats`.
-        error: message, where the finish reason is `error`.
-        logprobs: of each of `tokens`, where the request asks for them.
     """
 
     index: int
@@ -57,7 +47,6 @@ class OutputStream:
     read.
 
     Args:
-        service: accepts the requests.
         requests: at least one; each may have several outputs.
 
     Raises:
@@ -86,7 +75,6 @@ class OutputStream:
         return index, step_output
 
     def close(self) -> None:
-        """Cancels what has not ended. May be called any number of times."""
         if self._num_open:
             self._service.cancel(self._handle)
 
@@ -97,7 +85,6 @@ class OutputStream:
         self.close()
 
     async def completions(self) -> list[Completion]:
-        """Returns all outputs in their order, once every one has ended."""
         step_outputs: list[list[StepOutput]] = [[] for _ in range(self.num_outputs)]
         async for index, step_output in self:
             step_outputs[index].append(step_output)

@@ -27,8 +27,6 @@ def best_match(
     """Returns the slot that shares the longest prefix with a prompt.
 
     Args:
-        prompt: token ids.
-        held: slot indices with the tokens in their caches.
         reusable: of a slot and a number of its first tokens: how many of them a sequence can go on from.
 
     Returns:
@@ -61,15 +59,12 @@ class Kept:
         return self._tokens.items()
 
     def put(self, slot: int, tokens: list[int]) -> None:
-        """Keeps the cache of a slot."""
         self._tokens[slot] = tokens
 
     def drop(self, slot: int) -> list[int]:
-        """Drops the cache of a slot; returns its tokens."""
         return self._tokens.pop(slot)
 
     def use(self, slot: int) -> None:
-        """Marks a slot's cache as the most recently used."""
         self._tokens[slot] = self._tokens.pop(slot)
 
     def rename(self, source: int, dest: int) -> None:
@@ -77,9 +72,7 @@ class Kept:
         self._tokens = {dest if slot == source else slot: tokens for slot, tokens in self._tokens.items()}
 
     def oldest(self) -> int:
-        """Returns the slot whose cache is the least recently used."""
         return next(iter(self._tokens))
 
     def clear(self) -> None:
-        """Drops all caches."""
         self._tokens.clear()

@@ -16,7 +16,6 @@ class PromptBytes:
 
     Args:
         tokenizer: of the bundle; None: prompts are token ids.
-        max_tokens: of a prompt.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
@@ -45,9 +44,6 @@ def most_bytes_of_a_token(tokenizer: Any) -> int | None:
     """Returns the most bytes of a text that one token stands for; None: there is no bound.
 
     There is one for byte-level vocabularies whose tokenizer drops and merges nothing.
-
-    Args:
-        tokenizer: `tokenizers.Tokenizer`, or another, of which nothing is known.
     """
     if type(getattr(tokenizer, "model", None)).__name__ != "BPE" or tokenizer.pre_tokenizer is None:
         return None

@@ -24,7 +24,6 @@ class Chunk(NamedTuple):
     """What reading a chunk of a prompt gave.
 
     Args:
-        num: of its tokens.
         step: with the first new token, where the prompt's last was read; it may end the sequence.
         verdict: of that step; None without one.
         draft_s: seconds that the draft took.
@@ -48,12 +47,6 @@ def read_chunk(
     """Reads the next chunk of a prompt.
 
     Args:
-        verifier: the target.
-        proposer: the drafts.
-        slot: slot index of the sequence.
-        alone: the sequence, `SequenceBatch.alone`.
-        reads: the draft reads the chunk, too.
-        most: see `Verifier.read`.
         is_checked: every chunk must be finite, not only the logits that a token comes from.
 
     Raises:
@@ -82,7 +75,6 @@ def read_chunk(
 
 
 def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verdict: Verdict) -> Step:
-    """Gives a sequence the token that reading its prompt gave."""
     [sequence] = alone.sequences
     sequence.plan(verifier.max_seq_len, 0)
     if verdict.following[0] < 0:
@@ -98,6 +90,5 @@ def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verd
 
 
 def _clear(verifier: Verifier, proposer: Proposer, slot: int) -> None:
-    """Zeroes the caches of a slot: rows that are not finite spoil attention even where a mask hides them."""
     for cache in (verifier.cache, *proposer.caches):
         cache.engine.clear_slot(slot)

@@ -25,13 +25,11 @@ class Request:
     """One prompt and how to decode it.
 
     Args:
-        prompt: a text, or token ids.
         sampling: see `SamplingParams`. Output i of several draws with `sampling.seed + i`.
         num_outputs: independent continuations of the prompt (`n` in the OpenAI API).
         speculation: `auto`: the controller decides; `on`: always draft, within the limits; `off`: never.
         timeout_s: seconds from submission to the last token; None: no limit but the service's own.
         wants_trace: add the tree of every step to its step output.
-        images: of the prompt, in its order: see `SpecEngine.generate`.
 
     Raises:
         RuntimeFault: a value is out of range.
@@ -64,7 +62,6 @@ class StepTrace:
     Args:
         tokens: of each node; node 0 is the root, the last token emitted before.
         parents: of each node; the root's is -1.
-        path: nodes kept, the root first.
         next_token: recovered or bonus token after the path.
         texts: of `tokens`, each decoded alone (empty without a tokenizer).
     """
@@ -83,15 +80,10 @@ class StepOutput(NamedTuple):
         output_index: which output, counted over all requests that were submitted as one.
         text: to show; never half a character, no part of a stop string.
         tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before).
-        num_draft_tokens: draft tokens scored in this step.
-        num_accepted: draft tokens that were accepted.
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
         stats: of the output, in its last step output: `SequenceStats.json_from_stats` plus `num_prompt_tokens`,
             `num_reused_tokens`, `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
-        trace: with `Request.wants_trace`.
-        error: message, where the finish reason is `error`.
-        logprobs: of each of `tokens`, where the request asks for them.
         stop_string: that ended the text, where the finish reason is `stop`; None: a token did.
         prompt_logprobs: of each token of the prompt, in the first step output, where the request asks for them; of the
             first one None.

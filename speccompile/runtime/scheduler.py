@@ -38,8 +38,6 @@ class Scheduler:
     """Decodes request handles, step by step. Used on one thread, as the only user of the engine.
 
     Args:
-        engine: the target with its proposer.
-        planner: bounds the drafts of a step.
         prefill_chunk: prompt tokens read between two decoding steps.
         keep_prefixes: reuse caches for prompts with the same prefix, those of ended requests and those of active ones.
         clock: monotonic, in seconds.
@@ -78,7 +76,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any output has not ended, or the caches must be reset."""
         return bool(self._handles) or self._broken is not None
 
     def add(self, handle: RequestHandle) -> None:
@@ -105,7 +102,6 @@ class Scheduler:
             self._end(output, reason)
 
     def cancel_all(self) -> list[Event]:
-        """Ends all open outputs."""
         for handle in tuple(self._handles.values()):
             self._cancel(handle, "cancelled")
         return self.take_events()
@@ -129,7 +125,6 @@ class Scheduler:
         return self.take_events()
 
     def _recover(self) -> None:
-        """Restarts where a cache could not be moved, as no slot can be trusted then."""
         fault, self._broken = self._broken, None
         if fault is not None:
             self._restart(fault)
@@ -141,7 +136,6 @@ class Scheduler:
                 self._cancel(self._handles[number], "timeout")
 
     def _read_prompts(self) -> None:
-        """Reads prompts until the chunk is used up; a sequence whose prompt is read joins the active ones."""
         left = self.prefill_chunk
         while left > 0:
             try:
@@ -167,7 +161,6 @@ class Scheduler:
         counters.num_prefix_hits += output.num_reused > 0
 
     def _stop_waiting(self, handle: RequestHandle) -> None:
-        """Counts a request handle as no longer waiting."""
         self.num_waiting -= handle.is_waiting
         handle.is_waiting = False
 
@@ -199,7 +192,6 @@ class Scheduler:
         return num
 
     def _deliver_first(self, output: RequestOutput, step: Step, verdict: Verdict | None) -> None:
-        """Makes the step output of the token that reading a prompt gave, and frees the slot if the text has ended."""
         self.counters.num_tokens += len(step.tokens)
         wants = output.request.wants_trace and step.finish_reason != "error"
         root = TokenTree.chain(np.array([[output.sequence.tokens[output.sequence.num_prompt - 1]]], dtype=np.int64))
@@ -210,7 +202,6 @@ class Scheduler:
             self._close(output, step_output)
 
     def _fail(self, fault: BaseException) -> None:
-        """Ends the output whose prompt cannot be read, or that cannot join after it was read."""
         if not isinstance(fault, NotFinite):
             self.counters.num_engine_faults += 1
             self.allocator.kept.clear()  # caches may be incompletely moved
@@ -246,7 +237,6 @@ class Scheduler:
         self.planner.observe(sequences, round_.steps, times)
 
     def _deliver(self, decoding: tuple[RequestOutput, ...], round_: Round) -> None:
-        """Makes the step outputs of a step, and frees the slots of outputs that have ended, the last slot first."""
         events, now_s = [], self._clock()
         for slot, (output, step) in enumerate(zip(decoding, round_.steps, strict=True)):
             wants = output.request.wants_trace and step.finish_reason != "error"
@@ -278,7 +268,6 @@ class Scheduler:
             self._lose(other)
 
     def _lose(self, fault: BaseException) -> None:
-        """Ends all outputs without using the engine, which no request can use any more."""
         self.lost, self._broken = text_from_fault(fault), None
         _log.error("the engine cannot be used any more, all requests end: %s", self.lost)
         self.allocator.clear()
@@ -286,7 +275,6 @@ class Scheduler:
         self._events = self.abandon(self.lost)
 
     def _end(self, output: RequestOutput, reason: str, error: str | None = None) -> None:
-        """Ends an output between steps, whether it waits, reads or decodes."""
         step_output = output.last_step_output(reason, self._clock(), error)
         self._events.append((output.handle, step_output))
         self._close(output, step_output)
@@ -312,7 +300,6 @@ class Scheduler:
         )
 
     def _may_be_reused(self, output: RequestOutput) -> bool:
-        """Returns whether a cache is worth keeping: slots are left for it, or a waiting prompt has the same prefix."""
         room = self.allocator.max_slots - len(self.allocator.active) + 1
         if len(self.queue) < room:
             return True
@@ -320,7 +307,6 @@ class Scheduler:
         return any(waiting.sequence.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
 
     def draft_report(self, asked: str = "auto") -> DraftReport:
-        """Returns whether requests with this `speculation` draft now, and why."""
         counters = self.counters
         return report_from_planner(self.planner, counters.num_draft_tokens, counters.num_accepted, asked)
 

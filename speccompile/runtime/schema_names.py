@@ -25,10 +25,6 @@ def without_used_patterns(grammar: str, vocabulary: Any) -> str:
     """Returns a grammar in whose JSON schemas each pattern leaves a name beside the declared ones.
 
     The schemas of other patterns are parts of those of the declared names.
-
-    Args:
-        grammar: in the language of llguidance.
-        vocabulary: `llguidance.LLTokenizer`.
     """
     if "patternProperties" not in grammar:
         return grammar

@@ -15,12 +15,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 class SchemaSizes:
-    """Sizes of the values of a schema's parts.
-
-    Args:
-        whole: the schema.
-        count: returns the tokens of a text.
-    """
+    """Sizes of the values of a schema's parts."""
 
     def __init__(self, whole: Any, count: Callable[[str], int]) -> None:
         self._count = count
@@ -110,7 +105,6 @@ def _number(schema: Mapping[str, Any], name: str) -> int:
 
 
 def _resolve(reference: Any, root: Any) -> Any:
-    """Returns what a pointer leads to; a schema of anything where that is not here."""
     if not isinstance(reference, str) or not re.fullmatch(r"#(/.*)?", reference):
         return {}
     found = root
@@ -126,10 +120,6 @@ def _item(found: Any, key: str) -> Any:
 
 def growth_of_grammar(grammar: str, count: Callable[[str], int]) -> float | None:
     """Returns the tokens by which one token may lengthen the shortest ending of a text, with room for two parts.
-
-    Args:
-        grammar: in the language of llguidance.
-        count: returns the tokens of a text.
 
     Returns:
         The bound; None: the grammar holds no JSON; infinity: no text of it ends.

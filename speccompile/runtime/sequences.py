@@ -48,14 +48,10 @@ class Step(NamedTuple):
     """Result of one step for one sequence.
 
     Args:
-        prompt_index: index of the prompt.
         tokens: the new tokens; the first `num_accepted` of them were drafts (fewer where the text ended before).
-        num_draft_tokens: draft tokens scored.
-        num_accepted: draft tokens kept.
         is_bonus: a whole path of at least one draft was kept, so the last of `tokens` is a bonus and not recovered.
         text: to show; empty without a text sink.
         finish_reason: `stop`, `length`, `cache_full`, `error`, or None before the end.
-        logprobs: of each of `tokens`, where the request asks for them.
     """
 
     prompt_index: int
@@ -69,12 +65,7 @@ class Step(NamedTuple):
 
 
 class UniformTable:
-    """Draws of one seed for all positions from `start` on, made in blocks.
-
-    Args:
-        seed: of the request.
-        start: first position needed.
-    """
+    """Draws of one seed for all positions from `start` on, made in blocks."""
 
     __slots__ = ("_lanes", "_start", "_table", "seed")
 
@@ -118,10 +109,7 @@ class TokenSequence:
     """One sequence. See `speccompile.core.protocols.TokenSequence`.
 
     Args:
-        index: of its prompt, or of the output of one.
         prompt: at least one token.
-        sampling: of the request.
-        stop_ids: tokens that end it.
         sink: makes text; None where no text is needed before the end.
 
     `speculation` is `auto` unless it is set; see `speccompile.runtime.control.Planner.plan`.
@@ -174,7 +162,6 @@ class TokenSequence:
 
     @property
     def keys(self) -> list[int]:
-        """Its tokens, by which caches are compared; those of images stand for their content."""
         return self.tokens if self.images is None else self.images.keys(self.tokens)
 
     def plan(self, max_seq_len: int, limit: int | None = None) -> None:
@@ -204,11 +191,7 @@ class TokenSequence:
 
         Args:
             new: accepted draft tokens and the next token.
-            num_drafts: draft tokens scored.
-            depth: of the deepest of them.
-            is_bonus: a whole path was kept.
             logprobs: of each new token; empty where they are not asked for.
-            of_prompt: they came with the prompt, not in a step.
         """
         num_accepted = len(new) - 1
         reason, text = None, ""
@@ -256,11 +239,8 @@ def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints, is
     """Returns the draws of `sampling.tree_uniforms` for one slot, from its table, [nodes, 2] float32.
 
     Args:
-        table: of the slot.
-        root: index of the root in its sequence.
         depths: [nodes] int64.
         ranks: [nodes] int64, siblings before each node.
-        is_drawn: drafts are drawn.
     """
     end = root + int(depths.max()) + 2
     rows = table.rows(root, end)
@@ -276,11 +256,8 @@ class SequenceBatch:
     """The active sequences in slots 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
 
     Args:
-        waiting: sequences in the order in which they get slots.
-        max_slots: most active sequences.
         is_invariant: texts do not depend on drafts or their number: drafts are deterministic, and sampled text is plain
             decoding's with the same seed. Then draft lengths may depend on measured times and other sequences.
-        max_forced: most draft tokens of `grammar_drafts.forced_chains`.
     """
 
     def __init__(
@@ -300,7 +277,6 @@ class SequenceBatch:
 
     @classmethod
     def alone(cls, sequence: TokenSequence) -> SequenceBatch:
-        """Returns a batch of one active sequence."""
         (batch := cls((), 1)).sequences.append(sequence)
         batch.changed()
         return batch
@@ -330,11 +306,9 @@ class SequenceBatch:
 
     @property
     def may_draw(self) -> bool:
-        """See `Batch.may_draw`."""
         return not (self.is_greedy or self.is_invariant)
 
     def is_drawn(self, tree: TokenTree) -> bool:
-        """Returns whether the drafts of a tree are verified as drawn ones."""
         return tree.draft_probs is not None and not self.is_invariant
 
     def race_draws(self, depth: int) -> Floats:
@@ -347,7 +321,6 @@ class SequenceBatch:
         return draws
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
-        """See `Batch.warp_feeds`."""
         return self._warp
 
     def draft_uniforms(self, depth: int) -> Floats:

@@ -85,7 +85,6 @@ class Service:
 
     Args:
         engine: nothing else may use it as long as the service runs.
-        options: see `ServiceOptions`.
         planner: bounds the drafts of each step; None: a new controller.
     """
 
@@ -151,7 +150,6 @@ class Service:
         """Submits a request. May be called on any thread.
 
         Args:
-            request: the request.
             more: others that are accepted with it or not at all, and that wait as one: they have one place in the queue
                 and one turn at the slots, and their outputs are numbered after its own. The shortest time-out holds.
             on_output: called with each step output, on the scheduler's thread. It must not block. Where it raises, the
@@ -219,7 +217,6 @@ class Service:
         return self._scheduler.draft_report(self.options.speculation if speculation == "auto" else speculation)
 
     def _serve(self) -> None:
-        """Runs the scheduler's thread. However it ends, outputs get a last step output, and reports an answer."""
         fault: str | None = "a bug in the service"
         try:
             self._run()
@@ -266,7 +263,6 @@ class Service:
                 return
 
     def _next_commands(self, is_busy: bool) -> list[_Command]:
-        """Returns all commands that have arrived; waits for one unless the scheduler has work."""
         commands = [] if is_busy else [self._commands.get()]
         try:
             while True:

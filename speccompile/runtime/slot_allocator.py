@@ -20,8 +20,6 @@ class SlotAllocator:
     a prompt is read in the slot where its sequence will decode: the first one after these.
 
     Args:
-        verifier: the target.
-        proposer: the drafts.
         batch: active sequences of the loop's steps; kept equal to those of `active`.
         keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
     """
@@ -37,7 +35,6 @@ class SlotAllocator:
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is free to read a prompt."""
         return self.reading is None and len(self.active) < self.max_slots
 
     def open(self, output: RequestOutput) -> int:
@@ -92,7 +89,6 @@ class SlotAllocator:
         return [*reversed(list(self.kept.items())), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
-        """Returns whether to take over a cache instead of copying it: little is lost, or it would be dropped anyway."""
         if source not in self.kept:
             return False
         lost = int(self.verifier.lengths[source]) - num
@@ -104,7 +100,6 @@ class SlotAllocator:
         return next((slot for slot in slots if slot not in self.kept), -1)
 
     def _move_kept(self, source: int, dest: int) -> None:
-        """Moves a kept cache; one that is kept at `dest` is swapped with it."""
         if source == dest:
             return
         if dest in self.kept:
@@ -118,10 +113,6 @@ class SlotAllocator:
 
     def _vacate(self, slot: int, source: int) -> int:
         """Frees a slot; its kept cache moves to a free slot, or to that of the oldest cache, which is dropped.
-
-        Args:
-            slot: index of the slot to free.
-            source: slot of rows that are to be copied.
 
         Returns:
             The slot where the rows of `source` are then.
@@ -157,7 +148,6 @@ class SlotAllocator:
         """Frees the slot of an output that decodes or reads.
 
         Args:
-            output: the one that leaves.
             keeps: keep its cache if it has enough tokens; False where a step has failed.
         """
         if output is self.reading:
@@ -181,7 +171,6 @@ class SlotAllocator:
         return self.keeps and min(int(self.verifier.lengths[slot]), len(output.sequence.tokens)) >= MIN_SHARED
 
     def _keep(self, slot: int, output: RequestOutput, keeps: bool) -> None:
-        """Keeps the rows of the output's tokens; after a stop string these are fewer than its last step wrote."""
         if keeps and self._is_long_enough(slot, output):
             tokens = output.sequence.keys[: int(self.verifier.lengths[slot])]
             self.verifier.lengths[slot] = len(tokens)

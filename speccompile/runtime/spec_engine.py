@@ -38,14 +38,9 @@ class SpecEngine:
 
     Args:
         target: the target's engine (`verified_spec`).
-        drafts: the method's engines by name.
         proposer: the method's proposer over the same engines.
         tokenizer: None where prompts and results are token ids.
-        context: sizes.
         eos_token_ids: the model's own end-of-sequence tokens.
-        defaults: sampling parameters where none are given.
-        bundle: that it was loaded from.
-        chunk: prompt tokens read at once.
         may_stop: the method's draft length is not fixed, so drafting may stop where plain decoding is faster.
         images: the vision tower; None: prompts have no images.
     """
@@ -206,12 +201,6 @@ class SpecEngine:
     ) -> list[int]:
         """Returns the token ids of a conversation by the model's chat template, with the assistant's turn opened.
 
-        Args:
-            messages: with `role` and `content`.
-            variables: more variables for the template.
-            num_images: images of the conversation.
-            where: names the messages in faults.
-
         Raises:
             RuntimeFault: the template refuses the messages, or its package is not installed.
             BundleError: the bundle has no chat template.
@@ -274,7 +263,6 @@ class SpecEngine:
         """Ends earlier runs and invalidates their caches. Returns the number of the new run.
 
         Args:
-            rows: cache rows to allocate at the start.
             clears: zero the caches as well, after a fault that may have left rows that are not finite.
         """
         self._check_open()
@@ -324,13 +312,6 @@ class SpecEngine:
         self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool, images: Sequence[Image] = ()
     ) -> TokenSequence:
         """Returns a sequence to decode.
-
-        Args:
-            index: of the prompt, or of the output of one.
-            prompt: a text, or token ids.
-            params: of the request.
-            with_text: make text step by step.
-            images: of the prompt.
 
         Raises:
             RuntimeFault: as `generate`.

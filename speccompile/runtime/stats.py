@@ -16,11 +16,7 @@ from speccompile.core.specs import CANDIDATE_PROBS, CONFIDENCES, GraphSpec
 
 
 class TimedEngine:
-    """An engine that sums the time spent in it. See `speccompile.core.protocols.Engine`.
-
-    Args:
-        engine: the engine to be timed.
-    """
+    """An engine that sums the time spent in it. See `speccompile.core.protocols.Engine`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -40,53 +36,43 @@ class TimedEngine:
         return outputs
 
     def reset(self, rows: int = 1) -> None:
-        """Resets the caches."""
         self.engine.reset(rows)
 
     @property
     def view_rows(self) -> int:
-        """See `speccompile.core.protocols.Engine.view_rows`."""
         return self.engine.view_rows
 
     @property
     def graph_fault(self) -> str | None:
-        """See `speccompile.core.protocols.Engine.graph_fault`."""
         return self.engine.graph_fault
 
     def shrink(self, rows: int) -> None:
-        """Shrinks the caches' view, timed."""
         start = perf_counter()
         self.engine.shrink(rows)
         self.seconds += perf_counter() - start
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """Copies a slot, timed."""
         start = perf_counter()
         self.engine.move_slot(source, dest, rows)
         self.seconds += perf_counter() - start
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """Swaps two slots, timed."""
         start = perf_counter()
         self.engine.swap_slots(first, second, rows)
         self.seconds += perf_counter() - start
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """Drops rows of a slot, timed."""
         start = perf_counter()
         self.engine.slide_slot(slot, first, num)
         self.seconds += perf_counter() - start
 
     def clear_slot(self, slot: int) -> None:
-        """Zeroes a slot."""
         self.engine.clear_slot(slot)
 
     def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
-        """See `speccompile.core.protocols.Engine.read_caches`."""
         return self.engine.read_caches(slot, rows)
 
     def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:
-        """Compacts trees, timed."""
         start = perf_counter()
         self.engine.compact(lengths, path)
         self.seconds += perf_counter() - start
@@ -100,7 +86,6 @@ class DraftEngine(TimedEngine):
     """
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        """Runs one step, timed."""
         outputs = super().run(feeds, first_slot)
         for name in (CANDIDATE_PROBS, CONFIDENCES):
             sure = outputs.get(name)
@@ -117,9 +102,6 @@ class SequenceStats:
     """Counts and times of one sequence.
 
     Times are wall clock; in a batch they include the work for other sequences.
-
-    Args:
-        now_s: `perf_counter()` at the start of its prefill.
     """
 
     __slots__ = (
@@ -145,7 +127,6 @@ class SequenceStats:
         self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
 
     def add_times(self, now_s: float, step_s: float, engine_s: float) -> None:
-        """Adds one decoding step that ends now."""
         self.end_s = now_s
         self.step_s += step_s
         self.engine_s += engine_s

@@ -123,7 +123,6 @@ class _Translation:
         return "\n".join(["%llguidance {}", f"start: {whole}", *self._lines])
 
     def _part(self, asked: Any, path: str, end: str, depth: int, is_tag: bool = False) -> _Part:
-        """Returns a format with the end after it."""
         kind = self._kind(asked, path, depth, is_tag)
         return self._types[kind](asked, path, end, depth + 1)
 
@@ -153,13 +152,11 @@ class _Translation:
         return self._named(part).text
 
     def _named(self, part: _Part) -> _Part:
-        """Returns a part by its name, so that it can stand in several places."""
         name = f"{'T' if part.is_regular else 'r'}{len(self._lines)}"
         self._lines.append(f"{name}: {part.text}")
         return _Part(name, part.is_regular)
 
     def _join(self, parts: Sequence[_Part]) -> _Part:
-        """Returns parts one after another; regular ones that are neighbours are one terminal."""
         texts, run, are_regular = list[str](), list[str](), all(part.is_regular for part in parts)
         for part in parts:
             if part.is_regular:
@@ -174,7 +171,6 @@ class _Translation:
         return _Part(f"({' '.join(texts)})" if texts else '""', are_regular)
 
     def _either(self, parts: Sequence[_Part]) -> _Part:
-        """Returns one of the parts; the regular ones are one terminal."""
         regular = [part.text for part in parts if part.is_regular]
         texts = [part.text for part in parts if not part.is_regular]
         if regular and texts:
@@ -185,7 +181,6 @@ class _Translation:
         return _Part(f"({part.text}){times}", part.is_regular)
 
     def _pieces(self, text: str) -> list[_Part]:
-        """Returns a text as literals and special tokens."""
         parts, left = list[_Part](), text
         for token in self._vocabulary.tokenize_str(text, parse_special=True):
             if not self._vocabulary.is_special_token(token):
@@ -210,7 +205,6 @@ class _Translation:
         return _Mark(pieces[0].text, tuple(pieces[1:]))
 
     def _until(self, mark: _Mark, marks: Sequence[_Mark]) -> _Part:
-        """Returns free text and the first of the marks in it, which is this one."""
         plain = " | ".join(other.text for other in marks if not other.special)
         text = f"({_ANY} {mark.text})" if mark.text else _ANY
         if plain:
@@ -218,7 +212,6 @@ class _Translation:
         return self._join([_Part(text), *mark.special])
 
     def _without(self, marks: Sequence[_Mark]) -> _Part:
-        """Returns free text in which no mark is; special tokens are in no free text."""
         plain = " | ".join(mark.text for mark in marks if not mark.special)
         return _Part(f"({_ANY} & ~({_ANY} ({plain}) {_ANY}))" if plain else _ANY)
 
@@ -366,7 +359,6 @@ def _is_unlimited(asked: dict[str, Any]) -> bool:
 
 
 def _regex_literal(pattern: str) -> str:
-    """Returns a regular expression between slashes."""
     text, is_escaped = "", False
     for char in pattern:
         written = {"\n": "n", "\r": "r"}.get(char, char)

@@ -17,9 +17,7 @@ REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not (yet) a
 class Tokenizer(Protocol):
     """The part of `tokenizers.Tokenizer` that decoding needs."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of a run of tokens."""
-        ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class TextStream:
@@ -28,11 +26,6 @@ class TextStream:
     Only a window is decoded each time: tokens whose text is known, and those that have none yet. It tells decoders that
     treat the beginning of a text in another way (SentencePiece's drop its first space) that this is none. Bytes that
     are no whole character are held back while they may become one; what they can no longer become is U+FFFD.
-
-    Args:
-        tokenizer: decodes runs of tokens.
-        skips_special: leave special tokens out.
-        prompt: tokens before the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skips_special: bool = True, prompt: Sequence[int] = ()) -> None:
@@ -74,7 +67,6 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Returns the last tokens of a prompt: with text, and not from within a character."""
         num = WINDOW // 2
         while num < len(prompt):
             text = self._decode(prompt[-num:])
@@ -134,7 +126,6 @@ class TextStream:
         return text.removeprefix(REPLACEMENT * num)
 
     def _num_of_half(self, text: str) -> int:
-        """Returns how many replacements at the end of a text that was held back stand for a part of a character."""
         num = len(text) - len(text.rstrip(REPLACEMENT))
         is_run = num == len(self._held)  # one for each byte, as byte-fallback decoders write them
         half = self._num_of_bytes()
@@ -245,10 +236,7 @@ class TextSink:
     """Text of one sequence: parts to show, and the end at a stop string.
 
     Args:
-        tokenizer: decodes runs of tokens.
-        stops: stop strings.
         hidden: where special tokens are shown, those that are not; None: no special token is shown.
-        prompt: tokens before the text.
     """
 
     def __init__(
@@ -265,7 +253,6 @@ class TextSink:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
         return self._stops.found
 
     def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]:

@@ -44,9 +44,7 @@ class Verifier:
     prompt, and the one node of a plain step. With drafts none is sure, so that the step can be run once more.
 
     Args:
-        engine: the target (`verified_spec`).
         max_seq_len: cache rows a sequence may use; the engine has more, for padded nodes.
-        chunk: prompt tokens read at once.
     """
 
     def __init__(self, engine: Engine, max_seq_len: int, chunk: int = 128) -> None:
@@ -88,11 +86,6 @@ class Verifier:
     ) -> Iterator[tuple[Ints, int, Outputs]]:
         """Reads all prompt tokens but the last, chunk by chunk.
 
-        Args:
-            slot: slot index of the sequence.
-            tokens: all of the prompt.
-            images: of the prompt.
-
         Yields:
             The tokens of the chunk [1, nodes], where they start, and the target's outputs.
         """
@@ -118,7 +111,6 @@ class Verifier:
 
         Args:
             slot: slot index of the sequence; its cache holds the first `lengths[slot]` tokens.
-            tokens: all of the prompt.
             most: most tokens to read, the prompt's last not counted; None: no bound but `chunk`. An image is read
                 whole, whatever its tokens.
             images: of the prompt; None: it has none.
@@ -202,7 +194,6 @@ class Verifier:
         return self._verdict(tree, batch, feeds, self.outputs)
 
     def _draw_feeds(self, tree: TokenTree, batch: SequenceBatch) -> dict[str, NDArray[Any]]:
-        """Returns what the graph needs to draw from its distributions; nothing where all sequences are greedy."""
         if batch.is_greedy:
             return {}
         feeds = {**batch.warp_feeds(), UNIFORMS: batch.tree_uniforms(tree)}
@@ -213,7 +204,6 @@ class Verifier:
     def _verdict(
         self, tree: TokenTree, batch: SequenceBatch, feeds: Mapping[str, NDArray[Any]], outputs: Outputs
     ) -> Verdict:
-        """Returns the graph's verdict, of sequences with logits processors the host's."""
         verdict = Verdict(outputs[PATH], outputs[NUM_ACCEPTED], outputs[NEXT_TOKEN])
         if not batch.processed:
             return verdict
@@ -241,7 +231,6 @@ class Verifier:
         return tree, verdict
 
     def _without_tokens(self, tree: TokenTree) -> list[int]:
-        """Returns the slots with a draft that is no token of the vocabulary."""
         size = self.engine.spec.vocab_size
         rows = tree.tokens.tolist()  # a reduction of the array would take longer, see `Verdict`
         return [slot for slot, row in enumerate(rows) if size and not (min(row) >= 0 and max(row) < size)]

@@ -23,8 +23,6 @@ class ViewKeeper:
     at most twice the least possible time is lost.
 
     Args:
-        engines: all of a bundle.
-        allocator: of the scheduler.
         max_rows: cache rows that a sequence may use.
     """
 

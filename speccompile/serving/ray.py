@@ -70,11 +70,7 @@ class Settings(BaseModel):
 
 
 class Replica:
-    """One replica: a service in a process of its own, with the application that `speccompile serve` runs.
-
-    Args:
-        settings: see `Settings`.
-    """
+    """One replica: a service in a process of its own, with the application that `speccompile serve` runs."""
 
     def __init__(self, settings: Settings) -> None:
         # A replica holds one request more than it decodes at most, so its own queue must not refuse any of them.
@@ -114,7 +110,6 @@ def replica_routes(server: OpenAIServer) -> APIRouter:
 
     @router.get("/replica")
     def replica() -> dict[str, Any]:
-        """Returns id and process of the replica that answers, and `Service.stats()`."""
         context = serve.get_replica_context()
         return {"replica": context.replica_tag, "pid": os.getpid(), "stats": server.service.stats()}
 

@@ -30,13 +30,8 @@ class RunRecord:
 
     Args:
         settings: for each stage, what its weights depend on besides the stages before it.
-        stage: index of the current stage.
-        step: steps of that stage that are done.
-        rows: the curve: a dict for each step and measurement.
-        seconds: wall time by stage.
         cpu_seconds: CPU time by stage, of all threads of the first process.
         model: state_dict of the trained module, {} before the first checkpoint.
-        optimizer: state_dict of the optimizer.
     """
 
     settings: list[dict[str, Any]]
@@ -59,7 +54,6 @@ def check_run_folder(folder: Path) -> None:
 
 
 def make_run_folder(folder: Path) -> None:
-    """Makes the folder of a run, with the mark by which `check_run_folder` knows it."""
     folder.mkdir(parents=True, exist_ok=True)
     if read_record(folder) is None:
         write_mark(folder, RUN)
@@ -69,10 +63,6 @@ def open_record(folder: Path, settings: list[dict[str, Any]]) -> tuple[RunRecord
     """Returns the record in `folder` that a run can go on from, or a new one where there is none.
 
     A stage whose settings changed begins anew, after the stages before it, which are kept.
-
-    Args:
-        folder: of the run.
-        settings: of its stages, see `RunRecord`.
 
     Returns:
         The record, and the setting that changed since it was written; "" where none did.
@@ -106,7 +96,6 @@ def _read_record(path: Path, todo: str) -> RunRecord:
 
 
 def _change(before: Any, now: Any, where: str = "") -> str:
-    """Returns the first value that differs, with its key; "" where none does."""
     if isinstance(before, list) and isinstance(now, list) and where == "":
         stages: Iterable[tuple[Any, Any]] = itertools.zip_longest(before, now, fillvalue={})
         return next(filter(None, (_change(*stage) for stage in stages)), "")
@@ -137,7 +126,6 @@ class _Writer:
             raise
 
     def flush(self) -> None:
-        """Flushes the file."""
         self._file.flush()
 
 

@@ -29,9 +29,7 @@ class Document:
     """One text.
 
     Args:
-        text: its characters.
         digest: SHA-256 of its bytes, hex.
-        source: where it comes from, for messages.
     """
 
     text: str
@@ -40,7 +38,6 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is for measuring only."""
         return is_held_out(self.digest)
 
 
@@ -61,7 +58,6 @@ class Sources:
 
     @property
     def digest(self) -> str:
-        """Digest of all documents, whatever files they are in."""
         return _digest("".join(sorted(self.locations)).encode())[:16]
 
     def documents(self) -> Iterator[Document]:

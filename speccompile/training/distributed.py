@@ -27,13 +27,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from
 
 @dataclass(frozen=True)
 class Team:
-    """The processes of a run.
-
-    Args:
-        rank: this process's number.
-        size: processes.
-        device: "cpu" or "cuda".
-    """
+    """The processes of a run."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +35,6 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files."""
         return self.rank == 0
 
     def shard(self, module: nn.Module) -> nn.Module:
@@ -51,18 +44,15 @@ class Team:
         return module
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns `sums`, summed in place over all processes."""
         if self.size > 1:
             distributed.all_reduce(sums)
         return sums
 
     def wait(self) -> None:
-        """Waits until every process gets here."""
         if self.size > 1:
             distributed.barrier()
 
     def part(self, rows: list[int]) -> list[int]:
-        """Returns this process's share of a batch."""
         return rows[self.rank :: self.size]
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
@@ -70,7 +60,6 @@ class Team:
         return dict(get_model_state_dict(module, options=_WHOLE)) if self.size > 1 else module.state_dict()
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Returns the whole state of the optimizer, on the CPU."""
         if self.size > 1:
             return dict(get_optimizer_state_dict(module, optimizer, options=_WHOLE))
         return optimizer.state_dict()

@@ -84,7 +84,6 @@ class LossOptions:
     Args:
         kl_share: of the target's distribution in the label; the rest is the next token of the text.
         decay: weight of a draft position relative to the one before.
-        dtype: of the vocabulary projection's arithmetic.
     """
 
     kl_share: float
@@ -97,11 +96,8 @@ class Measures:
     """Sums over the rows of a batch, [positions] each, and over whole chains; sums of batches add up.
 
     Args:
-        losses: cross-entropy against the label.
         hits: drafts that are the target's own greedy token.
-        tried: drafts with a label.
         kept: chains whose first i + 1 drafts are all hits.
-        chains: chains that have a label at position i.
     """
 
     losses: torch.Tensor
@@ -117,13 +113,7 @@ class Measures:
 
 
 class TrainedModule(nn.Module):
-    """A trainable and its loss as one module, so that a sharded model has one forward.
-
-    Args:
-        trainable: see `speccompile.training_contract.Trainable`.
-        options: of the loss.
-        vocab_size: of the target.
-    """
+    """A trainable and its loss as one module, so that a sharded model has one forward."""
 
     def __init__(self, trainable: Any, options: LossOptions, vocab_size: int) -> None:
         super().__init__()
@@ -190,7 +180,6 @@ def _candidate_loss(
 
 
 def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and probabilities of each position's label; the text's next token comes as one more column."""
     ids, probs = batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1).float()
     probs = probs / probs.sum(-1, keepdim=True)
     if kl_share == 1.0:
@@ -207,7 +196,6 @@ def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.
 def _to_draft_vocab(
     d2t: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the distributions over draft tokens; the mass of other tokens is dropped."""
     t2d = torch.full((vocab_size,), -1, dtype=torch.int64, device=d2t.device)
     t2d[d2t] = torch.arange(len(d2t), device=d2t.device)
     mapped = t2d[ids]
@@ -215,7 +203,6 @@ def _to_draft_vocab(
 
 
 def _groups(projections: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Returns the positions that share a projection."""
     held: dict[int, list[int]] = {}
     for position, projection in enumerate(projections):
         held.setdefault(id(projection), []).append(position)

@@ -29,8 +29,6 @@ class Windows:
 
     Args:
         folder: holds <split>-<number>.npy, [windows, seq_len] int32 each.
-        seq_len: tokens of a window.
-        counts: windows by split.
     """
 
     folder: Path
@@ -38,7 +36,6 @@ class Windows:
     counts: dict[str, int]
 
     def read(self, split: str, shard: int) -> Tokens:
-        """Returns the windows of one shard."""
         return np.asarray(np.load(self.folder / f"{split}-{shard:05d}.npy"), dtype=np.int32)
 
     def rows(self, split: str, rows: Sequence[int]) -> Tokens:
@@ -48,7 +45,6 @@ class Windows:
         return np.stack([held[row // SHARD_WINDOWS][row % SHARD_WINDOWS] for row in rows])
 
     def num_shards(self, split: str) -> int:
-        """Returns the number of shards of a split."""
         return -(-self.counts[split] // SHARD_WINDOWS)
 
     def all(self, split: str) -> Tokens:
@@ -113,7 +109,6 @@ def open_windows(folder: Path) -> Windows | None:
 
 
 def digest_from_json(record: object) -> str:
-    """Returns a short hex digest of a JSON-ready value."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 

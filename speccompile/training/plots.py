@@ -14,10 +14,7 @@ def write_curves(rows: Sequence[dict[str, Any]], image: Path, events: Path, titl
     """Plots the rows of a run and writes its events again.
 
     Args:
-        rows: of `RunRecord`.
-        image: the PNG.
         events: folder of the events; those of an earlier run in it are replaced.
-        title: of the plot.
     """
     points = _points(rows)
     _plot(points, image, title)
@@ -35,7 +32,6 @@ def write_curves(rows: Sequence[dict[str, Any]], image: Path, events: Path, titl
 
 
 def _points(rows: Sequence[dict[str, Any]]) -> list[tuple[int, str, dict[str, Any]]]:
-    """Returns (step over both stages, split, measures) of each row."""
     points: list[tuple[int, str, dict[str, Any]]] = []
     before, stage, last = 0, None, 0
     for row in rows:

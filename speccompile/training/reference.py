@@ -34,11 +34,7 @@ def measure_chains(
     """Measures mean acceptance length (1 + accepted / steps) and acceptance by position of greedy chains.
 
     Args:
-        plan: of the training, whose output is measured.
-        prompts: a .jsonl with `prompt_ids`, or `prompt` to tokenise.
-        num_prompts: number of prompts used, from the first on.
         num_drafts: drafts of a chain; by default as many as were trained.
-        folder: another speculator of the same plan.
         progress: called with "measure: prompts DONE/TOTAL".
 
     Raises:
@@ -87,12 +83,6 @@ def decode_chains(
     each step: a check, no engine.
 
     Args:
-        target: the target.
-        trainable: the drafter.
-        needs: of the drafter.
-        prompt: token ids.
-        num_drafts: of a chain.
-        max_new_tokens: the text ends in the step that reaches them.
         is_bounded: chains end one token before the text does, as the engine's do, so that no step goes beyond it.
         text: what is written after the prompt in the place of the target's own greedy tokens, `max_new_tokens` at
             least: drafts are accepted where they are its tokens. None: the target's own.
@@ -121,7 +111,6 @@ def _batch(tokens: list[int], held: dict[str, torch.Tensor]) -> TrainingBatch:
 
 
 def _cut(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the first rows, which caches have in their third dim."""
     return value[:, :, :rows] if name in ("k_cache", "v_cache") else value[:, :rows]
 
 

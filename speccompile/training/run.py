@@ -64,8 +64,6 @@ def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, A
     """Trains, or resumes a run that was stopped.
 
     Args:
-        recipe: of the run.
-        plan: what `resolve_training` made of it.
         listener: gets the progress (of the first process only).
 
     Returns:
@@ -132,7 +130,6 @@ class _Run:
         return self._summary(record)
 
     def _windows(self, book: TextBook, name: str) -> Windows:
-        """Returns the windows of a stage: the first process makes them, the others read them."""
         if self.team.is_first:
             book.windows(name)
         self.team.wait()
@@ -172,7 +169,6 @@ class _Run:
         return open_record(self.folder, json.loads(json.dumps(settings)))
 
     def _report_start(self, stages: list[str], record: RunRecord, change: str) -> None:
-        """Reports the checkpoint that the run resumes from, and a setting that changed since."""
         if change:
             self.listener.stage(f"{change}: what does not depend on it is kept")
         name = stages[min(record.stage, len(stages) - 1)]
@@ -224,7 +220,6 @@ class _Run:
         }
 
     def _write(self, trainable: Any, record: RunRecord) -> None:
-        """Writes the speculator with its figures, atomically; the events are in the run's folder."""
         self.listener.stage("write")
         with staged_folder(self.claim.path, self.claim.hold) as folder:
             trainable.save(folder)
@@ -245,7 +240,6 @@ def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:
 
 
 def _check_batches(section: TrainingSection, stages: list[str], num_processes: int) -> None:
-    """Checks that all processes get the same number of sequences, as gradients are averaged over them."""
     for name in stages:
         size = getattr(section, name).batch_size
         if size % num_processes:

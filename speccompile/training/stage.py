@@ -22,16 +22,7 @@ MEASURE_ROWS = 8  # windows of a measurement's batch
 
 @dataclass(frozen=True)
 class Stage:
-    """Text, target outputs and schedule of a stage.
-
-    Args:
-        name: `plain` or `generated`.
-        section: steps, sizes and learning rate.
-        windows: the text.
-        states: the target's outputs on it.
-        seed: of the order of windows.
-        device: of the batches.
-    """
+    """Text, target outputs and schedule of a stage."""
 
     name: str
     section: PlainSection | GeneratedSection
@@ -50,7 +41,6 @@ class Stage:
         return rows
 
     def batch(self, split: str, rows: list[int], seed: int) -> TrainingBatch:
-        """Returns the windows `rows` with the target's outputs."""
         tokens = self.windows.rows(split, rows)
         held = self.states.read(split, rows, tokens)
         return batch_from_outputs(torch.from_numpy(tokens.astype(np.int64)), held, seed, self.device)
@@ -84,12 +74,8 @@ class StageRunner:
     """Runs steps of a stage.
 
     Args:
-        stage: text and schedule.
         module: the trainable with its loss, sharded over the team.
-        optimizer: its optimizer.
-        team: the processes.
         precision: dtype of the arithmetic.
-        max_grad_norm: gradients are clipped to it.
     """
 
     def __init__(

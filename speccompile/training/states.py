@@ -31,7 +31,6 @@ class LiveStates:
         self.target, self.needs = target, needs
 
     def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """Returns the outputs by name for the windows `tokens`."""
         del split, rows
         return run_in_parts(self.target, torch.from_numpy(tokens.astype(np.int64)), self.needs)
 
@@ -44,7 +43,6 @@ class CachedStates:
         self._open: dict[Path, np.ndarray] = {}
 
     def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """Returns the outputs by name for the windows `rows` of a split."""
         del tokens
         return {name: torch.stack([self._row(name, split, row) for row in rows]) for name in self.names}
 
@@ -56,7 +54,6 @@ class CachedStates:
 
 
 def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-    """Returns the outputs of `Target.run`, which is called on a few windows at a time."""
     size = max(1, _RUN_TOKENS // tokens.shape[1])
     parts = [target.run(part, needs) for part in tokens.split(size)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -73,13 +70,11 @@ def batch_from_outputs(
 
 
 def output_names(needs: TargetNeeds) -> tuple[str, ...]:
-    """Returns the names of `Target.run`'s outputs."""
     names = [f"layer.{i}" for i in needs.layers] + ["k_cache", "v_cache"] * needs.caches + ["hidden"] * needs.hidden
     return (*names, "dist_tokens", "dist_probs")
 
 
 def missing_names(folder: Path, windows: Windows, names: Sequence[str]) -> list[str]:
-    """Returns the names of which a shard is missing."""
     shards = [(split, i) for split in windows.counts for i in range(windows.num_shards(split))]
     return [n for n in names if not all(_shard(folder, n, split, i).is_file() for split, i in shards)]
 
@@ -91,9 +86,6 @@ def write_states(
 
     Args:
         folder: of all outputs of this target on these windows; methods share it.
-        target: the model.
-        windows: the text.
-        needs: the outputs wanted.
         progress: called with windows done and all windows.
     """
     names, done, total = output_names(needs), 0, sum(windows.counts.values())
@@ -118,12 +110,7 @@ def choose(
     pass. Outputs that an earlier run wrote cost only the reads.
 
     Args:
-        folder: where they are kept.
-        target: the model, to be timed.
-        windows: the text.
-        needs: the outputs wanted.
         passes: how often the whole text is read.
-        wish: `auto`, `disk` or `live`.
 
     Returns:
         The decision, and the measurements.
@@ -171,7 +158,6 @@ def _free_bytes(folder: Path) -> int:
 
 
 def digest_record(target: Target, windows_digest: str, dtype: str) -> dict[str, Any]:
-    """Returns everything that the kept outputs depend on."""
     weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in weight_files(target.folder)}
     return {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
 

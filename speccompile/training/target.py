@@ -26,9 +26,6 @@ class Target:
     """A causal language model in evaluation mode.
 
     Args:
-        folder: its checkpoint.
-        dtype: of its arithmetic.
-        device: "cpu" or "cuda".
         lora: folder or hub id of an adapter, merged into float32 weights; None: none.
     """
 
@@ -71,7 +68,6 @@ class Target:
 
         Args:
             tokens: [batch, nodes] int64.
-            needs: of a trainable.
         """
         held: dict[str, torch.Tensor] = {}
         head = self.model.get_output_embeddings()

@@ -51,13 +51,7 @@ def cache_folder() -> Path:
 
 
 class TextBook:
-    """Makes the windows of a run.
-
-    Args:
-        recipe: with a section `training`.
-        target: folder of the target's checkpoint.
-        progress: called with what is being done.
-    """
+    """Makes the windows of a run."""
 
     def __init__(self, recipe: Recipe, target: Path, progress: Progress) -> None:
         assert recipe.training is not None
@@ -76,13 +70,11 @@ class TextBook:
         return digest_from_json({**self._record(), **sizes, **engine, "target": _digest_of_weights(self.target)})
 
     def windows(self, stage: str) -> Windows:
-        """Returns the windows of a stage, made where they are not stored already."""
         make = self._pack if stage == "plain" else self._generate
         folder = cache_folder() / stage / self.digest(stage)
         return open_windows(folder) or write_windows(folder, make())
 
     def sources(self) -> Sources:
-        """Returns the documents, which are searched for once."""
         if self._sources is None:
             self.progress("text: find documents")
             self._sources = find_sources(self.section.text.files, self.section.text.python_sources)
@@ -184,7 +176,6 @@ def _plain_recipe(recipe: Recipe) -> Recipe:
 
 
 def _cut(texts: Sequence[list[int]], seq_len: int) -> Tokens:
-    """Returns windows: whole sequences one each; those that ended early are concatenated and cut."""
     rows = [t for t in texts if len(t) == seq_len]
     rest = [token for t in texts if len(t) != seq_len for token in t]
     rows += list(_step_outputs(rest, seq_len))

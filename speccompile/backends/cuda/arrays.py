@@ -42,11 +42,7 @@ class DeviceArray:
     `numpy.asarray` copies it to the host. An engine of the same device reads it in place.
 
     Args:
-        device: of the memory.
-        address: of its first element.
-        shape: all dims.
         dtype: as in specs; numpy has no dtype named bfloat16.
-        memory: kept alive as long as this object.
     """
 
     def __init__(
@@ -57,12 +53,10 @@ class DeviceArray:
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

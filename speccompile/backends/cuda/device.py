@@ -74,21 +74,13 @@ def ordinal_from_name(name: str) -> int:
 
 
 class Memory:
-    """Bytes at an address, freed when nothing refers to this object any more.
-
-    Args:
-        address: where they begin.
-        num_bytes: how many.
-        free: called once with the address.
-        owner: the object that owns the memory instead of this one.
-    """
+    """Bytes at an address, freed when nothing refers to this object any more."""
 
     def __init__(self, address: int, num_bytes: int, free: Callable[[int], object], owner: Any = None) -> None:
         self.address, self.num_bytes = address, num_bytes
         weakref.finalize(self if owner is None else owner, free, address)
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies inside."""
         return self.address <= address < self.address + self.num_bytes
 
 
@@ -102,28 +94,18 @@ class PinnedMemory(Memory):
 
 
 class Graph:
-    """A captured sequence of copies and kernels.
-
-    Args:
-        device: where it was captured.
-        handle: of the executable graph.
-    """
+    """A captured sequence of copies and kernels."""
 
     def __init__(self, device: Device, handle: Any) -> None:
         self.device, self.handle = device, handle
         weakref.finalize(self, device.release, device.api.cudaGraphExecDestroy, handle)
 
     def launch(self) -> None:
-        """Enqueue it on the device's stream."""
         self.device.call("cudaGraphLaunch", self.handle, self.device.stream)
 
 
 class Device:
     """One GPU.
-
-    Args:
-        api: `cuda.bindings.runtime`.
-        ordinal: its number.
 
     Raises:
         RuntimeFault: there is no such device.
@@ -199,7 +181,6 @@ class Device:
             free(handle)
 
     def activate(self) -> None:
-        """Make it the calling thread's device."""
         self.call("cudaSetDevice", self.ordinal)
 
     def properties(self) -> dict[str, Any]:
@@ -232,7 +213,6 @@ class Device:
         return Memory(int(self.call("cudaMalloc", num_bytes)), num_bytes, free)
 
     def allocate_zeroed(self, num_bytes: int) -> Memory:
-        """Allocate zeroed device memory."""
         memory = self.allocate(num_bytes)
         self.call("cudaMemsetAsync", memory.address, 0, memory.num_bytes, self.stream)
         return memory
@@ -246,7 +226,6 @@ class Device:
         return memory
 
     def clear(self, address: int, num_bytes: int) -> None:
-        """Fill device memory with zeros, on the stream."""
         self.call("cudaMemsetAsync", address, 0, num_bytes, self.stream)
 
     def copy(self, dest: int, source: int, num_bytes: int) -> None:
@@ -262,7 +241,6 @@ class Device:
         self.call("cudaMemcpy2DAsync", dest, dest_pitch, source, source_pitch, row_bytes, num_rows, kind, self.stream)
 
     def synchronize(self) -> None:
-        """Wait until the stream is done."""
         self.call("cudaStreamSynchronize", self.stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
@@ -290,5 +268,4 @@ class Device:
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns the size rounded up to the alignment of tensors."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -28,10 +28,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
     `run` returns numpy arrays for small outputs and `DeviceArray`s for large ones.
 
     Args:
-        plan: the executable.
-        max_slots, max_rows: the usable part of the caches.
-        settings: see `Runner`.
-        allocate: allocates the `caches` of a spec.
         rollback: the plan that compacts caches of this spec, for trees.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
 
@@ -76,7 +72,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
 
     @property
     def graph_fault(self) -> str | None:
-        """See `speccompile.core.protocols.Engine.graph_fault`."""
         return self.runner.graph_fault or self.plan.graph_fault
 
     @property
@@ -127,6 +122,5 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
             self.states.clear(slot)
 
     def compact_with(self, rollback: Runner, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.backends.base.EngineBase.compact_with`."""
         sizes = {"batch": path.shape[0], "scored": path.shape[1]}
         rollback.run({specs.LENGTHS: lengths, specs.PATH: path}, sizes)

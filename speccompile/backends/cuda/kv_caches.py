@@ -46,10 +46,7 @@ class Caches:
     Unused rows are always finite: a masked row has weight zero, and zero times NaN is NaN.
 
     Args:
-        device: of the memory.
         spec: of the graph; its cache inputs have static dims except the first, and the rows where `max_rows` is given.
-        max_slots: sequences.
-        max_rows: rows where the graph has a dynamic number.
 
     Attributes:
         rows: of each slot in the present layout.
@@ -91,12 +88,10 @@ class Caches:
         return sum(memory.num_bytes for memory in self._memories)
 
     def shape(self, index: int, batch: int) -> tuple[int, ...]:
-        """Returns the shape of a cache viewed with `batch` slots."""
         kv_heads, head_dim = self.sizes[index]
         return (batch, kv_heads, self.rows, head_dim)
 
     def address(self, index: int, slot: int) -> int:
-        """Returns the address of a slot of a cache."""
         return self._memories[index].address + slot * self.slot_bytes(index)
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
@@ -115,7 +110,6 @@ class Caches:
                 self._copy_slot(index, dest, source, rows)
 
     def clear_slot(self, slot: int) -> None:
-        """Zero all rows of a slot, on the device."""
         for index in range(len(self.names)):
             self.device.clear(self.address(index, slot), self.slot_bytes(index))
 
@@ -133,9 +127,7 @@ class BoundCache:
     """A cache input and the memory it is bound to.
 
     Args:
-        name: of the input.
         caches: the engine's own, or another one's.
-        index: of the cache in them.
     """
 
     name: str
@@ -144,27 +136,20 @@ class BoundCache:
 
 
 class BoundCaches:
-    """All cache inputs of an engine: its own and those of other engines.
-
-    Args:
-        bound: in any order.
-    """
+    """All cache inputs of an engine: its own and those of other engines."""
 
     def __init__(self, bound: Sequence[BoundCache]) -> None:
         self._bound = tuple(bound)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the names of the inputs."""
         return tuple(cache.name for cache in self._bound)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Returns what shapes depend on besides the batch: the rows of each view."""
         return tuple(cache.caches.rows for cache in self._bound)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the inputs with `batch` slots."""
         return {cache.name: cache.caches.shape(cache.index, batch) for cache in self._bound}
 
     def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
@@ -178,7 +163,6 @@ class BoundCaches:
         return found
 
     def written(self, names: Sequence[str]) -> tuple[Caches, ...]:
-        """Returns the caches of the inputs of these names, each once."""
         wanted = set(names)
         return tuple(dict.fromkeys(cache.caches for cache in self._bound if cache.name in wanted))
 
@@ -193,10 +177,7 @@ def bind_caches(
     """Returns the cache inputs of an engine; None where it has none.
 
     Args:
-        spec: of the engine.
-        own: its own caches.
         owners: caches of other engines by graph name.
-        max_slots: of the engine.
         allocate: allocates the `caches` of a spec, for a graph that runs alone.
 
     Raises:

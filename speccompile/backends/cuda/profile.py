@@ -9,12 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Profile:
-    """One optimization profile: the shapes that it accepts.
-
-    Args:
-        index: its number in the plan.
-        bounds: by input: smallest and largest dims.
-    """
+    """One optimization profile: the shapes that it accepts."""
 
     index: int
     bounds: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]

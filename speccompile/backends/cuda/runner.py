@@ -30,35 +30,25 @@ class Executable(Protocol):
     graph_fault: str | None  # why they do not, where they should
     idle_runs: int  # a step loses its context to another after so many runs without it
 
-    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """Returns the profile that accepts these shapes."""
-        ...
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile: ...
 
     def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
         """Returns an execution context; one that is kept runs one combination of shapes and addresses only."""
         ...
 
-    def fail(self, wanted: str, got: str) -> NoReturn:
-        """Raise a RuntimeFault."""
-        ...
+    def fail(self, wanted: str, got: str) -> NoReturn: ...
 
 
 class Bound(Protocol):
     """Inputs that stay in device memory from step to step, caches or states, and the outputs that update them."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the inputs."""
-        ...
+    def names(self) -> tuple[str, ...]: ...
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """What shapes and addresses depend on besides the batch and the first slot."""
-        ...
+    def layout(self) -> tuple[int, ...]: ...
 
-    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the inputs with `batch` slots."""
-        ...
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]: ...
 
     def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
         """Returns addresses by tensor name, of `names` only: of inputs, updates and compacted forms."""
@@ -69,8 +59,6 @@ class Runner:
     """One plan with its input and output memory.
 
     Args:
-        plan: the executable.
-        bound: its caches and states.
         kv_address: of a resident vector of which only the length is read (`kv_rows`).
         settings: `cuda_graphs` (default true), `max_contexts`.
     """
@@ -99,7 +87,6 @@ class Runner:
 
         Args:
             feeds: inputs by name, numpy arrays or device arrays; missing ones are neutral.
-            sizes: of all dynamic dims of the inputs.
             first_slot: the slot of batch row 0.
 
         Raises:
@@ -129,7 +116,6 @@ class Runner:
         return step.results
 
     def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, DeviceArray], dict[str, DeviceArray]]:
-        """Returns feeds that can be read in place, and those that this run would overwrite."""
         shared: dict[str, DeviceArray] = {}
         copied: dict[str, DeviceArray] = {}
         for tensor in self.plain_inputs:
@@ -159,7 +145,6 @@ class Runner:
         step.enqueue(context)
 
     def _capture(self, step: Step) -> bool:
-        """Capture and launch; where that fails, graphs are disabled and steps run without them."""
         try:
             step.graph = self.device.capture(lambda: step.enqueue(step.context))
         except RuntimeFault as fault:
@@ -171,14 +156,12 @@ class Runner:
         return True
 
     def _has_room(self) -> bool:
-        """Whether a step may have a context of its own; one made for every second run would cost more than it saves."""
         if len(self._owners) < self.max_contexts:
             return True
         oldest = next(iter(self._owners), None)
         return oldest is not None and self._num_runs - oldest.last_run > self.plan.idle_runs
 
     def _own_context(self, step: Step) -> None:
-        """Assign a context: a graph holds its state, so graphs of different shapes never share one."""
         if len(self._owners) >= self.max_contexts:
             oldest, _ = self._owners.popitem(last=False)
             oldest.graph, oldest.context, oldest.num_runs = None, None, 0
@@ -201,7 +184,6 @@ class Runner:
 
     @property
     def num_graphs(self) -> int:
-        """The steps that have a captured graph now."""
         return sum(step.graph is not None for step in self._owners)
 
     def forget_steps(self) -> None:

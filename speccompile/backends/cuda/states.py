@@ -23,9 +23,6 @@ class DeviceStates(SlotStates[Memory]):
     """The recurrent states of all slots, and snapshots of them, on a device.
 
     Args:
-        device: of the memory.
-        spec: with states.
-        max_slots: sequences.
         alignment: bytes to whose multiples the slots' addresses are aligned.
 
     Attributes:
@@ -54,16 +51,13 @@ class DeviceStates(SlotStates[Memory]):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of both buffers, and of as many snapshots as there are slots."""
         return 3 * len(self.lengths) * sum(self._sizes)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Returns what addresses depend on besides the first slot."""
         return (self._side,)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the inputs with `batch` slots."""
         return {name: (batch, *dims) for name, dims in self._dims.items()}
 
     def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
@@ -79,7 +73,6 @@ class DeviceStates(SlotStates[Memory]):
         return self._memories[index][side].address + slot * self._sizes[index]
 
     def begin(self, feeds: Mapping[str, Any], first_slot: int) -> StateStep:
-        """See `SlotStates.begin`; afterwards the states of all slots of the step are in one buffer."""
         step = super().begin(feeds, first_slot)
         sides = self.sides[step.slots]
         self._side = max(set(sides), key=sides.count)
@@ -90,24 +83,20 @@ class DeviceStates(SlotStates[Memory]):
         return step
 
     def end(self, step: StateStep) -> None:
-        """See `SlotStates.end`; the states are now in the buffer that the step has written."""
         super().end(step)
         self.sides[step.slots] = [1 - self._side] * (step.slots.stop - step.slots.start)
 
     def copy_arrays(self, source: int, dest: int) -> None:
-        """See `SlotStates.copy_arrays`."""
         self._copy(source, self.sides[source], dest, self.sides[source])
         self.sides[dest] = self.sides[source]
 
     def swap_arrays(self, first: int, second: int) -> None:
-        """See `SlotStates.swap_arrays`: each goes to the other's unused buffer."""
         sides = self.sides[first], self.sides[second]
         self._copy(first, sides[0], second, 1 - sides[1])
         self._copy(second, sides[1], first, 1 - sides[0])
         self.sides[first], self.sides[second] = 1 - sides[0], 1 - sides[1]
 
     def zero_arrays(self, slot: int) -> None:
-        """See `SlotStates.zero_arrays`."""
         self.device.activate()
         for index, size in enumerate(self._sizes):
             self.device.clear(self.address(index, self.sides[slot], slot), size)
@@ -118,7 +107,6 @@ class DeviceStates(SlotStates[Memory]):
             self.device.copy(self.address(index, dest_side, dest), self.address(index, source_side, source), size)
 
     def save_arrays(self, slot: int) -> Memory:
-        """See `SlotStates.save_arrays`; there are never more copies than slots."""
         self.device.activate()
         used = {id(snapshot.arrays) for snapshot in self.snapshots if snapshot is not None}
         room = next((room for room in self._rooms if id(room) not in used), None)
@@ -130,7 +118,6 @@ class DeviceStates(SlotStates[Memory]):
         return room
 
     def restore_arrays(self, slot: int, kept: Memory) -> None:
-        """See `SlotStates.restore_arrays`."""
         self.device.activate()
         for index, (start, size) in enumerate(self._parts()):
             self.device.copy(self.address(index, self.sides[slot], slot), kept.address + start, size)

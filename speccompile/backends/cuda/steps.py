@@ -58,8 +58,6 @@ class Step:
     It does not refer to its runner, which holds it: in a cycle both would keep their memory until a garbage collection.
 
     Args:
-        runner: whose plan and regions it uses.
-        sizes: of the dynamic dims.
         first_slot: the slot of batch row 0.
         shared: inputs that are on the device already, bound in place.
         copied: inputs in this runner's own output region, copied into its input region before each run.
@@ -112,13 +110,11 @@ class Step:
         return found
 
     def set_shapes(self, context: Any) -> None:
-        """Set the shapes of the inputs in a context."""
         for name, shape in self.shapes.items():
             if not context.set_input_shape(name, shape):
                 self.plan.fail("a shape inside the profile", f"{name} {list(shape)}")
 
     def bind(self, context: Any) -> None:
-        """Set the shapes and all addresses in a context."""
         self.set_shapes(context)
         for name, address in self.addresses.items():
             if not context.set_tensor_address(name, address):

@@ -38,13 +38,6 @@ def adapt_tuning(
 
     Threads and step times are measured; the kernel form was chosen by the build and is part of the graph.
 
-    Args:
-        path: the lowered graph.
-        spec: its inputs and outputs.
-        tuning: the record in the bundle.
-        threads: measure with this many only.
-        others_bytes: see `measure_steps`.
-
     Raises:
         BuildError: see `measure_graph`.
         BundleError: the graph cannot be opened.

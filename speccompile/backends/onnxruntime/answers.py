@@ -34,7 +34,6 @@ class Text:
     """A text whose tokens from `start` on are of interest.
 
     Args:
-        tokens: ids.
         start: 1 or more: the first token that is predicted from those before.
     """
 
@@ -60,10 +59,6 @@ def texts_of(path: Path, spec: GraphSpec, sample: TextSample, num_tokens: int, *
     """Returns texts with `num_tokens` tokens of interest, or more, or fewer where the sample has fewer.
 
     Args:
-        path: a lowered graph of the target.
-        spec: its inputs and outputs.
-        sample: the text, or the prompts to answer.
-        num_tokens: of interest.
         measures: which half of the sample: that with which forms are compared, or that over which weights are chosen.
     """
     if sample.texts:
@@ -81,7 +76,6 @@ def texts_of(path: Path, spec: GraphSpec, sample: TextSample, num_tokens: int, *
 
 
 def _half(rows: Sequence[Any], measures: bool) -> list[Any]:
-    """Returns every second row; all where there is one."""
     return list(rows if len(rows) < 2 else rows[0 if measures else 1 :: 2])
 
 

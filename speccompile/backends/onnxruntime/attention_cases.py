@@ -36,7 +36,6 @@ class AttentionSizes:
 
     @property
     def num_heads(self) -> int:
-        """Heads of Q."""
         return self.num_kv_heads * self.group
 
 
@@ -94,13 +93,11 @@ def cross_inputs(sizes: AttentionSizes, rng: np.random.Generator) -> Arrays:
 
 
 def cross_attributes(sizes: AttentionSizes, interleaved: int = 0) -> dict[str, int | float]:
-    """Returns all attributes of a RotaryCrossAttention."""
     known = {name: getattr(sizes, name) for name in ("num_heads", "head_dim", "rotary_dim")}
     return {**ROTARY_CROSS_ATTENTION.attributes, **known, "scale": sizes.head_dim**-0.5, "interleaved": interleaved}
 
 
 def cross_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
-    """Yields (op, inputs, attributes): rotations of halves and of neighbours."""
     rng, sizes = np.random.default_rng(0), AttentionSizes()
     for interleaved in (0, 1):
         yield ROTARY_CROSS_ATTENTION, cross_inputs(sizes, rng), cross_attributes(sizes, interleaved)

@@ -46,7 +46,6 @@ class OnnxRuntimeBackend(Backend):
     slides_caches = True
 
     def for_device(self, device: str) -> OnnxRuntimeBackend:
-        """Returns the backend of that device: on a GPU graphs are lowered, measured and loaded differently."""
         from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
 
         return self if device == "cpu" else OrtCudaBackend()
@@ -86,13 +85,9 @@ class OnnxRuntimeBackend(Backend):
 
         Args:
             model: neutral graph from the export; left unchanged.
-            spec: inputs and outputs of the lowered graph.
-            dest: folder to write to; made when missing.
             quantization: none, bf16, int8, int4, stored or auto.
-            form: a kernel form, see `speccompile.passes.pipelines.ORT_QUANTIZATION`.
             options: of them `sample` is read, for targets, and `grids` for stored weights; sizes and profiles are not
                 used here.
-            progress: called with the name of each pass.
 
         Returns:
             {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: `Distance`},
@@ -127,25 +122,21 @@ class OnnxRuntimeBackend(Backend):
         return {**chosen, "forms_measured": {}, "form_distances": {}, **sequences, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
-        """Write the cache compaction graph of a model to `dest/graph.onnx`; returns its spec."""
         from speccompile.backends.writing import save_rollback
 
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
     def prepare(self) -> None:
-        """Compiles and tries the CPU kernels, where this machine has not done so."""
         from speccompile.backends.onnxruntime.kernel_library import find_library
 
         find_library()
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        """Predicts the sizes of a graph; a tied embedding is the LM head's."""
         del dtype
         return predict_float32(counts, quantization, ties=True)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """Returns what else a compiled graph depends on: machine and kernels, as forms are chosen by measuring."""
         from speccompile.backends.onnxruntime.kernel_library import find_library
         from speccompile.backends.onnxruntime.tune import cpu_name
 
@@ -154,7 +145,6 @@ class OnnxRuntimeBackend(Backend):
         return {"machine": cpu_name(), "cpu_kernels": None if library is None else library.stem}
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        """Measure thread counts and step costs of a lowered graph: see `measure_graph`."""
         from speccompile.backends.onnxruntime.tune import measure_graph
 
         return measure_graph(path, spec, threads, others_bytes)
@@ -167,7 +157,6 @@ class OnnxRuntimeBackend(Backend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """Returns the record for this machine: see `speccompile.backends.onnxruntime.adapt.adapt_tuning`."""
         from speccompile.backends.onnxruntime.adapt import adapt_tuning
 
         return adapt_tuning(path, spec, tuning, threads, others_bytes)
@@ -184,7 +173,6 @@ class OnnxRuntimeBackend(Backend):
         device: str = "cpu",
         owners: Mapping[str, Any] | None = None,
     ) -> OrtEngine:
-        """Open an engine: see `speccompile.backends.onnxruntime.engine.load_engine`."""
         from speccompile.backends.onnxruntime.engine import load_engine
 
         del device

@@ -110,13 +110,7 @@ class CacheValues:
 
 
 class Compaction:
-    """Inputs and outputs of a rollback graph for one combination of shapes, bound once.
-
-    Args:
-        session: of the graph.
-        shapes: of its inputs `lengths` and `path`.
-        caches: names and present views.
-    """
+    """Inputs and outputs of a rollback graph for one combination of shapes, bound once."""
 
     def __init__(
         self, session: ort.InferenceSession, shapes: Sequence[tuple[int, ...]], caches: Mapping[str, ort.OrtValue]
@@ -130,7 +124,6 @@ class Compaction:
             self._io.bind_ortvalue_output(updated_cache_name(name), value)
 
     def run(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """Keeps the rows of a path."""
         for array, value in zip(self._arrays, (lengths, path), strict=True):
             array[...] = value
         self._session.run_with_iobinding(self._io)
@@ -162,6 +155,5 @@ class Bindings:
         return binding
 
     def clear(self) -> None:
-        """Drops all bindings."""
         self._held.clear()
         self._num_bytes = 0

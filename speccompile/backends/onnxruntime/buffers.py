@@ -56,7 +56,6 @@ class CacheBuffers:
         return self._view(index, self.rows)
 
     def _views(self, rows: int | None = None) -> Iterator[np.ndarray]:
-        """Yields the present view of each cache, with its first `rows` rows alone."""
         for index in range(len(self._flat)):
             yield self.view(index)[:, :, :rows]
 
@@ -103,7 +102,6 @@ class CacheBuffers:
             view[slot] = 0
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """Move `num` rows of a slot from row `first` on to its front."""
         for view in self._views():
             view[slot, :, :num] = view[slot, :, first : first + num].copy()
 
@@ -131,9 +129,7 @@ class BoundCache:
     """A cache input and the memory it is bound to.
 
     Args:
-        name: of the input.
         buffers: the engine's own, or another one's.
-        index: of the cache in them.
     """
 
     name: str
@@ -151,10 +147,7 @@ def bind_borrowed(
     """Binds the inputs that are caches of other engines to their memory.
 
     Args:
-        spec: of the borrower.
         owners: buffers by graph name; a cache without an owner gets its own buffer, for a graph that runs alone.
-        max_slots: of the borrower.
-        max_rows: of the borrower.
 
     Raises:
         BundleError: an owner has no such cache, one of another shape, or fewer slots.

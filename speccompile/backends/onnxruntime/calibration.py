@@ -46,13 +46,7 @@ NUM_TOKENS = 6144  # of interest; with the prompts about 8000. On the example ta
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The quantised linears of a target.
-
-    Args:
-        grids: by the name of the weights in the graph.
-        num_tokens: of the calibration text.
-        peak_rss_bytes: of the process that quantised them.
-    """
+    """The quantised linears of a target."""
 
     grids: Mapping[str, Grid]
     num_tokens: int
@@ -61,13 +55,7 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with constant weights.
-
-    Args:
-        weights: name of the initializer.
-        source: name of the value that is multiplied with it.
-        num_in: inputs.
-    """
+    """A product with constant weights."""
 
     weights: str
     source: str
@@ -78,9 +66,6 @@ def calibrate(graph: Path, spec: GraphSpec, sample: TextSample, scratch: Path) -
     """Quantises all linears of a lowered float32 graph in a child process.
 
     Args:
-        graph: of the target, with linears merged.
-        spec: its inputs and outputs.
-        sample: its text.
         scratch: a new folder for the quantised weights, which stay mapped from it.
 
     Raises:
@@ -114,7 +99,6 @@ def write_grid(folder: Path, grid: Grid) -> dict[str, int]:
 
 
 def read_grid(folder: Path, facts: Mapping[str, Any]) -> Grid:
-    """Returns a grid of `write_grid`, its arrays mapped from their files."""
     files = {name: folder / f"{name}.npy" for name in _ARRAYS}
     arrays = {name: np.load(file, mmap_mode="r") for name, file in files.items() if file.exists()}
     return Grid(arrays["levels"], arrays["scales"], **facts, minimums=arrays.get("minimums"))
@@ -144,7 +128,6 @@ class Collector:
 
     Args:
         graph: the lowered float32 graph.
-        spec: its inputs and outputs.
     """
 
     def __init__(self, graph: Path, spec: GraphSpec) -> None:

@@ -31,7 +31,6 @@ class Crowding:
 
     Args:
         costs: recorded times of steps with all threads, by nodes; not empty.
-        name: of the graph, for the log.
     """
 
     def __init__(self, costs: StepCosts, name: str) -> None:
@@ -47,7 +46,6 @@ class Crowding:
         """Notes a step's time, and decides about the next one.
 
         Args:
-            num_nodes: of all sequences together.
             step_s: seconds that it took.
         """
         self._left -= 1

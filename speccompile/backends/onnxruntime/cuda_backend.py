@@ -28,7 +28,6 @@ _NO_PROVIDER = "an onnxruntime without CUDA: lowered, not run"
 
 
 def _has_provider() -> bool:
-    """Whether the installed ONNX Runtime is the one for CUDA."""
     if find_spec("onnxruntime") is None:
         return False
     import onnxruntime
@@ -104,16 +103,13 @@ class OrtCudaBackend(OnnxRuntimeBackend):
             raise BuildError("engine.device cuda", "an onnxruntime without CUDA", "onnxruntime-gpu", todo)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        """Predicts the sizes of a float32 graph: see `predicting.predict_float32`; experts are not quantised."""
         del dtype
         return predict_float32(counts, quantization, packs_experts=False)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """Returns the sizes: bodies are unrolled over the nodes of a tree."""
         return {"max_nodes": options.max_nodes}
 
     def why_unchecked(self, file: Path | None = None) -> str | None:
-        """Returns why graphs cannot run here; None where there is a GPU that CUDA and ONNX Runtime can use."""
         from speccompile.backends.cuda.device import load_cuda, open_device
 
         del file
@@ -133,7 +129,6 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return None if missing is None else f"{missing}: lowered, not run"
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        """Measure step times on the GPU; without one the record says that nothing was measured, and why."""
         from speccompile.backends.cuda.device import open_device
         from speccompile.backends.measuring import measure_steps, measured_sizes
 
@@ -153,7 +148,6 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """Returns the record, measured now where it was made without a GPU or on another one."""
         from speccompile.backends.cuda.device import open_device
 
         if self.why_unchecked() is not None:
@@ -174,7 +168,6 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         device: str = "cuda",
         owners: Mapping[str, Any] | None = None,
     ) -> OrtCudaEngine:
-        """Open an engine: see `speccompile.backends.onnxruntime.cuda_engine.load_cuda_engine`."""
         from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 
         sizes = {"max_slots": max_slots, "max_rows": max_rows}

@@ -25,9 +25,7 @@ class GrowingCaches(Caches):
     Rows are laid out again on the device once per bucket.
 
     Args:
-        device: of the memory.
         spec: of the graph, with a dynamic number of cache rows.
-        max_slots, max_rows: capacity.
     """
 
     alignment = 1  # ONNX Runtime accepts any address
@@ -61,9 +59,6 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
     """See `CudaEngine`: the caches' view grows with the rows in use.
 
     Args:
-        plan: the session.
-        max_slots, max_rows: capacity of the caches.
-        settings: see `speccompile.backends.cuda.runner.Runner`.
         rollback: session of the rollback graph of the same model, for trees.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
@@ -85,7 +80,6 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
         super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, owners)
 
     def make_view(self, sizes: dict[str, int], rows: int) -> None:
-        """See `CudaEngine.make_view`."""
         del sizes
         for caches in self.written:
             if rows > caches.rows:
@@ -98,11 +92,9 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
 
     @property
     def view_rows(self) -> int:
-        """Returns the rows of its own caches that every step works on."""
         return 0 if self.caches is None else self.caches.rows
 
     def shrink(self, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.shrink`."""
         if self.caches is not None and bucket_rows(max(rows, 1), self.max_rows) < self.caches.rows:
             self._resize(self.caches, rows)
 
@@ -119,16 +111,6 @@ def load_cuda_engine(
     owners: Mapping[str, OrtCudaEngine] | None = None,
 ) -> OrtCudaEngine:
     """Open a graph that was lowered for CUDA, and allocate its caches on the device.
-
-    Args:
-        path: the ONNX file.
-        spec: its inputs and outputs.
-        max_slots: capacity of the caches.
-        max_rows: capacity of the caches.
-        settings: those of `Runner`.
-        rollback: the graph that compacts trees.
-        device: cuda or cuda:N.
-        owners: see `OrtCudaEngine`.
 
     Raises:
         BundleError: the graph cannot be opened, or ONNX Runtime has no CUDA provider.

@@ -39,7 +39,6 @@ class SessionContext:
     """An execution context for steps (see `speccompile.backends.cuda.steps`), over a session.
 
     Args:
-        plan: whose session it binds.
         is_kept: it runs one combination of shapes and addresses only, and may capture a CUDA graph.
     """
 
@@ -52,17 +51,14 @@ class SessionContext:
         self._graph_id = NO_GRAPH
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Accept any shape."""
         self._shapes[name], self._io = shape, None
         return True
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        """Bind a tensor to an address on the device."""
         self._addresses[name], self._io = address, None
         return True
 
     def infer_shapes(self) -> list[str]:
-        """Returns no names: all shapes are known."""
         return []
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
@@ -77,7 +73,6 @@ class SessionContext:
         return tuple(sizes[d] if isinstance(d, str) else d for d in self.plan.spec.output(name).dims)
 
     def unbind(self) -> None:
-        """Release the session."""
         self._io = None
 
     def _bind(self) -> None:
@@ -108,7 +103,6 @@ class SessionContext:
         return True
 
     def _run(self) -> str | None:
-        """Returns the fault: an exception would keep the session alive."""
         if self._io is None:
             self._bind()
         try:
@@ -123,12 +117,7 @@ class SessionPlan:
     """A plan for a runner, over a session.
 
     Args:
-        session: of the lowered graph.
-        spec: its inputs and outputs.
-        device: of the session.
         reopen: opens a session without CUDA graphs.
-        has_graphs: the session captures CUDA graphs.
-        graph_fault: why it does not, where ONNX Runtime refused to.
     """
 
     device_name = "cuda"  # ONNX Runtime's name of the device
@@ -153,14 +142,12 @@ class SessionPlan:
 
     @property
     def session(self) -> ort.InferenceSession:
-        """Returns the session, opened again after graphs were disabled."""
         if self._session is None:
             self._session = self._reopen()
         return self._session
 
     @property
     def num_graphs(self) -> int:
-        """Counts the CUDA graphs that were captured and are replayed."""
         return len(self.proven) - 1 if self.has_graphs else 0
 
     def graph_id(self, bound: Hashable) -> int:
@@ -177,19 +164,16 @@ class SessionPlan:
             context.unbind()
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """Returns the one profile, which accepts all shapes."""
         del shapes
         return Profile(0, {})
 
     def make_context(self, profile: Profile, is_kept: bool = False) -> SessionContext:
-        """Returns a context; one that is kept for a combination of shapes has its own graph."""
         del profile
         context = SessionContext(self, is_kept)
         self._contexts.add(context)
         return context
 
     def fail(self, wanted: str, got: str) -> NoReturn:
-        """Raise a RuntimeFault."""
         raise RuntimeFault(f"engine {self.spec.name}", got, wanted, "See ONNX Runtime's message.")
 
 

@@ -51,9 +51,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
     """See `speccompile.core.protocols.Engine`.
 
     Args:
-        session: a session of the lowered graph.
-        spec: its inputs and outputs.
-        max_slots, max_rows: capacity of the caches.
         rollback: session of the rollback graph of the same model, for trees.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
@@ -91,7 +88,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         """Uses a session with one thread where that is faster.
 
         Args:
-            crowding: decides.
             open_single: opens a session of the same graph with one thread; called when it is first needed.
         """
         self._crowding, self._open_single = crowding, open_single
@@ -148,7 +144,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self._last = None
 
     def views(self) -> tuple[tuple[CacheBuffers, int], ...]:
-        """Returns the memory of the caches, and how many rows of each are in view."""
         return tuple((buffers, buffers.rows) for buffers in self._buffers)
 
     def max_length(self, nodes: int) -> int | None:
@@ -185,16 +180,13 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
     @property
     def view_rows(self) -> int:
-        """Returns the rows of its own caches that every step works on."""
         return self.caches.rows
 
     def reset(self, rows: int = 1) -> None:
-        """See `speccompile.core.protocols.Engine.reset`."""
         self.caches.num_used, self._last = 0, None
         super().reset(rows)
 
     def shrink(self, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.shrink`."""
         self.caches.shrink(rows)
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
@@ -206,27 +198,22 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self.states.move(source, dest, rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.swap_slots`."""
         self.caches.swap_slots(first, second, rows)
         if self.states is not None:
             self.states.swap(first, second)
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """See `speccompile.core.protocols.Engine.slide_slot`."""
         self.caches.slide_slot(slot, first, num)
 
     def clear_slot(self, slot: int) -> None:
-        """See `speccompile.core.protocols.Engine.clear_slot`."""
         self.caches.clear_slot(slot)
         if self.states is not None:
             self.states.clear(slot)
 
     def read_caches(self, slot: int, rows: int) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.read_caches`."""
         return self.caches.slot_rows(slot, rows)
 
     def compact_with(self, rollback: ort.InferenceSession, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.backends.base.EngineBase.compact_with`."""
         key = (*path.shape, self.caches.rows)
         compaction = self._compactions.get(key)
         if compaction is None:
@@ -241,7 +228,6 @@ class StateOrtEngine(OrtEngine):
     """An engine whose graph has recurrent states: a class of its own, so that steps of other graphs do no more."""
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.run`."""
         assert self.states is not None
         self.check_step(feeds, first_slot)
         step = self.states.begin(feeds, first_slot)
@@ -270,11 +256,6 @@ def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
 
 def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[Any] = _CPU) -> ort.InferenceSession:
     """Open a lowered graph; on the CPU with our kernels and sequences of them, where there is a library.
-
-    Args:
-        path: the ONNX file.
-        settings: a tuning record.
-        providers: as `onnxruntime.InferenceSession` takes them, the requested one first.
 
     Raises:
         BundleError: ONNX Runtime cannot load it, or the requested provider is not available.

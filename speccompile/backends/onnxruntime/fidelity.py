@@ -46,7 +46,6 @@ def near_forms(numbers: Mapping[str, str], distances: Mapping[str, Distance]) ->
     their sums: what is measured of the nearest holds for all of them, so that noise does not choose among them.
 
     Args:
-        numbers: by form: a name of its weights and activations.
         distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
     """
     if not distances:
@@ -86,8 +85,6 @@ def measure_distances(
     Args:
         reference: the float32 graph.
         forms: lowered graphs of the same model, by form.
-        spec: of all of them, with logits.
-        sample: its text.
 
     Returns:
         By form; empty where the caches have no room for two tokens.
@@ -158,7 +155,6 @@ def main() -> None:
 
 
 def sample_from_json(record: Mapping[str, Any]) -> TextSample:
-    """Returns a sample from its JSON."""
     texts, prompts = (tuple(map(tuple, record[name])) for name in ("texts", "prompts"))
     return TextSample(**{**record, "texts": texts, "prompts": prompts, "stop_ids": tuple(record["stop_ids"])})
 

@@ -35,7 +35,6 @@ class Form:
     """A quantisation of the weights with kernels for it.
 
     Args:
-        name: in records; with its quantisation where that is to be chosen too.
         quantization: none, bf16, int8, int4 or stored.
         kernel: a key of `ORT_QUANTIZATION[quantization]`.
     """
@@ -92,12 +91,7 @@ def compile_best(
     """Lowers each form, measures a target's distance to float32 and the speed of the near forms, and writes one.
 
     Args:
-        model: neutral graph; left unchanged.
-        spec: inputs and outputs of the lowered graph.
-        path: the ONNX file.
-        forms: to choose from; one alone is not timed.
         sample: text of a target; None: weights are rounded, and forms compared by speed alone.
-        progress: called with the name of each step.
 
     Returns:
         See `OnnxRuntimeBackend.compile`.

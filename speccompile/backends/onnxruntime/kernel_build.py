@@ -25,8 +25,6 @@ class Variant:
     """The library for CPUs that have certain instruction sets.
 
     Args:
-        name: of its file in the wheel.
-        flags: options that name the instruction sets.
         features: names in /proc/cpuinfo of those that the code needs.
     """
 
@@ -64,7 +62,6 @@ def find_compiler() -> str | None:
 
 
 def native_flags() -> tuple[str, ...]:
-    """Returns the options that compile for this CPU."""
     return ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ("-mcpu=native",)
 
 
@@ -80,10 +77,7 @@ def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[s
     """Compiles the library in one process of the compiler; docs/explanation/kernels.md has a measured time.
 
     Args:
-        sources: folder of library.cpp.
-        dest: the file to write; it appears when it is complete.
         compiler: a C++17 compiler.
-        target: options that name the instruction set.
 
     Returns:
         None, or why there is no library: the compiler's first errors.

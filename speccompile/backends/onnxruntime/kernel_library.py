@@ -79,7 +79,6 @@ def fault_of(library: Path) -> str | None:
 
 
 def _is_changed(library: Path) -> bool:
-    """Returns whether there are results of self-tests, and none of the library as it is now: it was damaged since."""
     tried = [record.name for record in library.parent.glob(f"{library.stem}-*.json")]
     return bool(tried) and not any(name.startswith(f"{library.stem}-{_digest(library)}") for name in tried)
 
@@ -106,7 +105,6 @@ def prebuilt_folder() -> Path:
 
 
 def _prebuilt() -> list[Path]:
-    """Returns the wheel's libraries that this CPU can run, best first."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return []
     features = cpu_features()
@@ -176,5 +174,4 @@ def sequences_path(path: Path) -> Path:
 
 
 def runnable_path(path: Path) -> Path:
-    """Returns the graph that a session with the library opens: that with sequences, where a graph has one."""
     return found if (found := sequences_path(path)).is_file() else path

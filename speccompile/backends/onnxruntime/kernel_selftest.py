@@ -30,9 +30,6 @@ class Case:
     """One call of an op.
 
     Args:
-        op: the op.
-        inputs: by name.
-        attributes: of the node.
         by_row: inputs whose second dim is rows that must not depend on each other.
     """
 

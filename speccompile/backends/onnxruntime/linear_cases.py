@@ -21,10 +21,6 @@ def random_grid(form: str, num_in: int, num_out: int, seed: int, *, group: int, 
     """Returns weights near a normal distribution's of 0.05 on a grid of an integer form.
 
     Args:
-        form: of `packing.FORMS`.
-        num_in: inputs of the linear.
-        num_out: its outputs.
-        seed: of the numbers.
         group: inputs with one scale; 0: all.
         dtype: of scales and minimums, float16 or float32.
     """
@@ -60,7 +56,6 @@ def random_packed(
 
 
 def form_of(op: Op) -> str:
-    """Returns the form of an op with packed weights."""
     return op.name.replace("Linear", "Rows").rsplit("Rows", 1)[1]
 
 

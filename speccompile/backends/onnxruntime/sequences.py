@@ -28,7 +28,6 @@ LEAST_KERNELS = 2
 
 
 def sequence_ops(library: Path) -> tuple[str, ...]:
-    """Returns the ops that a sequence may have, as the library lists them."""
     list_ops = ctypes.CDLL(str(library)).speccompile_sequence_ops
     list_ops.restype = ctypes.c_char_p
     return tuple(list_ops().decode().split())
@@ -69,7 +68,6 @@ def put_together(model: onnx.ModelProto, ops: Collection[str]) -> int:
 
     Args:
         model: changed. Function bodies stay, for the ops that are left.
-        ops: of our domain that a sequence may have.
     """
     graph, known = model.graph, frozenset(ops)
     groups = schedule(graph, known)
@@ -127,7 +125,6 @@ def _sequence(group: Sequence[onnx.NodeProto], is_read: Callable[[str], bool]) -
     """Returns the node in the place of a group.
 
     Args:
-        group: in order.
         is_read: whether somebody else reads a value, by its name.
     """
     from onnx import helper
@@ -144,7 +141,6 @@ def _sequence(group: Sequence[onnx.NodeProto], is_read: Callable[[str], bool]) -
 
 
 def _line(node: onnx.NodeProto, numbers: dict[str, int]) -> str:
-    """Returns the program's line of a kernel."""
     inputs, outputs = (",".join(str(numbers[name]) for name in names) for names in (node.input, node.output))
     words = [node.op_type, f"in={inputs}", f"out={outputs}"]
     # A float32 with 9 digits comes back as it is.

@@ -61,7 +61,6 @@ def state_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
 
 
 def with_trees(inputs: Arrays) -> Arrays:
-    """Returns the inputs of a case whose nodes are trees."""
     parents = np.array(_TREES)
     return {**inputs, TREE_MASK: TokenTree(parents, parents, np.full(_BATCH, _NODES)).mask()}
 
@@ -83,7 +82,6 @@ def paths_fault(op: Op, run: Run, inputs: Arrays) -> str | None:
 
 
 def _settled(op: Op, state: NDArray[Any]) -> NDArray[Any]:
-    """Returns of the first state output what does not depend on pending rows."""
     return state[:, : _KERNEL - 1] if op is CONV_ROWS else state
 
 

@@ -70,5 +70,4 @@ def tail_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
 
 
 def integers_differ(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
-    """Returns whether both are integers and not the same."""
     return mine.dtype == np.int64 and not np.array_equal(mine, theirs)

@@ -53,10 +53,8 @@ def one_node_model(
 
     Args:
         domain: of the op, version 1.
-        op_type: the op.
         inputs: (name, dtype) in order; an input of name "" is left out.
         outputs: (name, dtype) in order.
-        attributes: of the node.
     """
     inputs, outputs = tuple(inputs), tuple(outputs)
     node = b"".join(_bytes(1, name) for name, _ in inputs) + b"".join(_bytes(2, name) for name, _ in outputs)

@@ -58,12 +58,8 @@ def measure_graph(
     """Measure a lowered graph in a child process, again where other work held the CPUs.
 
     Args:
-        path: the ONNX file.
-        spec: its inputs and outputs.
         threads: measure with this many only; None tries `thread_counts()`.
-        others_bytes: see `measure_steps`.
         tries: measurements at most; the least disturbed one counts.
-        node_counts: see `measure_steps`; `TYPICAL_NODES` are among them.
 
     Returns:
         {"cpu", "threads", "spinning", "step_ms": {nodes: ms at batch 1}, "tried": [...], "wait_share": share of the

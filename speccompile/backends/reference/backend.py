@@ -59,7 +59,6 @@ class ReferenceBackend(Backend):
         return {"form": "fp32", "forms_measured": {}, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
-        """Write the cache compaction graph; the engine itself uses the numpy twin."""
         from speccompile.backends.writing import save_rollback
 
         del options
@@ -77,7 +76,6 @@ class ReferenceBackend(Backend):
         device: str = "cpu",
         owners: Mapping[str, Any] | None = None,
     ) -> ReferenceEngine:
-        """Open an engine; `tuning`, `rollback` and `device` are not used."""
         from speccompile.backends.reference.engine import ReferenceEngine
 
         del tuning, rollback, device

@@ -25,9 +25,6 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
     """See `speccompile.core.protocols.Engine`.
 
     Args:
-        path: a neutral graph with its tail attached.
-        spec: its inputs and outputs.
-        max_slots, max_rows: capacity of the caches.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
@@ -85,36 +82,30 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         return {n: results[n] for n in self.plain_outputs}
 
     def read_caches(self, slot: int, rows: int) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.read_caches`."""
         return {name: cache[slot, :, :rows] for name, cache in self.caches.items()}
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """See `speccompile.core.protocols.Engine.move_slot`."""
         if self.states is not None:
             self.states.move(source, dest, rows)
         for cache in self.caches.values():
             cache[dest, :, :rows] = cache[source, :, :rows]
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.swap_slots`."""
         if self.states is not None:
             self.states.swap(first, second)
         for cache in self.caches.values():
             cache[[first, second], :, :rows] = cache[[second, first], :, :rows]
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """See `speccompile.core.protocols.Engine.slide_slot`."""
         for cache in self.caches.values():
             cache[slot, :, :num] = cache[slot, :, first : first + num].copy()
 
     def clear_slot(self, slot: int) -> None:
-        """See `speccompile.core.protocols.Engine.clear_slot`."""
         if self.states is not None:
             self.states.clear(slot)
         for cache in self.caches.values():
             cache[slot] = 0
 
     def compact_with(self, rollback: Callable[..., Any], lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.backends.base.EngineBase.compact_with`."""
         for cache in self.caches.values():
             (cache[: len(lengths)],) = rollback(cache[: len(lengths)], lengths, path)

@@ -39,7 +39,6 @@ def register_aot_plugins(trt: ModuleType, capability: tuple[int, int], num_cache
     """Register both ops with `tensorrt.plugin`, once per process.
 
     Args:
-        trt: the module tensorrt.
         capability: (major, minor) of the oldest GPU that the plan is for; PTX also runs on later ones.
         num_caches: of the KVRollback node; this form fixes it at registration.
 
@@ -59,12 +58,10 @@ def register_aot_plugins(trt: ModuleType, capability: tuple[int, int], num_cache
 
 
 def plugin_module(trt: ModuleType) -> Any:
-    """Returns the submodule `plugin`, which TensorRT does not import by itself."""
     return importlib.import_module(f"{trt.__name__}.plugin")
 
 
 def _signed(function: Any, inputs: Sequence[tuple[str, Any]], result: Any) -> Any:
-    """Returns the function with the signature that `tensorrt.plugin` reads: the number of inputs varies."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in inputs]
     function.__signature__ = inspect.Signature(parameters, return_annotation=result)

@@ -67,7 +67,6 @@ class TensorRTBackend(Backend):
     runs_code_on_load = True  # a plan may carry a library, whose constructors run when it is deserialised
 
     def choose_dtype(self, stored: str | None, model_type: str, options: Any) -> str:
-        """Returns float16 where the checkpoint was published in it, its family holds it, or a GPU has nothing else."""
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
         named = [tuple(map(int, str(text).split("."))) for text in options.compute_capabilities]
@@ -96,7 +95,6 @@ class TensorRTBackend(Backend):
             model: neutral graph from the export; left unchanged, except with `options.consumes_model`: then its
                 weights are released once they are on the disk, as the builder's process needs the memory.
             spec: inputs and outputs of the neutral graph, tail included.
-            dest: folder to write to; made when missing.
             quantization: none, int8, int4, fp8 or stored.
             form: not read: TensorRT has one kernel form of each quantisation.
             options: dtype, sizes and the recipe's fields; one slot of float16 by default.
@@ -224,13 +222,11 @@ class TensorRTBackend(Backend):
         settings.settings_from_options(variant.can, own, options, profiles, plugins, quantization)
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-        """Predicts the sizes of a plan and the memory of its build: see `sizes.predict_sizes`."""
         from speccompile.backends.tensorrt.sizes import predict_sizes
 
         return predict_sizes(counts, quantization, dtype)
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """Returns what else a plan depends on: the TensorRT version, its plugins, and the GPU where it measures one."""
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt
         from speccompile.backends.tensorrt.records import plugin_abi_of
 
@@ -246,7 +242,6 @@ class TensorRTBackend(Backend):
         }
 
     def why_unchecked(self, file: Path | None = None) -> str | None:
-        """Returns why a plan cannot run on the machine that builds it; None where there is a GPU that it is for."""
         from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
         from speccompile.backends.tensorrt.records import find_other_gpu, read_record
 
@@ -256,7 +251,6 @@ class TensorRTBackend(Backend):
         return None if other is None else f"built for other GPUs: {other[1]}; not run on this one of {other[0]}"
 
     def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        """Measure step times; without a GPU the record says that nothing was measured, and why."""
         from speccompile.backends.tensorrt.tune import measure_plan
 
         del threads, others_bytes  # a GPU reads all weights from its memory in every step
@@ -271,7 +265,6 @@ class TensorRTBackend(Backend):
         threads: int | None = None,
         others_bytes: int = 0,
     ) -> dict[str, Any]:
-        """Returns the record for this GPU: see `tune.adapt_tuning`."""
         from speccompile.backends.tensorrt.tune import adapt_tuning
 
         del threads
@@ -316,12 +309,10 @@ def _verifies(spec: GraphSpec) -> bool:
 
 
 def _compacts(spec: GraphSpec) -> bool:
-    """Whether steps may be trees, whose accepted rows have to be moved; recurrent states follow one path."""
     return _verifies(spec) and not spec.states
 
 
 def _release(model: ir.Model) -> None:
-    """Release the weights: the caller still holds the model, and the builder's process needs the memory."""
     import onnx_ir as ir
 
     # onnx-ir 1.1: the inputs' use lists keep replaced values alive, with their weights.

@@ -52,10 +52,6 @@ def main() -> None:
 def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     """Parse, build, and write the plan.
 
-    Args:
-        request: see `builder.build_plan`.
-        send: called with every event.
-
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
         network}, "variant", "version"}; `plugin_ptx` where PTX is embedded: see `kernels.describe_ptx`.
@@ -192,7 +188,6 @@ def _sender(descriptor: int) -> Send:
 
 
 def _depend_on_parent() -> None:
-    """End with the parent, however it ends, and be the first process that the kernel kills when memory is short."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -33,10 +33,6 @@ class BuildRequest:
     """The request to a child.
 
     Args:
-        onnx: the lowered graph.
-        spec: its inputs and outputs.
-        variant: `tensorrt` or `tensorrt_rtx`.
-        settings: see `network.configure`.
         timing_cache: file of measured kernels; None: none is kept.
         max_bytes: the child is killed when it uses more memory; None: no limit.
     """
@@ -87,7 +83,6 @@ def build_plan(
     The child ends with this process and with this call, also at Ctrl-C. `dest` is written atomically.
 
     Args:
-        request: what to build.
         dest: the plan's file; its folder exists.
         progress: called with "STAGE" and "PHASE STEP/STEPS".
 

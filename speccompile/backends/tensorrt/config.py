@@ -77,7 +77,6 @@ class Config:
 
     @property
     def has_plugins(self) -> bool:
-        """Whether our operators become plugins."""
         return self.plugins != "none"
 
 

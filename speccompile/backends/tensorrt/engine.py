@@ -24,9 +24,6 @@ class TrtEngine(CudaEngine[Plan, Caches]):
     """See `CudaEngine`: caches keep their layout, and `kv_rows` gives the rows to which a step attends.
 
     Args:
-        plan: the deserialised plan.
-        max_slots, max_rows: the usable part of the caches.
-        settings: see `Runner`.
         rollback: the plan that compacts caches of this spec, for trees.
         owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
@@ -50,7 +47,6 @@ class TrtEngine(CudaEngine[Plan, Caches]):
         self.compacts_in_step = any(compacted_cache_name(c) in names for c in plan.spec.caches)
 
     def make_view(self, sizes: dict[str, int], rows: int) -> None:
-        """See `CudaEngine.make_view`."""
         if self.kv_rows:
             sizes[KV] = bucket_rows(rows, self.kv_rows)
 
@@ -69,15 +65,9 @@ def load_engine(
     """Load a plan and allocate its caches. The plan's digest must have been checked: loading can run code in it.
 
     Args:
-        path: the plan.
-        spec: its inputs and outputs.
-        max_slots: sequences decoded at once.
         max_rows: cache rows of each; the plan has at least as many.
         settings: `variant` (default auto), `plugins` (of the plans, to register from Python), and
             those of `Plan` and `Runner`.
-        rollback: the plan that compacts trees.
-        device: cuda or cuda:N.
-        owners: see `TrtEngine`.
 
     Raises:
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
@@ -115,7 +105,6 @@ def _load(
 
 
 def _prepare_plugins(variant: Variant, plugins: Sequence[str], gpu: Device) -> None:
-    """Registers the plugins and loads their kernels: errors inside a step would be TensorRT's, without their reason."""
     from speccompile.backends.tensorrt.kernels import load_module
     from speccompile.backends.tensorrt.plugins import register_plugins
 

@@ -30,9 +30,6 @@ def load_tensorrt(variant: str = "auto") -> Variant:
     `auto` imports the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
     (it builds without one).
 
-    Args:
-        variant: `tensorrt`, `tensorrt_rtx` or `auto`.
-
     Raises:
         BuildError: it is not installed, or its libraries cannot be loaded.
     """
@@ -52,7 +49,6 @@ def installed_variants() -> list[Any]:
 
 
 def find_compute_capabilities() -> tuple[tuple[int, int], ...]:
-    """Returns (major, minor) of the GPUs of this machine: see `find_gpus`."""
     return tuple((major, minor) for _, major, minor in find_gpus())
 
 

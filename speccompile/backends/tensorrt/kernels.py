@@ -82,10 +82,7 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
     """Returns the kernels of an op, from the cache or compiled now (up to half a minute for SpecVerify).
 
     Args:
-        op: SpecVerify or KVRollback.
-        capability: (major, minor) of the GPU.
         kind: cubin, or ptx for a GPU of this generation or a later one.
-        wrapper: CUDA source that is appended to the kernels.
 
     Raises:
         BuildError: there is no compiler, or it fails, with its first lines.
@@ -213,17 +210,12 @@ def _call_driver(driver: Any, function: str, *arguments: Any) -> Any:
 
 
 def copy_memory(dest: int, source: int, num_bytes: int, stream: int) -> None:
-    """Copies device memory on a stream; does not wait."""
     driver = importlib.import_module("cuda.bindings.driver")
     _call_driver(driver, "cuMemcpyDtoDAsync", dest, source, num_bytes, stream)
 
 
 class KernelModule:
-    """The kernels of one op on the current CUDA context's device.
-
-    Args:
-        code: cubin or PTX.
-    """
+    """The kernels of one op on the current CUDA context's device."""
 
     def __init__(self, code: bytes) -> None:
         self._driver = importlib.import_module("cuda.bindings.driver")
@@ -237,9 +229,7 @@ class KernelModule:
         """Enqueue a kernel; does not wait.
 
         Args:
-            launch: entry point and sizes.
             arguments: ctypes objects, one per kernel parameter; they are read before this returns.
-            stream: CUDA stream as an integer.
         """
         if launch.kernel not in self._kernels:
             kernel = self._call("cuLibraryGetKernel", self._library, launch.kernel.encode())
@@ -288,7 +278,6 @@ def launch_verify(args: SpecVerifyArgs, stream: int) -> None:
 
     Args:
         args: pointers and sizes; the workspace has `launches.verify_workspace_bytes`.
-        stream: CUDA stream as an integer.
     """
     module = load_module(SPEC_VERIFY, current_capability())
     for launch in verify_launches(args.batch, args.nodes, args.vocab, DTYPES[args.dtype]):
@@ -301,13 +290,9 @@ def launch_rollback(
     """Launches KVRollback on the current device: one kernel per 480 caches.
 
     Args:
-        caches: device addresses.
         shape: [slots in use, kv_heads, max_seq, head_dim].
-        dtype: of the caches.
         lengths: device address of [slots] int64.
         path: device address of [slots, depth] int64.
-        depth: entries of a path.
-        stream: CUDA stream as an integer.
     """
     batch, kv_heads, max_seq, head_dim = shape
     columns = head_dim * (4 if dtype == "float32" else 2) // rollback_vector_bytes(head_dim, dtype, caches)

@@ -53,14 +53,7 @@ class KVRollbackArgs(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.
-
-    Args:
-        kernel: entry point.
-        grid: blocks in x, y, z.
-        threads: of a block.
-        shared_bytes: dynamic shared memory.
-    """
+    """One kernel launch."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -79,7 +72,6 @@ def _check(where: str, name: str, got: int, most: int) -> None:
 
 
 def num_chunks(vocab: int) -> int:
-    """Returns the number of chunks in which a row of logits is read."""
     return -(-vocab // CHUNK)
 
 
@@ -96,12 +88,6 @@ def _final_shared_bytes(vocab: int) -> int:
 
 def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Launch, Launch]:
     """Returns the two launches of SpecVerify, in order.
-
-    Args:
-        batch: slots.
-        nodes: scored nodes of a slot.
-        vocab: width of the logits.
-        dtype: of the logits.
 
     Raises:
         RuntimeFault: a size exceeds the kernels' limits.
@@ -132,15 +118,7 @@ def rollback_vector_bytes(head_dim: int, dtype: str, pointers: Sequence[int]) ->
 def rollback_launches(
     pointers: Sequence[int], batch: int, kv_heads: int, head_dim: int, dtype: str
 ) -> list[tuple[Launch, Sequence[int]]]:
-    """Returns the launches of KVRollback and the caches of each: one per MAX_CACHES caches.
-
-    Args:
-        pointers: device addresses of the caches.
-        batch: slots.
-        kv_heads: heads of a slot.
-        head_dim: entries of a row.
-        dtype: of the caches.
-    """
+    """Returns the launches of KVRollback and the caches of each: one per MAX_CACHES caches."""
     unit = rollback_vector_bytes(head_dim, dtype, pointers)
     columns = kv_heads * head_dim * _DTYPE_BYTES[dtype] // unit
     groups = [pointers[i : i + MAX_CACHES] for i in range(0, len(pointers), MAX_CACHES)]
@@ -151,7 +129,6 @@ def rollback_launches(
 def rollback_args(
     pointers: Sequence[int], lengths: int, path: int, depth: int, kv_heads: int, max_seq: int, row_vectors: int
 ) -> KVRollbackArgs:
-    """Returns the argument struct of one launch of KVRollback."""
     args = KVRollbackArgs(lengths=lengths, path=path, depth=depth, kv_heads=kv_heads, max_seq=max_seq)
     args.row_vectors = row_vectors
     args.caches[: len(pointers)] = list(pointers)

@@ -43,10 +43,6 @@ class Plan:
     """A deserialised plan and the scratch memory that its execution contexts share.
 
     Args:
-        variant: the TensorRT that made it.
-        path: the plan's file.
-        spec: its inputs and outputs.
-        device: of its memory.
         settings: `cuda_graphs`, `runtime_cache` (false: compiled kernels are not kept for the next load),
             `others_bytes` (of plans that are loaded after it, for which streamed weights leave room).
         cache_bytes: bytes of its caches, for which streamed weights leave room.
@@ -115,10 +111,6 @@ class Plan:
     def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
         """Returns an execution context for one profile. All contexts share one scratch memory, so they run in turn.
 
-        Args:
-            profile: of this plan.
-            is_kept: not used here.
-
         Raises:
             RuntimeFault: TensorRT creates none.
         """
@@ -147,7 +139,6 @@ class Plan:
         return fitting[-1]
 
     def fail(self, wanted: str, got: str) -> NoReturn:
-        """Raise a RuntimeFault with the end of TensorRT's log."""
         log = text_from_lines(self.variant.logger.lines)
         raise RuntimeFault(f"engine {self.spec.name}", f"{got}: {log}", wanted, "See TensorRT's message.")
 
@@ -188,7 +179,6 @@ def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> Non
 
 
 def _cache_file(blob: mmap.mmap) -> Path:
-    """Returns the file for kernels compiled for a plan; TensorRT refuses those of another machine."""
     digest = hashlib.sha256(blob[:_HEAD_BYTES] + len(blob).to_bytes(8, "little")).hexdigest()[:32]
     return find_code_file(f"tensorrt/{digest}.kernels")
 

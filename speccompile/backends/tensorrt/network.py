@@ -24,9 +24,6 @@ def parse_network(
     """Parse a lowered graph; its weights are mapped from the file, not read.
 
     Args:
-        variant: which TensorRT.
-        builder: its Builder.
-        path: the ONNX file.
         plugins: ops that become plugins even where they have a body; empty: bodies are used.
         form: `python`, or `aot`: the kernels are stored in the plan.
 
@@ -120,8 +117,6 @@ def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> An
     """Returns a builder configuration.
 
     Args:
-        variant: which TensorRT.
-        builder: its Builder.
         settings: `flags`, `cleared_flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`,
             `profiles` (by input: min, opt and max shape), as `settings.settings_from_options` makes them.
 

@@ -49,9 +49,6 @@ def plugin_abi() -> dict[str, Any]:
 def register_plugins(trt: ModuleType) -> None:
     """Register the creators with TensorRT's registry, unless one of that name exists (also from a C++ library).
 
-    Args:
-        trt: the module tensorrt or tensorrt_rtx.
-
     Raises:
         BuildError: the registry refuses one.
     """
@@ -67,10 +64,6 @@ def register_plugins(trt: ModuleType) -> None:
 def load_plugin_library(trt: ModuleType, library: Path) -> None:
     """Register the plugins of the C++ library that `make plugins` builds.
 
-    Args:
-        trt: the module tensorrt or tensorrt_rtx.
-        library: the shared object.
-
     Raises:
         BuildError: it cannot be loaded, or the plugins are not in it.
     """
@@ -85,7 +78,6 @@ def load_plugin_library(trt: ModuleType, library: Path) -> None:
 
 
 def _fields(trt: ModuleType, values: dict[str, int]) -> tuple[Any, Any]:
-    """Returns a field collection, and the arrays that it points into, which must be kept alive."""
     arrays = {name: np.array([value], dtype=np.int32) for name, value in values.items()}
     fields = [trt.PluginField(name, array, trt.PluginFieldType.INT32) for name, array in arrays.items()]
     return trt.PluginFieldCollection(fields), (arrays, fields)
@@ -124,14 +116,11 @@ def _base(trt: ModuleType) -> type[Any]:
             collection, self._kept = _fields(trt, {ABI_FIELD: PLUGIN_ABI, **self.state})
             return collection
 
-        def configure_plugin(self, inputs: Any, outputs: Any) -> None:
-            """Does nothing: no state depends on the profile."""
+        def configure_plugin(self, inputs: Any, outputs: Any) -> None: ...
 
-        def on_shape_change(self, inputs: Any, outputs: Any) -> None:
-            """Does nothing: no shapes are kept."""
+        def on_shape_change(self, inputs: Any, outputs: Any) -> None: ...
 
-        def set_tactic(self, tactic: int) -> None:
-            """Does nothing: there is one tactic."""
+        def set_tactic(self, tactic: int) -> None: ...
 
         def supports_format_combination(self, pos: int, in_out: Any, num_inputs: int) -> bool:
             kinds = [_dtype_name(trt, item.desc.type) for item in in_out[: pos + 1]]

@@ -51,7 +51,6 @@ def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ..
     comes last.
 
     Args:
-        spec: TensorRT's inputs and outputs.
         options: sizes, and in `backend` the recipe's `prefill` and `decode`.
 
     Raises:

@@ -18,7 +18,6 @@ _REBUILD = "Build the bundle again here, or install what it was built with."
 
 
 def record_file(plan: Path) -> Path:
-    """Returns the file of the record of a plan."""
     return plan.with_suffix(".json")
 
 
@@ -34,12 +33,6 @@ def make_record(
     built: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the record of a plan that was just built.
-
-    Args:
-        source: the lowered ONNX it was built from.
-        settings: of the builder.
-        profiles: with their dims by name.
-        built: the report of the builder's process.
 
     Returns:
         {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
@@ -87,12 +80,10 @@ def plugin_abi_of(has_plugins: bool) -> dict[str, Any] | None:
 
 
 def plugins_to_register(*records: Mapping[str, Any]) -> list[str]:
-    """Returns the plugins of plans that must be registered before they are loaded."""
     return sorted({op for record in records if record.get("plugin_form") != "aot" for op in record["plugins"]})
 
 
 def write_record(plan: Path, record: Mapping[str, Any]) -> None:
-    """Write the record beside the plan."""
     record_file(plan).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -112,10 +103,6 @@ def read_record(plan: Path) -> dict[str, Any]:
 def find_other_gpu(record: Mapping[str, Any], ordinal: int = 0) -> tuple[str, str] | None:
     """Returns the capability of a GPU of this machine that a plan was not built for, and those that it was built for.
 
-    Args:
-        record: of the plan.
-        ordinal: of the GPU.
-
     Returns:
         None: the plan runs on the GPU, or there is none of that number.
     """
@@ -129,12 +116,6 @@ def find_other_gpu(record: Mapping[str, Any], ordinal: int = 0) -> tuple[str, st
 
 def check_record(plan: Path, record: Mapping[str, Any], max_slots: int, ordinal: int = 0) -> None:
     """Compare a plan's record with what is installed and with the sizes asked for. Nothing is deserialised.
-
-    Args:
-        plan: the plan's file.
-        record: beside it.
-        max_slots: sequences decoded at once.
-        ordinal: of the GPU.
 
     Raises:
         BundleError: another variant or version, another plugin ABI, a GPU it was not built for, too few slots, or a

@@ -33,14 +33,6 @@ def settings_from_options(
 ) -> dict[str, Any]:
     """Returns the settings with which the child configures TensorRT, JSON-ready; stored in the manifest unchanged.
 
-    Args:
-        variant: capabilities of the installed TensorRT.
-        spec: the graph's inputs and outputs.
-        options: the recipe's sizes and fields.
-        profiles: of the graph.
-        plugins: op types that become plugins.
-        quantization: of the weights.
-
     Raises:
         BuildError: the variant or a plugin does not support a field's value.
     """

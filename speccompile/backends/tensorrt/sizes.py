@@ -23,11 +23,9 @@ def predicted_weight_bytes(
     percent from a hidden size of 256 on.
 
     Args:
-        counts: the graph's weights.
         quantization: none, int8, int4, fp8 or stored, of which a byte a weight is taken.
         dtype: of the graph: float32, float16 or bfloat16.
         num_head: weights of the LM head, counted in `counts.num_linear`; 0: there is none.
-        is_tied: whether the LM head is the embedding.
     """
     scalar = DTYPE_BYTES[dtype]
     linear = {"none": float(scalar), "int8": 1.0, "fp8": 1.0, "int4": 0.5 + scalar / INT4_BLOCK, "stored": 1.0}[

@@ -36,7 +36,6 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
 
 
 def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
-    """Returns the most nodes of a step in any profile; all are scored, except in graphs that score one."""
     dims = ("nodes",) if spec.scores == "one" else ("nodes", "scored")
     return max(min(int(profile["sizes"][dim][2]) for dim in dims) for profile in record["profiles"])
 

@@ -31,10 +31,8 @@ class Capabilities:
 
     Args:
         name: the module's name and the recipe's word.
-        extra: the extra of speccompile that installs it.
         library, parser_library: file names of its shared libraries, as its wheel ships them.
         unversioned_library: the name its ONNX parser opens at the first plugin node; None: no workaround is needed.
-        needs_gpu_to_build: the builder measures kernels on a GPU.
         supports_compute_capabilities: a plan can be built for named GPUs other than this machine's.
         supports_aot_plugins: plugins can be embedded in the plan as PTX.
         supports_timing_cache: measured kernels can be kept for the next build.
@@ -108,9 +106,6 @@ class Variant:
     """A variant that has been imported.
 
     Args:
-        can: what it offers.
-        trt: its Python module.
-        version: the module's version.
         logger: the process's only logger (an `ILogger`), for every Builder, Runtime, parser and registry.
     """
 
@@ -121,5 +116,4 @@ class Variant:
 
     @property
     def name(self) -> VariantName:
-        """`tensorrt` or `tensorrt_rtx`."""
         return self.can.name

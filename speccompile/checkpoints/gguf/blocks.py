@@ -23,9 +23,6 @@ class Block:
     """A block type.
 
     Args:
-        name: llama.cpp's.
-        size: weights of a row in a block.
-        size_bytes: of a block.
         dtype: safetensors' name of a plain type; "": it is quantised.
         grid: makes the grid of rows; None: the package `gguf` makes their values.
     """
@@ -183,7 +180,6 @@ _OTHERS = {
 
 
 def name_of_kind(kind: int) -> str:
-    """Returns how the block type of a number is called in errors."""
     return BLOCKS[kind].name if kind in BLOCKS else _OTHERS.get(kind, f"the block type {kind}")
 
 

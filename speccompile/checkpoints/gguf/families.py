@@ -15,17 +15,13 @@ class Family:
     """How the models of an architecture are stored.
 
     Args:
-        model_type: transformers' name.
-        class_name: of transformers' model.
         keys: names of the config's values by the file's key, without the architecture's prefix, beside `KEYS`.
-        fixed: values of the config that no key holds.
         names: modules of a layer by the file's name, beside `LAYER`; "": none of that name.
         expected: what a key must say where the file has it, beside `EXPECTED`.
         in_pairs: the rotated halves of a head's queries and keys are stored in turns, as llama.cpp rotates them.
         adds_one: the factors of norms are stored with the 1 that transformers adds to them.
         window_pattern: of this many layers the last one has full attention, where there is a window; 0: none.
         big_layers: number of layers of the model whose queries are scaled by the width of all heads together.
-        is_partly_rotated: a part of each head may be rotated.
     """
 
     model_type: str
@@ -199,12 +195,7 @@ MIXTRAL = Family(
 
 
 def family_of(architecture: str, keys: Mapping[str, Any]) -> Family | None:
-    """Returns the row of an architecture; None where there is none.
-
-    Args:
-        architecture: `general.architecture`.
-        keys: those of the architecture, without its prefix.
-    """
+    """Returns the row of an architecture; None where there is none."""
     if architecture == "llama" and keys.get("expert_count"):
         return MIXTRAL
     if architecture == "llama" and "attention.sliding_window" in keys:

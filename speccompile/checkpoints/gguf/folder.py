@@ -33,7 +33,6 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def has_other_weights(folder: Path) -> bool:
-    """Returns whether a folder has weights in files of other formats."""
     return any(next(folder.glob(pattern), None) is not None for pattern in _WEIGHTS)
 
 
@@ -60,9 +59,6 @@ def several(where: str, names: list[str]) -> CheckpointError:
 
 def folder_from_gguf(path: Path) -> Path:
     """Returns a folder of the cache with config and tokenizer of a GGUF file, and links to it; made where need be.
-
-    Args:
-        path: the file, or one of several.
 
     Raises:
         CheckpointError: no GGUF file, or one that is not understood.
@@ -97,12 +93,10 @@ def _link_name(num: int) -> str:
 
 
 def is_made(folder: Path) -> bool:
-    """Returns whether a folder was made of a GGUF file."""
     return any(file.is_symlink() for file in folder.glob(f"weights*{SUFFIX}"))
 
 
 def origin_of(folder: Path) -> Path:
-    """Returns the GGUF file that a folder was made of; others as they are, for messages."""
     links = sorted(file for file in folder.glob(f"weights*{SUFFIX}") if file.is_symlink())
     return Path(os.readlink(links[0])) if links else folder
 
@@ -115,7 +109,6 @@ def count_blocks(folder: Path) -> dict[str, int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder with a model's weights, by name."""
     return sorted(file for pattern in ("*.safetensors", f"*{SUFFIX}") for file in folder.glob(pattern))
 
 

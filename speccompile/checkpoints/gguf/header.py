@@ -38,10 +38,7 @@ class GgufTensor:
     """A tensor in a file.
 
     Args:
-        kind: number of its block type.
         shape: slowest dim first: of a weight [out, in].
-        start_bytes: offset of its first byte in the file.
-        file: that it is in.
     """
 
     kind: int
@@ -55,11 +52,8 @@ class GgufHeader:
     """What a GGUF file says of itself.
 
     Args:
-        path: of the file; of several the first one.
         fields: values by key; arrays as tuples, of texts their number alone where they were not asked for.
-        tensors: by name, of all files of the model.
         digest: SHA-256 of the headers' bytes and the files' sizes.
-        files: of the model.
     """
 
     path: Path
@@ -94,10 +88,6 @@ def split_names(name: str) -> list[str]:
 
 def read_gguf(path: Path, *, texts: bool = False) -> GgufHeader:
     """Returns the keys and the tensors of a model in one or several GGUF files.
-
-    Args:
-        path: one of its files.
-        texts: read the arrays of texts, too.
 
     Raises:
         CheckpointError: no such file, or see `_Header`; one of several files is missing or of another model.

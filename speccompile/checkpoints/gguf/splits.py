@@ -11,7 +11,6 @@ _WORD_END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str = r"\p{N}") -> str:
-    """Returns the expression of tiktoken's later vocabularies."""
     word, rest = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
     return rf"(?i:{_CONTRACTIONS})|{word}|{digits}|{rest}|{_WORD_END}"
 
@@ -20,7 +19,6 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """Returns the expression that splits where a capital letter begins."""
     first, last = rf"{_UPPER}*{_LOWER}+{ending}", rf"{_UPPER}+{_LOWER}*{ending}"
     words = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in (first, last))
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_WORD_END}"

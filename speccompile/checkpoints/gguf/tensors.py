@@ -29,7 +29,6 @@ class GgufWeight:
     """A weight of a model and what it is made of.
 
     Args:
-        shape: of the weight.
         tensors: of the file; several ones go through `change`.
         part: index of an expert, of whose rows it is made; None: of all rows.
         heads: whose halves are stored in turns; 0: rows as they are.
@@ -44,13 +43,11 @@ class GgufWeight:
 
     @property
     def header(self) -> TensorHeader:
-        """What it is read as."""
         dtype = BLOCKS[self.tensors[0].kind].dtype if self.change is None else ""
         return TensorHeader(dtype or "F32", self.shape)
 
     @property
     def has_grid(self) -> bool:
-        """Whether it is a quantised matrix as it is stored."""
         return BLOCKS[self.tensors[0].kind].grid is not None and self.change is None and len(self.shape) == 2
 
     def grid(self) -> Grid | None:
@@ -119,7 +116,6 @@ class _Names:
         return made
 
     def _is_partner(self, name: str) -> bool:
-        """Returns whether a tensor is read with another one: gpt-oss's up, with its gate."""
         is_up = ".ffn_up_exps." in name and self.names.get("ffn_gate_exps.weight") == GATE_UP
         return is_up and name.replace("ffn_up", "ffn_gate") in self.header.tensors
 
@@ -154,7 +150,6 @@ class _Names:
         return heads
 
     def _joined(self, name: str, tensor: GgufTensor) -> GgufWeight:
-        """Returns gpt-oss's weights: matrices of experts with the inputs first, gate and up in turns."""
         other = self.header.tensors.get(name.replace("ffn_gate_exps", "ffn_up_exps"))
         if "ffn_gate_exps" in name:
             if other is None or other.shape != tensor.shape:

@@ -33,9 +33,6 @@ Json = dict[str, Any]
 def tokenizer_files(header: GgufHeader) -> dict[str, str]:
     """Returns the texts of a tokenizer's files by name, generation_config.json among them; {} where there is none.
 
-    Args:
-        header: read with its texts.
-
     Raises:
         CheckpointError: a kind of tokenizer that is not known, or arrays that do not go together.
     """
@@ -128,7 +125,6 @@ class _Vocab:
         return made
 
     def pieces(self) -> dict[str, int]:
-        """Returns the pieces that merges make."""
         no_piece = (_UNKNOWN, _CONTROL, _OWN, _UNUSED, _BYTE)
         return {t: i for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind not in no_piece}
 
@@ -234,7 +230,6 @@ class _Vocab:
 
 
 def _merges_from_scores(pieces: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
-    """Returns the merges that SentencePiece's BPE makes: of neighbours the pair whose joined piece scores most."""
     made: list[tuple[float, int, int, str, str]] = []
     for piece, token in pieces.items():
         score = -float(scores[token]) if scores else float(token)

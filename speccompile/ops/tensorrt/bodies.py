@@ -89,12 +89,7 @@ _SPEC_VERIFY: dict[Drafts, tuple[str, tuple[str, ...]]] = {
 
 
 def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Drafts:
-    """Returns the form of SpecVerify for draft distributions of this width; a name or None: decided at run time.
-
-    Args:
-        draft_vocab: last dim of `draft_probs`.
-        vocab: last dim of the logits.
-    """
+    """Returns the form of SpecVerify for draft distributions of this width; a name or None: decided at run time."""
     if draft_vocab == 1 and vocab != 1:
         return "tokens"
     return "dists" if isinstance(draft_vocab, int) and draft_vocab == vocab and vocab != 1 else "both"

@@ -132,7 +132,6 @@ def _search(vocab: int, source: str, bound: str) -> str:
 
 
 def locate_body(vocab: int) -> str:
-    """Returns the statements of Locate for rows of `vocab` entries."""
     return _search(vocab, "rows", "    rest0 = Unsqueeze(bound, last)\n")
 
 

@@ -168,7 +168,6 @@ def gated_delta_op(max_rows: int, delta: bool) -> Op:
 
     Args:
         max_rows: most rows of a run, pending ones included; more give NaN.
-        delta: the nodes' attribute `delta`.
     """
     num_levels = max((max_rows - 1).bit_length(), 1)
     solved = _NO_RULE
@@ -181,10 +180,5 @@ def gated_delta_op(max_rows: int, delta: bool) -> Op:
 
 
 def most_rows(max_pending: int, max_nodes: int) -> int:
-    """Returns the most rows of a run: pending ones, and a chunk of a prompt or a step.
-
-    Args:
-        max_pending: rows that may be pending.
-        max_nodes: of a step.
-    """
+    """Returns the most rows of a run: pending ones, and a chunk of a prompt or a step."""
     return max_pending + max(PREFILL_CHUNK, max_nodes)

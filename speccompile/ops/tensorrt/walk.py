@@ -272,7 +272,6 @@ def walk_probs_body(max_nodes: int) -> str:
 
 
 def walk_ops(max_nodes: int) -> tuple[Op, Op]:
-    """Returns Walk and WalkProbs with these bodies."""
     return (
         replace(WALK, body=walk_body(max_nodes), uses=(), sized_body=None),
         replace(WALK_PROBS, body=walk_probs_body(max_nodes), uses=("Draw", "Race"), sized_body=None),

@@ -66,7 +66,6 @@ def agent_routes(server: OpenAIServer) -> APIRouter:
 
     @router.post("/v1/responses")
     async def responses(http: HttpRequest) -> Response:
-        """Answer in the shape of OpenAI's Responses API."""
         chat = _chat(server, await read_body(http, ResponsesBody))
         echoed: dict[str, Any] = from_json(await http.body())
         return await _answer(server, http, chat, functools.partial(ResponsesAnswer, echoed, server.model_name))
@@ -74,14 +73,12 @@ def agent_routes(server: OpenAIServer) -> APIRouter:
     @router.post("/v1/messages")
     @_in_messages_shape
     async def messages(http: HttpRequest) -> Response:
-        """Answer in the shape of Anthropic's Messages API."""
         chat = _chat(server, await read_body(http, MessagesBody))
         return await _answer(server, http, chat, functools.partial(MessagesAnswer, server.model_name))
 
     @router.post("/v1/messages/count_tokens")
     @_in_messages_shape
     async def count(http: HttpRequest) -> Response:
-        """Returns the number of tokens that a message's input is read with."""
         chat = _chat(server, await read_body(http, CountBody))
         prompt = await prompt_from_chat(chat, server.service.engine, server.template, server.formats)
         return JSONResponse({"input_tokens": len(prompt.tokens)})

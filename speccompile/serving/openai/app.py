@@ -54,12 +54,10 @@ class ServerOptions:
     Args:
         model_name: what `model` has to be; None: the name of the bundle's folder.
         api_keys: a request needs one of them; empty: no key is needed.
-        max_request_bytes: of a body.
         body_timeout_s: seconds that a body may take to arrive.
         allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
         tool_call_parser: how the model writes tool calls: a name of `tool_formats.TOOL_FORMATS`; `auto`: as its chat
             template says; `none`.
-        reasoning_parser: the same of its reasoning, by `tool_formats.REASONING`.
         request_metrics: give `metrics` with every answer of one choice, in vLLM's shape.
         vllm_metrics: give the counts of speculation by vLLM's names too, for Prometheus.
 
@@ -87,7 +85,6 @@ class OpenAIServer:
 
     Args:
         service: takes the requests; the caller starts and closes it.
-        options: how to answer.
     """
 
     def __init__(self, service: Service, options: ServerOptions) -> None:
@@ -226,18 +223,15 @@ def api_routes(server: OpenAIServer) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Returns the one model that is served."""
         return {"object": "list", "data": [_model(server)]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Returns the model by its name."""
         server.check_model(name)
         return _model(server)
 
     @router.get("/metrics")
     def metrics() -> Response:
-        """Returns counts, gauges and histograms for Prometheus."""
         return Response(server.metrics.text(), media_type=server.metrics.content_type)
 
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # as hosts of containers ask
@@ -263,7 +257,6 @@ def _model(server: OpenAIServer) -> dict[str, Any]:
 
 
 def _body_schema(kind: type[Sampled]) -> dict[str, Any]:
-    """Returns OpenAPI's description of a body that `read_body` reads."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
@@ -271,7 +264,6 @@ def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer]
     """Returns the application.
 
     Args:
-        server: what the routes share.
         more_routes: other routes over the same service, such as a page's.
     """
     # The interactive documentation would load its scripts from elsewhere.

@@ -17,15 +17,7 @@ REASONING, TEXT, CALL = "reasoning_content", "content", "tool_calls"
 
 @dataclass
 class Block:
-    """A part of an answer.
-
-    Args:
-        index: of the block.
-        kind: `REASONING`, `TEXT` or `CALL`.
-        text: so far; of a call, its arguments.
-        identity: of a call.
-        name: of a call's function.
-    """
+    """A part of an answer."""
 
     index: int
     kind: str
@@ -39,10 +31,6 @@ class News:
     """What happened: a block begins, goes on or ends; the last of an answer has no block.
 
     Args:
-        what: `open`, `delta`, `close` or `end`.
-        block: which one.
-        piece: of its text.
-        last: the step output that ended the answer.
         is_cut: a limit ended the answer in this block, which closes.
     """
 
@@ -59,9 +47,7 @@ async def read_blocks(
     """Yields the news of an answer of one choice.
 
     Args:
-        step_outputs: of the request.
         reader: makes the reader of its message; None: its text is its content.
-        usage: adds up its tokens.
 
     Raises:
         ApiError: it did not come to its end.

@@ -82,14 +82,7 @@ def room_for_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with limits on the time that a request's header takes and an answer stays unread.
-
-    Args:
-        config: uvicorn's.
-        state: of the server.
-        app_state: of the application's lifespan.
-        limits: the times.
-    """
+    """uvicorn's connection, with limits on the time that a request's header takes and an answer stays unread."""
 
     def __init__(
         self, config: uvicorn.Config, state: ServerState, app_state: dict[str, Any], limits: ConnectionLimits
@@ -106,7 +99,6 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Waits for the first request."""
         super().connection_made(transport)
         self.waits_since = self.loop.time()
         self._start_timer()
@@ -126,23 +118,19 @@ class Connection(H11Protocol):
         self._watch_reader()
 
     def pause_writing(self) -> None:
-        """Waits for the client to read, but not for ever."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Goes on: the client has read."""
         super().resume_writing()
         self._stop_watching()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the timers."""
         self._stop_timer()
         self._stop_watching()
         super().connection_lost(exc)
 
     def _watch_reader(self) -> None:
-        """Watches an answer of which nothing is written before the client reads."""
         self._stop_watching()
         if unread := self._num_unread():
             self._unread_timer = self.loop.call_later(self._limits.write_timeout_s, self._check_reader, unread)
@@ -199,11 +187,6 @@ class Acceptor:
 
     With no room left it closes the connection that has waited longest for a request; with none that waits, new ones
     stay in the kernel's queue. So the process never runs out of files.
-
-    Args:
-        make: a connection's protocol.
-        connections: those that are open.
-        limits: their number.
     """
 
     def __init__(self, make: Callable[[], Connection], connections: Collection[Any], limits: ConnectionLimits) -> None:

@@ -20,9 +20,7 @@ class Echo:
 
     Args:
         prompts: text and token ids of the prompt of each choice.
-        texts: of tokens.
         has_text: the prompt's text begins a choice's own, and its tokens begin the choice's logprobs.
-        has_logprobs: a field `prompt_logprobs` is given.
         is_all: nothing is told of what follows the prompt: `max_tokens` was 0.
     """
 
@@ -33,7 +31,6 @@ class Echo:
     is_all: bool = False
 
     def text(self, index: int) -> str:
-        """Returns the text in front of a choice's own."""
         return self.prompts[index][0] if self.has_text else ""
 
     def step_output(self, index: int, step_output: StepOutput, is_first: bool) -> StepOutput:

@@ -34,16 +34,7 @@ _ALTERNATIVE = re.compile(r"str|(list|literal)\[.*\]|ToolChoice|dict\[.*\]")
 
 
 class ApiError(Exception):
-    """An answer that is an error.
-
-    Args:
-        status: of HTTP.
-        message: for people.
-        kind: `error.type`.
-        param: the field of the request that is at fault.
-        code: `error.code`, for programs.
-        headers: of the answer.
-    """
+    """An answer that is an error."""
 
     def __init__(
         self,
@@ -59,18 +50,15 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def json_from_error(self) -> dict[str, Any]:
-        """Returns {"error": {"message", "type", "param", "code"}}."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def timeout_error(part: str) -> ApiError:
-    """Returns the answer to a request of which a part came too slowly."""
     headers = {"Connection": "close"}
     return ApiError(408, f"The request's {part} took too long to arrive.", code="request_timeout", headers=headers)
 
 
 def request_timeout() -> ApiError:
-    """Returns the answer to a request that took longer than it may."""
     return ApiError(504, "The request took longer than its time-out.", TIMEOUT, None, "timeout")
 
 
@@ -110,7 +98,6 @@ def error_from_validation(fault: ValidationError) -> ApiError:
 
 
 def _param(loc: Sequence[str | int]) -> str:
-    """Returns a field's path, without the names that pydantic gives to the alternatives of a type."""
     parts = [str(part) for part in loc if not str(part).startswith(MARK)]
     end = next((at for at, part in enumerate(parts) if at and _ALTERNATIVE.fullmatch(part)), len(parts))
     return ".".join(parts[:end])

@@ -33,12 +33,6 @@ def find_call(text: str, begin: str, end: str, quote: str) -> tuple[int, tuple[s
 
     The marks of calls end it where they stand in no text.
 
-    Args:
-        text: after the mark that begins it.
-        begin: that mark.
-        end: what ends it.
-        quote: what stands around texts.
-
     Returns:
         None where it depends on what follows.
     """
@@ -60,18 +54,12 @@ def find_call(text: str, begin: str, end: str, quote: str) -> tuple[int, tuple[s
 
 
 def _is_in_string(text: str, quote: str) -> bool:
-    """Returns whether a text ends within a JSON string."""
     plain = re.sub(f"{re.escape(quote)}.*?{re.escape(quote)}", "0", text, flags=re.DOTALL)
     return _OPEN_STRING.search(_STRING.sub(r"\g<1>0", plain)) is not None
 
 
 def call_from_text(text: str, quote: str) -> tuple[str, str] | None:
-    """Returns the name and the arguments, as JSON, of a call between its markers; None: it is none.
-
-    Args:
-        text: between the markers.
-        quote: what stands around texts.
-    """
+    """Returns the name and the arguments, as JSON, of a call between its markers; None: it is none."""
     found = _CALL.fullmatch(text)
     if found is None:
         return None

@@ -24,7 +24,6 @@ def files_from_urls(urls: Sequence[str], engine: SpecEngine) -> list[bytes]:
 
     Args:
         urls: data URLs of PNG, JPEG or WebP files in base64.
-        engine: reads them later.
 
     Raises:
         ApiError: the bundle reads no images, there are too many, or one is no such URL.
@@ -75,6 +74,5 @@ def file_from_url(url: str) -> bytes:
 
 
 def error_from_images(fault: RuntimeFault) -> ApiError:
-    """Returns the answer to a chat whose images the runtime does not take."""
     message = f"`{_PARAM}`: got {fault.got}; expected {fault.expected}. {fault.todo}"
     return ApiError(400, message, param=_PARAM, code="invalid_value")

@@ -19,7 +19,6 @@ class CallPart:
 
     Args:
         name: of the function, once it is known; None: nothing new about it.
-        arguments: the next piece of the arguments' JSON.
     """
 
     name: str | None = None
@@ -96,7 +95,6 @@ class JsonCall:
         return len(text)
 
     def _fits(self, letter: str) -> bool:
-        """Returns whether a bracket can stand here."""
         if self._in_string or letter not in "{}[]":
             return True
         if letter in _PAIRS:
@@ -174,7 +172,6 @@ class JsonCall:
         self.is_call = self._name is not None and self._has_arguments and not self.is_ended
 
     def _end(self) -> None:
-        """Ends the object, which may be a call without arguments, or lack the last brackets of its arguments."""
         if len(self._stack) <= 1:
             self._end_value()
             if not (self.is_call or self.is_ended or self._has_arguments or self._is_bare):

@@ -21,7 +21,6 @@ def check_keys(keys: Iterable[str], where: str = "api_keys") -> None:
 
     Args:
         keys: each with neither white space nor commas, which part keys in the environment.
-        where: their source, for the error.
 
     Raises:
         RuntimeFault: one of them is blank, or may be several.

@@ -35,7 +35,6 @@ class KeyCheck:
 
     Args:
         app: the application that gets the requests that are let through.
-        keys: any of them will do.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
@@ -66,7 +65,6 @@ class BodyCheck:
 
     Args:
         app: the application that gets the requests that are let through.
-        max_bytes: of a body.
         timeout_s: seconds that a body may take to arrive.
     """
 

@@ -41,12 +41,7 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def completion(self, found: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """Returns the `logprobs` of a completion's choice.
-
-        Args:
-            found: of its tokens.
-            offset: characters of its text before the first of them.
-        """
+        """Returns the `logprobs` of a completion's choice."""
         texts, offsets = [self.text(entry.token) for entry in found], []
         for entry in found:
             offsets.append(max(offset - _is_inside(self.bytes_of(entry.token)), 0))

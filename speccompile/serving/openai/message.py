@@ -15,11 +15,6 @@ class ReasoningReader:
 
     Its marks are in neither part: neither those of a reasoning that is begun twice, nor the end of one that was not
     begun. Content that follows may have the marks in it.
-
-    Args:
-        markers: what begins and ends it.
-        is_open: the prompt has begun it.
-        is_closed: the prompt has ended it.
     """
 
     def __init__(self, markers: Markers, is_open: bool, is_closed: bool = False) -> None:
@@ -43,7 +38,6 @@ class ReasoningReader:
         return reasoning, content
 
     def _read_reasoning(self, is_last: bool) -> tuple[str, bool]:
-        """Returns the next part of the reasoning, and whether more of the text can be read."""
         part, mark = self._until((self._begin, self._end), is_last)
         if self._is_start:  # line ends at the beginning of a part are left out
             part = part.lstrip("\n")
@@ -94,10 +88,8 @@ class MessageReader:
     Args:
         markers: of reasoning; None: there is none.
         form: of tool calls; None: they are not read.
-        is_thinking: the prompt has begun the reasoning.
         most_calls: later ones are left out; None: all are told.
         names: of the tools; None: any.
-        is_closed: the prompt has ended the reasoning.
     """
 
     def __init__(
@@ -115,7 +107,6 @@ class MessageReader:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool was called."""
         return self._tools is not None and self._tools.num_calls > 0
 
     def push(self, text: str, is_last: bool = False) -> list[Delta]:

@@ -30,7 +30,6 @@ def _block(block: Block, is_open: bool) -> dict[str, Any]:
 
 
 def _end(last: StepOutput, has_calls: bool) -> dict[str, str | None]:
-    """Returns why an answer ended."""
     reason = "tool_use" if has_calls else "end_turn"
     if last.finish_reason != "stop":
         reason = "max_tokens"
@@ -40,14 +39,7 @@ def _end(last: StepOutput, has_calls: bool) -> dict[str, str | None]:
 
 
 class MessagesAnswer:
-    """One answer.
-
-    Args:
-        model: that answers.
-        step_outputs: of the request.
-        reader: see `read_blocks`.
-        usage: of its prompt.
-    """
+    """One answer."""
 
     def __init__(
         self, model: str, step_outputs: OutputStream, reader: Callable[[], MessageReader] | None, usage: Usage
@@ -107,7 +99,6 @@ class MessagesAnswer:
 
 
 def json_from_messages_error(error: ApiError) -> dict[str, Any]:
-    """Returns an error in the API's shape."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
     kind = "invalid_request_error" if error.status == 400 else kinds.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}

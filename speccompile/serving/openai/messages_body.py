@@ -133,7 +133,6 @@ class ClientTool(Body):
     strict: bool | None = None
 
     def chat(self) -> dict[str, Any]:
-        """Returns the tool of a chat."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {**function, "strict": self.strict}}
 
@@ -154,7 +153,6 @@ class ToolRule(Body):
         return self
 
     def chat(self) -> Any:
-        """Returns the `tool_choice` of a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return {"any": "required"}.get(self.type, self.type)
@@ -221,7 +219,6 @@ class MessagesBody(CountBody):
     speculation: Speculation = "auto"
 
     def chat(self) -> dict[str, Any]:
-        """See `CountBody.chat`."""
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "speculation")
         return {**super().chat(), "stop": self.stop_sequences, **{name: getattr(self, name) for name in same}}
 

@@ -52,7 +52,6 @@ class ServiceCollector(Collector):
     """Collects the service's counts when Prometheus asks.
 
     Args:
-        service: what to read.
         vllm_model: give vLLM's names of speculation's counts too, with this `model_name`; None: leave them out.
     """
 
@@ -86,7 +85,6 @@ class ServiceCollector(Collector):
 
 
 def _drafts(report: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yields whether drafts are on with the reason, and the two numbers that decided it, where they are known."""
     is_on = GaugeMetricFamily(
         PREFIX + "drafts_on", "Whether steps draft now, and why: asked, measured or expected times.", labels=["reason"]
     )
@@ -128,7 +126,6 @@ def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFa
 
 
 def _histogram(name: str, text: str, raw: Mapping[str, Any], per_unit: float) -> HistogramMetricFamily:
-    """Adds a histogram: Prometheus counts values up to a bound, the service those between two bounds."""
     total, buckets = 0, []
     bounds = [f"{bound / per_unit:g}" for bound in raw["bounds"]] + ["+Inf"]
     for bound, count in zip(bounds, raw["counts"], strict=True):
@@ -138,12 +135,7 @@ def _histogram(name: str, text: str, raw: Mapping[str, Any], per_unit: float) ->
 
 
 class Metrics:
-    """A registry of its own, so that two servers in a process do not mix.
-
-    Args:
-        service: what to read.
-        vllm_model: see `ServiceCollector`.
-    """
+    """A registry of its own, so that two servers in a process do not mix."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -152,5 +144,4 @@ class Metrics:
         self._registry.register(ServiceCollector(service, vllm_model))
 
     def text(self) -> bytes:
-        """Returns the metrics as Prometheus reads them."""
         return generate_latest(self._registry)

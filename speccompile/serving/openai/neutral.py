@@ -19,8 +19,6 @@ class Neutral:
     """Values that ask for nothing in a field that is not supported. null does so in every field.
 
     Args:
-        reason: why another value is refused.
-        values: that are accepted.
         kind: any value of this type is accepted: the field is a label.
     """
 
@@ -131,10 +129,6 @@ STREAM_OPTIONS: Mapping[str, Neutral] = {
 
 def drop_neutral(data: Any, fields: Mapping[str, Neutral]) -> Any:
     """Returns a JSON object without its nulls, and without the fields that ask for nothing.
-
-    Args:
-        data: anything; what is no object comes back as it is.
-        fields: that are not honoured.
 
     Raises:
         PydanticCustomError: one of these asks for something.

@@ -30,8 +30,6 @@ class Listener:
         host: an address; 127.0.0.1 is reached from this machine alone.
         port: 0 chooses a free one.
         drain_s: seconds that running requests get at the end.
-        log_level: of uvicorn.
-        limits: of connections.
     """
 
     host: str = "127.0.0.1"
@@ -47,11 +45,6 @@ class DrainingServer(uvicorn.Server):
     At SIGTERM or SIGINT it takes no new connection, the service takes no new request, those that run get `drain_s`,
     the rest an error; then the process ends with 0. A second SIGINT ends the waiting, a third one is uvicorn's: answers
     are cut off.
-
-    Args:
-        config: uvicorn's.
-        service: of the application.
-        listener: where it listens, and its limits.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, listener: Listener) -> None:
@@ -80,7 +73,6 @@ class DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     def end(self) -> None:
-        """Stop as at a signal. May be called on any thread."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -133,19 +125,12 @@ def bind(listener: Listener) -> socket.socket:
 
 
 def url_from_socket(bound: socket.socket) -> str:
-    """Returns where a browser finds a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(app: ASGIApp, service: Service, listener: Listener, bound: socket.socket) -> None:
     """Serve until a signal ends it, or a bug in the service: a process that can serve nothing must not stay.
-
-    Args:
-        app: the application.
-        service: of the application; started, and closed at the end.
-        listener: where.
-        bound: see `bind`; closed at the end.
 
     Raises:
         RuntimeFault: a bug ended the service.

@@ -120,7 +120,6 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same with each token of the prompt."""
         return self.prompt_logprobs
 
     @model_validator(mode="after")
@@ -152,22 +151,18 @@ class CompletionBody(Sampled):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to name with each token; None: no logprobs."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same with each token of the prompt."""
         asked = [num for num in (self.prompt_logprobs, self.logprobs if self.echo else None) if num is not None]
         return max(asked, default=None)
 
     @property
     def tells_prompt_alone(self) -> bool:
-        """Whether only the prompt is asked about."""
         return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
     def prompts(self) -> list[str | list[int]]:
-        """Returns the prompts, each a text or a list of token ids."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]
@@ -280,7 +275,6 @@ class Message(Body):
         return message_for_template(message)
 
     def image_urls(self) -> list[str]:
-        """Returns the URLs of its images, in order."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
@@ -309,7 +303,6 @@ class ChatBody(Sampled):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to name with each token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")

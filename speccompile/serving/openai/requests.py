@@ -92,12 +92,6 @@ async def constrained(
 ) -> SamplingParams:
     """Returns sampling parameters with a constraint.
 
-    Args:
-        sampling: without it.
-        found: the field that asks for it, and the constraint.
-        engine: whose vocabulary it is for.
-        timeout_s: of the request.
-
     Raises:
         ApiError: it does not compile, or took too long.
     """
@@ -148,14 +142,7 @@ async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt of a chat.
-
-    Args:
-        text: as the template wrote it.
-        tokens: of it, those of its images included.
-        plan: of tools, constraint and reasoning.
-        files: contents of its images.
-    """
+    """The prompt of a chat."""
 
     text: str
     tokens: list[int]
@@ -275,12 +262,6 @@ def request_from_tokens(
 ) -> Request:
     """Returns the request of a prompt.
 
-    Args:
-        tokens: of the prompt, with those of its images.
-        body: of the HTTP request.
-        sampling: of the request.
-        images: of the prompt.
-
     Raises:
         ApiError: a value is out of range.
     """
@@ -294,8 +275,6 @@ async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
     """Returns the token ids of a text; those of a long one in a thread, so that other requests go on.
 
     Args:
-        engine: whose tokenizer it is.
-        text: what to encode.
         special: with the special tokens that the tokenizer puts around it.
 
     Raises:

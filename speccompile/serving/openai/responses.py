@@ -30,9 +30,6 @@ class Form:
     """How the objects of one endpoint look.
 
     Args:
-        prefix: of ids.
-        whole, chunk: their `object`.
-        text_of_whole, text_of_chunk: the part of a choice that holds a text.
         logprobs: of a choice's tokens, the first of which is so many characters into its text.
         opening: the same of a first chunk that has no text yet; None where there is no such chunk.
     """
@@ -70,11 +67,7 @@ class Head:
     """What all objects of one answer share.
 
     Args:
-        form: of the endpoint.
-        identity: `id`, `created`, `model`, `system_fingerprint`.
         with_usage: streams: the usage in a chunk of its own at the end.
-        with_stats: `stats` with every choice.
-        texts: of tokens, where logprobs are asked for.
         reader: makes the reader of a choice's message; None: its text is its content.
         with_metrics: of answers of one choice: `metrics` with acceptance and times in vLLM's shape.
         running: streams with usage: the usage so far, in every chunk; None: null in all but the last.
@@ -113,7 +106,6 @@ class Head:
         return None if self.texts is None else self.form.logprobs(self.texts, found, offset)
 
     def with_echo(self, index: int, told: Told, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the `logprobs` of a choice with those of its prompt before them, where they are asked for."""
         if self.echo is None or not self.echo.has_text or logprobs is None:
             return logprobs
         return {name: values + logprobs[name] for name, values in self.echo.logprobs(index, told).items()}
@@ -124,18 +116,13 @@ class Head:
         return {} if stats is None or not self.with_metrics else {"metrics": metrics_from_stats(stats)}
 
     def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
-        """Returns the event of one choice."""
         told = None if self.running is None else self.running.json_from_usage()
         usage = {"usage": told} if self.with_usage else {}
         return event_from_json({**self.identity, "object": self.form.chunk, "choices": [choice], **usage})
 
 
 def metrics_from_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's `metrics` of a request: acceptance, and times in milliseconds.
-
-    Args:
-        stats: see `StepOutput.stats`.
-    """
+    """Returns vLLM's `metrics` of a request: acceptance, and times in milliseconds."""
     drafts, accepted = stats["num_draft_tokens"], stats["num_accepted"]
     steps, histogram = stats["num_steps"], stats["acceptance_histogram"]
     return {
@@ -161,10 +148,6 @@ class Usage:
     """Adds up tokens, drafts among them.
 
     `prediction` tokens of OpenAI's API are the same idea as drafts: drafted, and then kept or not.
-
-    Args:
-        prompt_tokens: of all prompts of the request.
-        num_outputs: of each prompt.
     """
 
     prompt_tokens: int
@@ -228,7 +211,6 @@ async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> 
 
 
 async def _told(head: Head, step_outputs: OutputStream) -> AsyncGenerator[tuple[int, StepOutput], None]:
-    """Yields the step outputs with what is told of them: the prompt is in front of the first of each choice."""
     begun = set[int]()
     async for index, step_output in step_outputs:
         if head.echo is not None:

@@ -17,7 +17,6 @@ from speccompile.serving.openai.responses import Usage
 
 
 def _status(is_cut: bool) -> str:
-    """Returns the status of a response, or of an item of its output, that has ended."""
     return "incomplete" if is_cut else "completed"
 
 
@@ -38,15 +37,7 @@ def _part(block: Block, text: str | None = None) -> dict[str, Any]:
 
 
 class ResponsesAnswer:
-    """One answer.
-
-    Args:
-        body: of the request.
-        model: that answers.
-        step_outputs: of the request.
-        reader: see `read_blocks`.
-        usage: of its prompt.
-    """
+    """One answer."""
 
     def __init__(
         self,

@@ -109,7 +109,6 @@ class TextFormat(Body):
     strict: bool | None = None
 
     def chat(self) -> dict[str, Any]:
-        """Returns the `response_format` of a chat."""
         named = {"name": self.name, "schema": self.schema_, "strict": self.strict}
         return {"type": self.type, **({"json_schema": named} if self.type == "json_schema" else {})}
 

@@ -18,7 +18,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event_from_json(data: dict[str, Any]) -> bytes:
-    """Returns one server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -26,7 +25,6 @@ class EventStream(Response):
     """Sends events as they come.
 
     Args:
-        events: what to send; closed at the end, whatever that is.
         on_close: called at the end too, also when nothing of `events` was ever read.
     """
 
@@ -60,12 +58,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Returns the result of some work; None when the client hangs up before it is there: then the work is cancelled.
-
-    Args:
-        http: its body has been read.
-        work: what to do.
-    """
+    """Returns the result of some work; None when the client hangs up before it is there: then the work is cancelled."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnection(http.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -77,6 +70,5 @@ async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Resul
 
 
 async def disconnection(receive: Callable[[], Coroutine[Any, Any, Any]] | Any) -> None:
-    """Returns when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass

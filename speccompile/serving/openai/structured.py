@@ -85,9 +85,6 @@ async def compile_constraint(
     """Compiles a constraint while other requests go on; it is kept for the request. Cancelling ends the work.
 
     Args:
-        engine: whose vocabulary it is for.
-        wanted: the constraint.
-        field: that asks for it.
         timeout_s: seconds that it may take.
 
     Raises:

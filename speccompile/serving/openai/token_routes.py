@@ -53,7 +53,6 @@ def token_routes(server: OpenAIServer) -> APIRouter:
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        """Returns speccompile's version."""
         return {"version": VERSION}
 
     return router

@@ -20,12 +20,9 @@ class ToolFormat:
     Args:
         begin: what begins a call, or a list of calls; the first one is written where a grammar asks for calls.
         end: what ends it; empty: the JSON alone does.
-        arguments: key of the arguments.
-        is_list: calls are the items of one JSON list.
         is_bare: a text that begins with an object is a call without any mark.
         quote: around texts in Gemma's own notation; empty: calls are JSON.
         around: white space between the marks and the JSON.
-        template: what the chat templates of the family hold.
     """
 
     begin: tuple[str, ...]
@@ -88,9 +85,6 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
     have the white space of `json.dumps`.
 
     Args:
-        form: of the family.
-        tools: `function` objects: name and parameters.
-        most: calls at once.
         special: returns how a grammar names the special token of a text; None: it is none.
     """
     key = "parameters" if form.quote else form.arguments
@@ -121,10 +115,6 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
 def grammar_of_calls_or(calls: str, wanted: StructuredOutputs) -> str | None:
     """Returns a Lark grammar of texts that are calls, or what a constraint asks for.
 
-    Args:
-        calls: from `grammar_from_tools`.
-        wanted: the constraint.
-
     Returns:
         The grammar; None where the constraint is not one of JSON.
     """
@@ -139,10 +129,6 @@ def _arguments(all_parameters: Sequence[Mapping[str, Any]], at: int) -> dict[str
     """Returns the schema of a function's arguments, an object, with an identity of its own.
 
     By that its references mean the same as where it stands alone.
-
-    Args:
-        all_parameters: of every function; {}: it has none.
-        at: its index.
     """
     if not (parameters := all_parameters[at]):
         return {"type": "object", "properties": {}, "additionalProperties": False}

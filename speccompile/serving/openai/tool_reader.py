@@ -43,7 +43,6 @@ class ToolReader:
     and so is what may become another call where the text is cut off after one.
 
     Args:
-        form: how the family writes them.
         names: of the tools; None: any.
     """
 
@@ -74,7 +73,6 @@ class ToolReader:
     # Each step handles what it can of the text, and returns whether there may be more to handle.
 
     def _read_start(self, deltas: list[Delta], is_last: bool) -> bool:
-        """Finds calls without a mark, where a text begins with them."""
         start = self._text.lstrip()
         inner = start[1:].lstrip() if self._has_lists and start[:1] == "[" else start
         is_first = self._form.is_bare or (self._has_lists and start[:1] == "[")
@@ -102,7 +100,6 @@ class ToolReader:
         return self._read_begin(deltas, self._text.index(mark) + len(mark), is_last)
 
     def _read_begin(self, deltas: list[Delta], opener: int, is_last: bool) -> bool:
-        """Finds the call after a mark that ends at `opener`."""
         inner = self._text[opener:].lstrip(_SPACE + "[" if self._has_lists else _SPACE)
         at = len(self._text) - len(inner)
         if inner[:1] == "{":
@@ -202,7 +199,6 @@ class ToolReader:
         return True
 
     def _refuse(self, deltas: list[Delta], opener: int) -> bool:
-        """Makes what began no call content; later marks may begin some."""
         self._tell(deltas, self._text[:opener])
         self._text, self._state, self._is_open, self._at = self._text[opener:], "content", False, 0
         return True

@@ -87,7 +87,6 @@ class ChatPlan:
     """What a chat asks for beyond its messages.
 
     Args:
-        variables: for the template.
         constraint: of its text, with the field that asks for it; None: free.
         reader: makes the reader of each choice, of the rendered prompt; None: all of the text is content.
     """
@@ -101,12 +100,6 @@ def plan_chat(
     body: ChatBody, formats: ChatFormats, template: ChatTemplate, constraint: tuple[str, StructuredOutputs] | None
 ) -> ChatPlan:
     """Returns the plan of a chat.
-
-    Args:
-        body: of the request.
-        formats: of the model.
-        template: of the model.
-        constraint: that other fields of the body ask for.
 
     Raises:
         ApiError: the tools and their choice do not fit each other, the model or the constraint.

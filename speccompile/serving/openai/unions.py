@@ -16,13 +16,7 @@ def tag(name: str) -> Tag:
 
 
 def by_type(*names: str, default: str = "", key: str = "type") -> Discriminator:
-    """Returns what chooses among objects by their `type`.
-
-    Args:
-        names: values of `type`, each with a `tag` of its own.
-        default: of an object without one.
-        key: instead of `type`.
-    """
+    """Returns what chooses among objects by their `type`."""
 
     def choose(value: Any) -> str | None:
         found = value.get(key, default) if isinstance(value, dict) else getattr(value, key, None)

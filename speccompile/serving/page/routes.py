@@ -41,11 +41,7 @@ class PageBody(Sampled):
 
 
 def policy_from_html(html: str) -> str:
-    """Returns a content security policy under which the page's own script and style run, and nothing else.
-
-    Args:
-        html: with its script and style inline.
-    """
+    """Returns a content security policy under which the page's own script and style run, and nothing else."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for tag, text in _INLINE.findall(html):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -71,7 +67,6 @@ def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
 
 
 async def _request(server: OpenAIServer, body: PageBody) -> Request:
-    """Returns the request of a prompt, as a chat's where the model has a template."""
     engine = server.service.engine
     if body.as_chat and server.template is not None:
         given = body.model_dump(

@@ -17,13 +17,9 @@ from speccompile.serving.openai.stream import event_from_json
 class Painter(Protocol):
     """The part of `runtime.text.TextSink` that turns one token at a time into text."""
 
-    def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
-        """Text that these tokens complete."""
-        ...
+    def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]: ...
 
-    def finish(self) -> str:
-        """Returns the text that was held back."""
-        ...
+    def finish(self) -> str: ...
 
 
 def kinds_from_step_output(step_output: StepOutput) -> list[str]:
@@ -43,11 +39,8 @@ async def events(
     """Server-sent events: `start`, a `step` for each step, `end` or `error`.
 
     Args:
-        step_outputs: of one request with one output and a trace.
         painter: makes text of single tokens; None without a tokenizer.
         tokenizer: of the bundle, or None.
-        num_prompt: tokens of the prompt.
-        drafts: says whether drafts are on, and why.
     """
     start_s = perf_counter()
     yield event_from_json({"kind": "start", "num_prompt_tokens": num_prompt})

@@ -38,12 +38,10 @@ class TritonPythonModel:
             raise pb.TritonModelException(f"{fault} (Python: {sys.executable})") from fault
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        """Hand requests on."""
         responses: list[Any] | None = self._part.execute(requests)
         return responses
 
     def finalize(self) -> None:
-        """End the part."""
         part = getattr(self, "_part", None)
         if part is not None:
             part.finalize()

@@ -30,12 +30,7 @@ MAX_THREADS = 512  # a thread waits, mostly; the engine's queue is what bounds t
 
 
 class Relay:
-    """A request on its way through the models.
-
-    Args:
-        sender: Triton's response sender.
-        name: of the engine's request.
-    """
+    """A request on its way through the models."""
 
     def __init__(self, sender: Any, name: str) -> None:
         self.sender, self.name = sender, name
@@ -50,17 +45,14 @@ class OpenRelays:
         self._lock = threading.Lock()  # over the set, and while a sender in it is asked
 
     def add(self, relay: Relay) -> None:
-        """Adds a request."""
         with self._lock:
             self._relays.add(relay)
 
     def close(self, relay: Relay) -> None:
-        """Removes a request: to be called before its last response is sent."""
         with self._lock:
             self._relays.discard(relay)
 
     def running(self) -> list[Relay]:
-        """Returns the requests that were not asked to stop."""
         with self._lock:
             return [relay for relay in self._relays if not relay.is_stopped]
 
@@ -75,12 +67,7 @@ class OpenRelays:
 
 
 class BlsPart:
-    """See the module.
-
-    Args:
-        pb: the module `triton_python_backend_utils` as the stub provides it.
-        args: what Triton initialises a model with.
-    """
+    """See the module."""
 
     def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
         check_tensors(pb)
@@ -107,13 +94,11 @@ class BlsPart:
             self._pool.submit(self._run, relay, arrays, self._wanted(request), request.parameters())
 
     def finalize(self) -> None:
-        """Finish what runs, then end the threads."""
         self._pool.shutdown(wait=True)
         self._is_ending.set()
         self._watcher.join()
 
     def _wanted(self, request: Any) -> list[str]:
-        """Returns the outputs to ask the engine for: all where the client names none, so that the flags decide."""
         named = list(request.requested_output_names())
         everything = {tensor.name for tensor in old_text_outputs()}
         return [t.name for t in old_engine_outputs()] if set(named) == everything else [*named, FAILURE.name]
@@ -156,7 +141,6 @@ class BlsPart:
         return error
 
     def _hand_on(self, relay: Relay, tensors: dict[str, Any]) -> Any | None:
-        """Send a response of the engine's on; an error that it holds is returned instead."""
         if FAILURE.name in tensors:
             kind, message = (word.decode() for word in tensors[FAILURE.name].as_numpy().reshape(-1))
             return self._pb.TritonError(message, getattr(self._pb.TritonError, kind))
@@ -191,7 +175,6 @@ class BlsPart:
                     self._stop(relay)
 
     def _stop(self, relay: Relay) -> None:
-        """Ask the engine to end the request of this name: the input `stop`, as old clients send it."""
         one = (1, 1) if self._has_batch else (1,)
         numbers = {name: np.ones(one, dtype=np.int32) for name in ("input_ids", "input_lengths", "request_output_len")}
         inputs = {**numbers, "stop": np.ones(one, dtype=np.bool_)}

@@ -17,7 +17,6 @@ class Step:
     """One step of an ensemble.
 
     Args:
-        model: name of the model that it calls.
         inputs: the model's input -> the ensemble's tensor.
         outputs: the model's output -> the ensemble's tensor.
     """
@@ -32,17 +31,10 @@ class ModelConfig:
     """Configuration of a model for Triton.
 
     Args:
-        name: the model's, which is its folder's.
-        inputs: in order.
-        outputs: in order.
         backend: a backend's name; empty for an ensemble.
         max_batch_size: 0: tensors have the dims that are declared; above: one more in front.
         is_decoupled: an answer may have any number of responses.
-        parameters: strings for the backend.
-        steps: of an ensemble.
         kind: where an instance lives: KIND_CPU or KIND_GPU; empty: left to the backend.
-        num_instances: copies of the model.
-        comment: lines at the top of the file.
     """
 
     name: str

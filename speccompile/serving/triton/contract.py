@@ -32,10 +32,7 @@ class Tensor:
     """An input or output of a Triton model.
 
     Args:
-        name: as clients write it.
-        dtype: a key of `TRITON_TYPES`.
         dims: without the batch dim; -1 is any size.
-        is_optional: an input that need not be sent.
     """
 
     name: str
@@ -45,7 +42,6 @@ class Tensor:
 
 
 def required(tensor: Tensor) -> Tensor:
-    """Returns the same input, to be sent with every request."""
     return replace(tensor, is_optional=False)
 
 
@@ -187,7 +183,6 @@ def text_inputs(has_tokenizer: bool, has_vision: bool = False) -> tuple[Tensor, 
 
     Args:
         has_tokenizer: without one, prompts are ids and texts are missing.
-        has_vision: prompts may have images.
     """
     decoding = tuple(t for t in _DECODING if has_tokenizer or t.dtype != "string")
     prompts = (TEXT_INPUT, INPUT_IDS) if has_tokenizer else (required(INPUT_IDS),)
@@ -200,13 +195,11 @@ def text_outputs(has_tokenizer: bool) -> tuple[Tensor, ...]:
 
 
 def old_text_inputs() -> tuple[Tensor, ...]:
-    """Returns the inputs of `ensemble` and `tensorrt_llm_bls`."""
     decoding = tuple(required(t) if t.name == "max_tokens" else t for t in _DECODING)
     return (required(TEXT_INPUT), *decoding, *_OWN, *_WISHES, *_OLD_EXTRAS, *_OLD_WORDS)
 
 
 def old_text_outputs() -> tuple[Tensor, ...]:
-    """Returns the outputs of `ensemble` and `tensorrt_llm_bls`."""
     return (TEXT_OUTPUT, *_RESULTS)
 
 

@@ -40,9 +40,7 @@ class Exchange:
     """A Triton request on its way.
 
     Args:
-        reply: the way back.
         request_id: as the client named it, or empty.
-        answer: what it was given so far.
     """
 
     def __init__(self, reply: Reply, request_id: str, answer: Answer) -> None:
@@ -61,10 +59,6 @@ class Event(NamedTuple):
 
 class EnginePart:
     """See the module.
-
-    Args:
-        pb: the module `triton_python_backend_utils` as the stub provides it.
-        args: what Triton initialises a model with.
 
     Raises:
         SpecCompileError: the bundle, the configuration or the environment is wrong.
@@ -157,14 +151,12 @@ class EnginePart:
         return take
 
     def _stop(self, request_id: str) -> None:
-        """Ends the request of the same id, as the input `stop` of the removed backend does."""
         with self._lock:
             meant = [exchange for exchange in self._open if request_id and exchange.request_id == request_id]
         for exchange in meant:
             self._cancel(exchange.handle)
 
     def _answer(self) -> None:
-        """Runs on the thread that answers. However it ends, every open request gets an answer."""
         try:
             self._answer_all()
         finally:
@@ -197,7 +189,6 @@ class EnginePart:
                 self._metrics.update(self._service.stats())
 
     def _next_events(self) -> list[Event | None]:
-        """Returns all events that have come; without any, waits until clients are to be polled for cancellation."""
         events: list[Event | None] = []
         try:
             events.append(self._events.get(timeout=CANCEL_POLL_S))
@@ -207,7 +198,6 @@ class EnginePart:
             return events
 
     def _advance(self, exchange: Exchange) -> None:
-        """Send what is ready."""
         answer = exchange.answer
         if answer.failure is not None:
             self._drop(exchange)
@@ -223,7 +213,6 @@ class EnginePart:
             self._finish(exchange)
 
     def _drop(self, exchange: Exchange) -> None:
-        """Stops answering an exchange, and cancels what still runs for it."""
         handle = exchange.handle
         self._finish(exchange)
         self._cancel(handle)
@@ -239,7 +228,6 @@ class EnginePart:
             self._open.discard(exchange)
 
     def _look_for_gone(self) -> None:
-        """Cancels requests whose clients cancelled or have gone; their last step outputs then close them."""
         with self._lock:
             still = list(self._open)
         for exchange in still:

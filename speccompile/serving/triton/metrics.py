@@ -12,14 +12,7 @@ Stats = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """One metric.
-
-    Args:
-        name: with its unit.
-        description: what it counts.
-        is_counter: it only grows; else a gauge.
-        read: its value in a snapshot of `Service.stats`.
-    """
+    """One metric."""
 
     name: str
     description: str
@@ -64,12 +57,7 @@ FAMILIES = (
 
 
 class Metrics:
-    """Families in the server, for one model.
-
-    Args:
-        pb: the module `triton_python_backend_utils` as the stub provides it.
-        labels: of every value.
-    """
+    """Families in the server, for one model."""
 
     def __init__(self, pb: Any, labels: Mapping[str, str]) -> None:
         self._rows = []

@@ -16,9 +16,6 @@ def check_tensors(pb: Any) -> None:
     A stub that was compiled for numpy 1 reads the strides of a numpy 2 dtype at the wrong offset: [1, 2, 3, 4]
     arrives as [1, 1, 1, 1] (Triton 2.51).
 
-    Args:
-        pb: the module `triton_python_backend_utils` as the stub provides it.
-
     Raises:
         RuntimeFault: the array came back changed.
     """

@@ -20,9 +20,7 @@ class Reply:
     """The way back to a client.
 
     Args:
-        pb: the module `triton_python_backend_utils` as the stub provides it.
         sender: Triton's response sender of the request.
-        has_batch: tensors have one more dim in front.
         as_outputs: errors are sent as the output `failure`. Triton 2.51 loses an error that follows a response on
             its way to a model that called this one, and then never unloads either.
     """
@@ -36,7 +34,6 @@ class Reply:
         return self._send(self._pb.InferenceResponse(tensors), is_last)
 
     def end(self) -> None:
-        """Ends the responses without sending another one."""
         self._sender.send(flags=self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def fail(self, message: str, kind: str) -> None:
@@ -49,7 +46,6 @@ class Reply:
         self._send(self._pb.InferenceResponse(error=error), is_last=True)
 
     def is_cancelled(self) -> bool:
-        """Returns whether the client has cancelled the request, or has gone."""
         return bool(self._sender.is_cancelled())
 
     def _send(self, response: Any, is_last: bool) -> bool:

@@ -53,9 +53,7 @@ class RepositoryOptions:
             the TensorRT plans as models of Triton's own `tensorrt` backend.
         name: of the model in the layout `model`, and the first part of the names in `plans`.
         max_batch_size: 0: tensors without a batch dim; above: requests may hold that many rows.
-        links_bundle: refer to the bundle where it is, instead of copying it.
         python_env: folder of a Python environment that has speccompile; None: the one on the server's PATH.
-        settings: of the model with the engine.
     """
 
     layout: str = "model"
@@ -71,7 +69,6 @@ class Model:
     """One folder of the repository.
 
     Args:
-        config: its config.pbtxt.
         files: (name in the version's folder, file or folder to copy there).
     """
 
@@ -130,7 +127,6 @@ def write_backend(folder: Path) -> Path:
 
 
 def _is_ours(data: bytes) -> bool:
-    """Returns whether a model.py is as speccompile wrote it: its last line has the digest of the others."""
     body, seal, digest = data.rpartition(_SEAL.encode())
     return digest.strip() == _digest(body).encode() if seal else data == _BACKEND_MODULE.encode()
 
@@ -151,18 +147,15 @@ def _claim_model(folder: Path) -> Claim:
 
 
 def engine_settings(bundle: Bundle, options: RepositoryOptions) -> Settings:
-    """Returns the settings of the model with the engine."""
     bundle_path = str(bundle.path.resolve()) if options.links_bundle else Settings().bundle
     return replace(options.settings, bundle=bundle_path)
 
 
 def engine_files(bundle: Bundle, options: RepositoryOptions) -> list[tuple[str, Path]]:
-    """Returns the files of the model with the engine, for its version's folder."""
     return [] if options.links_bundle else [(Settings().bundle, bundle.path)]
 
 
 def instance_kind(bundle: Bundle) -> str:
-    """Returns where the engine runs."""
     engine = bundle.recipe.engine
     on_gpu = engine.backend in _GPU_BACKENDS or engine.device.startswith("cuda")
     return "KIND_GPU" if on_gpu else "KIND_CPU"
@@ -199,7 +192,6 @@ def _models(bundle: Bundle, options: RepositoryOptions) -> list[Model]:
 
 
 def _environment(folder: Path | None) -> dict[str, str]:
-    """Returns the parameter by which Triton's Python backend takes another environment than the server's."""
     if folder is None:
         return {}
     # Triton sources the script before it starts the stub.

@@ -41,9 +41,7 @@ _Row = Mapping[str, NDArray[Any]]
 class Decoder(Protocol):
     """The part of `tokenizers.Tokenizer` that stop words given as ids need."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of a run of tokens."""
-        ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,8 @@ class Rules:
     """How a model reads its inputs.
 
     Args:
-        defaults: sampling where a request says nothing.
         eos_token_ids: the model's own ends; an `end_id` that is not among them takes their place.
         tokenizer: None where prompts are ids.
-        has_batch: tensors have one more dim in front.
         is_trtllm: the rules of the removed backend hold; see `trtllm_compat`.
         speculation: `auto`, `on` or `off` where a request says nothing.
     """
@@ -75,12 +71,6 @@ class Call:
         rows: a scheduler's request for each row of the batch.
         prompts: ids of each row's prompt, where they came as ids.
         texts: of each row's prompt, where the answer begins with it.
-        streams: an answer for each step output, not one at the end.
-        echoes: the answer begins with the prompt.
-        wanted: names of the outputs to send.
-        has_batch: see `Rules`.
-        end_id: fills ids of shorter sequences.
-        arrival_ns: since the epoch.
     """
 
     rows: tuple[Request, ...]
@@ -100,8 +90,6 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
     Args:
         arrays: the tensors that were sent; BYTES tensors are object arrays of `bytes`.
         requested: outputs the client asks for; all of them where it does not say.
-        known: all outputs of the model.
-        rules: of the model.
 
     Raises:
         RuntimeFault: a value is missing, refused or out of range.
@@ -138,7 +126,6 @@ def check_parameters(names: Collection[str], ignored: str) -> None:
     """Refuse what a client sent beside the inputs: `/generate` makes a parameter of every field that it does not know.
 
     Args:
-        names: of the request's parameters.
         ignored: a regular expression of names that are not refused, such as forwarded headers.
 
     Raises:
@@ -257,7 +244,6 @@ def _texts(row: _Row, name: str) -> tuple[str, ...]:
 
 
 def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
-    """Returns the stop strings, those that came as token ids included."""
     if lists and tokenizer is None:
         raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
     decoded = [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
@@ -273,7 +259,6 @@ def _speculation(row: _Row, default: str) -> str:
 
 
 def _wanted(row: _Row, requested: Collection[str], known: Collection[str], is_one: bool) -> frozenset[str]:
-    """Returns the names of the outputs to send: those the client names, or those that its flags and prompt ask for."""
     if set(requested) != set(known):
         return frozenset(requested)
     unasked = {name for flag, names in FLAGS.items() if not (flag in row and np.any(row[flag])) for name in names}

@@ -30,12 +30,7 @@ _DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
 
 @dataclass
 class Growing:
-    """One output of one row, as far as it has come.
-
-    Args:
-        row: index in the batch.
-        index: among the row's sequences.
-    """
+    """One output of one row, as far as it has come."""
 
     row: int
     index: int
@@ -49,11 +44,7 @@ class Growing:
 
 
 class Answer:
-    """What a call has been given so far.
-
-    Args:
-        call: what was asked.
-    """
+    """What a call has been given so far."""
 
     def __init__(self, call: Call) -> None:
         self.call = call

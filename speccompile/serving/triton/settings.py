@@ -19,20 +19,16 @@ class Settings:
     """Parameters of a model: strings in the file, one for each field that differs from its default.
 
     Args:
-        part: what the model does.
         bundle: the bundle's folder; a relative one is looked for in the version's folder.
         tokenizer: of the parts without an engine: tokenizer.json, as `bundle`.
         rules: `speccompile`, or `trtllm`: requests are read by the rules of the removed TensorRT-LLM backend.
         backend: another engine backend than the bundle's.
         method: another speculation method than the recipe's.
         threads: threads of the target's engine; 0: as measured when it was built.
-        max_queue: requests that may wait.
         timeout_s: seconds a request may take; 0: no limit.
         drain_s: seconds that running requests get when the model is unloaded.
         speculation: `auto`, `on` or `off` where a request says nothing.
         ignored_parameters: a regular expression; a request may have parameters of these names, all others are refused.
-        engine_model: of the part `bls`: the model with the engine.
-        preprocessing_model: of the part `bls`: the model with the tokenizer.
     """
 
     part: str = "engine"

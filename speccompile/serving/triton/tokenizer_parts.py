@@ -25,12 +25,7 @@ Results = dict[str, NDArray[Any]]
 
 
 class TokenizerPart:
-    """What both have in common: requests in, as many responses out.
-
-    Args:
-        pb: the module `triton_python_backend_utils` as the stub provides it.
-        args: what Triton initialises a model with.
-    """
+    """What both have in common: requests in, as many responses out."""
 
     inputs: Sequence[Tensor] = ()
 
@@ -41,11 +36,9 @@ class TokenizerPart:
         self._tokenizer = load_tokenizer(Path(settings.tokenizer), BundleError, "Write the model repository again.")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request, or say what is wrong with it."""
         return [self._respond(request) for request in requests]
 
-    def finalize(self) -> None:
-        """Nothing to release."""
+    def finalize(self) -> None: ...
 
     def _respond(self, request: Any) -> Any:
         found = {t.name: self._pb.get_input_tensor_by_name(request, t.name) for t in self.inputs}
@@ -79,13 +72,7 @@ class Postprocessing(TokenizerPart):
 
 
 def results_from_arrays(read: Any, arrays: Arrays, has_batch: bool) -> Results:
-    """Returns the outputs of all rows of a batch; those whose sizes differ from row to row are filled up at their ends.
-
-    Args:
-        read: makes the outputs of one row.
-        arrays: inputs.
-        has_batch: they have one more dim in front.
-    """
+    """Returns the outputs of all rows of a batch; rows of different sizes are padded at their ends."""
     if not has_batch:
         single: Results = read(arrays)
         return single

@@ -65,7 +65,6 @@ def open_drafter(folder: Path, *, has_weights: bool) -> Case:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """Returns the config in our layout."""
     assert case.layout.ours is not None
     return case.layout.ours(case)
 
@@ -76,10 +75,7 @@ def layers_of_target(
     """Returns the layers of a target, for its own graph and the drafter's.
 
     Args:
-        model: of the drafter.
-        config: see `GraphJob`.
         asked: by the recipe; None: as the checkpoint says, else the published choice.
-        num_layers: of the target.
         weights: "checkpoint" or "random"; a random target may have fewer layers than the drafter's, which are then
             chosen anew.
 
@@ -180,7 +176,6 @@ class DraftSource(_BlockSource):
             raise CheckpointError(str(self.folder), got, expected, todo)
 
     def _check_corrector(self) -> None:
-        """Refuses what a drafter with layers over its candidates was not trained for."""
         corrector, todo = self.drafter.corrector, "Leave it auto in the recipe."
         if corrector is None:
             return
@@ -200,7 +195,6 @@ class DraftSource(_BlockSource):
         return options
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts, with the target's embeddings and LM head."""
         dims, drafter = self.dims, self.drafter
         hidden, groups = dims.hidden_size, dims.hidden_size // max(drafter.group_size, 1)
         convs = 2 * dims.num_layers * 2 * drafter.taps
@@ -281,14 +275,12 @@ class StepSource(DraftSource):
         self.max_rows, self.needs_tables, self.is_needed = 0, False, self.drafter.path is not None
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
         assert self.drafter.path is not None
         state, width = self.drafter.path.state_size, self.drafter.path.width
         num = state * (3 * (self.dims.hidden_size + state) + width)
         return WeightCounts(num, num, 0)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         sizes = path_sizes(self.drafter)
         assert sizes is not None
         return path_step_spec(self.job.name, self.dims, sizes, self.num_candidates)
@@ -309,7 +301,6 @@ class StepSource(DraftSource):
         return {"num_tokens": 2}
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.feature_draft import export_fusion
         from speccompile.speculators.dflash.path_head import make_step
 
@@ -324,7 +315,6 @@ class FusionSource(FusionGraph, _BlockSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
     def make_fusion(self) -> torch.nn.Module:
-        """See `FusionGraph`."""
         from speccompile.speculators.dflash.model import make_fusion
 
         return make_fusion(self.config, self.dims, self.read_weights())

@@ -87,11 +87,9 @@ class BlockOptions:
     """Options of the drafter's graph; see `DflashConfig`.
 
     Args:
-        num_drafts: `DflashConfig.depth_asked`.
         num_candidates: `slot_candidates`; 0: auto.
         starts_at_root: `sample_from_anchor`; None: auto.
         layers: of the target; None: auto.
-        is_exact: fewer drafts than these are an error.
         least_candidates: of a slot, that a tree of a fixed shape needs.
     """
 
@@ -110,14 +108,11 @@ class DflashTraining:
     Args:
         layers: decoder layers of the target, from 0, whose residual streams are read; empty: five, the published
             choice.
-        num_layers: of the drafter.
         intermediate_size: of its MLPs; 0: the target's.
         block_size: rows of a block: the root's, and one for each draft.
         mask_token_id: a token that texts do not have, whose embedding masked rows get; -1: the target's padding.
         conv_kernel_size: taps of the convolutions around attention and MLP; 0: there are none.
-        conv_group_size: channels that share a dynamic kernel of these.
         selector_rank: of the pair scores; 0: there are none.
-        selector_top_k: candidates of a slot.
         is_causal: whether rows of a block see the earlier rows alone.
         starts: share of the text's positions from which a block is drafted in a step, drawn anew each time.
     """
@@ -170,11 +165,9 @@ class DflashMethod(Method):
     trainer = "speccompile.speculators.dflash.trainer:DflashTrainer"
 
     def target_outputs(self, config: DflashConfig) -> TargetOutputs:
-        """Returns the residual streams; which ones depends on the checkpoint."""
         return TargetOutputs(hidden_layers=FusedLayers(RULE, config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: DflashConfig) -> tuple[GraphJob, ...]:
-        """Returns the graphs of drafter and fusion, and of the step of a drafter that has one."""
         own, layers = (config.model, config.quantization), config.chosen_layers
         options = BlockOptions(
             config.depth_asked,
@@ -193,7 +186,6 @@ class DflashMethod(Method):
     def make_proposer(
         self, config: DflashConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over the engines."""
         draft = engines[DRAFT]
         fuse, names = fused_features(engines[FUSION])
         max_rows = context.seq_lens.get(DRAFT, context.max_seq_len)

@@ -20,12 +20,7 @@ _NUM_FEATURES = 5  # of how likely a candidate is; see `_features`
 
 
 class LatticeAttention(nn.Module):
-    """Attention of all rows to all, with a bias for each head and pair of slots.
-
-    Args:
-        hidden: width.
-        num_heads: of the attention.
-    """
+    """Attention of all rows to all, with a bias for each head and pair of slots."""
 
     def __init__(self, hidden: int, num_heads: int) -> None:
         super().__init__()
@@ -47,13 +42,7 @@ class LatticeAttention(nn.Module):
 
 
 class LatticeLayer(nn.Module):
-    """Attention and MLP, each after a norm.
-
-    Args:
-        hidden: width.
-        corrector: sizes.
-        eps: of the norms.
-    """
+    """Attention and MLP, each after a norm."""
 
     def __init__(self, hidden: int, corrector: Corrector, eps: float) -> None:
         super().__init__()
@@ -63,7 +52,6 @@ class LatticeLayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(hidden, inner), nn.SiLU(), nn.Linear(inner, hidden))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """See `LatticeAttention`."""
         x = x + self.attn(self.attn_norm(x), bias)
         out: torch.Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -74,9 +62,7 @@ class LatticeCorrector(nn.Module):
 
     Args:
         width: of the drafter's states and the target's embeddings.
-        corrector: sizes.
         block_size: rows of a whole block, the root's included.
-        eps: of the norms.
     """
 
     def __init__(self, width: int, corrector: Corrector, block_size: int, eps: float) -> None:
@@ -132,7 +118,6 @@ class LatticeCorrector(nn.Module):
         )
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x over its length."""
         return x / x.pow(2).sum(-1, keepdim=True).sqrt().clamp(min=self.sizes.vector_eps)
 
 

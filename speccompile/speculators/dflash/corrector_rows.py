@@ -119,7 +119,6 @@ def _is_number(value: Any, least: float) -> bool:
 
 
 def _check_widths(case: Case) -> Iterator[Finding]:
-    """Yields findings for heads or an MLP that do not go with the width."""
     sizes, ratio = case.sizes, value_of(case.config, CORRECTOR_KEYS["mlp_ratio"][0])
     width, heads, inner = sizes["lattice_width"], sizes["lattice_heads"], sizes["lattice_inner"]
     if width and heads and width % heads:

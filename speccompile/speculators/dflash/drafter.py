@@ -33,12 +33,6 @@ class Corrector:
     Args:
         num_candidates: of a slot; each candidate's vector depends on all of them.
         hidden_size: of its layers; 0: the drafter's.
-        num_layers: its layers.
-        num_heads: of their attention.
-        mlp_ratio: width of their MLPs over `hidden_size`.
-        factor_dim: of the vectors.
-        vector_eps: vectors are divided by their length, or by this if it is more.
-        logit_scale: factor of the products of two vectors.
     """
 
     num_candidates: int
@@ -67,13 +61,7 @@ _REALS = ("mlp_ratio", "vector_eps", "logit_scale")
 
 @dataclass(frozen=True)
 class PathHead:
-    """A recurrent state over the drafts of a path (Domino), which corrects the scores of the slot that follows.
-
-    Args:
-        state_size: of the state.
-        width: of the layer between states and scores.
-        num_plain: first slots whose scores are not corrected.
-    """
+    """A recurrent state over the drafts of a path (Domino), which corrects the scores of the slot that follows."""
 
     state_size: int
     width: int
@@ -86,16 +74,12 @@ class Drafter:
 
     Args:
         block_size: rows of a block, the root's included.
-        mask_token_id: token whose embedding a masked row has.
         windows: of each layer's attention; 0 = none.
         is_causal: whether rows of a block see the earlier rows alone, by layer.
         starts_at_root: row i of a block drafts the token at position i + 1, so that the root's row drafts too; else
             row i drafts its own position.
-        embedding_scale: factor of the embeddings.
-        multiplier: factor of the logits.
         softcap: logits become softcap * tanh(logits / softcap); 0 = off.
         taps: of the convolutions around attention and MLP; 0: there are none.
-        group_size: channels that share a dynamic kernel of these.
         selector_rank: of the codebooks of predecessors and successors; 0: there are none.
         markov_rank: of the tables of a Markov head; 0: there is none.
         num_candidates: of a slot, as its config says; 0: it does not.
@@ -121,12 +105,10 @@ class Drafter:
 
     @property
     def is_paired(self) -> bool:
-        """Whether the scores of a slot depend on the token before it."""
         return bool(self.selector_rank or self.markov_rank or self.corrector)
 
     @property
     def max_drafts(self) -> int:
-        """The most draft tokens of a block."""
         return self.block_size if self.starts_at_root else self.block_size - 1
 
     def num_masks(self, num_drafts: int) -> int:
@@ -136,10 +118,6 @@ class Drafter:
 
 def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
     """Returns how a drafter computes.
-
-    Args:
-        where: its folder, for messages.
-        config: in our layout.
 
     Raises:
         CheckpointError: a value is missing or out of range, or of a variant that is not built.
@@ -190,7 +168,6 @@ def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
 
 
 def has_path(config: Mapping[str, Any]) -> bool:
-    """Whether a drafter has a state over the drafts of a path."""
     return value_of(config, "projector_type") == "domino" or config.get("architectures") == [DOMINO]
 
 
@@ -201,12 +178,7 @@ def is_dspark(config: Mapping[str, Any]) -> bool:
 
 
 def published_layers(num_layers: int, num: int) -> tuple[int, ...]:
-    """Returns the layers that released drafters read where a config names none: evenly spaced, from 0.
-
-    Args:
-        num_layers: of the target.
-        num: of streams.
-    """
+    """Returns the layers that released drafters read where a config names none: evenly spaced, from 0."""
     if num == 1:
         return (num_layers // 2,)
     return tuple(round(1 + k * (num_layers - 4) / (num - 1)) for k in range(num))
@@ -221,7 +193,6 @@ def is_corrected(config: Mapping[str, Any]) -> bool:
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Returns the kind of attention of each layer; full where the config does not say."""
     kinds = config.get("layer_types")
     return tuple(kinds[:num_layers]) if isinstance(kinds, (list, tuple)) else ("full_attention",) * num_layers
 

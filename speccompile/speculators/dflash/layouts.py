@@ -256,7 +256,6 @@ def _config_of_speculators(config: Mapping[str, Any], target: Target | None) -> 
 
 
 def _check_variant(case: Case) -> Iterator[Finding]:
-    """Yields a finding for a drafter of a variant that is not built."""
     if (fault := variant_of(case.config)) is not None:
         name, got, expected = fault
         yield finding("error", case.where_in_config(name), got, expected, "Use a DFlash or DFlash 2 drafter.")
@@ -321,7 +320,6 @@ def _check_numbers(case: Case) -> Iterator[Finding]:
 
 
 def _check_codebooks(case: Case) -> Iterator[Finding]:
-    """Yields a warning for codebooks whose keys end in `.weight`."""
     if case.sizes["has_named"]:
         got, expected = "codebooks stored as `.weight`", f"{PREDECESSORS} and {SUCCESSORS}, as released"
         todo = "It is read here; other engines look for the bare names: convert it."
@@ -329,7 +327,6 @@ def _check_codebooks(case: Case) -> Iterator[Finding]:
 
 
 def _check_tables(case: Case) -> Iterator[Finding]:
-    """Yields findings for a reduced vocabulary without its head or map, and for a map out of the target's."""
     if case.sizes["is_reduced"]:
         for name in ("d2t", LM_HEAD):
             if case.key_of(name) is None:

@@ -35,10 +35,6 @@ class DynamicConv(nn.Module):
     """Two causal convolutions along a block, before and after a sublayer, each channel's taps from its own row.
 
     out[t, c] = sum over i of (base[side, i, c] + dynamic[t, side, i, c / group]) x[t - i, c]; no row before the block.
-
-    Args:
-        hidden: channels.
-        drafter: with the number of taps and the size of a group.
     """
 
     def __init__(self, hidden: int, drafter: Drafter) -> None:
@@ -91,9 +87,6 @@ class BlockAttention(nn.Module):
 
         Args:
             rows: [batch, context + block, hidden].
-            num_context: rows of context.
-            angles: cosines and sines of all rows.
-            caches: K and V.
             lengths: [batch] int64, rows in use.
             mask: [batch, rows, rows] bool, what each row sees.
             window: 0 = none.
@@ -107,12 +100,7 @@ class BlockAttention(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer over a block.
-
-    Args:
-        config: of the layer.
-        drafter: see `Drafter`.
-    """
+    """A decoder layer over a block."""
 
     def __init__(self, config: LlamaConfig, drafter: Drafter) -> None:
         super().__init__()
@@ -139,14 +127,7 @@ def around(conv: DynamicConv | None, x: torch.Tensor, inner: Callable[[torch.Ten
 
 
 class CandidateSelector(nn.Module):
-    """Scores of pairs of neighbouring candidates, by a product of low rank that depends on the slot's state.
-
-    Args:
-        hidden: width of a slot's state.
-        vocab: of the target.
-        draft_vocab: tokens that can be drafted.
-        rank: of the codebooks.
-    """
+    """Scores of pairs of neighbouring candidates, by a product of low rank that depends on the slot's state."""
 
     def __init__(self, hidden: int, vocab: int, draft_vocab: int, rank: int) -> None:
         super().__init__()
@@ -175,7 +156,6 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, dims.draft_vocab_size, bias=False)
 
     def forward(self, hidden: torch.Tensor, before: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """See `CandidateSelector`."""
         return self.markov_w1(before) @ self.markov_w2.weight[drafted].transpose(2, 3)
 
 
@@ -183,10 +163,6 @@ class BlockDraft(nn.Module):
     """The module that is traced: inputs and outputs as in `block_draft_spec`, the caches as a list.
 
     Args:
-        config: of its layers, in our layout.
-        drafter: how it computes.
-        dims: sizes.
-        spec: what it is traced for.
         target_tokens: [draft_vocab] int64: the target's token of each; None where they are the same.
     """
 
@@ -310,7 +286,6 @@ class BlockDraft(nn.Module):
 
         Args:
             hidden: [batch, slots, hidden].
-            anchors: see `LatticeCorrector`.
             logits: [batch, slots, vocab].
             tokens: [batch, slots, num_ranked] int64, the likeliest first.
             best: [batch, slots, 1], the probability of the likeliest; those of others may be too small for a number.
@@ -322,12 +297,7 @@ class BlockDraft(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Features of positions that the target has read, of its residual streams.
-
-    Args:
-        config: in our layout.
-        dims: sizes.
-    """
+    """Features of positions that the target has read, of its residual streams."""
 
     def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
         super().__init__()
@@ -350,10 +320,6 @@ def make_draft(
     """Returns the drafter with its weights.
 
     Args:
-        config: in our layout.
-        drafter: how it computes.
-        dims: sizes.
-        spec: what it is traced for.
         weights: by the names of our layout; None: random ones.
         shared: the target's embeddings and LM head, for a drafter without.
     """
@@ -368,7 +334,6 @@ def make_draft(
 
 
 def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
-    """Returns the module that makes features, with its weights; see `make_draft`."""
     with torch.device("meta"):
         fusion = Fusion(config, dims)
     fill_weights(fusion, weights)

@@ -22,13 +22,7 @@ _GRU, _INNER, _OUTER = "prefix_gru.weight_{}h_l0", "embed_proj.0.weight", "embed
 
 
 class PathTerms(nn.Module):
-    """What a block gives of the head.
-
-    Args:
-        hidden: width of the drafter.
-        vocab: of the target.
-        head: sizes.
-    """
+    """What a block gives of the head."""
 
     def __init__(self, hidden: int, vocab: int, head: PathHead) -> None:
         super().__init__()
@@ -43,12 +37,7 @@ class PathTerms(nn.Module):
 
 
 class PathStep(nn.Module):
-    """The module of the step: inputs as in `path_step_spec`, as one list.
-
-    Args:
-        hidden: width of the drafter.
-        head: sizes.
-    """
+    """The module of the step: inputs as in `path_step_spec`, as one list."""
 
     def __init__(self, hidden: int, head: PathHead) -> None:
         super().__init__()
@@ -77,8 +66,6 @@ def make_step(head: PathHead, hidden: int, weights: Mapping[str, torch.Tensor] |
     """Returns the step with its weights.
 
     Args:
-        head: sizes.
-        hidden: width of the drafter.
         weights: by the names of our layout; None: random ones.
     """
     held = None
@@ -103,10 +90,6 @@ def likeliest_path(
     """Returns the tokens of the likeliest walk over a block, [batch, slots].
 
     Args:
-        step: of the head.
-        embedded: see `graph_kinds.blocks`.
-        terms: `slot_terms`.
-        rows: `candidate_rows`.
         candidates: [batch, slots, candidates] int64.
         base: [batch, slots, candidates], the scores without the head.
     """

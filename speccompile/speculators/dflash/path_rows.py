@@ -33,7 +33,6 @@ def path_sizes() -> tuple[Size, ...]:
 
 
 def derive_path(sizes: Sizes) -> None:
-    """Add what follows from the sizes."""
     state, hidden = sizes["path_state"], sizes["hidden"]
     sizes["path_gates"] = None if state is None else 3 * state
     sizes["path_inputs"] = None if state is None or hidden is None else hidden + state

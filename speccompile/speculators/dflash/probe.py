@@ -35,12 +35,7 @@ _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")  # tokens that texts
 
 
 class DflashProbe:
-    """See `speccompile.doctor.probe.Probe`.
-
-    Args:
-        case: free of faults in its keys and shapes.
-        parts: of the target.
-    """
+    """See `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         self.folder, self.shared = case.folder, {EMBEDDINGS: parts.embeddings, LM_HEAD: parts.lm_head}

@@ -32,11 +32,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockHeads(nn.Module):
-    """The drafter without embeddings and LM head, which are the target's; parameters have the checkpoint's names.
-
-    Args:
-        config: its config.json, in our layout.
-    """
+    """The drafter without embeddings and LM head, which are the target's; parameters have the checkpoint's names."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -56,7 +52,6 @@ class BlockHeads(nn.Module):
         return self.hidden_norm(self.fc(torch.cat(tuple(streams), -1)))
 
     def pair_scores(self, states: torch.Tensor, before: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """See `speccompile.training_contract.Selection`."""
         scores: torch.Tensor = self.candidate_selector(states[None], before[None, :, None], candidates[None])
         return scores[0, :, 0]
 
@@ -67,11 +62,9 @@ def fill_blocks(
     """Returns what the LM head reads of every row of some blocks.
 
     Args:
-        network: a `BlockHeads` or a `model.BlockDraft`.
         features: [batch, positions, hidden], the context.
         embedded: [batch, blocks, rows, hidden], of roots and masks.
         root_positions: [batch, blocks] int64, the position of each root; its block sees the context before it.
-        shift: added to the rotary positions of blocks.
     """
     count, blocks, rows, _ = embedded.shape
     context_angles = network.rotary(features, torch.arange(features.shape[1], device=features.device)[None])
@@ -97,8 +90,6 @@ def _visible(
 
     Args:
         root_positions: [batch, blocks] int64, of the roots.
-        rows: of a block.
-        positions: of the context.
         is_causal: rows see the earlier rows alone.
     """
     own = torch.ones(rows, rows, dtype=torch.bool, device=root_positions.device)
@@ -124,12 +115,8 @@ def attend_blocks(
     """Returns the attention's output of blocks that share contexts, [batch * blocks, rows, hidden].
 
     Args:
-        attention: of a layer.
         y: [batch * blocks, rows, hidden], its input.
         features: [batch, positions, hidden], the context.
-        angles: of the blocks.
-        context_angles: of the context.
-        seen: see `_visible`.
     """
     dim, count, rows = attention.head_dim, len(features), y.shape[1]
 
@@ -162,7 +149,6 @@ class TrainableBlocks(nn.Module):
     """See `speccompile.training_contract.Trainable`.
 
     Args:
-        heads: the drafter.
         parts: the target's embeddings and LM head.
         starts: share of positions at which a block's root is.
     """
@@ -231,12 +217,6 @@ def config_from_training(
     training: DflashTraining, target: Mapping[str, Any], vocab: int, hidden: int
 ) -> dict[str, Any]:
     """Returns the config.json of a drafter in z-lab's layout.
-
-    Args:
-        training: sizes and settings.
-        target: its config.json.
-        vocab: tokens of its embeddings.
-        hidden: their width.
 
     Raises:
         RecipeError: the sizes do not go with the target's.
@@ -319,7 +299,6 @@ class DflashTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: DflashTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: some residual streams."""
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))
 
     def make(self, config: DflashTraining, parts: TargetParts, start: Path | None) -> Any:

@@ -13,7 +13,6 @@ from speccompile.export.decoder_source import MASK_TOKEN
 
 
 def _check_model(case: Case) -> Iterator[Finding]:
-    """Yields what is missing or damaged of the language model."""
     try:
         check_checkpoint(case.folder, read_dims(case.folder))
     except CheckpointError as fault:
@@ -21,7 +20,6 @@ def _check_model(case: Case) -> Iterator[Finding]:
 
 
 def _check_token(case: Case) -> Iterator[Finding]:
-    """Yields a finding unless the mask's token has a row of the embedding."""
     token, num = case.config.get(MASK_TOKEN), case.sizes.get("vocab")
     if type(token) is not int or token < 0 or (num is not None and token >= num):
         todo = "Correct config.json; with another token's row the masks mean nothing to the draft."

@@ -28,7 +28,6 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
 
     Args:
         model: checkpoint folder or hub id of the draft.
-        max_draft_tokens: longest chain of `num_draft_tokens: auto`.
         parallel_drafting: draft all tokens of a path in one run, from mask tokens, as PARD trains it; `auto`: where the
             draft's config.json names its mask token (`pard_token`).
         min_confidence: draft no further after a path whose probability in the draft is below this; with a number
@@ -36,9 +35,6 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
         lora: LoRA adapter in PEFT's layout, folder or hub id, merged into the draft's weights.
-        quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
-        draft_vocab_size, draft_vocab_text: see `graph_kinds.draft_vocab.DraftVocabFields`.
-        tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
@@ -67,17 +63,14 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
 
     @property
     def leaves_length(self) -> bool:
-        """See `TreeFields.leaves_length`."""
         return super().leaves_length and (self.tree == "auto" or self.min_confidence == "auto")
 
     @property
     def max_length(self) -> int:
-        """See `CachedDraftFields.max_length`."""
         return self.max_draft_tokens if self.num_draft_tokens == "auto" else self.num_draft_tokens
 
     @property
     def min_path(self) -> float:
-        """See `CachedDraftFields.min_path`."""
         return 0.0 if self.min_confidence == "auto" else self.min_confidence
 
 
@@ -86,13 +79,7 @@ class DraftModelTraining:
     """Sizes and settings of the training.
 
     Args:
-        hidden_size: of the draft.
-        num_layers: of the draft.
-        num_heads: attention heads of a layer.
-        num_kv_heads: key heads of a layer.
         head_dim: of a head; 0: hidden_size / num_heads.
-        intermediate_size: of its MLPs.
-        chain: drafts of a chain, for the estimated acceptance.
     """
 
     hidden_size: int = 192
@@ -122,7 +109,6 @@ class DraftModelMethod(Method):
     trainer = "speccompile.speculators.draft_model.trainer:DraftModelTrainer"
 
     def graph_jobs(self, config: DraftModelConfig) -> tuple[GraphJob, ...]:
-        """Returns the draft's graph."""
         is_parallel = config.parallel_drafting
         candidates = VocabCandidateOptions(
             config.candidates_needed,
@@ -138,7 +124,6 @@ class DraftModelMethod(Method):
         return (job,)
 
     def allows_tokenizer_mismatch(self, config: DraftModelConfig) -> bool:
-        """Returns what the recipe says."""
         return config.allow_tokenizer_mismatch
 
     def make_proposer(

@@ -27,7 +27,6 @@ class TrainableDraft(nn.Module):
 
     Args:
         model: a transformers model in float32.
-        target: folder of the target, whose tokenizer the draft has.
         chain: drafts of a chain, into which the text is cut to estimate their acceptance.
     """
 
@@ -108,9 +107,7 @@ class DraftModelTrainer:
     reads_sizes = True
 
     def needs(self, config: DraftModelTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns no needs besides the distributions."""
         return TargetNeeds()
 
     def make(self, config: DraftModelTraining, parts: TargetParts, start: Path | None) -> Any:
-        """Returns a new model with tied embeddings, or `start`."""
         return TrainableDraft(make_model(config, parts, start), parts.folder, config.chain)

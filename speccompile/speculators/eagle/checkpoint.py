@@ -41,7 +41,6 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_first_norm(case: Case) -> Iterator[Finding]:
-    """Yields a finding for a norm before the first attention, which other loaders drop silently."""
     key = case.prefix + _FIRST_NORM
     if key in case.files.headers:
         todo = "It is a variant that was trained with this norm: dropping it would change every draft."
@@ -49,7 +48,6 @@ def _check_first_norm(case: Case) -> Iterator[Finding]:
 
 
 def _check_head(case: Case) -> Iterator[Finding]:
-    """Yields a finding for an LM head of its own, which the layout does not have."""
     key = case.prefix + "lm_head.weight"
     if key in case.files.headers:
         todo = "The target's LM head is used; if this one was trained, the drafter is of another kind."
@@ -107,12 +105,10 @@ class DraftSource(FeatureSource):
     formats = FORMATS
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
         hidden = self.dims.hidden_size
         return count_weights(self.dims, hidden, 2 * self.dims.num_layers - 1, 2 * hidden * hidden)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         options: CandidateOptions = self.job.options
         num = min(options.num_candidates, self.dims.vocab_size)
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)

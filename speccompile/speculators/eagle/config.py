@@ -39,16 +39,13 @@ class EagleMethod(Method):
     formats = "speccompile.speculators.eagle.checkpoint:FORMATS"
 
     def target_outputs(self, config: EagleConfig) -> TargetOutputs:
-        """Returns the hidden state that the LM head reads, which the drafter's own features continue."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: EagleConfig) -> tuple[GraphJob, ...]:
-        """Returns the drafter's graph."""
         options = CandidateOptions(config.candidates_needed, config.has_probs)
         return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(
         self, config: EagleConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer; the target's states are passed on unchanged."""
         return config.make_proposer(engines[DRAFT], lambda outputs: outputs[HIDDEN], (HIDDEN,), DRAFT, context)

@@ -22,12 +22,7 @@ LM_HEAD = "lm_head.weight"
 
 
 class EagleBody(FeatureBody):
-    """The drafter with the target's LM head.
-
-    Args:
-        config: ours.
-        dims: sizes.
-    """
+    """The drafter with the target's LM head."""
 
     target_tokens = None
 
@@ -43,14 +38,12 @@ class EagleBody(FeatureBody):
         self.lm_head = nn.Linear(hidden, dims.vocab_size, bias=False)
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        """See `FeatureBody`."""
         x = self.fc(torch.cat((self.embed_tokens(tokens), features), -1))
         for layer in self.layers:
             x = layer(x, position_embeddings=angles)
         return x
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        """See `FeatureBody`."""
         return self.lm_head(own)
 
 
@@ -60,10 +53,7 @@ def make_body(
     """Returns the drafter with its weights.
 
     Args:
-        config: ours.
-        dims: sizes.
         weights: by the names of our layout; None: random ones.
-        lm_head: the target's.
     """
     with torch.device("meta"):
         body = EagleBody(config, dims)

@@ -46,10 +46,7 @@ def layers_of_target(
     """Returns the layers of a target, for its own graph and the speculator's.
 
     Args:
-        model: of the speculator.
-        config: see `GraphJob`.
         asked: by the recipe; None: as the checkpoint says, else the published choice.
-        num_layers: of the target.
         weights: "checkpoint" or "random"; a random target may have fewer layers than the checkpoint's, which are then
             chosen anew.
 
@@ -156,7 +153,6 @@ class DraftSource(_Eagle3Source):
         return token
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts of these sizes."""
         return count_weights(self.dims, 2 * self.dims.hidden_size, 2 + 2 * self.dims.num_layers)
 
     def spec(self) -> GraphSpec:
@@ -189,7 +185,6 @@ class FusionSource(FusionGraph, _Eagle3Source):
     """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
     def make_fusion(self) -> torch.nn.Module:
-        """See `FusionGraph`."""
         from speccompile.speculators.eagle3.model import make_fusion
 
         return make_fusion(self.config, self.dims, self.read_weights())

@@ -136,11 +136,9 @@ class Eagle3Method(Method):
     trainer = "speccompile.speculators.eagle3.trainer:Eagle3Trainer"
 
     def target_outputs(self, config: Eagle3Config) -> TargetOutputs:
-        """Returns three residual streams; which ones depends on the checkpoint and the target's number of layers."""
         return TargetOutputs(hidden_layers=FusedLayers(RULE, config.model, config.config, config.chosen_layers))
 
     def graph_jobs(self, config: Eagle3Config) -> tuple[GraphJob, ...]:
-        """Returns the graphs of drafter and fusion."""
         own, layers = (config.model, config.quantization), config.chosen_layers
         masks = config.parallel_drafting
         options = DraftOptions(

@@ -32,22 +32,9 @@ class EagleSizes:
     """Sizes, with the names of config.json.
 
     Args:
-        hidden_size: of the drafter.
-        target_hidden_size: of the target.
-        intermediate_size: of the MLPs.
-        num_attention_heads: of a layer.
-        num_key_value_heads: of a layer.
-        head_dim: of a head.
-        vocab_size: of the target.
-        draft_vocab_size: tokens that can be drafted.
         layers: decoder layers of the target whose residual streams are fused, from 0.
-        rms_norm_eps: of the norms.
-        rope_theta: base of the positions.
         norm_before_residual: the first layer's residual is the normed feature.
-        fc_norm: each of the streams has a norm.
-        norm_output: features of drafts are normed.
         head_rank: inner width of an LM head that is two products; 0: one product.
-        num_hidden_layers: of the drafter.
         mask_token: of the masks that drafts read, as in P-EAGLE; None: they read the drafts before them.
     """
 
@@ -71,12 +58,7 @@ class EagleSizes:
 
 
 class FurtherLayer(nn.Module):
-    """A decoder layer after the first one, with Llama's names.
-
-    Args:
-        sizes: of the drafter.
-        width: of its attention's input.
-    """
+    """A decoder layer after the first one, with Llama's names."""
 
     def __init__(self, sizes: EagleSizes, width: int | None = None) -> None:
         super().__init__()
@@ -125,9 +107,6 @@ class EagleHeads(nn.Module):
     """The drafter without embeddings, which are the target's; parameters and buffers have the checkpoint's names.
 
     The embedding of a mask is its own parameter; in a checkpoint it is a row of the embeddings.
-
-    Args:
-        sizes: its sizes.
     """
 
     def __init__(self, sizes: EagleSizes) -> None:

@@ -138,7 +138,6 @@ def _check_layers(case: Case) -> Iterator[Finding]:
 
 
 def _check_mask(case: Case) -> Iterator[Finding]:
-    """Yields a finding unless the mask of a P-EAGLE drafter is a token of the target."""
     token, vocab = case.sizes.get("mask_token"), case.sizes.get("vocab")
     if not case.sizes["has_masks"] and case.config.get("speculators_model_type") != "peagle":
         return
@@ -194,7 +193,6 @@ def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
 
 
 def _complete(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
-    """Adds the mask that the map implies."""
     if "d2t" in tensors and "t2d" not in tensors:
         import torch
 
@@ -226,7 +224,6 @@ def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
     """Returns the rows, with the beginning of the first layer's keys.
 
     Args:
-        first: that beginning.
         has_low_rank: the LM head may be two products.
     """
     over = (("layer", "num_layers", 1),)

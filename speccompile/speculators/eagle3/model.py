@@ -47,8 +47,6 @@ class Eagle3Body(FeatureBody):
     """Everything after the fused feature.
 
     Args:
-        config: ours.
-        dims: sizes.
         target_tokens: [draft_vocab] int64; None where the vocabularies are one.
     """
 
@@ -67,25 +65,17 @@ class Eagle3Body(FeatureBody):
         self.windows = windows_of(config, dims.num_layers)
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        """See `FeatureBody`."""
         x = self.midlayer(self.embed_tokens(tokens), features, angles)
         for layer in self.layers.values():
             x = layer(x, position_embeddings=angles)
         return self.norm(x) if self.gives_normed else x
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        """See `FeatureBody`."""
         return self.lm_head(self.lm_head_down(own if self.gives_normed else self.norm(own)))
 
 
 class Fusion(nn.Module):
-    """Features of positions that the target has read, of three of its residual streams.
-
-    Args:
-        config: ours.
-        dims: sizes.
-        has_stream_norms: every stream has a norm of its own.
-    """
+    """Features of positions that the target has read, of three of its residual streams."""
 
     def __init__(self, config: Mapping[str, Any], dims: FeatureDims, has_stream_norms: bool) -> None:
         super().__init__()
@@ -112,10 +102,7 @@ def make_body(
     """Returns the drafter with its weights.
 
     Args:
-        config: ours.
-        dims: sizes.
         weights: by the names of our layout; None: random ones.
-        embeddings: the target's, for a drafter without.
         has_masks: it reads masks (P-EAGLE).
     """
     tokens = target_tokens(dims, weights)
@@ -143,7 +130,6 @@ def mask_feature(
 
 
 def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
-    """Returns the module that makes features, with its weights; see `make_body`."""
     with torch.device("meta"):
         fusion = Fusion(config, dims, weights is not None and "fc_norm.0.weight" in weights)
     fill_weights(fusion, weights)

@@ -37,12 +37,7 @@ _MIXED = tuple(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")
 
 
 class Eagle3Probe:
-    """See `speccompile.doctor.probe.Probe`.
-
-    Args:
-        case: free of faults in its keys and shapes.
-        parts: of the target.
-    """
+    """See `speccompile.doctor.probe.Probe`."""
 
     max_drafts = _MOST_DRAFTS
 

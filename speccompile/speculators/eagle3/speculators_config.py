@@ -55,10 +55,6 @@ def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | 
     """Returns the window of each layer's attention in tokens, 0: none; None where the config does not say it clearly.
 
     vLLM reads `layer_types` alone, and other readers `sliding_window` alone: a window counts where both say so.
-
-    Args:
-        config: of the layers.
-        num_layers: of the drafter.
     """
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if kinds is None:
@@ -74,7 +70,6 @@ def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | 
 
 
 def window_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a config says of windows, where layers have some."""
     kinds = config.get("layer_types")
     has_some = isinstance(kinds, list) and SLIDING in kinds
     return {name: config.get(name) for name in ("layer_types", "sliding_window")} if has_some else {}
@@ -93,12 +88,7 @@ def check_windows(case: Case) -> Iterator[Finding]:
 
 
 def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:
-    """Returns what a config in our layout says of the masks: nothing where there are none.
-
-    Args:
-        sizes: of the drafter.
-        name: of the key with the masks' token.
-    """
+    """Returns what a config in our layout says of the masks: nothing where there are none."""
     return {"parallel_drafting": True, name: sizes["mask_token"]} if sizes["has_masks"] else {}
 
 
@@ -128,7 +118,6 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
     """Returns the config of the speculators format.
 
     Args:
-        config: ours.
         target: names the verifier; without it the config must.
 
     Raises:

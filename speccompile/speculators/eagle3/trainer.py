@@ -32,9 +32,6 @@ class TrainableEagle3(nn.Module):
     runs it as drafting does, unrolled ("training-time test" of EAGLE-3's paper) or over masks (P-EAGLE's).
 
     Args:
-        heads: the drafter.
-        parts: the target's embeddings.
-        steps: drafts of a chain.
         starts: share of positions from which whole chains are drafted.
     """
 
@@ -117,7 +114,6 @@ class TrainableEagle3(nn.Module):
         write_heads(folder, config_from_sizes(self.heads.sizes), tensors)
 
     def _table(self, row: torch.Tensor) -> torch.Tensor:
-        """Returns the target's embeddings with another one of the mask's token."""
         table = self.embeddings.to(row).clone()
         table[self.heads.sizes.mask_token] = row
         return table
@@ -185,7 +181,6 @@ class Eagle3Trainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: Eagle3Training, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: three residual streams."""
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))
 
     def make(self, config: Eagle3Training, parts: TargetParts, start: Path | None) -> Any:

@@ -37,7 +37,6 @@ MODEL_TYPE = "early_exit"
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
-    """Yields a finding unless the head reads a layer that the target has, and not its last one."""
     asked, target = case.sizes.get("num_exit_layers"), case.target
     if target is not None and asked is not None and not 1 <= asked < target.dims.num_layers:
         expected = f"1 to {target.dims.num_layers - 1}, the layers of {target.name} but its last"
@@ -83,7 +82,6 @@ class ExitDims(ModelDims):
 
     Args:
         adapter_size: inner size of the head's adapter; 0: there is no head.
-        rms_norm_eps: of the head's norms.
     """
 
     adapter_size: int = 0
@@ -91,12 +89,7 @@ class ExitDims(ModelDims):
 
 
 class ExitSource:
-    """See `speccompile.core.protocols.GraphSource`. The job has `ExitOptions`.
-
-    Args:
-        job: what was asked for.
-        context: with the target's own job.
-    """
+    """See `speccompile.core.protocols.GraphSource`. The job has `ExitOptions`."""
 
     role = "draft"
     has_tokenizer = False
@@ -150,12 +143,10 @@ class ExitSource:
         return None
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph: its caches are the target's."""
         plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
         return candidate_spec(sharing_spec(plain), self.num_candidates, self.job.options.gives_probs)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_candidates`."""
         return check_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ExitDims]:

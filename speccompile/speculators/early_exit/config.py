@@ -30,8 +30,6 @@ class ExitConfig(CachedDraftFields):
             without a head half of the target's.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
         config: folder with the head's config.json, where the hub cannot be reached; for random weights.
-        num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
@@ -55,7 +53,6 @@ class ExitOptions(CandidateOptions):
 
     Args:
         has_head: the job's model is a trained head; otherwise it is not read.
-        num_exit_layers: see `ExitConfig`.
     """
 
     has_head: bool
@@ -69,7 +66,6 @@ class ExitTraining:
     Args:
         num_exit_layers: decoder layers of the target that run before the head.
         intermediate_size: of the adapter; 0: the target's.
-        chain: drafts of a chain, for the estimated acceptance.
     """
 
     num_exit_layers: int = 2
@@ -90,14 +86,12 @@ class EarlyExitMethod(Method):
     trainer = "speccompile.speculators.early_exit.trainer:EarlyExitTrainer"
 
     def graph_jobs(self, config: ExitConfig) -> tuple[GraphJob, ...]:
-        """Returns the graph of the first layers."""
         quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
         head = (config.model is not None, config.num_exit_layers)
         options = ExitOptions(config.candidates_needed, config.has_probs, *head)
         return (GraphJob(DRAFT, config.model or THE_TARGET, quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: ExitConfig, engines: Mapping[str, Engine], context: MethodContext) -> DraftProposer:
-        """Returns the proposer over the first layers; how far it drafts depends on the measured costs."""
         engine = engines[DRAFT]
         rows = SharedRows(engine, context.max_seq_len)
         return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -24,11 +24,7 @@ class ExitSizes:
     """Sizes; the fields are those of config.json.
 
     Args:
-        hidden_size: of the target.
-        vocab_size: of the target.
         num_exit_layers: decoder layers of the target that run before the head.
-        intermediate_size: of the adapter.
-        rms_norm_eps: of the norms.
     """
 
     hidden_size: int
@@ -38,21 +34,15 @@ class ExitSizes:
     rms_norm_eps: float = 1e-5
 
     def config_from_sizes(self) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint."""
         return {"model_type": MODEL_TYPE, **asdict(self)}
 
 
 def sizes_from_config(config: dict[str, Any]) -> ExitSizes:
-    """Returns the sizes that a config.json holds; KeyError where one is missing."""
     return ExitSizes(**{f.name: config[f.name] for f in fields(ExitSizes)})
 
 
 class ExitHead(nn.Module):
-    """norm(x + adapter(adapter_norm(x))), x being the residual stream after the target's first layers.
-
-    Args:
-        sizes: its sizes.
-    """
+    """norm(x + adapter(adapter_norm(x))), x being the residual stream after the target's first layers."""
 
     def __init__(self, sizes: ExitSizes) -> None:
         super().__init__()
@@ -82,9 +72,6 @@ def cut_model(model: Any, dims: ModelDims, num_layers: int, head: ExitHead | Non
     """Keeps the first layers of a transformers model, in place.
 
     Args:
-        model: a causal LM.
-        dims: its sizes.
-        num_layers: layers kept.
         head: replaces the final norm; None: the norm stays.
 
     Returns:

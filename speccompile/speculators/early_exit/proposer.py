@@ -33,22 +33,17 @@ class SharedRows:
     def __init__(self, engine: Engine, max_seq_len: int) -> None:
         self.engine, self.max_seq_len = engine, max_seq_len
 
-    def start(self, slot: int) -> None:
-        """Nothing to reset."""
+    def start(self, slot: int) -> None: ...
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """Returns `num_rows`: the rows are the target's."""
         return num_rows
 
-    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Nothing: the target's prefill fills the shared rows."""
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None: ...
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
-        """Returns the rows after the root's."""
         return self.max_seq_len - len(sequence.tokens)
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the roots."""
         roots = np.array([[sequence.tokens[-1]] for sequence in batch.sequences], dtype=np.int64)
         lengths = np.array([len(sequence.tokens) - 1 for sequence in batch.sequences], dtype=np.int64)
         return self.engine.run({TOKENS: roots, LENGTHS: lengths, **warp})
@@ -72,11 +67,8 @@ class SharedRows:
             feeds |= {TREE_MASK: mask, SCORED_NODES: level.scored_nodes}
         return self.engine.run(feeds)
 
-    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Nothing: the target has written the rows of the path."""
+    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None: ...
 
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """The target has written the rows."""
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
 
-    def flush(self) -> None:
-        """Nothing: none of the target's outputs is held."""
+    def flush(self) -> None: ...

@@ -24,11 +24,6 @@ class TrainableExit(nn.Module):
 
     The distance from the root does not matter: every token is drafted from its own stream. The text is cut into
     chains only to estimate their acceptance.
-
-    Args:
-        head: the head.
-        parts: of the target.
-        chain: drafts of a chain.
     """
 
     def __init__(self, head: ExitHead, parts: TargetParts, chain: int) -> None:

@@ -123,13 +123,6 @@ class AssistantSizes:
     """Sizes of an assistant.
 
     Args:
-        model_type: as config.json says.
-        vocab_size: of the target.
-        hidden_size: of the target.
-        inner_size: of the assistant's own states.
-        num_layers: of the assistant.
-        intermediate_size: of its MLPs.
-        query_widths: of its layers' queries, all heads.
         num_centroids: of its LM head; 0: it computes all logits.
         num_drafts: runs of the assistant in the graph, depths of a tree.
         num_params: parameters in the graph, with the target's embeddings.
@@ -159,11 +152,6 @@ class AssistantSizes:
 
 def head_dims(where: str, text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Returns the width of a head in each layer.
-
-    Args:
-        where: the config's file, for messages.
-        text: its `text_config`.
-        num_layers: how many.
 
     Raises:
         CheckpointError: a size is none, or the kinds are not those of the layers.
@@ -229,7 +217,6 @@ class AssistantSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
-        job: the assistant.
         context: its target must be the Gemma 4 model that the assistant was made for.
     """
 
@@ -278,7 +265,6 @@ class AssistantSource(SpeculatorSource):
         return replace(reading_spec(plain, self.target, caches), max_rows=self.max_rows)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_heads`."""
         return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, AssistantSizes]:

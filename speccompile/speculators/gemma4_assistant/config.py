@@ -39,15 +39,12 @@ class Gemma4AssistantMethod(Method):
     vllm_names = ("gemma4_mtp",)
 
     def target_outputs(self, config: Gemma4AssistantConfig) -> TargetOutputs:
-        """Returns what the LM head reads: the state after the final norm, which the assistant was trained on."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: Gemma4AssistantConfig) -> tuple[GraphJob, ...]:
-        """Returns the assistant's graph, which makes all drafts in one run."""
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, config.form_options(), config.config),)
 
     def make_proposer(
         self, config: Gemma4AssistantConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> Proposer:
-        """Returns the proposer over the assistant's engine, which reads the target's caches."""
         return config.make_proposer(engines[HEADS], HEADS, context, AssistantProposer)

@@ -78,21 +78,13 @@ def read_rows(
 
 
 def register() -> None:
-    """Makes `read_rows` known to transformers under `IMPLEMENTATION`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, read_rows)
 
 
 class MaskedEmbedding(nn.Module):
-    """The LM head's tokens by centroid.
-
-    Args:
-        num_centroids: how many.
-        num_chosen: of which the tokens have logits.
-        hidden: width of the states.
-        vocab: tokens, the same number of each centroid.
-    """
+    """The LM head's tokens by centroid."""
 
     token_ordering: torch.Tensor
 
@@ -112,12 +104,7 @@ class MaskedEmbedding(nn.Module):
 
 
 class Assistant(nn.Module):
-    """The assistant; its parameters have the names of the checkpoint.
-
-    Args:
-        text: transformers' text model of its layers.
-        config: its config.json.
-    """
+    """The assistant; its parameters have the names of the checkpoint."""
 
     def __init__(self, text: Any, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -141,7 +128,6 @@ class AssistantExpander(nn.Module):
     """See `export.tree_drafters.Expander`: the state of a node is the hidden state that its children read.
 
     Args:
-        assistant: with its weights.
         embeddings: the target's, [vocab, target hidden], without their factor.
     """
 
@@ -152,7 +138,6 @@ class AssistantExpander(nn.Module):
         self.kinds = tuple(assistant.model.config.layer_types)
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the target's state."""
         return hidden
 
     def expand(
@@ -171,12 +156,7 @@ class AssistantExpander(nn.Module):
 
 
 class ReadingChain(nn.Module):
-    """A `tree_drafters.Chain` that reads caches: the inputs of its spec in order, the caches as one list.
-
-    Args:
-        drafter: the chain.
-        kinds: of the caches: K and V of each.
-    """
+    """A `tree_drafters.Chain` that reads caches: the inputs of its spec in order, the caches as one list."""
 
     def __init__(self, drafter: nn.Module, kinds: Sequence[str]) -> None:
         super().__init__()
@@ -194,7 +174,6 @@ class ReadingChain(nn.Module):
         target_lengths: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> Any:
-        """Returns what the chain does."""
         with reading(target_lengths.clamp(min=1), _by_kind(self.kinds, caches)):
             return self.drafter(hidden, start_nodes, tokens, uniforms, temperature, top_k, top_p)
 
@@ -214,7 +193,6 @@ class ReadingTree(nn.Module):
         target_lengths: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> Any:
-        """Returns what the drafter does."""
         with reading(target_lengths.clamp(min=1), _by_kind(self.kinds, caches)):
             return self.drafter(hidden, start_nodes, tokens)
 
@@ -227,8 +205,6 @@ def make_assistant(where: str, config: Mapping[str, Any], weights: Mapping[str, 
     """Returns the assistant in float32, whose layers read caches.
 
     Args:
-        where: the checkpoint, for messages.
-        config: its config.json.
         weights: by their names in it; None: random ones, the same every time.
 
     Raises:
@@ -247,7 +223,6 @@ def make_assistant(where: str, config: Mapping[str, Any], weights: Mapping[str, 
 
 
 def _text_model(fields: Mapping[str, Any]) -> Any:
-    """Returns transformers' text model without K and V in any layer, which its own config class refuses."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextConfig, Gemma4TextModel
 
     class AssistantTextConfig(Gemma4TextConfig):

@@ -16,7 +16,6 @@ class AssistantProposer(HeadsProposer):
     """See `HeadsProposer`. While drafts are made the target has read the tokens before the root, and no more."""
 
     def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
-        """Returns the rows of each slot that the target has read, which is also the root's position."""
         lengths = [
             max(len(sequence.tokens) - 1, 1) for sequence in sequences
         ]  # without a row there is no state, and no draft

@@ -51,7 +51,6 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_own_keys(case: Case) -> Iterator[Finding]:
-    """Yields a finding for keys and values in the cross-attention, which would not be the target's."""
     keys = [k for k in case.files.headers if re.search(_OWN_KEYS, k)]
     if keys:
         todo = "It is not a GLIDE drafter: its cross-attention does not read the target's cache."
@@ -60,7 +59,6 @@ def _check_own_keys(case: Case) -> Iterator[Finding]:
 
 
 def _check_heads(case: Case) -> Iterator[Finding]:
-    """Yields a finding where the cross-attention's queries do not fit the heads of the target's cache."""
     target, sizes = case.target, case.sizes
     if target is None:
         return
@@ -74,7 +72,6 @@ def _check_heads(case: Case) -> Iterator[Finding]:
 
 
 def _check_groups(case: Case) -> Iterator[Finding]:
-    """Yields a finding for a target with fewer key heads than query heads, which published code does not handle."""
     target, stated = case.target, case.sizes.get("large_kv_heads")
     if target is None or (target.dims.num_kv_heads == target.dims.num_heads and not stated):
         return
@@ -89,7 +86,6 @@ def _check_groups(case: Case) -> Iterator[Finding]:
 
 
 def _check_positions(case: Case) -> Iterator[Finding]:
-    """Yields a finding where the queries are not rotated as the keys in the target's cache are."""
     config = case.target.config if case.target is not None else {}
     want = lookup(config, "rope_parameters.rope_theta") or config.get("rope_theta")
     stated, where = case.config.get("large_rope_theta"), case.where_in_config("large_rope_theta")
@@ -175,14 +171,7 @@ class GlideDims(ModelDims):
     """Sizes of a drafter; the fields before are those of its self-attention, and `max_positions` is the target's.
 
     Args:
-        intermediate_size: of its MLPs.
-        target_heads: query heads of its cross-attention.
         target_kv_heads: key heads of the target's caches.
-        target_head_dim: of these.
-        target_layer: layer of the target whose caches are read.
-        is_tied: the LM head is the embedding.
-        rms_norm_eps: of the norms.
-        rope_theta: base of its own positions.
         target_rope_theta: base of the positions in the target's caches.
     """
 
@@ -197,7 +186,6 @@ class GlideDims(ModelDims):
     target_rope_theta: float = PUBLISHED_THETA
 
     def decoder_spec(self, name: str, target: ModelDims) -> GraphSpec:
-        """Returns the inputs and outputs without a tail."""
         return reading_spec(decoder_spec(name, self), target, cache_names(self.target_layer))
 
     def counts(self) -> WeightCounts:
@@ -214,10 +202,6 @@ class GlideDims(ModelDims):
 
 def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
     """Returns the sizes in a folder's config.json.
-
-    Args:
-        folder: of the drafter.
-        target: sizes of the target.
 
     Raises:
         CheckpointError: a size is missing or wrong.
@@ -249,7 +233,6 @@ def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
 
 
 def with_params(dims: GlideDims) -> GlideDims:
-    """Returns these sizes with the number of parameters."""
     return replace(dims, num_params=dims.counts().num_params)
 
 
@@ -263,7 +246,6 @@ class GlideSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`.
 
     Args:
-        job: the drafter.
         context: the target's sizes must be those that it was trained for.
     """
 
@@ -284,7 +266,6 @@ class GlideSource(SpeculatorSource):
         check_agreement(job.model, agreement, made="the drafter that was trained")
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         num = min(self.options.num_candidates, self.dims.vocab_size)
         return candidate_spec(self._plain_spec(), num, self.options.gives_probs)
 
@@ -292,7 +273,6 @@ class GlideSource(SpeculatorSource):
         return replace(self.dims.decoder_spec(self.job.name, self.target), max_rows=self.max_rows)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_candidates`."""
         return check_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:

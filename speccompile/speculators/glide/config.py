@@ -26,8 +26,6 @@ class GlideConfig(CachedDraftFields):
     Args:
         model: checkpoint folder or hub id of the drafter.
         config: folder with the drafter's config.json, where the hub cannot be reached; for random weights.
-        quantization, num_draft_tokens, drafts, confidence_odds: see `drafting.cached_drafts.CachedDraftFields`.
-        tree, tree_width, tree_depth, num_candidates: see `drafting.tree_config.TreeFields`.
 
     Raises:
         RecipeError: a value is out of range.
@@ -42,7 +40,6 @@ class GlideTraining:
     """Sizes and settings of the training.
 
     Args:
-        num_layers: of the drafter.
         intermediate_size: of its MLPs; 0: the target's.
         block: drafts of a block: a draft sees the rows of the target's cache before its block's root.
     """
@@ -68,14 +65,12 @@ class GlideMethod(Method):
     trainer = "speccompile.speculators.glide.trainer:GlideTrainer"
 
     def graph_jobs(self, config: GlideConfig) -> tuple[GraphJob, ...]:
-        """Returns the drafter's graph."""
         options = CandidateOptions(config.candidates_needed, config.has_probs)
         return (GraphJob(DRAFT, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(
         self, config: GlideConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over the drafter's engine; how far it drafts depends on the measured costs."""
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
         rows = GlideRows(engine, max_rows, context.max_draft_nodes)
         return DraftProposer(rows, *config.make_drafts(rows, engine, DRAFT, context))

@@ -41,19 +41,8 @@ class GlideSizes:
     """Sizes.
 
     Args:
-        hidden_size: of the drafter.
-        intermediate_size: of its MLPs.
-        num_layers: its layers.
-        num_heads: of its self-attention.
-        num_kv_heads: of its self-attention.
-        head_dim: of its self-attention.
-        vocab_size: of the target.
-        target_hidden_size: of the target.
         target_heads: query heads of the target, which the cross-attention has, too.
         target_kv_heads: key heads of the target's cache.
-        target_head_dim: of the target.
-        rms_norm_eps: of the norms.
-        rope_theta: base of the drafter's positions.
         target_rope_theta: base of the positions in the target's cache.
     """
 
@@ -90,10 +79,8 @@ class Text(Protocol):
         """Adds the rows of layer `index` and attends to all of its rows: [batch, nodes, heads * head_dim].
 
         Args:
-            index: of the layer.
             q: [batch, heads, nodes, head_dim], without positions.
             k: [batch, kv_heads, nodes, head_dim], without positions; `v` alike.
-            v: see `k`.
         """
         ...
 
@@ -138,11 +125,7 @@ class GlideModel(nn.Module):
 
 
 class Glide(nn.Module):
-    """The drafter, as it is trained and as it is compiled; its LM head is its embeddings.
-
-    Args:
-        sizes: its sizes.
-    """
+    """The drafter, as it is trained and as it is compiled; its LM head is its embeddings."""
 
     def __init__(self, sizes: GlideSizes) -> None:
         super().__init__()
@@ -162,7 +145,6 @@ class WholeText:
     """See `Text`: all rows are tensors of this run and of the one before, as in training.
 
     Args:
-        sizes: of the drafter.
         positions: [batch, nodes] int64, or one that broadcasts to it.
         target: the target's last cache, keys with their positions rotated in.
         target_mask: bool, broadcasts to [batch, 1, nodes, target rows]; None where every row is seen.
@@ -187,7 +169,6 @@ class WholeText:
         self.rows: list[KeyValues] = []
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `Text`."""
         q, k = (rotate(x, self.positions, self.sizes.rope_theta) for x in (q, k))
         if self.past:
             k, v = torch.cat((self.past[index][0], k), 2), torch.cat((self.past[index][1], v), 2)
@@ -195,7 +176,6 @@ class WholeText:
         return join_heads(attend(q, k, v, self.mask))
 
     def attend_target(self, q: torch.Tensor) -> torch.Tensor:
-        """See `Text`."""
         q = rotate(q, self.positions, self.sizes.target_rope_theta)
         return join_heads(attend(q, *self.target, self.target_mask))
 
@@ -233,7 +213,6 @@ class CachedStep:
         self.updated: list[torch.Tensor] = []
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See `Text`."""
         q, k = (self.tables[0](x, self.positions) for x in (q, k))
         own, scale = self.caches[2 * index : 2 * index + 2], q.shape[-1] ** -0.5
         out, *updated = cached_attention(q, k, v, *own, self.lengths, self.tree_mask, scale, 0.0, 0)
@@ -241,7 +220,6 @@ class CachedStep:
         return out.flatten(2)
 
     def attend_target(self, q: torch.Tensor) -> torch.Tensor:
-        """See `Text`."""
         q = self.tables[1](q, self.positions)
         return cross_attention(q, *self.target, self.limits, q.shape[-1] ** -0.5).flatten(2)
 
@@ -250,9 +228,7 @@ class CompiledGlide(nn.Module):
     """The module that is traced: inputs of its decoder spec in order, its own caches as one list.
 
     Args:
-        drafter: with its weights.
         lm_head: [vocab, hidden]; None: the embeddings.
-        num_positions: that can occur.
     """
 
     def __init__(self, drafter: Glide, lm_head: torch.Tensor | None, num_positions: int) -> None:
@@ -304,9 +280,7 @@ def make_drafter(sizes: GlideSizes, weights: Mapping[str, torch.Tensor] | None, 
     """Returns the drafter in float32.
 
     Args:
-        sizes: its sizes.
         weights: by their names in our layout; None: random ones, the same every time.
-        num_positions: see `CompiledGlide`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)

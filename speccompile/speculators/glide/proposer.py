@@ -20,9 +20,6 @@ class TargetReader:
     """The drafter's engine, which gets with every run the number of rows in use of the target's caches.
 
     `target_lengths` is set before each run for the slots of that run.
-
-    Args:
-        engine: the drafter.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,61 +32,44 @@ class TargetReader:
 
     @property
     def view_rows(self) -> int:
-        """See `speccompile.core.protocols.Engine.view_rows`."""
         return self.engine.view_rows
 
     @property
     def graph_fault(self) -> str | None:
-        """See `speccompile.core.protocols.Engine.graph_fault`."""
         return self.engine.graph_fault
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        """See `speccompile.core.protocols.Engine.run`."""
         batch = feeds[next(iter(feeds))].shape[0]
         lengths = self.target_lengths[first_slot : first_slot + batch]
         return self.engine.run({**feeds, TARGET_LENGTHS: lengths}, first_slot)
 
     def reset(self, rows: int = 1) -> None:
-        """See `speccompile.core.protocols.Engine.reset`."""
         self.engine.reset(rows)
 
     def shrink(self, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.shrink`."""
         self.engine.shrink(rows)
 
     def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
-        """See `speccompile.core.protocols.Engine.read_caches`."""
         return self.engine.read_caches(slot, rows)
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """The target moves its own caches."""
         self.engine.move_slot(source, dest, rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """The target exchanges its own caches."""
         self.engine.swap_slots(first, second, rows)
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """See `speccompile.core.protocols.Engine.slide_slot`."""
         self.engine.slide_slot(slot, first, num)
 
     def clear_slot(self, slot: int) -> None:
-        """The target clears its own caches."""
         self.engine.clear_slot(slot)
 
     def compact(self, lengths: Ints, path: Ints) -> None:
-        """See `speccompile.core.protocols.Engine.compact`."""
         self.engine.compact(lengths, path)
 
 
 class GlideRows(DraftCache):
-    """See `DraftCache`. While drafts are made the target has read the tokens before the root, and no more.
-
-    Args:
-        engine: the drafter.
-        max_seq_len: see `DraftCache`.
-        max_nodes: see `DraftCache`.
-    """
+    """See `DraftCache`. While drafts are made the target has read the tokens before the root, and no more."""
 
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
         self.reader = TargetReader(engine)
@@ -98,12 +78,10 @@ class GlideRows(DraftCache):
     catches_up = False
 
     def start(self, slot: int) -> None:
-        """Starts with empty caches."""
         super().start(slot)
         self.reader.target_lengths[slot] = 0
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """Reads the missing rows at once where one chunk is enough; returns the position to go on from."""
         self.reader.target_lengths[slot] = num_rows
         start = self.lengths[slot] = min(self.lengths[slot], num_rows)
         end = min(num_rows, self.max_seq_len)
@@ -113,15 +91,12 @@ class GlideRows(DraftCache):
         return num_rows
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads the chunk, which the target has just read."""
         self.reader.target_lengths[slot] = start + tokens.shape[1]
         super().prefill(slot, sequence, tokens, start, outputs)
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
-        """Returns the rows after the root's; after a prompt of one token the target has no row: nothing is drafted."""
         return super().room(slot, sequence) if len(sequence.tokens) > 1 else -1
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """See `DraftCache.begin`."""
         self.reader.target_lengths[: len(batch.sequences)] = [len(sequence.tokens) - 1 for sequence in batch.sequences]
         return super().begin(batch, slots, warp)

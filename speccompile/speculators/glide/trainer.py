@@ -18,12 +18,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableGlide(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    Args:
-        drafter: the drafter.
-        block: drafts of a block.
-    """
+    """See `speccompile.training_contract.Trainable`."""
 
     def __init__(self, drafter: Glide, block: int) -> None:
         super().__init__()
@@ -83,7 +78,6 @@ class TrainableGlide(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        """Writes ColossalAI's layout."""
         write_heads(folder, config_from_sizes(self.drafter.sizes), self.drafter.state_dict())
 
 
@@ -134,7 +128,6 @@ class GlideTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: GlideTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: the last layer's cache."""
         return TargetNeeds(caches=True)
 
     def make(self, config: GlideTraining, parts: TargetParts, start: Path | None) -> Any:

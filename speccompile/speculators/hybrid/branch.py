@@ -29,11 +29,8 @@ class Branch:
     """Nodes of one sequence that a lookup adds to a tree, parents before their children.
 
     Args:
-        tokens: by node.
         parents: nodes of the merged tree; the first node of the branch is `num_nodes`.
-        probs: that the node is accepted, of its whole path.
         sure: the lookup's own probability, given the parent.
-        num_nodes: of the tree.
     """
 
     tokens: list[int]
@@ -48,9 +45,7 @@ def find_branch(tree: TokenTree, slot: int, found: Candidates, estimate: Accepta
 
     Args:
         tree: deterministic; its nodes are scored in any case.
-        slot: of the sequence.
         found: the lookup's drafts after the same root.
-        estimate: of the first tokens of branches.
     """
     num = int(tree.num_nodes[slot])
     rows = zip(tree.parents[slot, 1:num].tolist(), tree.tokens[slot, 1:num].tolist(), strict=True)
@@ -71,13 +66,7 @@ def find_branch(tree: TokenTree, slot: int, found: Candidates, estimate: Accepta
 
 
 def with_branches(tree: TokenTree, branches: Sequence[Branch], num: int) -> TokenTree:
-    """Returns a tree with the likeliest nodes of the branches after its own.
-
-    Args:
-        tree: deterministic.
-        branches: by slot.
-        num: the most nodes that are added in a sequence.
-    """
+    """Returns a tree with the likeliest nodes of the branches after its own."""
     kept = [sorted(sorted(range(len(b.tokens)), key=b.probs.__getitem__, reverse=True)[:num]) for b in branches]
     num_nodes: Ints = np.array([b.num_nodes + len(nodes) for b, nodes in zip(branches, kept, strict=True)])
     if not any(kept):
@@ -108,17 +97,14 @@ class Branches:
         self._found: list[Branch | None] = []  # of the last step, by slot
 
     def begin(self) -> None:
-        """Begins a step: nothing is found yet."""
         self._found = []
 
     def add(self, tree: TokenTree, found: Sequence[Candidates | None], expected: float, spent_ms: float) -> TokenTree:
         """Returns the tree to score.
 
         Args:
-            tree: deterministic, of all sequences.
             found: by slot, the drafts of a lookup where the tree is another drafter's; None: nothing is added.
             expected: drafts of the tree that are expected to be accepted, over all sequences.
-            spent_ms: time that drafting took.
         """
         estimate = self.estimate
         self._found = [None if f is None else find_branch(tree, slot, f, estimate) for slot, f in enumerate(found)]

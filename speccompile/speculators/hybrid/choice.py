@@ -31,8 +31,6 @@ class Offer:
 
     Args:
         expected: by sequence, accepted drafts; 0 where it cannot draft.
-        num_drafts: draft tokens of a sequence that it drafts for.
-        ms: of its runs, reading included.
     """
 
     expected: Sequence[float]
@@ -45,8 +43,6 @@ def choose(known: Sequence[float], num_known: int, offers: Sequence[Offer], scor
 
     Args:
         known: by sequence, accepted drafts that are expected of the drafts that are there already.
-        num_known: the most of these in a sequence.
-        offers: of the other drafters.
         scores: milliseconds of a step without its drafting, by draft tokens of a sequence; empty: not known, so that
             the most tokens are taken.
     """
@@ -73,10 +69,6 @@ class DrafterCosts:
     """Milliseconds that a drafter takes: those recorded in the bundle, times a factor that measured times correct.
 
     The recorded ones are of a run for every accepted draft and one more, or fewer where a run gives several drafts.
-
-    Args:
-        graphs: recorded costs of its graphs.
-        drafts_per_run: that a run gives.
     """
 
     def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1) -> None:
@@ -87,13 +79,7 @@ class DrafterCosts:
         self.is_known = all(cost.ms_by_nodes for cost in self._graphs)
 
     def recorded_ms(self, num_slots: int, expected: float, num_missed: int) -> tuple[float, float]:
-        """Returns the recorded milliseconds of drafting, and of reading.
-
-        Args:
-            num_slots: sequences of the batch.
-            expected: accepted drafts of a sequence.
-            num_missed: tokens that the one which missed most has to read.
-        """
+        """Returns the recorded milliseconds of drafting, and of reading."""
         run = sum(cost.ms(num_slots) for cost in self._graphs)
         reading = sum(cost.ms(num_slots * (1 + num_missed)) for cost in self._graphs) - run
         return run * math.ceil((1 + expected) / self._per_run), reading

@@ -47,7 +47,6 @@ class HybridConfig:
 
     @property
     def parts(self) -> tuple[tuple[Method, Any], ...]:
-        """Method and `Config` of each drafter."""
         parts: tuple[tuple[Method, Any], ...] = self._parts  # type: ignore[attr-defined]
         return parts
 
@@ -58,7 +57,6 @@ class HybridConfig:
 
     @property
     def has_tree(self) -> bool:
-        """Whether one of them drafts more than a chain."""
         return any(getattr(config, "has_tree", False) for _, config in self.parts)
 
     @property
@@ -118,17 +116,14 @@ class HybridMethod(Method):
         return TargetOutputs(any(outputs.hidden for outputs in wanted), layers[0] if layers else ())
 
     def graph_jobs(self, config: HybridConfig) -> tuple[GraphJob, ...]:
-        """Returns the graphs of all drafters."""
         return tuple(job for method, part in config.parts for job in method.graph_jobs(part))
 
     def allows_tokenizer_mismatch(self, config: HybridConfig) -> bool:
-        """Whether one of the drafters does."""
         return any(method.allows_tokenizer_mismatch(part) for method, part in config.parts)
 
     def make_proposer(
         self, config: HybridConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> HybridProposer:
-        """Returns the proposer over the drafters' own ones."""
         drafters = []
         for method, part in config.parts:
             names = [job.name for job in method.graph_jobs(part) if job.name in engines or not job.is_optional]

@@ -11,12 +11,7 @@ from speccompile.core.tree import Ints, TokenTree
 
 
 def merge_trees(trees: Sequence[TokenTree], picks: Sequence[int]) -> TokenTree:
-    """Returns the tree that has, in each sequence, one of these.
-
-    Args:
-        trees: deterministic, of the same roots.
-        picks: by sequence, the index of its tree.
-    """
+    """Returns the tree that has, in each sequence, one of these."""
     first = trees[picks[0]]
     if all(pick == picks[0] for pick in picks):
         return first

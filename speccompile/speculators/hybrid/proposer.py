@@ -38,9 +38,7 @@ class PartSequence:
     """A sequence as one drafter sees it. See `speccompile.core.protocols.TokenSequence`.
 
     Args:
-        sequence: the sequence.
         estimate: of the accepted length of the drafter's drafts in it.
-        has_draft: whether the drafter can draft for it.
     """
 
     __slots__ = ("draft_state", "estimate", "grammar", "has_draft", "max_drafts", "num_read", "sampling", "tokens")
@@ -54,17 +52,11 @@ class PartSequence:
 
     @property
     def num_missed(self) -> int:
-        """Tokens before the root that it has not read yet."""
         return len(self.tokens) - 1 - self.num_read
 
 
 class PartBatch:
-    """A batch as one drafter sees it: nothing is drawn. See `speccompile.core.protocols.Batch`.
-
-    Args:
-        batch: the batch.
-        parts: its sequences as the drafter sees them.
-    """
+    """A batch as one drafter sees it: nothing is drawn. See `speccompile.core.protocols.Batch`."""
 
     may_draw = False
 
@@ -74,23 +66,18 @@ class PartBatch:
 
     @property
     def sequences(self) -> Sequence[TokenSequence]:
-        """The sequences as the drafter sees them."""
         return self.parts
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
-        """As of the batch."""
         return self._batch.warp_feeds()
 
     def race_draws(self, depth: int) -> Floats:
-        """The batch's draws of the race."""
         return self._batch.race_draws(depth)
 
     def draft_uniforms(self, depth: int) -> Floats:
-        """As of the batch."""
         return self._batch.draft_uniforms(depth)
 
     def sibling_uniforms(self, depth: int, num: int) -> Floats:
-        """As of the batch."""
         return self._batch.sibling_uniforms(depth, num)
 
 
@@ -99,7 +86,6 @@ class Drafter:
     """One of the drafters.
 
     Args:
-        proposer: its own one.
         costs: of its graphs; None: it has none, and drafts in every step.
     """
 
@@ -112,7 +98,6 @@ class HybridProposer:
 
     Args:
         drafters: at least one; of those without graphs, the first that expects the most comes first.
-        context: sizes and measured costs.
         has_trees: the target scores trees, so that drafts of two may be merged.
     """
 
@@ -136,7 +121,6 @@ class HybridProposer:
         self._seconds = [0.0] * len(self.drafters)  # of the last step, by drafter
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
-        """Starts a new sequence with every drafter."""
         self._make_parts(sequence)
         for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
             drafter.proposer.start(slot, part)
@@ -162,7 +146,6 @@ class HybridProposer:
         return least
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads the chunk with every drafter."""
         end, last = start + tokens.shape[1], len(sequence.tokens) - 1
         for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
             drafter.proposer.prefill(slot, part, tokens, start, outputs)
@@ -206,7 +189,6 @@ class HybridProposer:
         return self._with_lookups(tree, lookups, known, offers[taken])
 
     def _picked(self, batch: Batch, trees: dict[int, TokenTree]) -> TokenTree:
-        """Returns in each sequence the tree of the drafter that was picked."""
         if len(batch.sequences) == 1:
             return trees[self._picks[0]]
         trees[-1] = TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
@@ -217,10 +199,7 @@ class HybridProposer:
         """Returns a tree with what the drafters without graphs have found in the sequences where another drafted.
 
         Args:
-            tree: of all sequences.
             lookups: by slot, which of them expects the most; -1: none found anything.
-            known: by slot, accepted drafts that it expects.
-            offer: of the drafter that ran.
         """
         assert self._branches is not None
         found, expected = list[Candidates | None](), 0.0
@@ -233,7 +212,6 @@ class HybridProposer:
         return self._branches.add(tree, found, expected, offer.ms)
 
     def _draft(self, index: int, part: PartBatch, limits: Sequence[int]) -> TokenTree:
-        """Returns the drafts of one drafter, as deep as each sequence may go, and times them."""
         for sequence, limit in zip(part.parts, limits, strict=True):
             sequence.max_drafts = limit
         start_s = perf_counter()
@@ -242,7 +220,6 @@ class HybridProposer:
         return tree
 
     def _expected_of(self, index: int, part: PartBatch, tree: TokenTree) -> list[float]:
-        """Returns by slot the accepted drafts that are expected of a tree."""
         proposer = self.drafters[index].proposer
         if self._foresees[index]:  # it learns from all that is emitted, not from its own drafts alone
             return list(cast("Foreseeing", proposer).foreseen)
@@ -255,7 +232,6 @@ class HybridProposer:
         return () if batch.is_forced or not is_known else self.budget.costs.scores(len(batch.sequences))
 
     def _offer(self, index: int, costs: DrafterCosts, batch: Batch, part: PartBatch) -> Offer:
-        """Returns what a drafter with graphs offers."""
         pairs = list(zip(batch.sequences, part.parts, strict=True))
         able = [sequence.max_drafts > 0 and own.has_draft for sequence, own in pairs]
         expected = [
@@ -274,7 +250,6 @@ class HybridProposer:
         trees: dict[int, TokenTree],
         known: Sequence[float],
     ) -> None:
-        """Drafts with a drafter with graphs, in the sequences where it is expected to bring more than is known."""
         wins = [more > less for less, more in zip(known, offer.expected, strict=True)]
         limits = [sequence.max_drafts if is_won else 0 for sequence, is_won in zip(batch.sequences, wins, strict=True)]
         trees[index] = self._draft(index, parts[index], limits)
@@ -308,14 +283,12 @@ class HybridProposer:
                 sequence.num_read = len(sequence.tokens) + own
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Gives the step to every drafter that needs it."""
         for index in self._held:
             parts: list[PartSequence] = [sequence.draft_state[index] for sequence in batch.sequences]
             if any(part.has_draft for part in parts):
                 self.drafters[index].proposer.skip(PartBatch(batch, parts), verdict, outputs)
 
     def drop_draft(self, sequence: TokenSequence) -> None:
-        """See `speccompile.drafting.proposer.DropsDrafts`."""
         self.flush()  # what they still have of the target's outputs will be void
         sequence.has_draft = self.catches_up
         for index in self._held:

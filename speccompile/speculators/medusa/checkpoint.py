@@ -44,7 +44,6 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_copies(case: Case) -> Iterator[Finding]:
-    """Yields a finding where the blocks of a head are one block repeated."""
     num_layers = case.sizes.get("num_layers") or 1
     later = [e for e in case.expected.values() if e.row.may_differ and e.name.endswith(".weight")]
     gone = [e for e in later if e.key not in case.files.headers]
@@ -64,7 +63,6 @@ def _is_copy(case: Case, key: str, name: str) -> bool:
 
 
 def _check_map(case: Case) -> Iterator[Finding]:
-    """Yields a finding for a reduced vocabulary, which the heads' graph does not support."""
     if "token_map" in case.files.headers or case.config.get("truncated_vocab_size") not in (None, case.sizes["vocab"]):
         got = f"a vocabulary cut to {case.config.get('truncated_vocab_size')} tokens"
         todo = "Use heads over the target's whole vocabulary; a token map is not read yet."
@@ -107,7 +105,6 @@ def _vllm_config(config: Mapping[str, Any], target: Target | None) -> dict[str, 
 
 
 def _sizes(head: str, block: str, lm_head: str, num_layers: Size) -> tuple[Size, ...]:
-    """Returns the sizes of a layout; the arguments are patterns of keys, `head` with its number as a group."""
     return (
         Size("num_heads", ("medusa_num_heads", "num_heads"), count=head),
         num_layers,
@@ -118,7 +115,6 @@ def _sizes(head: str, block: str, lm_head: str, num_layers: Size) -> tuple[Size,
 
 
 def _rows(block: str, lm_head: str) -> tuple[Row, ...]:
-    """Returns the rows of a layout; the arguments are templates of the beginnings of keys."""
     parts: tuple[tuple[str, tuple[str, ...], bool], ...] = (
         ("weight", ("hidden", "hidden"), False),
         ("bias", ("hidden",), True),
@@ -212,15 +208,7 @@ class GraphSizes:
     """Sizes of the heads in a graph.
 
     Args:
-        model_type: of the checkpoint's layout.
-        vocab_size: of the target.
-        hidden_size: of the target.
-        num_heads: heads in the checkpoint.
-        num_layers: residual blocks of a head.
         uses_target_lm_head: all heads end in the target's LM head.
-        num_drafts: heads in the graph.
-        num_candidates: candidate tokens of each head.
-        num_params: parameters in the graph.
     """
 
     model_type: str
@@ -234,7 +222,6 @@ class GraphSizes:
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return candidate_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_candidates)
 
     def counts(self) -> WeightCounts:
@@ -251,12 +238,9 @@ def read_sizes(
     """Returns the sizes of a checkpoint; what its config leaves out is read from its weights or the target.
 
     Args:
-        folder: of the checkpoint, or with a config.json alone.
-        target: sizes of the target.
         has_weights: the folder has weights, whose headers are read. Their number of heads counts: published
             configs are known to state another.
         num_drafts: heads wanted in the graph; None: all.
-        num_candidates: candidate tokens of each head.
 
     Raises:
         CheckpointError: no Medusa heads, or their number cannot be found.
@@ -291,7 +275,6 @@ class HeadsSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `HeadsOptions`.
 
     Args:
-        job: the heads.
         context: its target must have the sizes that the heads were made for.
     """
 
@@ -328,11 +311,9 @@ class HeadsSource(SpeculatorSource):
             raise RecipeError("speculator.tree", f"a depth of {least_heads}", expected, "Leave the deeper nodes out.")
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return self.dims.spec(self.job.name)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_head_candidates`."""
         return check_head_candidates(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:

@@ -61,7 +61,6 @@ class HeadsOptions:
 
     Args:
         num_heads: heads in the graph; None: all.
-        num_candidates: most probable tokens of each.
         least_heads: heads that the recipe's tree needs: fewer are refused.
     """
 
@@ -75,8 +74,6 @@ class MedusaTraining:
     """Sizes and settings of the training.
 
     Args:
-        num_heads: tokens drafted after the root.
-        num_layers: residual blocks of a head.
         lm_head: `target`: all heads end in the target's own LM head, frozen and not stored; `own`: each has its own.
     """
 
@@ -102,11 +99,9 @@ class MedusaMethod(Method):
     trainer = "speccompile.speculators.medusa.trainer:MedusaTrainer"
 
     def target_outputs(self, config: MedusaConfig) -> TargetOutputs:
-        """Returns what the LM head reads: the state after the final norm, which the heads were trained on."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MedusaConfig) -> tuple[GraphJob, ...]:
-        """Returns the heads' graph."""
         options = HeadsOptions(
             num_heads=None if config.num_heads == "auto" else config.num_heads,
             num_candidates=1 if config.tree == "chain" else config.candidates_needed,
@@ -117,6 +112,5 @@ class MedusaMethod(Method):
     def make_proposer(
         self, config: MedusaConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> MedusaProposer:
-        """Returns the proposer over the heads' engine."""
         costs = context.costs
         return MedusaProposer(config, engines[HEADS], context.max_draft_nodes, costs.get("target"), costs.get(HEADS))

@@ -28,10 +28,6 @@ class HeadsSizes:
     """Sizes of the heads.
 
     Args:
-        hidden_size: of the target.
-        vocab_size: of the target.
-        num_heads: tokens that are drafted.
-        num_layers: residual blocks of a head.
         uses_target_lm_head: the heads' last layer is the target's LM head, and not in the checkpoint.
     """
 
@@ -66,11 +62,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """One stack per head; the names of its state_dict are the published ones, `{head}.{layer}...`.
-
-    Args:
-        sizes: of the heads.
-    """
+    """One stack per head; the names of its state_dict are the published ones, `{head}.{layer}...`."""
 
     def __init__(self, sizes: HeadsSizes) -> None:
         super().__init__()
@@ -109,8 +101,6 @@ class MedusaDrafter(nn.Module):
     """Inputs and outputs as in `candidate_heads_spec`.
 
     Args:
-        heads: those in the graph.
-        num_candidates: tokens of each.
         target_lm_head: [vocab, hidden], where the heads end in it.
     """
 
@@ -136,9 +126,7 @@ def make_drafter(
     """Returns the drafter in float32.
 
     Args:
-        sizes: of the graph.
         weights: by the names of our layout; None: random ones, the same every time.
-        target_lm_head: see `MedusaDrafter`.
     """
     own = HeadsSizes(sizes.hidden_size, sizes.vocab_size, sizes.num_drafts, sizes.num_layers, sizes.uses_target_lm_head)
     with torch.device("meta"):

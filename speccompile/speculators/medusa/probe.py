@@ -13,12 +13,7 @@ from speccompile.training_contract import TargetParts, TrainingBatch
 
 
 class MedusaProbe:
-    """See `speccompile.doctor.probe.Probe`.
-
-    Args:
-        case: free of faults in its keys and shapes.
-        parts: of the target.
-    """
+    """See `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         config, weights = read_case(case)

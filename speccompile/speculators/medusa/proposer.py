@@ -24,10 +24,7 @@ class MedusaProposer(HeadsProposer):
     asked of heads that were built for trees.
 
     Args:
-        config: of the method.
-        engine: the heads.
         max_draft_nodes: draft tokens one step may score at most.
-        target: measured costs of a step.
         heads: measured costs of a run; without both, time is not weighed.
     """
 

@@ -20,7 +20,6 @@ class TrainableMedusa(nn.Module):
     """See `speccompile.training_contract.Trainable`.
 
     Args:
-        heads: the heads.
         lm_head: [vocab, hidden], the target's.
     """
 
@@ -40,7 +39,6 @@ class TrainableMedusa(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Returns the best token of each head."""
         return self.heads(batch.hidden[:, -1], self.lm_head)[0, :num].argmax(-1)
 
     def save(self, folder: Path) -> None:
@@ -52,7 +50,6 @@ class MedusaTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MedusaTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: MedusaTraining, parts: TargetParts, start: Path | None) -> Any:

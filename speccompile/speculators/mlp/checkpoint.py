@@ -44,15 +44,10 @@ class HeadsSizes:
     """Sizes and switches of a speculator.
 
     Args:
-        model_type: as config.json says.
-        vocab_size: of the target.
-        hidden_size: of the target (`emb_dim`).
         inner_size: of the heads' own state (`inner_dim`).
         num_heads: heads in the checkpoint (`n_predict`); the state's weight depends on it.
-        num_drafts: heads in the graph.
         is_tied: heads share embedding, LM head and norm; projections from the second on are one.
         scales_input: the target's state is normalised first.
-        num_params: parameters in the graph.
     """
 
     model_type: str
@@ -66,7 +61,6 @@ class HeadsSizes:
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts)
 
     def weights(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
@@ -78,7 +72,6 @@ class HeadsSizes:
                 yield kind, head, shape if head >= first else (self.inner_size, self.hidden_size)
 
     def shares(self, kind: str, head: int) -> int:
-        """Returns the head whose weight of that kind `head` uses."""
         first = 1 if kind.startswith("proj") else 0
         return first if self.is_tied and head > first else head
 
@@ -94,7 +87,6 @@ def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:
     """Returns the sizes in a folder's config.json.
 
     Args:
-        folder: of the checkpoint.
         num_drafts: heads wanted in the graph; None: all.
 
     Raises:
@@ -148,14 +140,12 @@ def _rows() -> tuple[Row, ...]:
 
 
 def _check_number(case: Case) -> Iterator[Finding]:
-    """Yields a finding where tied heads are fewer than two: the tied projections begin with the second."""
     if case.sizes.get("is_tied") and case.sizes.get("num_heads") == 1:
         where = case.where_in_config("n_predict")
         yield finding("error", where, "1 with tie_weights", "at least 2", "Fetch the folder again.")
 
 
 def _check_widths(case: Case) -> Iterator[Finding]:
-    """Yields a finding for a wrong list of candidates by head, which other loaders index by the head's number."""
     widths, num = case.config.get(_WIDTHS), case.sizes.get("num_heads")
     if widths is None or num is None:
         return
@@ -168,7 +158,6 @@ def _check_widths(case: Case) -> Iterator[Finding]:
 
 
 def _check_first_copies(case: Case) -> Iterator[Finding]:
-    """Yields a finding where the config denies sharing but the files hold the first copies only."""
     if not case.sizes.get("is_tied") and (case.sizes.get("num_heads") or 0) > 1:
         held = {k[len(case.prefix) :] for k in case.files.headers}
         stored = sorted(k for k in held if k.startswith(("emb.", "head.")))
@@ -194,7 +183,6 @@ def _ours(case: Case) -> dict[str, Any]:
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    """Returns the config that IBM publishes and vLLM reads."""
     num, widths = config["n_predict"], config.get(_WIDTHS)
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -240,7 +228,6 @@ class HeadsSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
-        job: the speculator.
         context: its target must have the sizes that the speculator was made for.
     """
 
@@ -270,11 +257,9 @@ class HeadsSource(SpeculatorSource):
         check_room(sizes.num_drafts, self.context)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_heads`."""
         return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:

@@ -35,7 +35,6 @@ class MlpTraining:
     """Sizes and settings of the training.
 
     Args:
-        num_heads: tokens drafted.
         inner_size: width of the heads' state; 0: the target's.
         tie_weights: heads share embedding, LM head and norm; all projections but the first are one.
         scale_input: the target's state is normalised first.
@@ -67,13 +66,10 @@ class MlpMethod(Method):
     trainer = "speccompile.speculators.mlp.trainer:MlpTrainer"
 
     def target_outputs(self, config: MlpConfig) -> TargetOutputs:
-        """Returns what the LM head reads: the state after the final norm, which the heads were trained on."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MlpConfig) -> tuple[GraphJob, ...]:
-        """Returns the heads' graph."""
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, config.form_options(), config.config),)
 
     def make_proposer(self, config: MlpConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """Returns the proposer over the heads' engine."""
         return config.make_proposer(engines[HEADS], HEADS, context)

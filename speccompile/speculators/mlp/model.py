@@ -41,7 +41,6 @@ class RmsNorm(nn.Module):
 
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
-    """Returns the norm without parameters."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
@@ -76,7 +75,6 @@ class MlpHeads(nn.Module):
         """Runs one head.
 
         Args:
-            index: which one.
             state: [batch, paths, width]; a path is a chain of drafts, and a chain has one.
             tokens: [batch, paths] int64, the last token of each.
 
@@ -100,13 +98,11 @@ class MlpExpander(nn.Module):
         self.heads = heads
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `MlpHeads.begin`."""
         return self.heads.begin(hidden)
 
     def expand(
         self, depth: int, state: torch.Tensor, tokens: torch.Tensor, above: Above
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs one head for all nodes of a depth."""
         return self.heads.step(depth, take(state, above), tokens)
 
 

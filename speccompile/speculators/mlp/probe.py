@@ -18,12 +18,7 @@ _SCALE = "scale_input"
 
 
 class MlpProbe:
-    """See `speccompile.doctor.probe.Probe`.
-
-    Args:
-        case: free of faults in its keys and shapes.
-        parts: of the target.
-    """
+    """See `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         config, self.weights = read_case(case)

@@ -88,7 +88,6 @@ def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
 
 
 def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
-    """Returns the heads of a checkpoint in the layout that `TrainableMlp.save` writes."""
     heads = random_heads(sizes)
     held = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
     return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()})
@@ -98,7 +97,6 @@ class MlpTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MlpTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: MlpTraining, parts: TargetParts, start: Path | None) -> Any:

@@ -227,7 +227,6 @@ FORMATS = (
 
 
 def _random_case(folder: Any) -> Case:
-    """Returns the case of a config without weights: a module of a target with that config, or of ours."""
     config, files = read_config(folder), TensorFiles({}, {})
     layout = next((f for f in FORMATS if f.is_in(config, ())), FORMATS[2])
     return make_case(Checkpoint(folder, config, files, layout), layout)
@@ -310,7 +309,6 @@ class DraftSource(SpeculatorSource):
             raise RecipeError("speculator.target_hidden", got, expected, todo)
 
     def counts(self) -> WeightCounts | None:
-        """Returns the weight counts, with the target's embeddings and LM head where it has none."""
         layer = self.config[SCOPE]
         hidden, vocab = self.dims.hidden_size, self.dims.vocab_size
         queries, keys = self.dims.num_heads * self.dims.head_dim, self.dims.num_kv_heads * self.dims.head_dim
@@ -323,13 +321,11 @@ class DraftSource(SpeculatorSource):
         return WeightCounts(linear + plain, linear, plain, vocab * hidden)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         options = self._options
         num = min(options.num_candidates, self.dims.vocab_size)
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_candidates`; with the coverage of a vocabulary that was cut."""
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.record()}
         return check_candidates(engine) | kept
 
@@ -347,7 +343,6 @@ class DraftSource(SpeculatorSource):
         return choose_tokens(self._options.vocab, folder, self.dims.vocab_size)
 
     def digests(self) -> dict[str, str]:
-        """See `SpeculatorSource`; with the digest of the tokens that it may draft."""
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
         return super().digests() | kept
 

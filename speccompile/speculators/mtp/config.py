@@ -63,7 +63,6 @@ class MtpConfig(DraftVocabFields, FeatureFields):
 
     @property
     def hidden(self) -> str:
-        """Name of the target's output that the module reads."""
         return hidden_name(self.target_hidden) if isinstance(self.target_hidden, int) else HIDDEN
 
 
@@ -72,9 +71,6 @@ class MtpOptions(VocabCandidateOptions):
     """Options of the module's graph; see `MtpConfig`.
 
     Args:
-        norms: see there.
-        concat: see there.
-        chaining: see there.
         reads_normed: whether it reads the target's hidden state after the final norm; compared with the checkpoint.
     """
 
@@ -120,13 +116,11 @@ class MtpMethod(Method):
     default_section = "speccompile.speculators.mtp.checkpoint:section_for_target"
 
     def target_outputs(self, config: MtpConfig) -> TargetOutputs:
-        """Returns the hidden state that the module reads."""
         if isinstance(config.target_hidden, int):
             return TargetOutputs(hidden_layers=(config.target_hidden,))
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: MtpConfig) -> tuple[GraphJob, ...]:
-        """Returns the module's graph."""
         options = MtpOptions(
             config.candidates_needed,
             config.has_probs,
@@ -140,6 +134,5 @@ class MtpMethod(Method):
         return (GraphJob(DRAFT, model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: MtpConfig, engines: Mapping[str, Engine], context: MethodContext) -> DraftProposer:
-        """Returns the proposer; the target's hidden states are passed on unchanged."""
         name = config.hidden
         return config.make_proposer(engines[DRAFT], lambda outputs: outputs[name], (name,), DRAFT, context)

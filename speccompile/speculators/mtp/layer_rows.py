@@ -54,7 +54,6 @@ def conventions(layer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
     """Returns how a module computes: what its config states, else the defaults of its architecture.
 
     Args:
-        layer: see `layer_from_config`.
         config: the config.json, which may have the fields `norms`, `concat`, `chaining` and `target_hidden`.
     """
     family = layer.get("model_type")
@@ -140,7 +139,6 @@ def derive(sizes: Sizes) -> None:
 
 
 def _derive_latent(sizes: Sizes) -> None:
-    """Adds the widths of latent attention, whose keys and values are made of one row for all heads."""
     heads, rotary = sizes["num_heads"], sizes["rotary"] or 0
     sizes["o_width"] = times(heads, sizes["value_dim"])
     sizes["q_width"] = times(heads, (sizes["nope"] or 0) + rotary)

@@ -35,7 +35,6 @@ class MtpModule(nn.Module):
     """The module without embeddings and LM head; its parameters have the names of the `mtp.*` layout.
 
     Args:
-        config: ours.
         implementation: name of the attention function in transformers' registry.
     """
 
@@ -57,7 +56,6 @@ class MtpModule(nn.Module):
             self.class_offset = 1.0 - float(norm(1, eps=eps).weight.detach())
 
     def make_rotary(self) -> nn.Module:
-        """Returns the architecture's rotary embedding, or what stands for none."""
         return _NoRotary() if self.rotary_class is None else self.rotary_class(self.layer_config)
 
     def read(self, embedded: torch.Tensor, hidden: torch.Tensor, angles: Any) -> torch.Tensor:
@@ -78,17 +76,11 @@ class MtpModule(nn.Module):
         return own if self.is_raw else self.norm(own)
 
     def finish(self, own: torch.Tensor) -> torch.Tensor:
-        """Returns what the LM head reads, of what `read` returned."""
         return self.norm(own) if self.is_raw else own
 
 
 class MtpBody(FeatureBody):
-    """The module with embeddings and LM head.
-
-    Args:
-        config: ours.
-        dims: sizes.
-    """
+    """The module with embeddings and LM head."""
 
     target_tokens: torch.Tensor | None = None
 
@@ -100,43 +92,33 @@ class MtpBody(FeatureBody):
         self.lm_head = nn.Linear(dims.hidden_size, dims.vocab_size, bias=False)
 
     def keep_tokens(self, tokens: Sequence[int]) -> None:
-        """Keep the LM head's rows of these tokens alone."""
         self.target_tokens = torch.tensor(tokens)
         self.lm_head = cut_linear(self.lm_head, self.target_tokens)
 
     def make_rotary(self) -> nn.Module:
-        """See `FeatureBody`."""
         rotary = self.module.make_rotary()
         replace_layers(rotary)  # positions of text are the same on all axes, so that the angles become tables
         return rotary
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        """See `FeatureBody`."""
         return self.module.read(self.embed_tokens(tokens), features, angles)
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        """See `FeatureBody`."""
         return self.lm_head(self.module.finish(own))
 
 
 class _NoRotary(nn.Module):
     """Stands for the rotary embedding of layers that do not rotate."""
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Returns no angles."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> None: ...
 
 
 def norm_class(base: Any) -> type[nn.Module]:
-    """Returns the class of the norm after the last layer of a decoder."""
     return type(base.norm_f if hasattr(base, "norm_f") else base.norm)
 
 
 def layer_model(layer: Mapping[str, Any], implementation: str) -> Any:
     """Returns transformers' decoder of one layer, of which only that layer and the classes are of use.
-
-    Args:
-        layer: see `layer_rows.layer_from_config`.
-        implementation: name of the attention function.
 
     Raises:
         CheckpointError: a value that transformers does not take.
@@ -175,9 +157,6 @@ def make_body(
     """Returns the module with its weights.
 
     Args:
-        where: the checkpoint, for messages.
-        config: ours.
-        dims: sizes.
         weights: by the names of our layout; None: random ones.
         tables: the target's, for a module that stores none.
 
@@ -212,9 +191,6 @@ def fitted_weights(
     """Returns the weights of a module in float32, those of norms as its classes read them.
 
     Args:
-        where: the checkpoint, for messages.
-        module: for names and shapes.
-        config: ours.
         weights: by the names of our layout; embeddings and LM head are left out.
 
     Raises:
@@ -234,10 +210,8 @@ def fitted_weights(
 
 
 def stored_offset(config: Mapping[str, Any]) -> float:
-    """Returns what is added to the stored weights of norms before they are multiplied."""
     return 1.0 if config["norms"] == "1+w" else 0.0
 
 
 def is_norm(name: str) -> bool:
-    """Whether a parameter of a module is the weight of a norm."""
     return name.endswith("norm.weight") or name.startswith("pre_fc_norm")

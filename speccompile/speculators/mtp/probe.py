@@ -15,12 +15,7 @@ from speccompile.training_contract import TargetParts, TrainingBatch
 
 
 class MtpProbe:
-    """See `speccompile.doctor.probe.Probe`.
-
-    Args:
-        case: free of faults in its keys and shapes.
-        parts: of the target.
-    """
+    """See `speccompile.doctor.probe.Probe`."""
 
     max_drafts = 4
 

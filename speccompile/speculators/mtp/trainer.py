@@ -33,10 +33,7 @@ class TrainableMtp(nn.Module):
     """See `speccompile.training_contract.Trainable`.
 
     Args:
-        module: with its weights.
-        config: ours.
         parts: the target's embeddings, LM head and folder.
-        training: the settings.
     """
 
     def __init__(self, module: MtpModule, config: Mapping[str, Any], parts: TargetParts, training: MtpTraining) -> None:
@@ -103,7 +100,6 @@ class TrainableMtp(nn.Module):
 
 
 def _write_whole(source: Path, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a copy of a target with a module in its weights, in place of one that it has."""
     config = read_config(source)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     text["mtp_num_hidden_layers"] = 1
@@ -126,7 +122,6 @@ class _Joined(TensorFiles):
         self._model, self._module = model, module
 
     def array(self, key: str) -> Any:
-        """See `TensorFiles`."""
         return (self._module if key in self._module.headers else self._model).array(key)
 
 
@@ -160,7 +155,6 @@ class MtpTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MtpTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: MtpTraining, parts: TargetParts, start: Path | None) -> Any:

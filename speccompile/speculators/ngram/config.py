@@ -20,7 +20,6 @@ class NgramConfig:
     """Prompt lookup.
 
     Args:
-        num_draft_tokens: longest draft.
         min_match: least number of tokens that must match.
         max_match: longest match that is looked for; longer matches are tried first.
         tokens_per_match: draft length per matched token: a longer match gives a longer draft. `auto`: from the
@@ -48,7 +47,6 @@ class NgramConfig:
 
     @property
     def leaves_length(self) -> bool:
-        """Whether the recipe leaves it open how much is drafted."""
         return self.tokens_per_match == "auto"
 
 
@@ -63,5 +61,4 @@ class NgramMethod(Method):
     def make_proposer(
         self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> NgramProposer:
-        """Returns the lookup; it never drafts more tokens than a step may score."""
         return NgramProposer(config, context)

@@ -68,7 +68,6 @@ class NgramState:
     """The `draft_state` of a sequence.
 
     Args:
-        index: of its tokens.
         estimate: acceptance of drafts by the length of the match, which stands in for a rank.
     """
 
@@ -99,7 +98,6 @@ class NgramProposer:
 
     @property
     def foreseen(self) -> list[float]:
-        """See `speccompile.drafting.acceptance.Foreseeing`."""
         rows = zip(self._probs, self._rows, strict=True)
         return [sum(prob**num for num in range(1, len(row))) for prob, row in rows]
 
@@ -115,7 +113,6 @@ class NgramProposer:
         return made
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
-        """Makes a fresh index."""
         estimate = AcceptanceEstimate(self._prior, rank_shares=[0.0] * len(FIRST_RATES))
         sequence.draft_state = NgramState(NgramIndex(self.config.min_match, self.config.max_match), estimate)
 
@@ -164,7 +161,6 @@ class NgramProposer:
         return Lookup(tokens[: size * (TOKENS_PER_MATCH if per_match == "auto" else per_match)], 1.0)
 
     def _restrict(self, slot: int, sequence: TokenSequence) -> None:
-        """Cuts the draft of a sequence where its grammar refuses it; what must follow comes before any match."""
         root, *drafts = self._rows[slot]
         forced = list(sequence.grammar.forced()[: min(self.max_drafts, sequence.max_drafts)])
         if forced != drafts[: len(forced)]:
@@ -211,19 +207,15 @@ class NgramProposer:
             )
             estimate.learn_rank(size - 1, kept - prob * min(kept + 1, len(row) - 1, len(emitted)))
 
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """The index reads the tokens when drafts are made."""
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
         self.budget.observe(num_slots, num_nodes, times)
 
-    def flush(self) -> None:
-        """Nothing: none of the target's outputs is held."""
+    def flush(self) -> None: ...
 
 
 def _draft(tokens: list[int], position: int, num: int) -> list[int]:
-    """Returns the root and `num` tokens from `position` on."""
     row = tokens[-1:]
     if num > 0:
         row += tokens[position : position + num]

@@ -26,5 +26,4 @@ class NoneMethod(Method):
     Config = NoneConfig
 
     def make_proposer(self, config: NoneConfig, engines: Mapping[str, Engine], context: MethodContext) -> NoneProposer:
-        """Returns the proposer of root-only trees."""
         return NoneProposer()

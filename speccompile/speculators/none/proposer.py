@@ -14,28 +14,20 @@ class NoneProposer:
     catches_up = True
     caches = ()
 
-    def start(self, slot: int, sequence: TokenSequence) -> None:
-        """Nothing to prepare."""
+    def start(self, slot: int, sequence: TokenSequence) -> None: ...
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """Returns `num_rows`: nothing is read."""
         return num_rows
 
-    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Nothing to read."""
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None: ...
 
     def propose(self, batch: Batch) -> TokenTree:
-        """Returns trees of the roots alone."""
         return TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
 
-    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Nothing to keep."""
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None: ...
 
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Nothing is kept."""
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
 
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Learns nothing."""
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
 
-    def flush(self) -> None:
-        """Nothing: none of the target's outputs is held."""
+    def flush(self) -> None: ...

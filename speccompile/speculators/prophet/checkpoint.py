@@ -40,7 +40,6 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_width(case: Case) -> Iterator[Finding]:
-    """Yields a finding unless the width fits the target's embeddings, which are read unchanged."""
     width, wanted = case.sizes.get("hidden"), case.sizes.get("target_hidden")
     if case.sizes["uses_target"] and width != wanted:
         where, got = case.where_in_config("hidden_size"), f"{width} with the target's embeddings"
@@ -150,7 +149,6 @@ class ProphetSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
 
     Args:
-        job: the transformer.
         context: its target must have the sizes that the speculator was made for.
     """
 
@@ -171,11 +169,9 @@ class ProphetSource(SpeculatorSource):
         check_room(self.form.depth, context)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """See `speccompile.export.checks.check_heads`."""
         return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:

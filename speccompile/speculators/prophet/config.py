@@ -45,10 +45,6 @@ class ProphetTraining:
     """Sizes and settings of the training.
 
     Args:
-        num_layers: of the transformer.
-        num_heads: attention heads of a layer.
-        num_kv_heads: key heads of a layer.
-        intermediate_size: of its MLPs.
         horizon: drafts trained from every start; longer than the drafts that will be used.
         starts: share of the text's positions that are starts in a step, drawn anew each time.
     """
@@ -79,16 +75,13 @@ class ProphetMethod(Method):
     trainer = "speccompile.speculators.prophet.trainer:ProphetTrainer"
 
     def target_outputs(self, config: ProphetConfig) -> TargetOutputs:
-        """Returns what the LM head reads: the state after the final norm."""
         return TargetOutputs(hidden=True)
 
     def graph_jobs(self, config: ProphetConfig) -> tuple[GraphJob, ...]:
-        """Returns the transformer's graph."""
         options = config.form_options()
         if options == FormOptions():  # a chain whose length the recipe leaves open
             options = FormOptions(max_depth=config.max_draft_tokens)
         return (GraphJob(HEADS, config.model, config.quantization, SOURCE, options, config.config),)
 
     def make_proposer(self, config: ProphetConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """Returns the proposer over the transformer's engine."""
         return config.make_proposer(engines[HEADS], HEADS, context)

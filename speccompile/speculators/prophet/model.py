@@ -30,17 +30,7 @@ class ProphetSizes:
     """Sizes; the fields are those of config.json.
 
     Args:
-        vocab_size: of the target.
-        target_hidden_size: of the target.
-        hidden_size: of its own.
-        intermediate_size: of its MLPs.
-        num_hidden_layers: its layers.
-        num_attention_heads: of each layer.
-        num_key_value_heads: of each layer.
-        head_dim: of a head.
-        horizon: drafts it was trained for.
         rope_theta: base of its positions; the target's state stands at position 0.
-        rms_norm_eps: of its norms.
         uses_target_embeddings: embeddings and LM head are the target's, and not in the checkpoint.
         tie_word_embeddings: otherwise, whether its LM head is its embeddings.
     """
@@ -60,12 +50,10 @@ class ProphetSizes:
     tie_word_embeddings: bool = False
 
     def config_from_sizes(self) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint."""
         return {"model_type": MODEL_TYPE, **asdict(self)}
 
 
 def sizes_from_config(config: dict[str, Any]) -> ProphetSizes:
-    """Returns the sizes that a config.json holds; KeyError where one is missing."""
     return ProphetSizes(**{f.name: config[f.name] for f in fields(ProphetSizes)})
 
 
@@ -104,11 +92,7 @@ class ProphetLayer(nn.Module):
 
 
 class Prophet(nn.Module):
-    """The transformer without vocabulary projection; parameters have the names of the checkpoint.
-
-    Args:
-        sizes: its sizes.
-    """
+    """The transformer without vocabulary projection; parameters have the names of the checkpoint."""
 
     def __init__(self, sizes: ProphetSizes) -> None:
         super().__init__()
@@ -188,7 +172,6 @@ class ProphetExpander(nn.Module):
     """See `export.tree_drafters.Expander`.
 
     Args:
-        heads: the transformer.
         embeddings: [vocab, hidden].
         lm_head: [vocab, hidden].
     """
@@ -252,9 +235,7 @@ def make_expander(
     """Returns the drafter in float32.
 
     Args:
-        sizes: of the transformer.
         weights: by the names of our layout; None: random ones, the same every time.
-        tables: the target's, where it has none of its own.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)

@@ -22,9 +22,7 @@ class TrainableProphet(nn.Module):
     """See `speccompile.training_contract.Trainable`.
 
     Args:
-        heads: the transformer.
         parts: the target's embeddings and LM head.
-        starts: share of the positions of a batch.
     """
 
     def __init__(self, heads: Prophet, parts: TargetParts, starts: float) -> None:
@@ -78,7 +76,6 @@ class ProphetTrainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ProphetTraining, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: the states after the final norm."""
         return TargetNeeds(hidden=True)
 
     def make(self, config: ProphetTraining, parts: TargetParts, start: Path | None) -> Any:

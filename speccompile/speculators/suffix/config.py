@@ -21,7 +21,6 @@ class SuffixConfig:
     """A suffix tree of each sequence.
 
     Args:
-        num_draft_tokens: most draft tokens of a step.
         depth: most tokens of a run that is counted, the match and its drafts together.
         min_match: least number of tokens that must have occurred before.
         min_prob: drafts end where the share of the path among all that followed falls below this.
@@ -65,7 +64,6 @@ class SuffixConfig:
 
     @property
     def has_tree(self) -> bool:
-        """Whether drafts are more than a chain."""
         return self.tree != "chain"
 
 
@@ -91,5 +89,4 @@ class SuffixMethod(Method):
     def make_proposer(
         self, config: SuffixConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> SuffixProposer:
-        """Returns the proposer; it never drafts more tokens than a step may score."""
         return SuffixProposer(config, context)

@@ -31,8 +31,6 @@ class SuffixState:
     """The `draft_state` of a sequence.
 
     Args:
-        tree: of its tokens.
-        cursor: end of the tokens that the tree has read.
         estimate: acceptance of drafts by the length of the match, which stands in for a rank.
         shared: end of its tokens in the tree of all requests; None: there is no such tree.
         num_shared: tokens that the tree of all requests has read, or leaves out: it reads outputs alone.
@@ -80,7 +78,6 @@ class SuffixProposer:
         return num_rows
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads the prompt up to the end of the chunk."""
         self._read(sequence.draft_state, sequence.tokens[: start + tokens.shape[1]])
 
     def _read(self, state: SuffixState, tokens: list[int]) -> None:
@@ -108,7 +105,6 @@ class SuffixProposer:
         return tree
 
     def _with_forced(self, sequence: TokenSequence, found: Candidates) -> Candidates:
-        """Returns what must follow as a chain, where that is another one than was found, or a longer one."""
         forced = list(sequence.grammar.forced()[: min(self.max_drafts, sequence.max_drafts)])
         if self.config.tree != "chain" or found.tokens[1 : 1 + len(forced)] == forced:
             return found
@@ -118,7 +114,6 @@ class SuffixProposer:
         return chain
 
     def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
-        """See `speccompile.drafting.lookup.LooksUp`."""
         found = self._find(sequence, sequence.tokens[:length], self.max_drafts)
         path = first_path(found)
         tokens, paths = [found.tokens[c] for c in path], [found.paths[c] for c in path]
@@ -162,19 +157,15 @@ class SuffixProposer:
                 rank = min(found.ranks[1], len(self._log_odds) - 1)
                 self._log_odds[rank] += SHARED_WEIGHT * (estimate.log_odds[rank] - self._log_odds[rank])
 
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Tokens are read before the next draft."""
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs."""
         self.budget.observe(num_slots, num_nodes, times)
 
-    def flush(self) -> None:
-        """Nothing: none of the target's outputs is held."""
+    def flush(self) -> None: ...
 
 
 def _judge(found: Candidates, emitted: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the candidates that emitted tokens decide on, the root first, and which of these are the text's path."""
     decided = [c for c, depth in enumerate(found.depths) if depth <= len(emitted)]
     path = [0]
     for at, candidate in enumerate(decided):

@@ -58,12 +58,10 @@ class SuffixTree:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in use, the root left out."""
         return len(self._counts) - 1 - len(self._unused)
 
     @property
     def num_forgotten(self) -> int:
-        """Tokens whose runs were taken out again."""
         return self._first
 
     def open(self) -> Cursor:
@@ -137,7 +135,6 @@ class SuffixTree:
         self._children[parent << TOKEN_BITS | token] = node
 
     def _branch(self, leaf: int, length: int) -> None:
-        """Gives a leaf of `length` tokens, which is about to occur again, the child of its first occurrence."""
         self._kids[leaf] = []
         end = self._last_of(self._starts[leaf], length)
         after = self._next[end - self._base]
@@ -150,7 +147,6 @@ class SuffixTree:
                 cursor.active.append(leaf)
 
     def _last_of(self, start: int, length: int) -> int:
-        """Returns the index of the last token of a run."""
         for _ in range(length - 1):
             start = self._next[start - self._base]
         return start
@@ -188,7 +184,6 @@ class SuffixTree:
             self._base += TRIM
 
     def _prune(self, node: int, length: int) -> None:
-        """Makes a leaf of a node that is left with one occurrence."""
         left = [(node, length)]
         while left:
             above, size = left.pop()
@@ -232,8 +227,6 @@ class SuffixTree:
         Args:
             node: of the run; where `length` is 0 its last index, as it occurred once; where `length` is -1 minus the
                 period of the loop that it is in.
-            length: of the run.
-            least: those of a lower share are left out.
             path: tokens that end with the run, at least `depth` // 2 of them if there are as many.
         """
         if length < 0:
@@ -264,9 +257,6 @@ class SuffixTree:
         """Returns the most frequent continuation of a sequence.
 
         Args:
-            cursor: its end.
-            tokens: all of it.
-            num: most tokens.
             least: it ends where the product of the probabilities falls below this.
 
         Returns:
@@ -295,10 +285,6 @@ class SuffixTree:
         """Returns the most probable continuations as a tree, the likeliest path first.
 
         Args:
-            cursor: end of the sequence.
-            tokens: all of it.
-            num: most draft tokens.
-            most_depth: most draft tokens on a path.
             least: paths less probable than this are left out.
 
         Returns:
