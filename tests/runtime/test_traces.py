@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many functions and files a step and a request pass through: these numbers may only fall.
+
+A change that lowers one writes it into the table. A file costs its reader more than a call, so files count first.
+"""
+
+import pytest
+
+from speccompile.core.sampling_params import SamplingParams
+from tests.golden.method_fakes import Letters, make_engine
+from tests.runtime.call_trace import traced
+
+# (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
+STEPS = {"none": (12, 45), "draft_model": (23, 264), "eagle3": (27, 599)}
+COMPLETION = (53, 1020)  # calls vary by a few with the turns of two threads
+
+
+@pytest.mark.parametrize("method", STEPS)
+def test_a_step_passes_through_no_more_files_and_calls(method: str) -> None:
+    engine = make_engine(method)
+    steps = engine.stream("abc", SamplingParams(max_new_tokens=48, ignore_eos=True))
+    files: set[str] = set()
+    most, table = 0, ""
+    for _ in range(3):  # the first token comes with the prompt, and the first steps lay out memory
+        next(steps)
+    for _ in range(8):
+        with traced() as trace:
+            next(steps)
+        files |= set(trace.calls)
+        if trace.num_calls > most:
+            most, table = trace.num_calls, trace.table()
+    num_files, num_calls = STEPS[method]
+    assert len(files) <= num_files and most <= num_calls, f"{len(files)}, {most}\n{sorted(files)}\n{table}"
+
+
+def test_a_streamed_completion_passes_through_no_more_files() -> None:
+    pytest.importorskip("fastapi")
+    from speccompile.runtime.service import Service
+    from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+    from tests.serving.asgi_lab import post
+
+    body = {"model": "mock", "prompt": "abc", "max_tokens": 8, "stream": True}
+    engine = make_engine("draft_model")
+    service = Service(engine)
+    app = make_app(OpenAIServer(service, ServerOptions(model_name="mock")))
+    with traced() as trace, service:
+        reply = post(app, "/v1/completions", body)
+    text = "".join(event["choices"][0]["text"] for event in reply.events() if event != "[DONE]" and event["choices"])
+    assert text == Letters().decode(make_engine("none").generate(["abc"], SamplingParams(max_new_tokens=8))[0].tokens)
+    num_files, num_calls = COMPLETION
+    assert trace.num_files <= num_files and trace.num_calls <= num_calls, (
+        f"{trace.num_files}, {trace.num_calls}\n{trace.table()}"
+    )
