@@ -8,7 +8,7 @@ chain's start, and the rows of its own chain: exactly what the cache holds when 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +21,9 @@ from speccompile.errors import ExportError
 
 IMPLEMENTATION = "speccompile_chains"  # the name under which transformers finds `attend_chains`
 KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
+# (tokens [batch, nodes], features [batch, nodes, hidden] before them, their positions) -> own features
+Advance = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Mask = tuple[int, torch.Tensor]  # the token and the feature [hidden] that stand for drafts
 
 
 @dataclass
@@ -90,6 +93,104 @@ def attend_chains(
     for i, (_, v) in enumerate(rows):
         attended = attended + probs[..., keys.shape[2] + i, None] * v
     return attended.transpose(1, 2), None
+
+
+def chain_features(
+    advance: Advance,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    first_positions: torch.Tensor,
+    num: int,
+    mask: Mask | None = None,
+) -> list[torch.Tensor]:
+    """Returns the own features of each draft of chains over a text, [batch, starts, hidden]; drafts follow the text.
+
+    Args:
+        advance: of the drafter; its attention is `attend_chains`.
+        tokens: [batch, nodes] int64.
+        features: [batch, nodes, hidden], of the target; those of the last position are not read.
+        first_positions: [batch, starts] int64, the positions before the roots.
+        num: drafts of a chain.
+        mask: read in the place of drafts; None: drafts are read.
+    """
+    chains, (count, last) = Chains(), (tokens.shape[0], tokens.shape[1] - 1)
+    with running(chains):
+        own = advance(tokens[:, 1:], features[:, :last], torch.arange(last, device=tokens.device).expand(count, -1))
+        own = torch.gather(own, 1, first_positions[..., None].expand(-1, -1, own.shape[-1]))
+        made, chains.first_positions = [own], first_positions
+        for step in range(1, num):
+            after = torch.gather(tokens, 1, (first_positions + 1 + step).clamp(max=last))
+            if mask is not None:
+                after, own = torch.full_like(after, mask[0]), mask[1].expand_as(own)
+            own = advance(after, own, first_positions + step)
+            made.append(own)
+    return made
+
+
+def drawn_chains(
+    advance: Advance,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    num: int,
+    share: float,
+    seed: int,
+    mask: Mask | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns own features [batch * starts, num, hidden] of chains from drawn positions, and the drafts' labels.
+
+    Args:
+        advance: see `chain_features`; further arguments are as there.
+        tokens: [batch, nodes] int64.
+        features: [batch, nodes, hidden].
+        num: drafts of a chain.
+        share: of the positions that are starts, above 0 and at most 1.
+        seed: of the draw.
+        mask: see `chain_features`.
+
+    Returns:
+        The features, and for each draft the position in the flattened tokens [batch * nodes]; -1 after the text's end.
+    """
+    count, nodes = tokens.shape
+    generator, starts = torch.Generator().manual_seed(seed % 2**31), max(1, round((nodes - 1) * share))
+    drawn = [torch.randperm(nodes - 1, generator=generator)[:starts] for _ in range(count)]
+    first = torch.stack(drawn).to(tokens.device)
+    own = torch.stack(chain_features(advance, tokens, features, first, num, mask), 2)
+    ahead = first[..., None] + 1 + torch.arange(num, device=tokens.device)
+    rows = torch.arange(count, device=tokens.device)[:, None, None]
+    return own.flatten(0, 1), torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
+
+
+@torch.no_grad()
+def greedy_chain(
+    advance: Advance,
+    token_of: Callable[[torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    num: int,
+    mask: Mask | None = None,
+) -> torch.Tensor:
+    """Returns one chain [num] int64 after a text: the drafts are read, or masks in their place.
+
+    Args:
+        advance: see `chain_features`.
+        token_of: own features [1, 1, hidden] -> the token with the highest score [1, 1].
+        tokens: [1, nodes + 1] int64; the last one is the root.
+        features: [1, nodes, hidden], of the target.
+        num: drafts.
+        mask: see `chain_features`.
+    """
+    chains, last, drafted = Chains(), features.shape[1] - 1, []
+    with running(chains):
+        own = advance(tokens[:, 1:], features, torch.arange(last + 1, device=tokens.device)[None])[:, -1:]
+        chains.first_positions = torch.full((1, 1), last, device=tokens.device)
+        for step in range(num):
+            token = token_of(own)
+            drafted.append(token[0, 0])
+            if mask is not None:
+                token, own = torch.full_like(token, mask[0]), mask[1].expand_as(own)
+            if step + 1 < num:
+                own = advance(token, own, torch.full((1, 1), last + 1 + step, device=tokens.device))
+    return torch.stack(drafted)
 
 
 def register() -> None:

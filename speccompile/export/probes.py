@@ -13,7 +13,7 @@ from speccompile.doctor.doctor import ours_from_case
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention
 from speccompile.errors import CheckpointError
-from speccompile.export.chains import Chains, register, running
+from speccompile.export.chains import Advance, Mask, chain_features, register
 
 Weights = dict[str, torch.Tensor]
 HALVES, INTERLEAVED = "halves", "interleaved"  # which dims of a head a rotary position turns together
@@ -29,49 +29,46 @@ def read_case(case: Case) -> tuple[dict[str, Any], Weights]:
 
 @torch.no_grad()
 def chain_drafts(
-    advance: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    advance: Advance,
     token_of: Callable[[torch.Tensor], torch.Tensor],
     tokens: torch.Tensor,
     features: torch.Tensor,
     roots: torch.Tensor,
     num: int,
-    mask: tuple[int, torch.Tensor] | None = None,
+    mask: Mask | None = None,
 ) -> torch.Tensor:
     """Returns the drafts of chains over a text, [starts, num]; each draft follows the text's own tokens.
 
     Up to the first draft that is not the text's token they are those of drafting step by step.
 
     Args:
-        advance: (tokens [1, nodes], features [1, nodes, hidden] before them, their positions) -> own features; its
-            attention is that of `export.chains`.
-        token_of: own features [1, starts, hidden] -> the likeliest token [1, starts].
+        advance: see `chain_features`; `tokens`, `features`, `num` and `mask` are as there.
+        token_of: own features [1, starts, hidden] -> the token with the highest score [1, starts].
         tokens: [1, nodes] int64.
-        features: [1, nodes, hidden], of the target.
+        features: [1, nodes, hidden].
         roots: [starts] int64, positions of 1 or more.
-        mask: the token and the feature [hidden] that stand for drafts; None: it reads them.
+        num: drafts of a chain.
+        mask: read in the place of drafts.
     """
     register()
-    chains, last = Chains(), tokens.shape[1] - 1
-    first = (roots - 1)[None]
-    with running(chains):
-        own = advance(tokens[:, 1:], features[:, :-1], torch.arange(last)[None])[:, first[0]]
-        drafts, chains.first_positions = [token_of(own)], first
-        for step in range(1, num):
-            after = tokens[:, (roots + step).clamp(max=last)]
-            if mask is not None:
-                after, own = torch.full_like(after, mask[0]), mask[1].expand_as(own)
-            own = advance(after, own, first + step)
-            drafts.append(token_of(own))
-    return torch.cat(drafts).T
+    own = chain_features(advance, tokens, features, (roots - 1)[None], num, mask)
+    return torch.cat([token_of(features) for features in own]).T
 
 
 def rotary_convention(case: Case) -> Convention:
+    """Returns the convention of rotated heads, which no config states."""
     todo = "Reorder the rows of its q_proj and k_proj: {value} is what they are stored for."
     return Convention("rotary", str(case.folder), HALVES, (INTERLEAVED,), todo)
 
 
 def base_convention(case: Case, config: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Convention, ...]:
-    """Returns the convention of the base of rotary positions: as stated, as the target's, or Llama's default."""
+    """Returns the convention of the base of rotary positions: as stated, as the target's, or Llama's default.
+
+    Args:
+        case: the checkpoint.
+        config: ours.
+        target: its config.json.
+    """
     stated = rope_base(config)
     others = tuple(v for v in dict.fromkeys((rope_base(target), 10000.0)) if v != stated)
     todo = "Correct rope_theta in config.json: {value}."
@@ -86,6 +83,7 @@ def rope_base(config: Mapping[str, Any]) -> float:
 
 
 def with_base(config: Mapping[str, Any], base: float) -> dict[str, Any]:
+    """Returns the config with another base of rotary positions."""
     held = config.get("rope_parameters")
     nested = {"rope_parameters": {**held, "rope_theta": base}} if isinstance(held, Mapping) else {}
     return {**config, "rope_theta": base, **nested}
@@ -117,6 +115,7 @@ def other_layers(stated: Sequence[int], num_layers: int, published: Sequence[int
 
     Args:
         stated: from 0.
+        num_layers: of the target.
         published: the usual choice for it; None: there is none.
     """
     held = list(stated)

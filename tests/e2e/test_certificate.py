@@ -77,20 +77,11 @@ def eagle(e2e_folder):
     from tests.speculators import eagle_lab as lab
 
     target = lab.write_target(e2e_folder / "certified_target")
-    heads = lab.random_heads(lab.sizes(draft_vocab_size=34), seed=1)
     reference, why = open_reference(target)
     assert reference is not None, why
-    embeddings, d2t = reference.target.parts(torch.zeros(lab.VOCAB)).embeddings, heads.target_tokens()
-    inputs, wanted = [], []
-    with torch.no_grad():
-        for text, seen in zip(*lab.texts_of(target), strict=True):
-            features, nodes = heads.fuse([seen[i + 1][:, :-2] for i in lab.STREAMS]), text.shape[1] - 2
-            mask = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-            own, _ = heads.read(embeddings[text[:, 1:-1]], features, torch.arange(nodes)[None], None, mask)
-            inputs.append(heads.norm(own)[0])
-            wanted.append(8 * torch.eye(lab.VOCAB)[text[0, 2:]][:, d2t])
-        heads.lm_head.weight.copy_(lab.fitted(inputs, wanted, 0.1))
-    folder = lab.write_eagle3(e2e_folder / "certified_eagle", heads)
+    embeddings = reference.target.parts(torch.zeros(lab.VOCAB)).embeddings
+    drafter = lab.fit_eagle3(target, lab.random_eagle3(lab.config_of(draft_vocab_size=34), seed=1), embeddings)
+    folder = lab.write_eagle3(e2e_folder / "certified_eagle", drafter)
     sizes = {"layers": list(lab.STREAMS), "draft_vocab_size": 34, "intermediate_size": 48}
     (folder / "training.json").write_text(json.dumps({"plan": {"method": "eagle3", "heads": sizes}}))
     bundle = build_bundle(

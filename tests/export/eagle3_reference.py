@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass of an EAGLE-3 drafter in plain torch, from the public descriptions, by the names of each layout."""
+"""An EAGLE-3 drafter in plain torch, from the public descriptions: whole texts and trees, without caches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,99 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """x: [heads, nodes, head_dim]."""
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """x: [heads, nodes, head_dim], positions: [nodes]."""
     half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(half) / half)
+    angles = positions[:, None] * theta ** (-torch.arange(half) / half)
     left, right = x[..., :half], x[..., half:]
     return torch.cat((left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()), -1)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A drafter by its config and tensors, which have the keys of the first release; `first` begins its first layer's.
+
+    Args:
+        config: of the layers.
+        tensors: floats in float32.
+        first: prefix of the first layer's keys.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    first: str = "midlayer"
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return norm(x, self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.tensors[f"{name}.weight"].T
+
+    def target_tokens(self) -> torch.Tensor:
+        """Returns [draft vocab] int64, the target's token of each draft token."""
+        num = self.tensors["lm_head.weight"].shape[0]
+        return torch.arange(num) + self.tensors.get("d2t", torch.zeros(num, dtype=torch.int64))
+
+    def fuse(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the features of the target's streams, [..., target hidden] each."""
+        if "fc_norm.0.weight" in self.tensors:
+            streams = [self._norm(x, f"fc_norm.{i}") for i, x in enumerate(streams)]
+        return self._linear(torch.cat(tuple(streams), -1), "fc")
+
+    def own(
+        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns own features [nodes, hidden].
+
+        Args:
+            embedded: [nodes, hidden], of the tokens after the features.
+            features: [nodes, hidden].
+            positions: [nodes] int64.
+            seen: [nodes, nodes] bool.
+        """
+        normed = self._norm(features, f"{self.first}.hidden_norm")
+        joined = torch.cat((self._norm(embedded, f"{self.first}.input_layernorm"), normed), -1)
+        residual = normed if self.config["norm_before_residual"] else features
+        x = self._finish(self.first, residual, self._attend(self.first, joined, positions, seen))
+        for i in range(1, self.config["num_hidden_layers"]):
+            layer = f"layers.{i}"
+            read = self._norm(x, f"{layer}.input_layernorm")
+            x = self._finish(layer, x, self._attend(layer, read, positions, seen))
+        return self._norm(x, "norm") if self.config.get("norm_output") else x
+
+    def _attend(self, layer: str, x: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        config = self.config
+
+        def project(name: str) -> torch.Tensor:
+            stem = f"{layer}.self_attn.{name}"
+            rows = self._linear(x, f"{stem}_proj").unflatten(-1, (-1, config["head_dim"])).transpose(0, 1)
+            return self._norm(rows, f"{stem}_norm") if f"{stem}_norm.weight" in self.tensors else rows  # DeepSpec's
+
+        q, k = (rotate(project(name), positions, config["rope_theta"]) for name in "qk")
+        k, v = (part.repeat_interleave(len(q) // len(part), 0) for part in (k, project("v")))
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self._linear(mixed.transpose(0, 1).flatten(1), f"{layer}.self_attn.o_proj")
+
+    def _finish(self, layer: str, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        x = residual + attended
+        y = self._norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (self._linear(y, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        return x + self._linear(functional.silu(gate) * up, f"{layer}.mlp.down_proj")
+
+    def scored(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns what the LM head's last product reads."""
+        x = own if self.config.get("norm_output") else self._norm(own, "norm")
+        return self._linear(x, "lm_head_down") if "lm_head_down.weight" in self.tensors else x
+
+    def logits(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns [nodes, draft vocab]."""
+        return self._linear(self.scored(own), "lm_head")
+
+
+def causal(num: int, window: int = 0) -> torch.Tensor:
+    """Returns [num, num] bool."""
+    seen = torch.ones(num, num, dtype=torch.bool).tril()
+    return seen.triu(1 - window) if window else seen
 
 
 def target_logits(
@@ -34,29 +122,10 @@ def target_logits(
         tokens: [nodes] int64.
         states: [nodes, num_layers * target_hidden].
     """
-    t = {k: v.float() if v.is_floating_point() else v for k, v in held.items()}
-    eps, heads, head_dim = config["rms_norm_eps"], config["num_attention_heads"], config["head_dim"]
-    x = states @ t["fc.weight"].T
-    embedded = norm(t["embed_tokens.weight"][tokens], t[f"{layer}.input_layernorm.weight"], eps)
-    normed = norm(x, t[f"{layer}.hidden_norm.weight"], eps)
-    residual = normed if config["norm_before_residual"] else x
-    joined = torch.cat((embedded, normed), -1)
-
-    def project(name: str) -> torch.Tensor:
-        rows = (joined @ t[f"{layer}.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, head_dim)).transpose(0, 1)
-        weight = t.get(f"{layer}.self_attn.{name}_norm.weight")  # of DeepSpec's
-        return rows if weight is None else norm(rows, weight, eps)
-
-    q, k, v = rotate(project("q"), config["rope_theta"]), rotate(project("k"), config["rope_theta"]), project("v")
-    k, v = (part.repeat_interleave(heads // part.shape[0], 0) for part in (k, v))
-    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-    x = residual + mixed @ t[f"{layer}.self_attn.o_proj.weight"].T
-    y = norm(x, t[f"{layer}.post_attention_layernorm.weight"], eps)
-    gate, up = (y @ t[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    x = x + (functional.silu(gate) * up) @ t[f"{layer}.mlp.down_proj.weight"].T
-    logits = norm(x, t["norm.weight"], eps) @ t["lm_head.weight"].T
-    if "d2t" not in t:
-        return logits
-    full = torch.full((len(tokens), config["vocab_size"]), float("-inf"))
-    full[:, torch.arange(logits.shape[1]) + t["d2t"]] = logits
+    tensors = {k: v.float() if v.is_floating_point() else v for k, v in held.items()}
+    oracle, num = Oracle({"num_hidden_layers": 1, **config}, tensors, layer), len(tokens)
+    embedded = tensors["embed_tokens.weight"][tokens]
+    own = oracle.own(embedded, states @ tensors["fc.weight"].T, torch.arange(num), causal(num))
+    full = torch.full((num, config["vocab_size"]), float("-inf"))
+    full[:, oracle.target_tokens()] = oracle.logits(own)
     return full

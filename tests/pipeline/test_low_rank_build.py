@@ -24,12 +24,14 @@ RANK, HIDDEN = 32, 64
 
 
 def test_both_products_of_a_low_rank_head_are_quantised(tmp_path: Path) -> None:
-    from speccompile.speculators.eagle3.heads import EagleSizes
     from tests.speculators import eagle_lab
 
     fakes.make_checkpoint(tmp_path / "target", hidden=HIDDEN, layers=4)
-    sizes = EagleSizes(HIDDEN, HIDDEN, 64, 4, 2, 16, fakes.VOCAB, fakes.VOCAB, (1, 2, 3), head_rank=RANK)
-    eagle_lab.write_eagle3(tmp_path / "draft", eagle_lab.random_heads(sizes))
+    config = eagle_lab.config_of(
+        hidden_size=HIDDEN, target_hidden_size=HIDDEN, intermediate_size=64, head_dim=16, vocab_size=fakes.VOCAB,
+        draft_vocab_size=fakes.VOCAB, head_rank=RANK,
+    )  # fmt: skip
+    eagle_lab.write_eagle3(tmp_path / "draft", eagle_lab.random_eagle3(config))
     texts = []
     for form in ("int8", "int4"):
         recipe = tmp_path / f"{form}.yaml"

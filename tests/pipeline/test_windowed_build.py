@@ -25,15 +25,17 @@ ROWS = 256  # 19 of a window, 128 of a chunk, 3 x 9 of a step: 174, rounded up
 
 
 def test_a_bundle_states_and_holds_the_rows_of_a_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from speccompile.speculators.eagle3.trainer import EagleSizes
     from tests.speculators import eagle_lab
 
     fakes.make_checkpoint(tmp_path / "target", hidden=HIDDEN, layers=4)
     config = tmp_path / "target/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": MAX_SEQ}))
-    sizes = EagleSizes(HIDDEN, HIDDEN, 32, 2, 1, 16, fakes.VOCAB, fakes.VOCAB, (1, 2, 3))
-    layer = {"layer_types": ["sliding_attention"], "sliding_window": WINDOW}
-    eagle_lab.write_eagle3(tmp_path / "draft", eagle_lab.random_heads(sizes), **layer)
+    config = eagle_lab.config_of(
+        hidden_size=HIDDEN, target_hidden_size=HIDDEN, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, vocab_size=fakes.VOCAB, draft_vocab_size=fakes.VOCAB,
+        layer_types=["sliding_attention"], sliding_window=WINDOW,
+    )  # fmt: skip
+    eagle_lab.write_eagle3(tmp_path / "draft", eagle_lab.random_eagle3(config))
     recipe = tmp_path / "recipe.yaml"
     speculator = "{method: eagle3, model: draft, tree: {widths: [2, 1]}}"
     engine = f"{{max_seq_len: {MAX_SEQ}, max_draft_nodes: 8, max_batch_size: 2, threads: 1}}"

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from speccompile.export.layers import rotate
-from speccompile.speculators.eagle3.heads import EagleHeads, EagleSizes, config_from_sizes
 from tests import store
-from tests.export.eagle3_reference import norm
+from tests.export.eagle3_reference import Oracle, causal, norm, rotate
 from tests.pipeline import fakes
 
 VOCAB, HIDDEN, DRAFTED, LAYERS = 40, 32, 24, 7
@@ -39,37 +38,64 @@ def write_target(folder: Path, seed: int = 3) -> Path:
     return folder
 
 
-def sizes(**changes) -> EagleSizes:
+def config_of(**changes) -> dict:
+    """Returns the config of an EAGLE-3 drafter in the layout of the first release."""
     plain = {
-        "hidden_size": HIDDEN, "target_hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "draft_vocab_size": DRAFTED, "layers": STREAMS,
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "vocab_size": VOCAB, "draft_vocab_size": DRAFTED, "tie_word_embeddings": False, "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in STREAMS],
     }  # fmt: skip
-    return EagleSizes(**{**plain, **changes})
+    return {**plain, **changes}
 
 
-def random_heads(sizes: EagleSizes, seed: int = 0) -> EagleHeads:
-    """Returns heads in which every part affects the output."""
+def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of its weights, without embeddings and maps."""
+    width, inner, target = (config[f"{n}_size"] for n in ("hidden", "intermediate", "target_hidden"))
+    queries, keys = (config[f"num_{n}_heads"] * config["head_dim"] for n in ("attention", "key_value"))
+    rank, drafted = config.get("head_rank"), config["draft_vocab_size"]
+    made = {"fc": (width, 3 * target)}
+    if config.get("fc_norm"):
+        made |= {f"fc_norm.{i}": (target,) for i in range(3)}
+    for layer in ("midlayer", *(f"layers.{i}" for i in range(1, config["num_hidden_layers"]))):
+        read = 2 * width if layer == "midlayer" else width
+        made |= {f"{layer}.input_layernorm": (width,)}
+        made |= {
+            f"{layer}.self_attn.{n}_proj": (num, read) for n, num in zip("qkv", (queries, keys, keys), strict=True)
+        }
+        made |= {f"{layer}.self_attn.o_proj": (width, queries), f"{layer}.post_attention_layernorm": (width,)}
+        made |= {f"{layer}.mlp.{n}_proj": (inner, width) for n in ("gate", "up")}
+        made |= {f"{layer}.mlp.down_proj": (width, inner)}
+        made |= {"midlayer.hidden_norm": (width,)} if layer == "midlayer" else {}
+    made |= {"norm": (width,), **({"lm_head_down": (rank, width)} if rank else {}), "lm_head": (drafted, rank or width)}
+    return {f"{name}.weight": shape for name, shape in made.items()}
+
+
+def random_eagle3(config: dict, seed: int = 0) -> Oracle:
+    """Returns a drafter in which every part affects the output."""
     generator = torch.Generator().manual_seed(seed)
-    heads = EagleHeads(sizes)
-    with torch.no_grad():
-        for weight in heads.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.3, generator=generator)
-            else:
-                weight.uniform_(0.5, 1.5, generator=generator)
-    if sizes.draft_vocab_size != sizes.vocab_size:
-        chosen = torch.randperm(sizes.vocab_size, generator=generator)[: sizes.draft_vocab_size].sort().values
-        heads.d2t.copy_(chosen - torch.arange(len(chosen)))
-        heads.t2d[chosen] = True
-    return heads.eval()
+    tensors = {}
+    for name, shape in shapes_of(config).items():
+        weight = tensors[name] = torch.empty(shape)
+        if len(shape) > 1:
+            weight.normal_(0, 0.3, generator=generator)
+        else:
+            weight.uniform_(0.5, 1.5, generator=generator)
+    num, vocab = config["draft_vocab_size"], config["vocab_size"]
+    if num != vocab:
+        chosen = torch.randperm(vocab, generator=generator)[:num].sort().values
+        tensors["d2t"] = chosen - torch.arange(num)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
+    return Oracle(config, tensors)
 
 
-def write_eagle3(folder: Path, heads: EagleHeads, extra: dict[str, torch.Tensor] | None = None, **config) -> Path:
+def write_eagle3(folder: Path, drafter: Oracle, extra: dict[str, torch.Tensor] | None = None, **config) -> Path:
     """Writes the layout of the first release, in float32."""
     folder.mkdir()
-    tensors = {**{k: v.detach() for k, v in heads.state_dict().items()}, **(extra or {})}
+    tensors = {**drafter.tensors, **(extra or {})}
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**config_from_sizes(heads.sizes), **config}))
+    (folder / "config.json").write_text(json.dumps({**drafter.config, **config}))
     return folder
 
 
@@ -94,22 +120,22 @@ def fitted(inputs: list[torch.Tensor], wanted: list[torch.Tensor], penalty: floa
 
 
 @torch.no_grad()
-def learnt_eagle3(target: Path, window: int = 99) -> EagleHeads:
-    """Returns wide random heads over most of the vocabulary, with the LM head that fits the target's texts best."""
-    heads = random_heads(sizes(hidden_size=96, intermediate_size=96, head_dim=24, draft_vocab_size=34), seed=1)
-    d2t = heads.target_tokens()
-    assert d2t is not None
+def fit_eagle3(target: Path, drafter: Oracle, embeddings: torch.Tensor, window: int = 0) -> Oracle:
+    """Gives a drafter the LM head that fits the target's texts best."""
     texts, states = texts_of(target)
     inputs, wanted = [], []
     for text, seen in zip(texts, states, strict=True):
-        features, nodes = heads.fuse([seen[i + 1][:, :-2] for i in STREAMS]), text.shape[1] - 2
-        mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().triu(1 - window)
-        embedded = wide_embeddings()[text[:, 1:-1]]
-        own, _ = heads.read(embedded, features, torch.arange(nodes)[None], None, mask)
-        inputs.append(heads.norm(own)[0])
-        wanted.append(8 * torch.eye(VOCAB)[text[0, 2:]][:, d2t])
-    heads.lm_head.weight.copy_(fitted(inputs, wanted, 0.1))
-    return heads
+        features, nodes = drafter.fuse([seen[i + 1][0, :-2] for i in STREAMS]), text.shape[1] - 2
+        own = drafter.own(embeddings[text[0, 1:-1]], features, torch.arange(nodes), causal(nodes, window))
+        inputs.append(drafter.scored(own))
+        wanted.append(8 * torch.eye(VOCAB)[text[0, 2:]][:, drafter.target_tokens()])
+    return replace(drafter, tensors={**drafter.tensors, "lm_head.weight": fitted(inputs, wanted, 0.1)})
+
+
+def learnt_eagle3(target: Path, window: int = 0) -> Oracle:
+    """Returns a wide drafter over most of the vocabulary, fitted to the target's texts."""
+    config = config_of(hidden_size=96, intermediate_size=96, head_dim=24, draft_vocab_size=34)
+    return fit_eagle3(target, random_eagle3(config, seed=1), wide_embeddings(), window)
 
 
 def wide_embeddings() -> torch.Tensor:
@@ -170,7 +196,7 @@ def eagle_forward(
         part = {k.removeprefix(f"layers.{i}."): v for k, v in t.items() if k.startswith(f"layers.{i}.")}
         y = norm(x, part["input_layernorm.weight"], eps) if i else x
         q, k, v = ((y @ part[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1) for n in "qkv")
-        q, k = rotate(q[None], positions[None], theta)[0], rotate(k[None], positions[None], theta)[0]
+        q, k = rotate(q, positions, theta), rotate(k, positions, theta)
         k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).flatten(1)
         x = x + mixed @ part["self_attn.o_proj.weight"].T

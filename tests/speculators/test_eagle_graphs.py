@@ -118,28 +118,30 @@ def drafted(engine, features, warp=None):
     return chain, {name: np.asarray(value)[1] for name, value in outputs.items()}
 
 
-def by_heads(heads, embeddings, features, window=99):
-    """The same by `EagleHeads.read`, path by path: own features of the chain, and of the tree's nodes."""
-    text, told = embeddings[torch.tensor(TOKENS_READ)][None], torch.from_numpy(features)[None]
-    num = len(TOKENS_READ)
-    mask = torch.ones(num, num, dtype=torch.bool).tril().triu(1 - window)
-    own, held = heads.read(text, told, torch.arange(num)[None], None, mask)
-    nodes, after = [], {}
-    for node, parent in enumerate((-1, 0, 0, -1)):
-        before, rows = (own[:, -1:], held) if parent < 0 else after[parent]
-        position = torch.tensor([[num if parent < 0 else num + 1]])
-        seen = position - torch.arange(int(position) + 1)[None] < window
-        after[node] = heads.read(embeddings[TREE[node]][None, None], before, position, rows, seen)
-        nodes.append(after[node][0])
-    return own, torch.cat(nodes, 1)
+def by_oracle(oracle, embeddings, features, window=99):
+    """Returns the same from whole rows: own features of the chain [nodes, hidden], and of the tree's nodes."""
+    num, tokens = len(TOKENS_READ), torch.tensor(TOKENS_READ + TREE)
+    positions = torch.tensor([*range(num), num, num + 1, num + 1, num])
+    seen = torch.ones(num + 4, num + 4, dtype=torch.bool).tril()
+    seen[num:, num:] = torch.tensor(SEEN).bool()
+    seen &= positions[:, None] - positions < window
+
+    def own(read):
+        count = len(read)
+        return oracle.own(embeddings[tokens[:count]], read, positions[:count], seen[:count, :count])
+
+    chain = own(torch.from_numpy(features))
+    first = own(torch.cat((torch.from_numpy(features), chain[-1:])))[-1:]
+    nodes = own(torch.cat((torch.from_numpy(features), chain[-1:], first, first, chain[-1:])))[num:]
+    return chain, nodes
 
 
 @pytest.fixture(scope="module")
 def reduced(folder):
-    """Heads with a draft vocabulary, and their folder; embeddings are the target's."""
-    heads = lab.random_heads(lab.sizes(norm_before_residual=True))
-    lab.write_eagle3(folder / "reduced", heads)
-    return heads
+    """A drafter with a draft vocabulary, and its folder; embeddings are the target's."""
+    drafter = lab.random_eagle3(lab.config_of(norm_before_residual=True))
+    lab.write_eagle3(folder / "reduced", drafter)
+    return drafter
 
 
 def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
@@ -151,12 +153,12 @@ def test_eagle3_graph_drafts_what_the_heads_do(folder, reduced, tmp_path):
     heat = {TEMPERATURE: np.full(2, 0.7, np.float32)}
     d2t = reduced.target_tokens().numpy()
     with torch.no_grad():
-        own, nodes = by_heads(reduced, read_tables(context(folder)).embeddings, features)
-        logits = [reduced.lm_head(reduced.norm(state))[0].double() for state in (own[:, -1:], nodes[:, [3, 1]])]
+        own, nodes = by_oracle(reduced, read_tables(context(folder)).embeddings, features)
+        logits = [reduced.logits(state).double() for state in (own[-1:], nodes[[3, 1]])]
     for engine in lab.compiled(source, tmp_path, *BACKENDS):
         chain, tree = drafted(engine, features, heat)
-        assert_close(chain[NEXT_FEATURES], torch.cat((torch.from_numpy(features[2:3]), own[0, 2:])))
-        assert_close(tree[NEXT_FEATURES], torch.cat((own[0, -1:], nodes[0])))
+        assert_close(chain[NEXT_FEATURES], torch.cat((torch.from_numpy(features[2:3]), own[2:])))
+        assert_close(tree[NEXT_FEATURES], torch.cat((own[-1:], nodes)))
         for got, raw in zip((chain, tree), logits, strict=True):
             order = raw.argsort(-1, descending=True)[:, :4].numpy()
             assert np.array_equal(got[CANDIDATES], d2t[order])
@@ -201,14 +203,14 @@ def test_eagle_graph_drafts_what_the_published_layers_do(folder, tmp_path):
 
 @pytest.mark.parametrize("variant", ["plain", "norm_before_fc", "fc_norm"])
 def test_fusion_follows_the_variants_of_the_config(folder, tmp_path, variant):
-    heads = lab.random_heads(lab.sizes(draft_vocab_size=lab.VOCAB))
+    heads = lab.random_eagle3(lab.config_of(draft_vocab_size=lab.VOCAB))
     rng = torch.Generator().manual_seed(2)
     streams = [torch.randn(1, 3, lab.HIDDEN, generator=rng) for _ in lab.STREAMS]
     weights = torch.rand(3 * lab.HIDDEN, generator=rng)
     extra, config, joined = {}, {}, torch.cat(streams, -1)
 
     def normed(x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + heads.sizes.rms_norm_eps)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + heads.config["rms_norm_eps"])
 
     if variant == "norm_before_fc":
         extra, config, joined = {"input_norm.weight": weights}, {variant: True}, normed(joined) * weights
@@ -222,14 +224,14 @@ def test_fusion_follows_the_variants_of_the_config(folder, tmp_path, variant):
     [engine] = lab.compiled(source, tmp_path)
     feeds = {hidden_name(i): x.numpy() for i, x in zip(lab.STREAMS, streams, strict=True)}
     got = np.asarray(engine.run(feeds)[FEATURES])
-    assert_close(got, (joined @ heads.fc.weight.T).detach())
+    assert_close(got, joined @ heads.tensors["fc.weight"].T)
 
 
 def test_eagle_3_1_gives_the_next_draft_what_its_head_reads(folder):
     from speccompile.checkpoints.target_tables import read_tables
     from speccompile.speculators.eagle3.model import make_body
 
-    heads = lab.random_heads(lab.sizes(draft_vocab_size=lab.VOCAB))
+    heads = lab.random_eagle3(lab.config_of(draft_vocab_size=lab.VOCAB))
     bodies, embeddings = [], read_tables(context(folder)).embeddings
     for name, config in (("before_norm", {}), ("after_norm", {"norm_output": True})):
         lab.write_eagle3(folder / name, heads, **config)
@@ -250,17 +252,17 @@ def test_eagle_3_1_gives_the_next_draft_what_its_head_reads(folder):
 def test_eagle_3_1_drafts_as_it_is_trained(folder, tmp_path, rank):
     from speccompile.checkpoints.target_tables import read_tables
 
-    heads, name = lab.random_heads(lab.sizes(fc_norm=True, norm_output=True, head_rank=rank)), f"trained{rank}"
+    heads, name = lab.random_eagle3(lab.config_of(fc_norm=True, norm_output=True, head_rank=rank)), f"trained{rank}"
     lab.write_eagle3(folder / name, heads)
     features, streams = features_of(lab.HIDDEN), torch.randn(3, 1, 4, lab.HIDDEN)
     chain, tree = drafted(lab.compiled(eagle3_source(folder, name), tmp_path)[0], features)
     [fusion] = lab.compiled(eagle3_source(folder, name, "Fusion"), tmp_path)
     fused = fusion.run({hidden_name(i): x.numpy() for i, x in zip(lab.STREAMS, streams, strict=True)})[FEATURES]
     with torch.no_grad():
-        own, nodes = by_heads(heads, read_tables(context(folder)).embeddings, features)
-        assert_close(chain[NEXT_FEATURES][1:], own[0, 2:])
-        assert_close(tree[NEXT_FEATURES][1:], nodes[0])
-        logits = heads.lm_head(heads.scored(nodes[0, [3, 1]]))
+        own, nodes = by_oracle(heads, read_tables(context(folder)).embeddings, features)
+        assert_close(chain[NEXT_FEATURES][1:], own[2:])
+        assert_close(tree[NEXT_FEATURES][1:], nodes)
+        logits = heads.logits(nodes[[3, 1]])
         wanted = heads.target_tokens()[logits.argsort(-1, descending=True)[:, :4]]
         assert np.array_equal(tree[CANDIDATES], wanted.numpy())
         assert_close(np.asarray(fused), heads.fuse(list(streams)))
@@ -270,23 +272,23 @@ def test_a_window_counts_positions_on_the_path_alone(folder, tmp_path):
     """Neither other branches of a tree nor rows of rejected drafts age it."""
     from speccompile.checkpoints.target_tables import read_tables
 
-    heads = lab.random_heads(lab.sizes())
+    heads = lab.random_eagle3(lab.config_of())
     lab.write_eagle3(folder / "windowed", heads, layer_types=["sliding_attention"], sliding_window=3)
     source, features = eagle3_source(folder, "windowed"), features_of(lab.HIDDEN)
     source.check()
     chain, tree = drafted(lab.compiled(source, tmp_path)[0], features)
     embeddings = read_tables(context(folder)).embeddings
     with torch.no_grad():
-        own, nodes = by_heads(heads, embeddings, features, window=3)
-        assert_close(chain[NEXT_FEATURES][1:], own[0, 2:])
-        assert_close(tree[NEXT_FEATURES][1:], nodes[0])
+        own, nodes = by_oracle(heads, embeddings, features, window=3)
+        assert_close(chain[NEXT_FEATURES][1:], own[2:])
+        assert_close(tree[NEXT_FEATURES][1:], nodes)
         for window in (2, 4):
-            _, others = by_heads(heads, embeddings, features, window)
-            assert (others[0, -1] - nodes[0, -1]).abs().max() > 100 * TOLERANCE
+            _, others = by_oracle(heads, embeddings, features, window)
+            assert (others[-1] - nodes[-1]).abs().max() > 100 * TOLERANCE
 
 
 def test_wide_drafters_have_embeddings_of_their_own(folder, tmp_path):
-    heads = lab.random_heads(lab.sizes(hidden_size=48, head_dim=12))
+    heads = lab.random_eagle3(lab.config_of(hidden_size=48, head_dim=12))
     own = torch.randn(lab.VOCAB, 48, generator=torch.Generator().manual_seed(4))
     lab.write_eagle3(folder / "wide", heads, {"embed_tokens.weight": own})
     source = eagle3_source(folder, "wide")
@@ -295,8 +297,8 @@ def test_wide_drafters_have_embeddings_of_their_own(folder, tmp_path):
     features = features_of(48)
     chain, _ = drafted(lab.compiled(source, tmp_path)[0], features)
     with torch.no_grad():
-        wanted, _ = by_heads(heads, own, features)
-    assert_close(chain[NEXT_FEATURES][1:], wanted[0, 2:])
+        wanted, _ = by_oracle(heads, own, features)
+    assert_close(chain[NEXT_FEATURES][1:], wanted[2:])
 
 
 def test_weights_are_counted_before_they_are_read(folder, reduced):
@@ -317,7 +319,9 @@ def test_weights_are_counted_before_they_are_read(folder, reduced):
 def test_random_weights_need_a_config_alone_and_layers_follow_the_target(folder, tmp_path):
     alone = tmp_path / "config"
     alone.mkdir()
-    held = json.loads((lab.write_eagle3(tmp_path / "w", lab.random_heads(lab.sizes())) / "config.json").read_text())
+    held = json.loads(
+        (lab.write_eagle3(tmp_path / "w", lab.random_eagle3(lab.config_of())) / "config.json").read_text()
+    )
     (alone / "config.json").write_text(json.dumps({**held, "eagle_aux_hidden_state_layer_ids": [2, 16, 29]}))
     shutil.copytree(folder / "target", tmp_path / "target")
     source = eagle3_source(tmp_path, "config", weights="random")
@@ -331,7 +335,7 @@ def write_deepspec(folder, layers=(0, 1, 3, 4, 6)):
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(11)
-    heads = lab.random_heads(lab.sizes(draft_vocab_size=lab.VOCAB))
+    heads = lab.random_eagle3(lab.config_of(draft_vocab_size=lab.VOCAB))
     lab.write_eagle3(folder, heads, {"embed_tokens.weight": torch.randn(lab.VOCAB, lab.HIDDEN)})
     held = load_file(folder / "model.safetensors")
     held = {k.replace("midlayer", "layers.0"): t for k, t in held.items() if k not in ("d2t", "t2d")}
@@ -383,7 +387,9 @@ REFUSED_CONFIGS = [
 
 @pytest.mark.parametrize(("config", "error", "message"), REFUSED_CONFIGS)
 def test_variants_that_are_not_computed_are_refused_by_name(folder, tmp_path, config, error, message):
-    held = json.loads((lab.write_eagle3(tmp_path / "w", lab.random_heads(lab.sizes())) / "config.json").read_text())
+    held = json.loads(
+        (lab.write_eagle3(tmp_path / "w", lab.random_eagle3(lab.config_of())) / "config.json").read_text()
+    )
     (tmp_path / "w" / "config.json").write_text(json.dumps({**held, **config}))
     shutil.copytree(folder / "target", tmp_path / "target")
     with pytest.raises(error, match=message):

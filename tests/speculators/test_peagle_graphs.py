@@ -167,7 +167,7 @@ def test_what_the_recipe_says_of_masks_decides_with_the_checkpoint(folder, tmp_p
         ({"tree": "chain", "num_draft_tokens": 1}, None),
     ):
         assert sources(folder, **fields)[0].spec().mask_token == token
-    heads = eagle_lab.random_heads(eagle_lab.sizes())
+    heads = eagle_lab.random_eagle3(eagle_lab.config_of())
     eagle_lab.write_eagle3(tmp_path / "eagle3", heads)
     eagle_lab.write_target(tmp_path / "target")
     assert sources(tmp_path, "eagle3")[0].spec().mask_token is None

@@ -95,7 +95,7 @@ def test_one_text_is_learnt_by_heart(target):
     module = TrainedModule(trainable, LossOptions(1.0, 1.0, torch.float32), target.dims.vocab_size)
     tokens = torch.randint(3, 36, (1, 24), generator=torch.Generator().manual_seed(0))
     held, optimizer = target.run(tokens, needs), make_optimizer(module, 0.0)
-    masks = [trainable.heads.mask_hidden, trainable.heads.mask_embedding]
+    masks = [trainable.mask_hidden, trainable.mask_embedding]
     before = [mask.detach().clone() for mask in masks]
     for group in optimizer.param_groups:
         group["lr"] = 0.01

@@ -141,7 +141,7 @@ def test_the_loss_falls(method, heads, make, model):
 
 def test_a_head_of_two_products_begins_as_the_nearest_to_the_targets(make):
     """The nearest matrix of a rank is that of its largest singular values (Eckart and Young 1936)."""
-    whole, low = (make("eagle3", head_rank=rank)[0].heads for rank in (0, 6))
+    whole, low = (make("eagle3", head_rank=rank)[0].body for rank in (0, 6))
     left, values, right = torch.linalg.svd(whole.lm_head.weight.double(), full_matrices=False)
     nearest = left[:, :6] * values[:6] @ right[:6]
     made = (low.lm_head.weight @ low.lm_head_down.weight).double()

@@ -177,6 +177,7 @@ def _ours(case: Case) -> dict[str, Any]:
         "target_hidden_size": sizes["target_hidden"],
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(sizes["has_input_norm"]),
+        **({"fc_norm": True} if sizes["has_fc_norm"] else {}),
         **({"norm_output": True} if config.get("norm_output") else {}),
         **({"head_rank": sizes["head_rank"]} if sizes.get("head_rank") else {}),
         "tie_word_embeddings": False,

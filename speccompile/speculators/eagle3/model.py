@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter as its graphs compute it, over a cache and for trees; `trainer.py` has the same network for whole texts.
+"""The network of an EAGLE-3 or P-EAGLE drafter, as its graphs compute it and as it is trained.
 
-Layers are transformers' own Llama layers, so that a config's biases, activation and rotary scaling have their
-meaning there.
+It is decoder layers over (embedding of the next token, feature of this position); the first layer's attention reads
+both side by side. The feature of a position that the target has read is fc(three residual streams of the target); that
+of a draft is the drafter's own output after its layers, before the norm. EAGLE-3.1 norms each of the streams, and its
+drafts read that output after the norm. Drafts of P-EAGLE read masks instead: the embedding of one token, and the
+feature of trained states. Layers are transformers' own Llama layers, so that a config's biases, activation and rotary
+scaling have their meaning there. After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), Hui et al. 2026, "P-EAGLE" (arXiv
+2602.01469), and the published code.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ class Eagle3Body(FeatureBody):
     """Everything after the fused feature.
 
     Args:
+        config: in the canonical layout.
+        dims: sizes.
         target_tokens: [draft_vocab] int64; None where the vocabularies are one.
     """
 
@@ -65,24 +72,39 @@ class Eagle3Body(FeatureBody):
         self.windows = windows_of(config, dims.num_layers)
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        x = self.midlayer(self.embed_tokens(tokens), features, angles)
+        """See `FeatureBody`."""
+        return self.read(self.embed_tokens(tokens), features, angles)
+
+    def read(self, embedded: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
+        """Returns own features [batch, nodes, hidden] of embeddings and features of the same shape."""
+        x = self.midlayer(embedded, features, angles)
         for layer in self.layers.values():
             x = layer(x, position_embeddings=angles)
         return self.norm(x) if self.gives_normed else x
 
+    def finish(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns what the LM head's last product reads."""
+        return self.lm_head_down(own if self.gives_normed else self.norm(own))
+
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.lm_head_down(own if self.gives_normed else self.norm(own)))
+        """See `FeatureBody`."""
+        return self.lm_head(self.finish(own))
 
 
 class Fusion(nn.Module):
-    """Features of positions that the target has read, of three of its residual streams."""
+    """Features of positions that the target has read, of three of its residual streams.
 
-    def __init__(self, config: Mapping[str, Any], dims: FeatureDims, has_stream_norms: bool) -> None:
+    Args:
+        config: in the canonical layout.
+        dims: sizes.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
         super().__init__()
         width, eps, num = dims.target_hidden_size, layer_config(config).rms_norm_eps, len(dims.layers)
         self.fc = nn.Linear(num * width, dims.hidden_size, bias=False)
         self.input_norm = LlamaRMSNorm(num * width, eps) if config.get("norm_before_fc") else nn.Identity()
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in dims.layers) if has_stream_norms else None
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in dims.layers) if config.get("fc_norm") else None
 
     def forward(self, streams: list[torch.Tensor]) -> torch.Tensor:
         """Returns the features: three [batch, nodes, target_hidden] -> [batch, nodes, hidden]."""
@@ -102,7 +124,10 @@ def make_body(
     """Returns the drafter with its weights.
 
     Args:
-        weights: by the names of our layout; None: random ones.
+        config: in the canonical layout.
+        dims: sizes.
+        weights: by the names of the canonical layout; None: random ones.
+        embeddings: the target's, for a drafter without.
         has_masks: it reads masks (P-EAGLE).
     """
     tokens = target_tokens(dims, weights)
@@ -130,8 +155,9 @@ def mask_feature(
 
 
 def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
+    """Returns the module that makes features, with its weights; see `make_body`."""
     with torch.device("meta"):
-        fusion = Fusion(config, dims, weights is not None and "fc_norm.0.weight" in weights)
+        fusion = Fusion(config, dims)
     fill_weights(fusion, weights)
     return fusion.eval()
 

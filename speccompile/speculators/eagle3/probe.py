@@ -64,11 +64,8 @@ class Eagle3Probe:
             held = bool(self.config.get(name))
             todo = f"Correct {name} in config.json: {{value}}."
             found.append(Convention(name, case.where_in_config(name), held, (not held,), todo))
-        for name, is_stored in (
-            ("norm_before_fc", bool(self.config.get("norm_before_fc"))),
-            ("fc_norm", "fc_norm.0.weight" in self.weights),
-        ):
-            if is_stored:
+        for name in ("norm_before_fc", "fc_norm"):
+            if self.config.get(name):
                 todo = f"Remove the norm's weights, and correct {name} in config.json: {{value}}."
                 found.append(Convention(name, case.where_in_config(name), True, (False,), todo))
         where, todo = str(case.folder), "Swap the halves of its first layer's q_proj, k_proj and v_proj: it is {value}."
@@ -86,13 +83,11 @@ class Eagle3Probe:
             held = swapped_inputs(held, _MIXED)
         if reading.get("d2t") == "ids":
             held = ids_as_offsets(held)
-        if reading.get("fc_norm") is False:
-            held = {name: t for name, t in held.items() if not name.startswith("fc_norm.")}
         return held
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
         """See `speccompile.doctor.probe.Probe`."""
-        switches = ("norm_before_residual", "norm_output", "norm_before_fc")
+        switches = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
         config: dict[str, Any] = {**self.config, **{name: reading[name] for name in switches if name in reading}}
         if "rope_theta" in reading:
             config = with_base(config, reading["rope_theta"])

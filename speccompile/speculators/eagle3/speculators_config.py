@@ -109,6 +109,7 @@ def ours_from_config(case: Case) -> dict[str, Any]:
         "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
         **masks_from_sizes(sizes, "ptd_token_id"),
         **window_config(layer),
+        **({"fc_norm": True} if sizes["has_fc_norm"] else {}),
         **({"norm_output": True} if config.get("norm_output") else {}),
     }
     return ours if config.get(_LAYERS) is None else {**ours, _LAYERS: config[_LAYERS]}
@@ -160,6 +161,7 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
         "draft_vocab_size": config["draft_vocab_size"],
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(config.get("norm_before_fc", False)),
+        **({"fc_norm": True} if config.get("fc_norm") else {}),
         **({"norm_output": True} if config.get("norm_output") else {}),
         **({} if token is None else {"mask_token_id": token}),
         "target_hidden_size": None if hidden == target_hidden else target_hidden,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EAGLE-3 or P-EAGLE drafter under training: the first draft at every position, further ones from drawn starts.
 
-Further drafts of EAGLE-3 are unrolled on the drafter's own features; those of P-EAGLE are masks, which one run fills.
-`heads.py` has the network.
+Further drafts of EAGLE-3 are unrolled on the drafter's own features; those of P-EAGLE are masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.export.heads_file import WEIGHTS, read_heads, write_heads
-from speccompile.export.layers import copy_weights
+from speccompile.export.chains import IMPLEMENTATION, Mask, drawn_chains, greedy_chain, register
+from speccompile.export.feature_source import dims_from_config
+from speccompile.export.heads_file import CONFIG, WEIGHTS, read_heads, write_heads
+from speccompile.export.layers import copy_weights, init_linear
 from speccompile.speculators.eagle3.config import Eagle3Training
-from speccompile.speculators.eagle3.heads import EagleHeads, EagleSizes, KeyValues, config_from_sizes
-from speccompile.speculators.eagle3.layouts import EMBEDDINGS
+from speccompile.speculators.eagle3.layouts import EMBEDDINGS, IDS, MASK_TOKENS
+from speccompile.speculators.eagle3.model import Eagle3Body, Fusion
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch, chosen_mask
 
 _MASK_ROW = "mask_embedding"  # the parameter that is a row of the embeddings in a checkpoint
@@ -32,139 +34,136 @@ class TrainableEagle3(nn.Module):
     runs it as drafting does, unrolled ("training-time test" of EAGLE-3's paper) or over masks (P-EAGLE's).
 
     Args:
-        starts: share of positions from which whole chains are drafted.
+        config: of the drafter, in the canonical layout.
+        training: settings.
+        parts: the target's embeddings.
     """
 
-    def __init__(self, heads: EagleHeads, parts: TargetParts, steps: int, starts: float) -> None:
+    def __init__(self, config: Mapping[str, Any], training: Eagle3Training, parts: TargetParts) -> None:
         super().__init__()
-        self.heads, self.num_positions, self.starts = heads, steps, starts
-        self.reads_masks = heads.sizes.mask_token is not None
+        register()
+        layers = training.chosen_layers(int(parts.config["num_hidden_layers"]))
+        self.config, self.dims = config, replace(dims_from_config(Path(CONFIG), config, "eagle3", 1), layers=layers)
+        self.num_positions, self.starts = training.unrolled_steps, training.starts
+        num_draft, vocab = self.dims.draft_vocab_size, self.dims.vocab_size
+        self.fusion, self.body = Fusion(config, self.dims), Eagle3Body(config, self.dims, None)
+        self.body.embed_tokens = None  # the target's, or with a mask's row
+        self.body.config._attn_implementation = IMPLEMENTATION
+        self.rotary, self.mask_token = self.body.make_rotary(), config.get(MASK_TOKENS[0])
         self.register_buffer("embeddings", parts.embeddings, persistent=False)
+        if self.mask_token is not None:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fusion.fc.in_features))
+            self.mask_embedding = nn.Parameter(parts.embeddings[self.mask_token].clone())
+        if num_draft != vocab:
+            self.register_buffer("d2t", torch.zeros(num_draft, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool))
+        init_linear(self)
+
+    def target_tokens(self) -> torch.Tensor | None:
+        """Returns [draft vocab] int64, the target's token of each draft token; None where the vocabularies are one."""
+        offsets = getattr(self, "d2t", None)
+        return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def _features(self, batch: TrainingBatch) -> torch.Tensor:
+        return self.fusion([batch.layers[i].float() for i in self.dims.layers])
+
+    def _mask(self) -> Mask | None:
+        if self.mask_token is None:
+            return None
+        streams = self.mask_hidden.flatten().chunk(len(self.dims.layers))
+        return self.mask_token, self.fusion(list(streams))
+
+    def _advance(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        embedded = self.embeddings[tokens]
+        if self.mask_token is not None:
+            embedded = torch.where((tokens == self.mask_token)[..., None], self.mask_embedding, embedded)
+        return self.body.read(embedded, features, self.rotary(features, positions))
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; a chain that starts at t reads features up to t and tokens up to t + 1, the root."""
-        count, nodes = batch.tokens.shape
-        features = self.heads.fuse([batch.layers[i][:, :-1].float() for i in self.heads.sizes.layers])
-        device = batch.tokens.device
-        positions = torch.arange(nodes - 1, device=device)[None]
-        embedded = self.embeddings[batch.tokens[:, 1:]]
-        mask = torch.ones(nodes - 1, nodes - 1, dtype=torch.bool, device=device).tril()
-        features, context = self.heads.read(embedded, features, positions, None, mask)
-        generator = torch.Generator().manual_seed(batch.seed % 2**31)
-        num = max(1, round((nodes - 1) * self.starts))
-        first_positions = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(
-            device
-        )
-        feature = torch.gather(features, 1, first_positions[..., None].expand(-1, -1, features.shape[-1]))[:, :, None]
-        if self.reads_masks:
-            embedded, masks = self.heads.masks(count, num, self.num_positions - 1)
-            further, _ = self.heads.extend(embedded, masks, first_positions, context)
-        else:
-            further = self._unrolled(batch.tokens, feature, first_positions, context)
-        states = self.heads.scored(torch.cat((feature, further), 2))
-        ahead = first_positions[..., None] + 1 + torch.arange(self.num_positions, device=device)
-        rows = torch.arange(count, device=device)[:, None, None]
-        labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
-        projections = (self.heads.lm_head.weight,) * self.num_positions
-        return Drafted(states.flatten(0, 1), labels.flatten(0, 1), projections, self.heads.target_tokens())
-
-    def _unrolled(
-        self, tokens: torch.Tensor, feature: torch.Tensor, first_positions: torch.Tensor, context: list[KeyValues]
-    ) -> torch.Tensor:
-        """Returns the features after the first one [batch, starts, drafts - 1, hidden], each made of the one before."""
-        made, chains = [feature[:, :, :0]], None
-        for step in range(1, self.num_positions):
-            read = torch.gather(tokens, 1, (first_positions + 1 + step).clamp(max=tokens.shape[1] - 1))[..., None]
-            feature, chains = self.heads.extend(self.embeddings[read], feature, first_positions, context, chains)
-            made.append(feature)
-        return torch.cat(made, 2)
+        features, num = self._features(batch), self.num_positions
+        own, labels = drawn_chains(
+            self._advance, batch.tokens, features, num, self.starts, batch.seed, self._mask()
+        )  # fmt: skip
+        projections = (self.body.lm_head.weight,) * num
+        return Drafted(self.body.finish(own), labels, projections, self.target_tokens())
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Returns a chain: reads all features, then drafts on its own with a growing cache, or from masks at once."""
-        features = self.heads.fuse([batch.layers[i].float() for i in self.heads.sizes.layers])
-        embedded, nodes = self.embeddings[batch.tokens[:, 1:]], features.shape[1]
-        if self.reads_masks:
-            mask_embedded, masks = self.heads.masks(1, num - 1)
-            embedded, features = torch.cat((embedded, mask_embedded), 1), torch.cat((features, masks), 1)
-        rows = features.shape[1]
-        mask = torch.ones(rows, rows, dtype=torch.bool).tril()
-        features, held = self.heads.read(embedded, features, torch.arange(rows)[None], None, mask)
-        if self.reads_masks:
-            return self._likeliest(features[0, nodes - 1 :])
-        feature, drafted = features[:, -1:], []
-        for step in range(num):
-            token = self._likeliest(feature)
-            drafted.append(token[0, 0])
-            if step + 1 < num:
-                position = torch.full((1, 1), nodes + step)
-                feature, held = self.heads.read(self.embeddings[token], feature, position, held, None)
-        return torch.stack(drafted)
+        """Returns a chain: reads all features, then drafts on its own, or from masks."""
+        return greedy_chain(self._advance, self._best, batch.tokens, self._features(batch), num, self._mask())
 
-    def _likeliest(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the target's likeliest tokens after next features: [..., hidden] -> [...] int64."""
-        tokens, of_target = self.heads.lm_head(self.heads.scored(features)).argmax(-1), self.heads.target_tokens()
+    def _best(self, own: torch.Tensor) -> torch.Tensor:
+        tokens, of_target = self.body.logits(own).argmax(-1), self.target_tokens()
         return tokens if of_target is None else of_target[tokens]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors by the names of the canonical layout, the mask's row apart."""
+        own = {name: tensor for name, tensor in self.state_dict().items() if "." not in name}
+        return {**self.fusion.state_dict(), **self.body.state_dict(), **own}
 
     def save(self, folder: Path) -> None:
         """Writes the layout of the first release; the embeddings are the target's and left out, but for masks."""
-        tensors = self.heads.state_dict()
-        if self.reads_masks:
+        tensors = self.tensors()
+        if self.mask_token is not None:
             tensors[EMBEDDINGS] = self._table(tensors.pop(_MASK_ROW))
-        write_heads(folder, config_from_sizes(self.heads.sizes), tensors)
+        write_heads(folder, self.config, tensors)
 
     def _table(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the target's embeddings with another one of the mask's token."""
         table = self.embeddings.to(row).clone()
-        table[self.heads.sizes.mask_token] = row
+        table[self.mask_token] = row
         return table
 
     def load(self, folder: Path) -> None:
         """Reads a checkpoint of the same sizes.
 
         Raises:
-            CheckpointError: it does not hold what the sizes imply, or embeddings that are not the target's.
+            CheckpointError: it does not have the tensors of these sizes, or embeddings that are not the target's.
         """
-        wanted = self.heads.state_dict()
-        if not self.reads_masks:
-            self.heads.load_state_dict(read_heads(folder, wanted))
+        own = self.tensors()
+        if self.mask_token is None:
+            self._fill(own, read_heads(folder, own))
             return
-        wanted.pop(_MASK_ROW)
-        held = read_heads(folder, {**wanted, EMBEDDINGS: self.embeddings})
-        table = held.pop(EMBEDDINGS)
-        held[_MASK_ROW] = table[self.heads.sizes.mask_token].clone()
-        if not torch.equal(table, self._table(held[_MASK_ROW]).to(torch.bfloat16).float()):
+        wanted = {name: tensor for name, tensor in own.items() if name != _MASK_ROW}
+        read = read_heads(folder, {**wanted, EMBEDDINGS: self.embeddings})
+        table = read.pop(EMBEDDINGS)
+        read[_MASK_ROW] = table[self.mask_token].clone()
+        if not torch.equal(table, self._table(read[_MASK_ROW]).to(torch.bfloat16).float()):
             got, expected = "embeddings of its own", "the target's, but for the mask's token"
             todo = "Only drafters whose other embeddings are the target's are trained further."
             raise CheckpointError(f"{folder / WEIGHTS} ({EMBEDDINGS})", got, expected, todo)
-        self.heads.load_state_dict(held)
+        self._fill(own, read)
 
+    @torch.no_grad()
+    def _fill(self, own: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in own.items():
+            tensor.copy_(read[name])
 
-def begin_heads(sizes: EagleSizes, parts: TargetParts) -> EagleHeads:
-    """Returns a drafter with parts of the target: its last stream as the feature, its last layers, norm and LM head."""
-    heads = EagleHeads(sizes)
-    hidden = sizes.target_hidden_size
-    with torch.no_grad():
-        heads.fc.weight.zero_()
-        heads.fc.weight[:, -hidden:] = torch.eye(sizes.hidden_size, hidden)
-        if parts.norm is not None and parts.norm.shape == heads.norm.weight.shape:
-            heads.norm.weight.copy_(parts.norm)
-        own = [heads.midlayer, *heads.layers.values()]
-        for layer, weights in zip(reversed(own), reversed(parts.layers), strict=False):
+    @torch.no_grad()
+    def begin(self, parts: TargetParts) -> None:
+        """Takes over parts of the target: its last stream as the feature, its last layers, norm and LM head."""
+        body, hidden, rank = self.body, self.dims.target_hidden_size, self.dims.head_rank
+        self.fusion.fc.weight.zero_()
+        self.fusion.fc.weight[:, -hidden:] = torch.eye(self.dims.hidden_size, hidden)
+        if parts.norm is not None and parts.norm.shape == body.norm.weight.shape:
+            body.norm.weight.copy_(parts.norm)
+        for layer, weights in zip(
+            reversed([body.midlayer, *body.layers.values()]), reversed(parts.layers), strict=False
+        ):
             copy_weights(layer, weights)
-        if sizes.mask_token is not None:
-            heads.mask_embedding.copy_(parts.embeddings[sizes.mask_token])
-        chosen = torch.arange(sizes.vocab_size)
-        if sizes.draft_vocab_size != sizes.vocab_size:
-            chosen = parts.token_counts.argsort(descending=True, stable=True)[: sizes.draft_vocab_size].sort().values
-            heads.d2t.copy_(chosen - torch.arange(len(chosen)))
-            heads.t2d[chosen] = True
+        chosen = torch.arange(self.dims.vocab_size)
+        if self.target_tokens() is not None:
+            num = self.dims.draft_vocab_size
+            chosen = parts.token_counts.argsort(descending=True, stable=True)[:num].sort().values
+            self.d2t.copy_(chosen - torch.arange(num))
+            self.t2d[chosen] = True
         head = parts.lm_head[chosen]
-        if sizes.head_rank:
-            down = best_rows(head, sizes.head_rank)
-            heads.lm_head_down.weight.copy_(down)
+        if rank:
+            down = best_rows(head, rank)
+            body.lm_head_down.weight.copy_(down)
             head = head.double() @ down.T
-        heads.lm_head.weight.copy_(head)
-    return heads
+        body.lm_head.weight.copy_(head)
 
 
 def best_rows(matrix: torch.Tensor, rank: int) -> torch.Tensor:
@@ -181,37 +180,57 @@ class Eagle3Trainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: Eagle3Training, target: Mapping[str, Any]) -> TargetNeeds:
+        """Returns the needs: three residual streams."""
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))
 
     def make(self, config: Eagle3Training, parts: TargetParts, start: Path | None) -> Any:
         """Returns layers like the target's last ones after its last fused stream, or `start`."""
-        vocab, hidden = parts.lm_head.shape
-        target = parts.config
-        heads, num_draft = int(target["num_attention_heads"]), config.draft_vocab_size or vocab
-        if num_draft > vocab:
-            expected = f"at most {vocab}, as the target has"
-            raise RecipeError("training.heads.draft_vocab_size", f"{num_draft}", expected, "Lower it.")
-        if config.head_rank >= min(hidden, num_draft):
-            expected = f"below {min(hidden, num_draft)}, the smaller side of the LM head"
-            raise RecipeError("training.heads.head_rank", f"{config.head_rank}", expected, "Lower it, or write 0.")
-        sizes = EagleSizes(
-            hidden_size=hidden,
-            target_hidden_size=hidden,
-            intermediate_size=config.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
-            num_attention_heads=heads,
-            num_key_value_heads=int(target.get("num_key_value_heads") or heads),
-            head_dim=int(target.get("head_dim") or hidden // heads),
-            vocab_size=vocab,
-            draft_vocab_size=num_draft,
-            layers=config.chosen_layers(int(target["num_hidden_layers"])),
-            rms_norm_eps=float(target.get("rms_norm_eps", 1e-5)),
-            fc_norm=config.fc_norm,
-            norm_output=config.norm_output,
-            head_rank=config.head_rank,
-            num_hidden_layers=config.num_layers,
-            mask_token=chosen_mask(config.mask_token_id, target, vocab) if config.parallel_drafting else None,
-        )
-        made = TrainableEagle3(begin_heads(sizes, parts), parts, config.unrolled_steps, config.starts)
+        made = TrainableEagle3(config_from_training(config, parts), config, parts)
+        made.begin(parts)
         if start is not None:
             made.load(start)
         return made
+
+
+def config_from_training(training: Eagle3Training, parts: TargetParts) -> dict[str, Any]:
+    """Returns the config.json of a drafter.
+
+    Raises:
+        RecipeError: the sizes do not go with the target's.
+    """
+    (vocab, hidden), target = parts.lm_head.shape, parts.config
+    heads, num_draft = int(target["num_attention_heads"]), training.draft_vocab_size or vocab
+    if num_draft > vocab:
+        expected = f"at most {vocab}, as the target has"
+        raise RecipeError("training.heads.draft_vocab_size", f"{num_draft}", expected, "Lower it.")
+    if training.head_rank >= min(hidden, num_draft):
+        expected = f"below {min(hidden, num_draft)}, the smaller side of the LM head"
+        raise RecipeError("training.heads.head_rank", f"{training.head_rank}", expected, "Lower it, or write 0.")
+    masks: dict[str, Any] = {}
+    if training.parallel_drafting:
+        masks = {"parallel_drafting": True, MASK_TOKENS[0]: chosen_mask(training.mask_token_id, target, vocab)}
+    layers = training.chosen_layers(int(target["num_hidden_layers"]))
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": training.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
+        "num_hidden_layers": training.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
+        "head_dim": int(target.get("head_dim") or hidden // heads),
+        "hidden_act": "silu",
+        "rms_norm_eps": float(target.get("rms_norm_eps", 1e-5)),
+        "rope_theta": 10000.0,
+        "vocab_size": vocab,
+        "draft_vocab_size": num_draft,
+        "tie_word_embeddings": False,
+        "norm_before_residual": False,
+        **({"fc_norm": True} if training.fc_norm else {}),
+        **({"norm_output": True} if training.norm_output else {}),
+        **({"head_rank": training.head_rank} if training.head_rank else {}),
+        **masks,
+        # The published ids count states before layers: layer i's output is the state before i + 1.
+        IDS[0]: [i + 1 for i in layers],
+    }

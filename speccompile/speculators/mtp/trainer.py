@@ -21,7 +21,7 @@ from speccompile.checkpoints.extra_modules import extra_keys
 from speccompile.checkpoints.tensor_files import TensorFiles, files_from_tensors, open_files
 from speccompile.doctor.convert import write_safetensors
 from speccompile.doctor.doctor import read_speculator
-from speccompile.export.chains import IMPLEMENTATION, Chains, register, running
+from speccompile.export.chains import IMPLEMENTATION, drawn_chains, greedy_chain, register
 from speccompile.export.heads_file import CONFIG, WEIGHTS, write_heads
 from speccompile.speculators.mtp.checkpoint import FORMATS, PREFIX, SCOPE, config_of_layer
 from speccompile.speculators.mtp.config import MtpTraining
@@ -44,49 +44,21 @@ class TrainableMtp(nn.Module):
         self.register_buffer("embeddings", parts.embeddings, persistent=False)
         self.register_buffer("lm_head", parts.lm_head, persistent=False)
 
-    def _read(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, chains: Chains
-    ) -> torch.Tensor:
-        """Runs the module: tokens [batch, nodes] after hidden states [batch, nodes, hidden] at `positions`."""
-        with running(chains):
-            return self.module.read(self.embeddings[tokens], hidden, self.rotary(hidden, positions))
+    def _advance(self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.module.read(self.embeddings[tokens], hidden, self.rotary(hidden, positions))
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; a chain that starts at t reads states up to t and tokens up to t + 1, the root."""
-        count, nodes = batch.tokens.shape
-        device, chains = batch.tokens.device, Chains()
-        positions = torch.arange(nodes - 1, device=device).expand(count, -1)
-        own = self._read(batch.tokens[:, 1:], batch.hidden[:, :-1].float(), positions, chains)
-        generator = torch.Generator().manual_seed(batch.seed % 2**31)
-        num = max(1, round((nodes - 1) * self.starts))
-        first_positions = torch.stack([torch.randperm(nodes - 1, generator=generator)[:num] for _ in range(count)]).to(
-            device
-        )
-        own = torch.gather(own, 1, first_positions[..., None].expand(-1, -1, own.shape[-1]))
-        states, chains.first_positions = [self.module.finish(own)], first_positions
-        for step in range(1, self.num_positions):
-            tokens = torch.gather(batch.tokens, 1, (first_positions + 1 + step).clamp(max=nodes - 1))
-            own = self._read(tokens, own, first_positions + step, chains)
-            states.append(self.module.finish(own))
-        ahead = first_positions[..., None] + 1 + torch.arange(self.num_positions, device=device)
-        rows = torch.arange(count, device=device)[:, None, None]
-        labels = torch.where(ahead < nodes, rows * nodes + ahead, -1)
-        projections = (self.lm_head,) * self.num_positions
-        return Drafted(torch.stack(states, 2).flatten(0, 1), labels.flatten(0, 1), projections)
+        num, hidden = self.num_positions, batch.hidden[:, :-1].float()
+        own, labels = drawn_chains(self._advance, batch.tokens, hidden, num, self.starts, batch.seed)
+        return Drafted(self.module.finish(own), labels, (self.lm_head,) * num)
 
-    @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns a chain: reads all states of the target, then drafts on its own output."""
-        hidden, chains, drafted = batch.hidden.float(), Chains(), []
-        nodes = hidden.shape[1]
-        own = self._read(batch.tokens[:, 1:], hidden, torch.arange(nodes)[None], chains)[:, -1:]
-        chains.first_positions = torch.full((1, 1), nodes - 1)
-        for step in range(num):
-            token = (self.module.finish(own) @ self.lm_head.T).argmax(-1)
-            drafted.append(token[0, 0])
-            if step + 1 < num:
-                own = self._read(token, own, torch.full((1, 1), nodes + step), chains)
-        return torch.stack(drafted)
+        return greedy_chain(self._advance, self._best, batch.tokens, batch.hidden.float(), num)
+
+    def _best(self, own: torch.Tensor) -> torch.Tensor:
+        return (self.module.finish(own) @ self.lm_head.T).argmax(-1)
 
     def save(self, folder: Path) -> None:
         """Writes the `mtp.*` layout: the module alone, or the target's files with the module inside."""
