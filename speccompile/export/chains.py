@@ -106,11 +106,10 @@ def chain_features(
     """Returns the own features of each draft of chains over a text, [batch, starts, hidden]; drafts follow the text.
 
     Args:
-        advance: of the drafter; its attention is `attend_chains`.
+        advance: a step of the drafter, whose attention must be `attend_chains`.
         tokens: [batch, nodes] int64.
         features: [batch, nodes, hidden], of the target; those of the last position are not read.
         first_positions: [batch, starts] int64, the positions before the roots.
-        num: drafts of a chain.
         mask: read in the place of drafts; None: drafts are read.
     """
     chains, (count, last) = Chains(), (tokens.shape[0], tokens.shape[1] - 1)
@@ -139,13 +138,9 @@ def drawn_chains(
     """Returns own features [batch * starts, num, hidden] of chains from drawn positions, and the drafts' labels.
 
     Args:
-        advance: see `chain_features`; further arguments are as there.
         tokens: [batch, nodes] int64.
-        features: [batch, nodes, hidden].
-        num: drafts of a chain.
+        features: [batch, nodes, hidden], of the target.
         share: of the positions that are starts, above 0 and at most 1.
-        seed: of the draw.
-        mask: see `chain_features`.
 
     Returns:
         The features, and for each draft the position in the flattened tokens [batch * nodes]; -1 after the text's end.
@@ -172,12 +167,9 @@ def greedy_chain(
     """Returns one chain [num] int64 after a text: the drafts are read, or masks in their place.
 
     Args:
-        advance: see `chain_features`.
         token_of: own features [1, 1, hidden] -> the token with the highest score [1, 1].
         tokens: [1, nodes + 1] int64; the last one is the root.
         features: [1, nodes, hidden], of the target.
-        num: drafts.
-        mask: see `chain_features`.
     """
     chains, last, drafted = Chains(), features.shape[1] - 1, []
     with running(chains):

@@ -47,8 +47,7 @@ def chain_drafts(
         tokens: [1, nodes] int64.
         features: [1, nodes, hidden].
         roots: [starts] int64, positions of 1 or more.
-        num: drafts of a chain.
-        mask: read in the place of drafts.
+        mask: read in the place of drafts; None: drafts are read.
     """
     register()
     own = chain_features(advance, tokens, features, (roots - 1)[None], num, mask)
@@ -56,19 +55,12 @@ def chain_drafts(
 
 
 def rotary_convention(case: Case) -> Convention:
-    """Returns the convention of rotated heads, which no config states."""
     todo = "Reorder the rows of its q_proj and k_proj: {value} is what they are stored for."
     return Convention("rotary", str(case.folder), HALVES, (INTERLEAVED,), todo)
 
 
 def base_convention(case: Case, config: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Convention, ...]:
-    """Returns the convention of the base of rotary positions: as stated, as the target's, or Llama's default.
-
-    Args:
-        case: the checkpoint.
-        config: ours.
-        target: its config.json.
-    """
+    """Returns the convention of the base of rotary positions: as stated, as the target's, or Llama's default."""
     stated = rope_base(config)
     others = tuple(v for v in dict.fromkeys((rope_base(target), 10000.0)) if v != stated)
     todo = "Correct rope_theta in config.json: {value}."
@@ -83,7 +75,6 @@ def rope_base(config: Mapping[str, Any]) -> float:
 
 
 def with_base(config: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """Returns the config with another base of rotary positions."""
     held = config.get("rope_parameters")
     nested = {"rope_parameters": {**held, "rope_theta": base}} if isinstance(held, Mapping) else {}
     return {**config, "rope_theta": base, **nested}
@@ -115,7 +106,6 @@ def other_layers(stated: Sequence[int], num_layers: int, published: Sequence[int
 
     Args:
         stated: from 0.
-        num_layers: of the target.
         published: the usual choice for it; None: there is none.
     """
     held = list(stated)

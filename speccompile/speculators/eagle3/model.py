@@ -52,8 +52,6 @@ class Eagle3Body(FeatureBody):
     """Everything after the fused feature.
 
     Args:
-        config: in the canonical layout.
-        dims: sizes.
         target_tokens: [draft_vocab] int64; None where the vocabularies are one.
     """
 
@@ -72,7 +70,6 @@ class Eagle3Body(FeatureBody):
         self.windows = windows_of(config, dims.num_layers)
 
     def advance(self, tokens: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
-        """See `FeatureBody`."""
         return self.read(self.embed_tokens(tokens), features, angles)
 
     def read(self, embedded: torch.Tensor, features: torch.Tensor, angles: Any) -> torch.Tensor:
@@ -87,17 +84,11 @@ class Eagle3Body(FeatureBody):
         return self.lm_head_down(own if self.gives_normed else self.norm(own))
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        """See `FeatureBody`."""
         return self.lm_head(self.finish(own))
 
 
 class Fusion(nn.Module):
-    """Features of positions that the target has read, of three of its residual streams.
-
-    Args:
-        config: in the canonical layout.
-        dims: sizes.
-    """
+    """Features of positions that the target has read, of three of its residual streams."""
 
     def __init__(self, config: Mapping[str, Any], dims: FeatureDims) -> None:
         super().__init__()
@@ -124,10 +115,7 @@ def make_body(
     """Returns the drafter with its weights.
 
     Args:
-        config: in the canonical layout.
-        dims: sizes.
         weights: by the names of the canonical layout; None: random ones.
-        embeddings: the target's, for a drafter without.
         has_masks: it reads masks (P-EAGLE).
     """
     tokens = target_tokens(dims, weights)
@@ -155,7 +143,6 @@ def mask_feature(
 
 
 def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> Fusion:
-    """Returns the module that makes features, with its weights; see `make_body`."""
     with torch.device("meta"):
         fusion = Fusion(config, dims)
     fill_weights(fusion, weights)

@@ -32,11 +32,6 @@ class TrainableEagle3(nn.Module):
 
     A drafter that saw only the target's features in training drafts one token well and no further ones: so training
     runs it as drafting does, unrolled ("training-time test" of EAGLE-3's paper) or over masks (P-EAGLE's).
-
-    Args:
-        config: of the drafter, in the canonical layout.
-        training: settings.
-        parts: the target's embeddings.
     """
 
     def __init__(self, config: Mapping[str, Any], training: Eagle3Training, parts: TargetParts) -> None:
@@ -110,7 +105,6 @@ class TrainableEagle3(nn.Module):
         write_heads(folder, self.config, tensors)
 
     def _table(self, row: torch.Tensor) -> torch.Tensor:
-        """Returns the target's embeddings with another one of the mask's token."""
         table = self.embeddings.to(row).clone()
         table[self.mask_token] = row
         return table
@@ -180,7 +174,6 @@ class Eagle3Trainer:
     """See `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: Eagle3Training, target: Mapping[str, Any]) -> TargetNeeds:
-        """Returns the needs: three residual streams."""
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))
 
     def make(self, config: Eagle3Training, parts: TargetParts, start: Path | None) -> Any:
