@@ -97,12 +97,11 @@ def serve_command(
     check_packages()
     from speccompile.runtime.requests import SPECULATION
     from speccompile.runtime.service import Service, ServiceOptions
-    from speccompile.serving.openai.agent_routes import agent_routes
-    from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+    from speccompile.serving.openai.app import make_app
     from speccompile.serving.openai.connections import ConnectionLimits
-    from speccompile.serving.openai.keys import check_keys, keys_from_environment
+    from speccompile.serving.openai.limits import check_keys, keys_from_environment
     from speccompile.serving.openai.process import Listener, bind, run
-    from speccompile.serving.openai.token_routes import token_routes
+    from speccompile.serving.openai.server import OpenAIServer, ServerOptions
     from speccompile.serving.openai.tools import check_parsers
     from speccompile.serving.page.routes import page_routes
 
@@ -133,7 +132,7 @@ def serve_command(
         vllm_metrics,
     )
     server = OpenAIServer(service, options)
-    app = make_app(server, [agent_routes, token_routes, *([page_routes] if page else [])])
+    app = make_app(server, [page_routes] if page else [])
     service.start()
     try:
         run(app, service, listener, bound)

@@ -19,8 +19,9 @@ from ray.serve import Application
 from speccompile.runtime.engine import load
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.service import Service, ServiceOptions
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.keys import check_keys
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.limits import check_keys
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 
 DEPLOYMENT = "speccompile"
 

@@ -31,7 +31,8 @@ from speccompile.runtime.images import PromptImages  # noqa: E402
 from speccompile.runtime.requests import Request  # noqa: E402
 from speccompile.runtime.scheduler import Scheduler  # noqa: E402
 from speccompile.runtime.service import Service  # noqa: E402
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app  # noqa: E402
+from speccompile.serving.openai.app import make_app  # noqa: E402
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions  # noqa: E402
 from speccompile.serving.triton.contract import text_outputs  # noqa: E402
 from speccompile.serving.triton.repository import RepositoryOptions, write_repository  # noqa: E402
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays  # noqa: E402

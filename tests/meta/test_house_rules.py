@@ -72,7 +72,7 @@ def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     # A path has a suffix; so has a request of OpenAI's.
     others_of = {"suffix": r"(?:(?<!\.)|(?<=speculators\.))", "hybrid": r"(?<!\"conv\", \")"}
     before = others_of.get(method, r"(?<!self\.)(?<!module\.)(?<!.-.: .)")
-    pattern = re.compile(rf"{before}\b{method}\b(?!\\\.|{parts}|\": Neutral)")
+    pattern = re.compile(rf"{before}\b{method}\b(?!\\\.|{parts}|\": NoOp)")
     assert short(p for p in others if pattern.search(p.read_text())) == ["speccompile/core/registry.py"]
     # Each registry line has the name as its key and in its module path.
     lines = (ROOT / "speccompile/core/registry.py").read_text().splitlines()

@@ -14,7 +14,7 @@ from speccompile.common.chat_prompts import message_for_template
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.serving.openai.protocol import ChatBody
+from speccompile.serving.openai.chat_body import ChatBody
 from tests.runtime.test_spec_engine import Letters, make_engine, text
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ more }}{% if add_generation_prompt %}d{% endif %}"

@@ -12,7 +12,8 @@ from speccompile.core.jobs import MethodContext
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.page.routes import page_routes
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.mock_lm import MockEngine, MockLM

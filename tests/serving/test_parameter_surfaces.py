@@ -48,8 +48,8 @@ def page(name):
 
 def test_the_pages_name_every_parameter_as_their_surface_does():
     for name, declared in DECLARED.items():
-        assert declared.flag is None or f"`--{name.replace('_', '-')}`" in page("cli.md"), name
-        assert not declared.in_prompts or f"`{name}`" in page("cli.md"), name
-        assert not declared.in_recipe or f"`decoding.{name}`" in page("recipe.md"), name
-        assert declared.body is None or f"`{declared.body.name or name}`" in page("serve.md"), name
-        assert declared.tensor is None or f"`{SAMPLING[name].name}`" in page("triton.md"), name
+        assert declared.flag is None or f"`--{name.replace('_', '-')}`" in page("reference/cli.md"), name
+        assert not declared.in_prompts or f"`{name}`" in page("reference/cli.md"), name
+        assert not declared.in_recipe or f"`decoding.{name}`" in page("reference/recipe.md"), name
+        assert declared.body is None or f"`{declared.body.name or name}`" in page("reference/server.md"), name
+        assert declared.tensor is None or f"`{SAMPLING[name].name}`" in page("how_to/triton.md"), name

@@ -62,8 +62,9 @@ def from_prompt_file(value):
 
 def from_body(value):
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.serving.openai.chat_body import ChatBody
+    from speccompile.serving.openai.completions import CompletionBody
     from speccompile.serving.openai.errors import ApiError
-    from speccompile.serving.openai.protocol import ChatBody, CompletionBody
     from speccompile.serving.openai.requests import sampling_from_body
 
     wrong = CompletionBody.model_validate_json('{"prompt": "a", "toy": 1}')

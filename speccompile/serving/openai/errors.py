@@ -13,7 +13,7 @@ from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.grammars import GRAMMAR
 from speccompile.runtime.requests import Busy, StepOutput
-from speccompile.serving.openai.unions import MARK
+from speccompile.serving.openai.bodies import MARK
 
 INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
 OVERLOADED, TIMEOUT, SERVER = "overloaded_error", "timeout_error", "server_error"
@@ -103,16 +103,13 @@ def _param(loc: Sequence[str | int]) -> str:
     return ".".join(parts[:end])
 
 
-def error_from_step_output(step_output: StepOutput) -> ApiError | None:
-    """Returns the error for an output that did not come to its end; None for `stop` and the limits."""
+def error_from_step_output(step_output: StepOutput) -> ApiError:
+    """Returns the error for an output that failed: neither `stop` nor a limit ended it."""
     if step_output.finish_reason == "timeout":
         return request_timeout()
     if step_output.finish_reason == "cancelled":
         return ApiError(503, "The server is shutting down.", OVERLOADED, None, "shutting_down")
-    if step_output.finish_reason == "error" and str(step_output.error).startswith(f"{GRAMMAR}:"):
-        return ApiError(
-            400, f"The constraint cannot be followed: {step_output.error}", INVALID, None, "invalid_grammar"
-        )
-    if step_output.finish_reason == "error":
-        return ApiError(500, f"The engine failed: {step_output.error}", SERVER, None, "engine_error")
-    return None
+    if str(step_output.error).startswith(f"{GRAMMAR}:"):
+        message = f"The constraint cannot be followed: {step_output.error}"
+        return ApiError(400, message, INVALID, None, "invalid_grammar")
+    return ApiError(500, f"The engine failed: {step_output.error}", SERVER, None, "engine_error")

@@ -53,6 +53,30 @@ class TokenTexts:
         values = [finite(entry.logprob) for entry in found]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
+    def completion_prompt(
+        self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], text: str
+    ) -> dict[str, list[Any]]:
+        """Returns the part of a completion's `logprobs` that is about its prompt; the first token has none."""
+        part = self.completion([entry for entry in found if entry is not None], 0)
+        return {
+            "tokens": [self.text(token) for token in tokens],
+            "token_logprobs": [None, *part["token_logprobs"]],
+            "top_logprobs": [None, *part["top_logprobs"]],
+            "text_offset": self.offsets(tokens, text),
+        }
+
+    def prompt(self, found: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """Returns vLLM's `prompt_logprobs`: the candidates of each token of the prompt by id; the first has none."""
+        return [None if entry is None else self._by_id(entry) for entry in found]
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (logprob, at) for at, (token, logprob) in enumerate(entry.top, 1)}
+        ranked[entry.token] = (entry.logprob, entry.rank)
+        return {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token)}
+            for token, (logprob, rank) in ranked.items()
+        }
+
     def num_letters(self, token: int) -> int:
         """Returns how many characters begin with a token's bytes."""
         return sum(byte & 0xC0 != 0x80 for byte in self.bytes_of(token))

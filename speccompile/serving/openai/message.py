@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the text of an answer into reasoning, content and tool calls, as it arrives: deltas of OpenAI's API."""
+"""Splits the text of an answer into reasoning, content and tool calls as it arrives."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from speccompile.serving.openai.tool_formats import Markers, ToolFormat
-from speccompile.serving.openai.tool_reader import Delta, ToolReader, add_text, held_length
+from speccompile.serving.openai.tool_reader import CALL, REASONING, TEXT, Delta, ToolReader, held_length
 
 
 class ReasoningReader:
@@ -38,6 +37,7 @@ class ReasoningReader:
         return reasoning, content
 
     def _read_reasoning(self, is_last: bool) -> tuple[str, bool]:
+        """Returns the next part of the reasoning, and whether more of the text can be read."""
         part, mark = self._until((self._begin, self._end), is_last)
         if self._is_start:  # line ends at the beginning of a part are left out
             part = part.lstrip("\n")
@@ -88,7 +88,7 @@ class MessageReader:
     Args:
         markers: of reasoning; None: there is none.
         form: of tool calls; None: they are not read.
-        most_calls: later ones are left out; None: all are told.
+        max_calls: later calls are left out; None: none is.
         names: of the tools; None: any.
     """
 
@@ -97,48 +97,22 @@ class MessageReader:
         markers: Markers | None,
         form: ToolFormat | None,
         is_thinking: bool = False,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
         names: Collection[str] | None = None,
         is_closed: bool = False,
     ) -> None:
-        self._most_calls = most_calls
+        self._max_calls, self._num_calls = max_calls, 0
         self._reasoning = None if markers is None else ReasoningReader(markers, is_thinking, is_closed)
         self._tools = None if form is None else ToolReader(form, names)
 
-    @property
-    def has_calls(self) -> bool:
-        return self._tools is not None and self._tools.num_calls > 0
-
     def push(self, text: str, is_last: bool = False) -> list[Delta]:
-        """Returns the deltas of a part of the text; what may become a mark is held back until it has not."""
+        """Returns the deltas of a part of the text; text that may become a mark is kept until it cannot."""
         reasoning, content = ("", text) if self._reasoning is None else self._reasoning.push(text, is_last)
-        deltas: list[Delta] = []
-        add_text(deltas, "reasoning_content", reasoning)
-        if self._tools is not None:
-            told = self._tools.push(content, is_last) if content or is_last else []
-            return deltas + [delta for delta in told if self._is_told(delta)]
-        add_text(deltas, "content", content)
+        deltas = [Delta(REASONING, reasoning)] if reasoning else []
+        if self._tools is None:
+            return [*deltas, Delta(TEXT, content)] if content else deltas
+        for delta in self._tools.push(content, is_last) if content or is_last else ():
+            self._num_calls += bool(delta.call_id)
+            if delta.kind != CALL or self._max_calls is None or self._num_calls <= self._max_calls:
+                deltas.append(delta)
         return deltas
-
-    def _is_told(self, delta: Delta) -> bool:
-        calls = delta.get("tool_calls")
-        return calls is None or self._most_calls is None or calls[0]["index"] < self._most_calls
-
-
-def message_from_deltas(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Returns the whole message of an answer."""
-    content = "".join(delta.get("content", "") for delta in deltas)
-    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
-    calls: list[dict[str, Any]] = []
-    for delta in deltas:
-        for part in delta.get("tool_calls", ()):
-            if "id" in part:
-                calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
-            else:
-                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message

@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the body of a request to requests of the scheduler."""
+"""From the fields that bodies share to a request of the scheduler: sampling, constraint, prompt."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from speccompile.common.chat_template import ChatTemplate
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
 from speccompile.common.tokenizer_file import LONG, encode_text
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
-from speccompile.runtime.requests import Request
+from speccompile.runtime.requests import Busy, Request
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.serving.openai.errors import ApiError, error_from_fault
-from speccompile.serving.openai.images import error_from_images, files_from_urls, read_images
-from speccompile.serving.openai.message import MessageReader
-from speccompile.serving.openai.protocol import ChatBody, CompletionBody, Sampled
-from speccompile.serving.openai.structured import compile_constraint, structured_from_body
-from speccompile.serving.openai.tools import ChatFormats, ChatPlan, plan_chat
+from speccompile.serving.openai.bodies import Sampled
+from speccompile.serving.openai.errors import ApiError, error_from_fault, request_timeout
 
-MAX_CHOICES = 128  # of one request
-# Variables of templates that requests set otherwise, and options of transformers' function that are none.
-_RESERVED = {
-    "messages": "use the field `messages`",
-    "tools": "use the field `tools`",
-    "chat_template": "the template is the bundle's own",
-    "tokenize": "prompts are always tokenized",
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
 }
-_NO_TEMPLATE = (
-    "This model has no chat template, so that it is unknown how it wants messages to be written. "
-    "Use /v1/completions, or build the bundle from a checkpoint whose tokenizer has a chat_template."
-)
 
 
 def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParams:
@@ -58,7 +46,7 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
         given["logprobs"] = body.num_logprobs
     if body.num_prompt_logprobs is not None:
         given["prompt_logprobs"] = body.num_prompt_logprobs
-    if isinstance(body, CompletionBody) and body.tells_prompt_alone:
+    if body.is_prompt_only:
         given["max_new_tokens"] = 1  # no engine stops before its first token
     given.setdefault("seed", secrets.randbits(63))
     try:
@@ -84,24 +72,6 @@ def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
         raise ApiError(400, message, param="min_tokens", code="unsupported_field")
 
 
-async def constrained(
-    sampling: SamplingParams,
-    found: tuple[str, StructuredOutputs] | None,
-    engine: SpecEngine,
-    timeout_s: float | None = None,
-) -> SamplingParams:
-    """Returns sampling parameters with a constraint.
-
-    Raises:
-        ApiError: it does not compile, or took too long.
-    """
-    if found is None:
-        return sampling
-    field, wanted = found
-    await compile_constraint(engine, wanted, field, timeout_s)
-    return replace(sampling, structured_outputs=wanted)
-
-
 def _value(value: Any, kind: Kind) -> Any:
     """Returns a field's value in its parameter's type; None where the bundle's default holds."""
     if kind is BIASES:
@@ -120,74 +90,90 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
     return {int(token): bias for token, bias in biases.items()}
 
 
-async def requests_from_completion(body: CompletionBody, engine: SpecEngine) -> list[Request]:
-    """Returns one request for each prompt, as token ids.
+def structured_from_body(body: Sampled) -> tuple[str, StructuredOutputs] | None:
+    """Returns the field that asks for a constraint, and the constraint; None: the text is free.
 
     Raises:
-        ApiError: a value is out of range, no prompt or too many of them.
+        ApiError: several fields ask for one, or one of them is wrong.
     """
-    prompts = body.prompts()
-    if not prompts or (body.n <= MAX_CHOICES < len(prompts) * body.n):
-        message = (
-            f"`prompt`: got {len(prompts)} prompts with {body.n} outputs each, expected 1 to {MAX_CHOICES} in all."
-        )
-        raise ApiError(400, message, param="prompt", code="invalid_value")
-    sampling, constraint = sampling_from_body(body, engine.defaults), structured_from_body(body)
-    ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
-    for tokens in ids:
-        check_length(tokens, body, engine)
-    sampling = await constrained(sampling, constraint, engine, body.timeout_s)
-    return [request_from_tokens(tokens, body, sampling) for tokens in ids]
-
-
-@dataclass(frozen=True)
-class ChatPrompt:
-    """The prompt of a chat."""
-
-    text: str
-    tokens: list[int]
-    plan: ChatPlan
-    files: list[bytes]
-
-
-async def prompt_from_chat(
-    body: ChatBody, engine: SpecEngine, template: ChatTemplate | None, formats: ChatFormats
-) -> ChatPrompt:
-    """Returns the prompt of a chat; its images are not decoded.
-
-    Raises:
-        ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
-    """
-    if template is None:
-        raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
-    files = files_from_urls([url for message in body.messages for url in message.image_urls()], engine)
-    plan = plan_chat(body, formats, template, structured_from_body(body))
-    text = _render(body, template, plan.variables)
+    given: dict[str, Mapping[str, Any]] = {}
+    if body.response_format is not None and (asked := _from_response_format(body.response_format)):
+        given["response_format"] = asked
+    for field, name in _GUIDED.items():
+        if (value := getattr(body, field)) is not None:
+            given[field] = {name: value}
+    if body.structured_outputs is not None:
+        given["structured_outputs"] = body.structured_outputs
+    if not given:
+        return None
+    field, fields = next(iter(given.items()))
+    if len(given) > 1:
+        message = f"`{field}`: got {' and '.join(given)}; expected one of them. Give one constraint in a request."
+        raise ApiError(400, message, param=list(given)[1], code="invalid_value")
     try:
-        expanded = engine.expand_images(text, len(files))
+        return field, StructuredOutputs(**fields)
     except RuntimeFault as fault:
-        raise error_from_images(fault) from fault
-    # Templates write special tokens themselves.
-    return ChatPrompt(text, await encode(engine, expanded, special=False), plan, files)
+        raise error_from_constraint(fault, field) from fault
+    except TypeError as fault:
+        message = f"`{field}`: got {', '.join(fields)}; expected one of json, json_object, regex, choice, grammar, "
+        raise ApiError(400, f"{message}structural_tag. Correct its keys.", param=field, code="invalid_value") from fault
 
 
-async def request_from_chat(
-    body: ChatBody, engine: SpecEngine, template: ChatTemplate | None, formats: ChatFormats
-) -> tuple[Request, Callable[[], MessageReader] | None]:
-    """Returns the request of a chat, as token ids, and what makes the readers of its choices; None: content alone.
+def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
+    kind = asked.get("type")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        named = asked.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else asked.get("schema")
+        if isinstance(schema, dict):
+            is_strict = (named if isinstance(named, dict) else asked).get("strict") is True
+            return {"json": schema, "whitespace_pattern": "" if is_strict else None}
+        message = "`response_format`: got no json_schema.schema; expected a JSON schema, an object. Add it."
+        raise ApiError(400, message, param="response_format", code="invalid_value")
+    if kind == "structural_tag":
+        return {"structural_tag": {name: value for name, value in asked.items() if name != "type"}}
+    message = (
+        f"`response_format`: got type {kind!r}; expected text, json_object, json_schema or structural_tag. Correct it."
+    )
+    raise ApiError(400, message, param="response_format", code="invalid_value")
+
+
+def error_from_constraint(fault: RuntimeFault, field: str) -> ApiError:
+    """Returns the answer to a request whose constraint cannot be followed, by the field that asks for it."""
+    message = f"`{field}`: got {fault.got}; expected {fault.expected}. {fault.todo}"
+    return ApiError(400, message, param=field, code="invalid_grammar")
+
+
+async def constrained(
+    sampling: SamplingParams,
+    asked: tuple[str, StructuredOutputs] | None,
+    engine: SpecEngine,
+    timeout_s: float | None = None,
+) -> SamplingParams:
+    """Returns sampling parameters with a constraint, compiled while other requests go on. Cancelling ends the work.
+
+    Args:
+        timeout_s: seconds that it may take.
 
     Raises:
-        ApiError: as `prompt_from_chat`; or the prompt is too long, or an image cannot be read.
+        ApiError: it does not compile, or took too long.
     """
-    prompt = await prompt_from_chat(body, engine, template, formats)
-    sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
-    check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
-    images = await read_images(prompt.files, engine)
-    sampling = await constrained(sampling, prompt.plan.constraint, engine, body.timeout_s)
-    if read is not None:
-        sampling = replace(sampling, skip_special_tokens=False)
-    reader = None if read is None else functools.partial(read, prompt.text)
-    return request_from_tokens(prompt.tokens, body, sampling, images), reader
+    if asked is None:
+        return sampling
+    field, wanted = asked
+    try:
+        async with asyncio.timeout(timeout_s):
+            await engine.grammars.prepare(wanted)
+    except TimeoutError as fault:
+        raise request_timeout() from fault
+    except Busy as fault:
+        raise error_from_fault(fault) from fault
+    except RuntimeFault as fault:
+        raise error_from_constraint(fault, field) from fault
+    return replace(sampling, structured_outputs=wanted)
 
 
 def check_length(tokens: Sequence[int], body: Sampled, engine: SpecEngine) -> None:
@@ -208,53 +194,6 @@ def check_length(tokens: Sequence[int], body: Sampled, engine: SpecEngine) -> No
             f"the context has {context}. Lower it, or leave it out."
         )
         raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
-
-
-def _render(body: ChatBody, template: ChatTemplate, variables: dict[str, Any]) -> str:
-    """Returns the text of a chat's prompt.
-
-    Raises:
-        ApiError: the template refuses it; or the last message is to be continued and cannot be.
-    """
-    messages = [message.for_template() for message in body.messages]
-    opens, given = _template_variables(body, variables)
-    if not body.continue_final_message:
-        return _rendered(template, messages, opens, given)
-    end = secrets.token_hex(16)  # what the template writes after the message's text is left out
-    messages[-1]["content"] += end
-    text, found, rest = _rendered(template, messages, False, given).partition(end)
-    if not found or end in rest:
-        message = "`continue_final_message`: the chat template does not write the text of the last message once."
-        raise ApiError(400, message, param="continue_final_message", code="chat_template")
-    return text
-
-
-def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], opens: bool, given: dict[str, Any]) -> str:
-    try:
-        return template.render(messages, opens, given)
-    except RuntimeFault as fault:
-        message = f"The chat template refuses: {fault.got}"
-        raise ApiError(400, message, param="messages", code="chat_template") from fault
-
-
-def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Returns whether the template opens the assistant's turn, and its variables.
-
-    Raises:
-        ApiError: `chat_template_kwargs` has a name that is not the template's to read.
-    """
-    given = {**variables, **body.chat_template_kwargs}
-    opens = given.pop("add_generation_prompt", body.add_generation_prompt is not False)
-    wrong = next((name for name in _RESERVED if name in body.chat_template_kwargs), None)
-    if wrong is not None:
-        message = f"it is not supported here: {_RESERVED[wrong]}."
-    elif not isinstance(opens, bool):
-        wrong, message = "add_generation_prompt", f"got {opens!r:.50}; expected true or false. Correct it."
-    if wrong is not None:
-        field = f"chat_template_kwargs.{wrong}"
-        raise ApiError(400, f"`{field}`: {message}", param=field, code="unsupported_field")
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return opens, {**effort, **given}
 
 
 def request_from_tokens(

@@ -1,276 +1,360 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From step outputs to the objects of OpenAI's API: whole answers, chunks, usage."""
+"""`POST /v1/responses`, the part of OpenAI's Responses API that agents need: the chat of a body, and its answer."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar, Literal
 
-from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.output_stream import OutputStream
-from speccompile.runtime.requests import StepOutput
-from speccompile.serving.openai.echo import Echo, Told
-from speccompile.serving.openai.errors import error_from_step_output
-from speccompile.serving.openai.logprobs import TokenTexts
-from speccompile.serving.openai.message import MessageReader, message_from_deltas
-from speccompile.serving.openai.stream import DONE, event_from_json
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-# Of ours: what OpenAI's API calls it. A full cache is a length too.
-FINISH_REASONS: Mapping[str | None, str | None] = {
-    None: None,
-    "stop": "stop",
-    "length": "length",
-    "cache_full": "length",
-}
+from speccompile.runtime.requests import Speculation
+from speccompile.serving.openai.bodies import Body, TextOrList, by_type, tag
+from speccompile.serving.openai.chat import ChatApi, chat_from_fields
+from speccompile.serving.openai.chat_body import Function
+from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Asked, Event, Part
+from speccompile.serving.openai.no_op_fields import BODY, LABEL, LABELS, NoOp
+from speccompile.serving.openai.server import Api, OpenAIServer
 
-
-@dataclass(frozen=True)
-class Form:
-    """How the objects of one endpoint look.
-
-    Args:
-        logprobs: of a choice's tokens, the first of which is so many characters into its text.
-        opening: the same of a first chunk that has no text yet; None where there is no such chunk.
-    """
-
-    prefix: str
-    whole: str
-    chunk: str
-    text_of_whole: Callable[[str], dict[str, Any]]
-    text_of_chunk: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[TokenTexts, Sequence[TokenLogprobs], int], dict[str, Any]]
-    opening: dict[str, Any] | None = None
+_LABELS = {"id": LABEL, "status": LABEL}  # of items that are sent back
+_NO_STORE = NoOp("nothing is stored: send the whole input")
+_NO_TOOLS = NoOp("the client's functions are the only tools")
 
 
-COMPLETION = Form(
-    "cmpl-",
-    "text_completion",
-    "text_completion",
-    lambda text: {"text": text},
-    lambda text: {"text": text},
-    TokenTexts.completion,
-)
-CHAT = Form(
-    "chatcmpl-",
-    "chat.completion",
-    "chat.completion.chunk",
-    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    lambda text: {"delta": {"content": text} if text else {}},
-    lambda texts, found, offset: texts.chat(found),
-    {"delta": {"role": "assistant", "content": ""}},
-)
+class TextPart(Body):
+    """A text in an item."""
 
-
-@dataclass(frozen=True)
-class Head:
-    """What all objects of one answer share.
-
-    Args:
-        with_usage: streams: the usage in a chunk of its own at the end.
-        reader: makes the reader of a choice's message; None: its text is its content.
-        with_metrics: of answers of one choice: `metrics` with acceptance and times in vLLM's shape.
-        running: streams with usage: the usage so far, in every chunk; None: null in all but the last.
-        echo: what is told of the prompts; None: nothing.
-    """
-
-    form: Form
-    identity: Mapping[str, Any]
-    with_usage: bool = False
-    with_stats: bool = False
-    texts: TokenTexts | None = None
-    reader: Callable[[], MessageReader] | None = None
-    with_metrics: bool = False
-    running: Usage | None = None
-    echo: Echo | None = None
-
-    def choice(
-        self,
-        index: int,
-        text: Mapping[str, Any],
-        last: StepOutput | None,
-        logprobs: dict[str, Any] | None = None,
-        has_calls: bool = False,
-    ) -> dict[str, Any]:
-        """Returns one choice of an answer or a chunk; `last` is the step output that ended it."""
-        reason = FINISH_REASONS[last.finish_reason if last else None]
-        if has_calls and reason == "stop":
-            reason = "tool_calls"
-        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
-        if last is not None and self.with_stats:
-            choice["stats"] = last.stats
-        return choice
-
-    def logprobs(self, found: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any] | None:
-        """Returns the `logprobs` of a choice; None where they are not asked for. See `Form.logprobs`."""
-        return None if self.texts is None else self.form.logprobs(self.texts, found, offset)
-
-    def with_echo(self, index: int, told: Told, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-        if self.echo is None or not self.echo.has_text or logprobs is None:
-            return logprobs
-        return {name: values + logprobs[name] for name, values in self.echo.logprobs(index, told).items()}
-
-    def metrics(self, lasts: Sequence[StepOutput | None]) -> dict[str, Any]:
-        """Returns the field `metrics` of an answer; empty where it has none."""
-        stats = lasts[0].stats if len(lasts) == 1 and lasts[0] is not None else None
-        return {} if stats is None or not self.with_metrics else {"metrics": metrics_from_stats(stats)}
-
-    def chunk_from_choice(self, choice: dict[str, Any]) -> bytes:
-        told = None if self.running is None else self.running.json_from_usage()
-        usage = {"usage": told} if self.with_usage else {}
-        return event_from_json({**self.identity, "object": self.form.chunk, "choices": [choice], **usage})
-
-
-def metrics_from_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's `metrics` of a request: acceptance, and times in milliseconds."""
-    drafts, accepted = stats["num_draft_tokens"], stats["num_accepted"]
-    steps, histogram = stats["num_steps"], stats["acceptance_histogram"]
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": stats["mean_acceptance_length"],
-            "draft_acceptance_rate": accepted / drafts if drafts else 0.0,
-            "acceptance_histogram": histogram,
-            "num_spec_steps": steps,
-            "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": drafts,
-            "num_spec_tokens": len(histogram) - 1,
-        },
-        "time_to_first_token_ms": stats["time_to_first_token_ms"],
-        "generation_time_ms": stats["step_ms"],
-        "queue_time_ms": stats["queue_ms"],
-        "mean_itl_ms": stats["time_per_token_ms"],
-        "tokens_per_second": stats["tokens_per_s"],
+    no_op_fields: ClassVar = {
+        "annotations": NoOp("put them into the text", ([],)),
+        "logprobs": NoOp("they are not read", ([],)),
+        "prompt_cache_breakpoint": LABELS,
     }
 
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
 
-@dataclass
-class Usage:
-    """Adds up tokens, drafts among them.
 
-    `prediction` tokens of OpenAI's API are the same idea as drafts: drafted, and then kept or not.
-    """
+class MessageItem(Body):
+    """A message."""
 
-    prompt_tokens: int
-    num_outputs: int = 1
-    completion_tokens: int = 0
-    reused_tokens: int = 0
-    drafts: int = 0
-    accepted: int = 0
+    no_op_fields: ClassVar = {**_LABELS, "phase": LABEL}
 
-    def add(self, step_output: StepOutput) -> None:
-        """Counts a step output."""
-        self.completion_tokens += len(step_output.tokens)
-        self.drafts += step_output.num_draft_tokens
-        self.accepted += step_output.num_accepted
-        if step_output.stats is not None and step_output.output_index % self.num_outputs == 0:
-            self.reused_tokens += step_output.stats.get("num_reused_tokens", 0)
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrList[TextPart]
 
-    def json_from_usage(self) -> dict[str, Any]:
-        """Returns OpenAI's `usage`."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.reused_tokens},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": self.drafts - self.accepted,
-            },
+
+class CallItem(Body):
+    """A call of the model, sent back."""
+
+    no_op_fields: ClassVar = {**_LABELS, "caller": NoOp("tools are called by the model alone", ({"type": "direct"},))}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(Body):
+    """What a call gave."""
+
+    no_op_fields: ClassVar = CallItem.no_op_fields
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextOrList[TextPart]
+
+
+class ReasoningItem(Body):
+    """A reasoning of the model, sent back."""
+
+    no_op_fields: ClassVar = {**_LABELS, "encrypted_content": NoOp("this server made none")}
+
+    type: Literal["reasoning"]
+    summary: list[TextPart] = Field(default_factory=list)
+    content: list[TextPart] = Field(default_factory=list)
+
+
+Item = Annotated[
+    Annotated[MessageItem, tag("message")]
+    | Annotated[CallItem, tag("function_call")]
+    | Annotated[ResultItem, tag("function_call_output")]
+    | Annotated[ReasoningItem, tag("reasoning")],
+    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+]
+
+
+class FunctionTool(Function):
+    """A function that may be called; tools that a server would run are not known."""
+
+    no_op_fields: ClassVar = {"defer_loading": NoOp(_NO_TOOLS.reason, (False,))}
+
+    type: Literal["function"]
+
+
+class NamedChoice(Body):
+    """One function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """Returns the `response_format` of a chat."""
+        named = {"name": self.name, "schema": self.schema_, "strict": self.strict}
+        return {"type": self.type, **({"json_schema": named} if self.type == "json_schema" else {})}
+
+
+class TextOptions(Body):
+    """`text`."""
+
+    no_op_fields: ClassVar = {"verbosity": BODY["verbosity"]}
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Body):
+    """`reasoning`: summaries are given anyway, and are the whole reasoning."""
+
+    no_op_fields: ClassVar = {"summary": LABEL, "generate_summary": LABEL}
+
+    effort: str | None = None
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`."""
+
+    no_op_fields: ClassVar = {
+        **{name: BODY[name] for name in ("service_tier", "safety_identifier", "prompt_cache_key", "moderation")},
+        **{name: BODY[name] for name in ("prompt_cache_options", "prompt_cache_retention")},
+        "user": LABEL,
+        "store": NoOp(_NO_STORE.reason, (False, True)),
+        "previous_response_id": _NO_STORE,
+        "conversation": _NO_STORE,
+        "prompt": _NO_STORE,
+        "context_management": _NO_STORE,
+        "background": NoOp(_NO_STORE.reason, (False,)),
+        "truncation": NoOp("shorten the input yourself", ("disabled",)),
+        "include": NoOp("it asks for what this server does not have", ([], ["reasoning.encrypted_content"])),
+        "top_logprobs": NoOp("it is for chat completions", (0,)),
+        "max_tool_calls": _NO_TOOLS,
+        "stream_options": NoOp("events are not padded", ({"include_obfuscation": False}, {})),
+    }
+
+    model: str | None = None
+    input: TextOrList[Item]
+    instructions: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict, description="Sent back with the answer.")
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+    tools: list[FunctionTool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    speculation: Speculation = "auto"
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> ResponsesBody:
+        if not self.input:
+            raise PydanticCustomError("invalid_value", "expected a text or a list of items", {"param": "input"})
+        return self
+
+    def chat(self) -> dict[str, Any]:
+        """Returns the body of the chat that asks for the same."""
+        same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "speculation", "seed", "logit_bias")
+        chat: dict[str, Any] = {name: getattr(self, name) for name in same}
+        chat |= {"max_completion_tokens": self.max_output_tokens, "reasoning_effort": self.reasoning.effort}
+        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        chat["messages"] = [*system, *messages_from_items(items)]
+        chat["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools
+        ]
+        chat["tool_choice"] = choice = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        if self.text.format is not None:
+            chat["response_format"] = self.text.format.chat()
+        return chat
+
+
+def messages_from_items(items: list[Any]) -> list[dict[str, Any]]:
+    """Returns the messages of a chat: reasoning, text and calls that follow one another are one of the assistant's."""
+    messages: list[dict[str, Any]] = []
+    is_open = False  # the last message is the assistant's and has no text or calls yet
+
+    for item in items:
+        last = messages[-1] if messages else {}
+        is_own = last.get("role") == "assistant"
+        if isinstance(item, ReasoningItem):
+            parts = item.content or item.summary
+            messages.append({"role": "assistant", "content": "", "reasoning_content": _joined(parts)})
+            is_open = True
+            continue
+        if isinstance(item, CallItem):
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            if not is_own:
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            last.setdefault("tool_calls", []).append(call)
+        elif isinstance(item, ResultItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+        elif is_open and item.role == "assistant":
+            last["content"] = _joined(item.content)
+        else:
+            messages.append({"role": item.role, "content": _joined(item.content)})
+        is_open = False
+    return messages
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ResponsesApi(Api):
+    """See the module."""
+
+    path, body = "/v1/responses", ResponsesBody
+
+    def __init__(self, server: OpenAIServer, body: ResponsesBody, answer: Answer) -> None:
+        self._answer, [self._choice] = answer, answer.choices
+        self._num_events = 0
+        choice = body.tool_choice
+        self._head: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": server.model_name,
+            "error": None,
+            "instructions": body.instructions,
+            "metadata": body.metadata,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedChoice) else choice or "auto",
+            "tools": [{"type": tool.type, **tool.model_dump(exclude_unset=True)} for tool in body.tools],
         }
 
+    @staticmethod
+    async def request_from_body(server: OpenAIServer, body: ResponsesBody) -> Asked:
+        return (await ChatApi.request_from_body(server, chat_from_fields(body.chat()))).in_parts()
 
-@dataclass
-class _Choice:
-    parts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: Told = ()
-    last: StepOutput | None = None
+    def whole(self) -> dict[str, Any]:
+        return self._response(self._status(), [self._item(part) for part in self._choice.parts])
 
-
-async def whole_answer(head: Head, step_outputs: OutputStream, usage: Usage) -> dict[str, Any]:
-    """Returns the answer once all choices have ended.
-
-    Raises:
-        ApiError: one of them did not come to its end.
-    """
-    choices = [_Choice() for _ in range(step_outputs.num_outputs)]
-    async for index, step_output in _told(head, step_outputs):
-        usage.add(step_output)
-        choices[index].prompt_logprobs = choices[index].prompt_logprobs or step_output.prompt_logprobs
-        choices[index].parts.append(step_output.text)
-        choices[index].logprobs += step_output.logprobs
-        if step_output.finish_reason is not None:
-            if error := error_from_step_output(step_output):
-                raise error
-            choices[index].last = step_output
-    made = [_whole_choice(head, i, one) for i, one in enumerate(choices)]
-    answer = {**head.identity, "object": head.form.whole, "choices": made, "usage": usage.json_from_usage()}
-    if head.echo is not None and head.form is CHAT:
-        answer |= head.echo.field(choices[0].prompt_logprobs)
-    return {**answer, **head.metrics([one.last for one in choices])}
-
-
-async def _told(head: Head, step_outputs: OutputStream) -> AsyncGenerator[tuple[int, StepOutput], None]:
-    begun = set[int]()
-    async for index, step_output in step_outputs:
-        if head.echo is not None:
-            step_output = head.echo.step_output(index, step_output, index not in begun)
-            begun.add(index)
-        yield index, step_output
-
-
-def _whole_choice(head: Head, index: int, one: _Choice) -> dict[str, Any]:
-    text, offset = "".join(one.parts), 0 if head.echo is None else len(head.echo.text(index))
-    logprobs = head.with_echo(index, one.prompt_logprobs, head.logprobs(one.logprobs, offset))
-    if head.reader is None:
-        choice = head.choice(index, head.form.text_of_whole(text), one.last, logprobs)
-        if head.echo is not None and head.form is COMPLETION:
-            choice |= head.echo.field(one.prompt_logprobs)
-        return choice
-    reader = head.reader()
-    message = message_from_deltas(reader.push(text, is_last=True))
-    return head.choice(index, {"message": message}, one.last, logprobs, reader.has_calls)
-
-
-async def chunks(head: Head, step_outputs: OutputStream, usage: Usage) -> AsyncGenerator[bytes, None]:
-    """Yields the answer as server-sent events. Where a choice fails, the last event of the stream holds the error."""
-    if head.form.opening is not None:
-        for index in range(step_outputs.num_outputs):
-            yield head.chunk_from_choice(head.choice(index, head.form.opening, None))
-    readers = [None if head.reader is None else head.reader() for _ in range(step_outputs.num_outputs)]
-    lasts: list[StepOutput | None] = [None] * step_outputs.num_outputs
-    # Characters of the tokens so far.
-    offsets = [0 if head.echo is None else len(head.echo.text(i)) for i in range(step_outputs.num_outputs)]
-    async for index, step_output in _told(head, step_outputs):
-        usage.add(step_output)
-        is_last = step_output.finish_reason is not None
-        lasts[index] = step_output if is_last else None
-        if is_last and (error := error_from_step_output(step_output)):
-            yield event_from_json(error.json_from_error())
-            yield DONE
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        for kind in ("created", "in_progress"):
+            yield self._event(kind, response=self._response("in_progress", []))
+        output: list[dict[str, Any]] = []
+        part: Part | None = None
+        try:
+            async for event in self._answer.events():
+                if event.part is not part:
+                    if part is not None:
+                        output.append(self._item(part))
+                        for written in self._end_of_part(part):
+                            yield written
+                    if (part := event.part) is not None:
+                        for written in self._start_of_part(part):
+                            yield written
+                if part is not None and event.text:
+                    yield self.chunk_from_event(event, part)
+        except ApiError as error:
+            failed = {"code": error.code, "message": error.message}
+            yield self._event("failed", response={**self._response("failed", output), "error": failed})
             return
-        if step_output.text or is_last or step_output.logprobs:
-            told = None
-            if head.texts is not None and (step_output.logprobs or step_output.prompt_logprobs):
-                told = head.logprobs(step_output.logprobs, offsets[index])
-                if step_output.prompt_logprobs:
-                    told = head.with_echo(index, step_output.prompt_logprobs, told)
-                offsets[index] += sum(head.texts.num_letters(entry.token) for entry in step_output.logprobs)
-            last, reader = step_output if is_last else None, readers[index]
-            if reader is None:
-                text = head.form.text_of_chunk(step_output.text)
-                yield head.chunk_from_choice(head.choice(index, text, last, told))
-                continue
-            deltas = reader.push(step_output.text, is_last)
-            if told is not None and not deltas and last is None:
-                deltas = [{}]
-            for delta in deltas:
-                yield head.chunk_from_choice(head.choice(index, {"delta": delta}, None, told))
-                told = None
-            if last is not None:
-                yield head.chunk_from_choice(head.choice(index, {"delta": {}}, last, told, reader.has_calls))
-    if head.with_usage:
-        identity = {**head.identity, "object": head.form.chunk}
-        told = head.metrics(lasts)
-        yield event_from_json({**identity, "choices": [], "usage": usage.json_from_usage(), **told})
-    yield DONE
+        yield self._event(self._status(), response=self._response(self._status(), output))
+
+    def chunk_from_event(self, event: Event, part: Part) -> bytes:
+        """Returns the event of a text that was added to a part."""
+        if part.kind == CALL:
+            return self._in_part("function_call_arguments.delta", part, delta=event.text)
+        if part.kind == REASONING:
+            return self._in_part("reasoning_summary_text.delta", part, summary_index=0, delta=event.text)
+        return self._in_part("output_text.delta", part, content_index=0, delta=event.text, logprobs=[])
+
+    def _start_of_part(self, part: Part) -> list[bytes]:
+        events = [self._event("output_item.added", output_index=part.index, item=_item(part, "", "in_progress"))]
+        if part.kind == TEXT:
+            events.append(self._in_part("content_part.added", part, content_index=0, part=_output_text("")))
+        return events
+
+    def _end_of_part(self, part: Part) -> list[bytes]:
+        events = []
+        if part.kind == CALL:
+            done = {"name": part.name, "arguments": part.text}
+            events.append(self._in_part("function_call_arguments.done", part, **done))
+        elif part.kind == TEXT:
+            at = {"content_index": 0}
+            events.append(self._in_part("output_text.done", part, **at, text=part.text, logprobs=[]))
+            events.append(self._in_part("content_part.done", part, **at, part=_output_text(part.text)))
+        return [*events, self._event("output_item.done", output_index=part.index, item=self._item(part))]
+
+    def _in_part(self, kind: str, inside: Part, **fields: Any) -> bytes:
+        return self._event(kind, output_index=inside.index, item_id=_item_id(inside), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return f"event: response.{kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+    def _status(self, part: Part | None = None) -> str:
+        """Returns the status of the response, or of one of its parts: a limit may have ended it."""
+        last, is_last = self._choice.last, part is None or part is self._choice.parts[-1]
+        return "incomplete" if is_last and last is not None and last.finish_reason != "stop" else "completed"
+
+    def _item(self, part: Part) -> dict[str, Any]:
+        return _item(part, part.text, self._status(part))
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        used = self._answer.usage
+        usage = {
+            "input_tokens": used.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": used.reused_tokens},
+            "output_tokens": used.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used.prompt_tokens + used.completion_tokens,
+        }
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        ends = {"status": status, "incomplete_details": details, "output": output}
+        return {**self._head, **ends, "usage": None if status == "in_progress" else usage}
+
+
+def _item_id(part: Part) -> str:
+    return f"fc_{part.call_id}" if part.kind == CALL else f"{'rs' if part.kind == REASONING else 'msg'}_{part.index}"
+
+
+def _item(part: Part, text: str, status: str) -> dict[str, Any]:
+    """Returns a part as an item of the output, with a text so far."""
+    at = {"id": _item_id(part)}
+    if part.kind == CALL:
+        call = {**at, "type": "function_call", "call_id": part.call_id, "name": part.name}
+        return {**call, "arguments": text, "status": status}
+    if part.kind == REASONING:
+        return {**at, "type": "reasoning", "summary": [{"type": "summary_text", "text": text}], "status": status}
+    content = [_output_text(text)] if text else []
+    return {**at, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}

@@ -7,18 +7,30 @@ import re
 import secrets
 import string
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from speccompile.serving.openai.gemma_calls import call_from_text, find_call, may_begin_call
 from speccompile.serving.openai.json_calls import JsonCall
 from speccompile.serving.openai.tool_formats import ToolFormat
 
-Delta = dict[str, Any]
+TEXT, REASONING, CALL = "text", "reasoning", "call"
 _SPACE = " \t\r\n"
 # Mistral's name before arguments, and what may become one.
 _NAMED = re.compile(r"([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAME = re.compile(r"([\w.\-]*)([\s\w\[\]]{0,80})")
 _LETTERS = string.ascii_letters + string.digits
+
+
+class Delta(NamedTuple):
+    """What a part of the text adds to an answer: to its text, its reasoning or a call.
+
+    The first delta of a call has its identity and name, the later ones have pieces of its arguments.
+    """
+
+    kind: str
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
 
 
 def held_length(text: str, marks: Sequence[str]) -> int:
@@ -28,12 +40,6 @@ def held_length(text: str, marks: Sequence[str]) -> int:
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
     return 0
-
-
-def add_text(deltas: list[Delta], name: str, text: str) -> None:
-    """Adds a delta of a text that is not empty."""
-    if text:
-        deltas.append({name: text})
 
 
 class ToolReader:
@@ -140,7 +146,7 @@ class ToolReader:
             if news.name is not None:
                 self._start(deltas, news.name)
             if news.arguments:
-                self._add_arguments(deltas, news.arguments)
+                deltas.append(Delta(CALL, news.arguments))
         if call.is_ended:
             self._call = None
             return True if call.is_call else self._refuse(deltas, self._opener)
@@ -194,7 +200,7 @@ class ToolReader:
         if called is None:
             return self._refuse(deltas, opener)
         self._start(deltas, called[0])
-        self._add_arguments(deltas, called[1])
+        deltas.append(Delta(CALL, called[1]))
         self._text, self._state, self._is_open = body[end:], "calls", True
         return True
 
@@ -204,7 +210,8 @@ class ToolReader:
         return True
 
     def _tell(self, deltas: list[Delta], text: str) -> None:
-        add_text(deltas, "content", text)
+        if text:
+            deltas.append(Delta(TEXT, text))
         self._has_content = self._has_content or bool(text)
 
     def _start(self, deltas: list[Delta], name: str) -> None:
@@ -212,9 +219,5 @@ class ToolReader:
         identity = "".join(secrets.choice(_LETTERS) for _ in range(9))
         if not self._form.is_list:
             identity = f"call_{identity}"
-        call = {"index": self.num_calls, "id": identity, "type": "function"}
-        deltas.append({"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]})
+        deltas.append(Delta(CALL, call_id=identity, name=name))
         self.num_calls += 1
-
-    def _add_arguments(self, deltas: list[Delta], piece: str) -> None:
-        deltas.append({"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": piece}}]})

@@ -10,9 +10,9 @@ from typing import Any
 from speccompile.common.chat_template import ChatTemplate
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
+from speccompile.serving.openai.chat_body import ChatBody, ToolChoice
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.message import MessageReader
-from speccompile.serving.openai.protocol import ChatBody, ToolChoice
 from speccompile.serving.openai.tool_formats import (
     REASONING,
     TOOL_FORMATS,

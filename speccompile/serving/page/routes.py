@@ -17,15 +17,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
 from speccompile.runtime.requests import Request
-from speccompile.serving.openai.app import OpenAIServer, read_body
-from speccompile.serving.openai.protocol import ChatBody, Message, Sampled
-from speccompile.serving.openai.requests import (
-    check_length,
-    encode,
-    request_from_chat,
-    request_from_tokens,
-    sampling_from_body,
-)
+from speccompile.serving.openai.bodies import Sampled
+from speccompile.serving.openai.chat import ChatApi
+from speccompile.serving.openai.chat_body import ChatBody, Message
+from speccompile.serving.openai.completions import CompletionApi, CompletionBody
+from speccompile.serving.openai.server import OpenAIServer, read_body
 from speccompile.serving.openai.stream import EventStream
 from speccompile.serving.page.trace import events
 
@@ -67,17 +63,16 @@ def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
 
 
 async def _request(server: OpenAIServer, body: PageBody) -> Request:
-    engine = server.service.engine
+    """Returns the request of a prompt, as a chat's where the model has a template."""
+    own = {"prompt", "as_chat", "before", "n", "stream", "stream_options"}
+    given = body.model_dump(exclude=own, exclude_unset=True)
     if body.as_chat and server.template is not None:
-        given = body.model_dump(
-            exclude={"prompt", "as_chat", "before", "n", "stream", "stream_options"}, exclude_unset=True
-        )
         chat = ChatBody(messages=[*body.before, Message(role="user", content=body.prompt)], **given)
-        request, _ = await request_from_chat(chat, engine, server.template, server.formats)
-        return request
-    tokens = await encode(engine, body.prompt, special=True)
-    check_length(tokens, body, engine)
-    return request_from_tokens(tokens, body.model_copy(update={"n": 1}), sampling_from_body(body, engine.defaults))
+        [request] = (await ChatApi.request_from_body(server, chat)).requests
+    else:
+        completion = CompletionBody(prompt=body.prompt, **given)
+        [request] = (await CompletionApi.request_from_body(server, completion)).requests
+    return request
 
 
 def page_routes(server: OpenAIServer) -> APIRouter:

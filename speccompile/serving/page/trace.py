@@ -11,6 +11,7 @@ from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import StepOutput, StepTrace
 from speccompile.runtime.text import text_of_token
 from speccompile.serving.openai.errors import error_from_step_output
+from speccompile.serving.openai.events import FINISH_REASONS
 from speccompile.serving.openai.stream import event_from_json
 
 
@@ -49,8 +50,8 @@ async def events(
             yield event_from_json(_step(step_output, painter, tokenizer, (perf_counter() - start_s) * 1e3))
         if step_output.finish_reason is None:
             continue
-        if error := error_from_step_output(step_output):
-            yield event_from_json({"kind": "error", **error.json_from_error()})
+        if step_output.finish_reason not in FINISH_REASONS:
+            yield event_from_json({"kind": "error", **error_from_step_output(step_output).json_from_error()})
             return
         tail = painter.finish() if painter is not None else ""
         end = {"reason": step_output.finish_reason, "tail": tail, "stats": step_output.stats, "drafts": drafts()}

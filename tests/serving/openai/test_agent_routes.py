@@ -8,9 +8,8 @@ import pytest
 
 from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
-from speccompile.serving.openai.agent_routes import agent_routes
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.token_routes import token_routes
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.openai.tool_formats import REASONING
 from speccompile.serving.openai.tools import ChatFormats
 from tests.runtime.test_structured_text import make_engine
@@ -37,7 +36,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def app(server):
-    return make_app(server, [agent_routes, token_routes])
+    return make_app(server)
 
 
 def respond(app, **fields):

@@ -7,9 +7,10 @@ import pytest
 from speccompile.bundle.tokenizers import copy_tokenizer
 from speccompile.common.chat_template import ChatTemplate, read_chat_template
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.serving.openai import requests
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai import chat
+from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from tests.serving.asgi_lab import post
 from tests.serving.mock_service import ALPHABET, serving
 
@@ -138,7 +139,7 @@ def test_pictures_are_decoded_once_the_prompt_is_known_to_fit(monkeypatch):
     async def read_images(files, engine):
         raise ApiError(400, f"{len(files)} pictures were read")
 
-    monkeypatch.setattr(requests, "read_images", read_images)
+    monkeypatch.setattr(chat, "read_images", read_images)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with serving() as (_, service, _):
         service.engine.images = SimpleNamespace(expand=lambda where, text, num: text)

@@ -17,9 +17,9 @@ import pytest
 
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai import connections
-from speccompile.serving.openai.app import ServerOptions
 from speccompile.serving.openai.connections import ConnectionLimits, room_for_connections
 from speccompile.serving.openai.process import DrainingServer, Listener, bind, uvicorn_config
+from speccompile.serving.openai.server import ServerOptions
 from tests.serving.live_server import live_process
 from tests.serving.mock_service import serving, text_of
 

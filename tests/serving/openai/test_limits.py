@@ -3,7 +3,7 @@
 
 import pytest
 
-from speccompile.serving.openai.app import ServerOptions
+from speccompile.serving.openai.server import ServerOptions
 from tests.serving.asgi_lab import ask_now, get, post
 from tests.serving.mock_service import serving
 

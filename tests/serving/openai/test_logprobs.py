@@ -9,8 +9,9 @@ from speccompile.common.chat_template import ChatTemplate
 from speccompile.core.specs import SCORED_NODES
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.verifier import SCORED_CHUNK
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.logprobs import TokenTexts
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from tests.serving.asgi_lab import post
 from tests.serving.mock_service import ALPHABET, TARGET, serving
 from tests.serving.openai.test_chat import LETTERS

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from speccompile.serving.openai.chat import delta_from_event, message_from_choice
+from speccompile.serving.openai.events import Choice, Event
 from speccompile.serving.openai.gemma_calls import call_from_text
-from speccompile.serving.openai.message import MessageReader, message_from_deltas
+from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.tool_formats import (
     GEMMA,
     HERMES,
@@ -17,6 +19,7 @@ from speccompile.serving.openai.tool_formats import (
     format_from_template,
     markers_from_template,
 )
+from speccompile.serving.openai.tool_reader import TEXT, Delta
 
 THINK = REASONING["qwen3"]
 CALL, OTHER = {"city": "Bonn", "n": [1, {"a": "}"}]}, {"q": 'say "hi" \\ </tool_call'}
@@ -161,6 +164,14 @@ ROWS = [(form, text, text, []) for form, texts in KEPT.items() for text in texts
 ROWS += [(form, *row) for form, rows in READ.items() for row in rows]
 
 
+def message_from_deltas(deltas):
+    """Returns the whole message of a chat's answer."""
+    choice = Choice(0)
+    for delta in deltas:
+        choice.add(delta)
+    return message_from_choice(choice)
+
+
 def read(form, text, size, markers=None, is_thinking=False):
     return read_parts(form, [text[at : at + size] for at in range(0, len(text), size)], markers, is_thinking)
 
@@ -200,13 +211,14 @@ def test_what_is_no_call_is_content_to_the_letter(row):
 
 def test_a_json_answer_streams_though_it_may_begin_like_a_call():
     reader = MessageReader(None, LLAMA, names=NAMES)
-    assert reader.push('{"name": "Ada"') == [] and reader.push(', "age"') == [{"content": '{"name": "Ada", "age"'}]
-    assert reader.push(": 36") == [{"content": ": 36"}]
+    assert reader.push('{"name": "Ada"') == [] and reader.push(', "age"') == [Delta(TEXT, '{"name": "Ada", "age"')]
+    assert reader.push(": 36") == [Delta(TEXT, ": 36")]
 
 
 def test_deltas_are_those_of_openai():
-    deltas = [delta for delta in read(HERMES, HERMES_CALLS, 5) if delta.get("tool_calls")]
-    parts = [part for delta in deltas for part in delta["tool_calls"]]
+    choice = Choice(0)
+    events = [Event(delta.kind, choice, choice.add(delta), delta.text) for delta in read(HERMES, HERMES_CALLS, 5)]
+    parts = [part for event in events if event.kind == "call" for part in delta_from_event(event)["tool_calls"]]
     first = [part for part in parts if "id" in part]
     assert [part["index"] for part in first] == [0, 1] and first[0]["function"] == {"name": "weather", "arguments": ""}
     assert len({part["id"] for part in first}) == 2 and all(part["id"].startswith("call_") for part in first)
@@ -217,7 +229,7 @@ def test_deltas_are_those_of_openai():
     )
     assert sum(part["index"] == 0 for part in parts) > 5  # arguments come in pieces
     [listed, *_] = read(MISTRAL, f"[TOOL_CALLS]{LISTED}", 1000)
-    assert len(listed["tool_calls"][0]["id"]) == 9
+    assert len(listed.call_id) == 9
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from speccompile.cli.main import app
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.serving.openai.app import ServerOptions
-from speccompile.serving.openai.keys import VARIABLE, check_keys, keys_from_environment
+from speccompile.serving.openai.limits import VARIABLE, check_keys, keys_from_environment
+from speccompile.serving.openai.server import ServerOptions
 
 
 @pytest.mark.parametrize(

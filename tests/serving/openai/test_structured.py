@@ -8,7 +8,8 @@ import pytest
 
 from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.service import Service
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from tests.runtime.grammar_lab import SCHEMAS, is_valid
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import post

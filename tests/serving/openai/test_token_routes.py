@@ -4,8 +4,8 @@
 import pytest
 
 import speccompile
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.token_routes import token_routes
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.openai.tools import ChatFormats
 from tests.serving.asgi_lab import get, post
 from tests.serving.mock_service import ALPHABET, Letters, serving
@@ -22,7 +22,7 @@ def app():
     with serving(tokenizer=Named()) as (_, service, _):
         server = OpenAIServer(service, ServerOptions(model_name="mock"))
         server.template, server._formats = TEMPLATE, ChatFormats(None, None)
-        yield make_app(server, [token_routes])
+        yield make_app(server)
 
 
 def test_a_prompt_has_the_tokens_that_it_is_read_with(app):

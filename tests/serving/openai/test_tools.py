@@ -9,13 +9,14 @@ import pytest
 from speccompile.common.chat_template import ChatTemplate
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.service import Service
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
-from speccompile.serving.openai.message import message_from_deltas
-from speccompile.serving.openai.protocol import ChatBody, Message
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.chat_body import ChatBody, Message
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.openai.tool_formats import HERMES, LLAMA, MISTRAL, TOOL_FORMATS
 from speccompile.serving.openai.tools import ChatFormats, formats_from_options, plan_chat
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import post
+from tests.serving.openai.test_message import message_from_deltas
 
 pytest.importorskip("llguidance")
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")

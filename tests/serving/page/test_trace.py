@@ -10,7 +10,8 @@ import pytest
 
 from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.requests import StepOutput
-from speccompile.serving.openai.app import OpenAIServer, ServerOptions, make_app
+from speccompile.serving.openai.app import make_app
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.page.routes import page_routes, policy_from_html
 from speccompile.serving.page.trace import kinds_from_step_output
 from tests.serving.asgi_lab import get, post
@@ -114,7 +115,8 @@ def test_the_page_loads_nothing():
 
 def test_the_server_can_do_without_the_page():
     from speccompile.runtime.service import Service
-    from speccompile.serving.openai.app import OpenAIServer, make_app
+    from speccompile.serving.openai.app import make_app
+    from speccompile.serving.openai.server import OpenAIServer
     from tests.serving.mock_service import make_engine
 
     bare = make_app(OpenAIServer(Service(make_engine()[0]), ServerOptions("mock")))

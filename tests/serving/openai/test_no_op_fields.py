@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from speccompile.serving.openai import neutral
+from speccompile.serving.openai import no_op_fields
+from speccompile.serving.openai.chat_body import ChatBody
+from speccompile.serving.openai.completions import CompletionBody
 from speccompile.serving.openai.errors import error_from_validation
-from speccompile.serving.openai.protocol import ChatBody, CompletionBody
 
 DOCS = (Path(__file__).parents[3] / "docs/reference/server.md").read_text()
 USER = {"role": "user", "content": "b"}
@@ -72,7 +73,7 @@ def test_a_client_that_writes_out_all_defaults_is_answered_as_one_that_does_not(
     assert chat(messages=[{**USER, "content": [text]}]).messages[0].for_template() == USER
 
 
-@pytest.mark.parametrize(("read", "fields"), [(chat, neutral.CHAT), (completion, neutral.COMPLETION)])
+@pytest.mark.parametrize(("read", "fields"), [(chat, no_op_fields.CHAT), (completion, no_op_fields.COMPLETION)])
 def test_every_field_takes_what_asks_for_nothing_and_names_itself_otherwise(read, fields):
     plain = read()
     for name, field in fields.items():
@@ -112,5 +113,5 @@ def test_stream_options_that_ask_for_more_are_refused():
 
 def test_the_page_of_the_server_has_the_fields_of_the_table():
     section = DOCS.partition("### Fields that ask for nothing")[2].partition("\n## ")[0]
-    missing = [name for name in {**neutral.CHAT, **neutral.MESSAGE} if f"`{name}" not in section]
+    missing = [name for name in {**no_op_fields.CHAT, **no_op_fields.MESSAGE} if f"`{name}" not in section]
     assert not missing

@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of `POST /v1/messages`, the part of Anthropic's API that agents need, and the chat that it stands for."""
+"""`POST /v1/messages`, the part of Anthropic's Messages API that agents need: the chat of a body, and its answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from speccompile.runtime.requests import Speculation
-from speccompile.serving.openai.neutral import LABELS, Neutral
-from speccompile.serving.openai.protocol import Body
-from speccompile.serving.openai.unions import by_type, tag, text_or_list
+from speccompile.serving.openai.bodies import Body, TextOrList, by_type, tag
+from speccompile.serving.openai.chat import ChatApi, chat_from_fields
+from speccompile.serving.openai.errors import ApiError
+from speccompile.serving.openai.events import CALL, REASONING, Answer, Asked, Event, Part
+from speccompile.serving.openai.no_op_fields import LABELS, NoOp
+from speccompile.serving.openai.server import Api, OpenAIServer
 
 _CACHED = {"cache_control": LABELS}
-_CITED = {**_CACHED, "citations": Neutral("put them into the text", ([],))}
+_CITED = {**_CACHED, "citations": NoOp("put them into the text", ([],))}
 
 
 class TextBlock(Body):
     """A text."""
 
-    neutral: ClassVar = _CITED
+    no_op_fields: ClassVar = _CITED
 
     type: Literal["text"]
     text: str
@@ -39,7 +43,7 @@ class ThinkingBlock(Body):
 class UseBlock(Body):
     """A call of the model, sent back."""
 
-    neutral: ClassVar = {**_CACHED, "caller": Neutral("tools are called by the model alone", ({"type": "direct"},))}
+    no_op_fields: ClassVar = {**_CACHED, "caller": NoOp("tools are called by the model alone", ({"type": "direct"},))}
 
     type: Literal["tool_use"]
     id: str
@@ -47,17 +51,14 @@ class UseBlock(Body):
     input: dict[str, Any]
 
 
-Texts = Annotated[Annotated[str, tag("text")] | Annotated[list[TextBlock], tag("list")], text_or_list()]
-
-
 class ResultBlock(Body):
     """What a call gave."""
 
-    neutral: ClassVar = _CACHED
+    no_op_fields: ClassVar = _CACHED
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = ""
+    content: TextOrList[TextBlock] = ""
     is_error: bool = False
 
 
@@ -76,7 +77,7 @@ class UserTurn(Body):
     """Texts, and results of calls."""
 
     role: Literal["user"]
-    content: Annotated[Annotated[str, tag("text")] | Annotated[list[UserBlock], tag("list")], text_or_list()]
+    content: TextOrList[UserBlock]
 
     def chat(self) -> Iterator[dict[str, Any]]:
         """Yields the messages of a chat: a result has one of its own."""
@@ -96,7 +97,7 @@ class AssistantTurn(Body):
     """Texts, calls and reasoning."""
 
     role: Literal["assistant"]
-    content: Annotated[Annotated[str, tag("text")] | Annotated[list[AssistantBlock], tag("list")], text_or_list()]
+    content: TextOrList[AssistantBlock]
 
     def chat(self) -> Iterator[dict[str, Any]]:
         """Yields the one message of a chat."""
@@ -124,7 +125,7 @@ Turn = Annotated[
 class ClientTool(Body):
     """A function of the client; tools that a server would run are not known."""
 
-    neutral: ClassVar = _CACHED
+    no_op_fields: ClassVar = _CACHED
 
     type: Literal["custom"] = "custom"
     name: str = Field(min_length=1)
@@ -169,15 +170,15 @@ class Thinking(Body):
 class CountBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
-    neutral: ClassVar = {
+    no_op_fields: ClassVar = {
         "metadata": LABELS,
-        "service_tier": Neutral("there is one tier", ("auto", "standard_only")),
+        "service_tier": NoOp("there is one tier", ("auto", "standard_only")),
         "cache_control": LABELS,
     }
 
     model: str | None = None
     messages: list[Turn] = Field(min_length=1)
-    system: Texts | None = None
+    system: TextOrList[TextBlock] | None = None
     tools: list[ClientTool] = Field(default_factory=list)
     tool_choice: ToolRule | None = None
     thinking: Thinking | None = None
@@ -192,7 +193,7 @@ class CountBody(Body):
         return self
 
     def chat(self) -> dict[str, Any]:
-        """Returns the body of a chat that asks for the same; an assistant's turn at the end is continued."""
+        """Returns the body of the chat that asks for the same; it continues an assistant's turn at the end."""
         system = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         messages = [message for turn in self.messages for message in turn.chat()]
         goes_on = isinstance(self.messages[-1], AssistantTurn)
@@ -225,3 +226,85 @@ class MessagesBody(CountBody):
 
 def _joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+class MessagesApi(Api):
+    """See the module."""
+
+    path, body = "/v1/messages", MessagesBody
+
+    def __init__(self, server: OpenAIServer, body: MessagesBody, answer: Answer) -> None:
+        self._answer, [self._choice] = answer, answer.choices
+        identity = f"msg_{uuid.uuid4().hex}"
+        self._head = {"id": identity, "type": "message", "role": "assistant", "model": server.model_name}
+
+    @staticmethod
+    async def request_from_body(server: OpenAIServer, body: MessagesBody) -> Asked:
+        return (await ChatApi.request_from_body(server, chat_from_fields(body.chat()))).in_parts()
+
+    def whole(self) -> dict[str, Any]:
+        return self._message([_block(part, part.text) for part in self._choice.parts])
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        yield _event("message_start", message=self._message([]))
+        part: Part | None = None
+        try:
+            async for event in self._answer.events():
+                if event.part is not part:
+                    if part is not None:
+                        yield _event("content_block_stop", index=part.index)
+                    if (part := event.part) is not None:
+                        yield _event("content_block_start", index=part.index, content_block=_block(part, ""))
+                if part is not None and event.text:
+                    yield self.chunk_from_event(event, part)
+        except ApiError as error:
+            yield _event("error", error={"type": "api_error", "message": error.message})
+            return
+        used = {"output_tokens": self._answer.usage.completion_tokens}
+        yield _event("message_delta", delta=self._end(), usage=used)
+        yield _event("message_stop")
+
+    def chunk_from_event(self, event: Event, part: Part) -> bytes:
+        """Returns the event of a text that was added to a part."""
+        names = {CALL: ("input_json_delta", "partial_json"), REASONING: ("thinking_delta", "thinking")}
+        kind, key = names.get(part.kind, ("text_delta", "text"))
+        return _event("content_block_delta", index=part.index, delta={"type": kind, key: event.text})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        used = self._answer.usage
+        usage = {"input_tokens": used.prompt_tokens, "output_tokens": used.completion_tokens}
+        return {**self._head, "content": content, **self._end(), "usage": usage}
+
+    def _end(self) -> dict[str, str | None]:
+        """Returns why the answer ended; nulls before its end."""
+        if (last := self._choice.last) is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        reason = "tool_use" if self._choice.calls else "end_turn"
+        if last.finish_reason != "stop":
+            reason = "max_tokens"
+        elif last.stop_string is not None:
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": last.stop_string}
+
+    @staticmethod
+    def json_from_error(error: ApiError) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+        kind = "invalid_request_error" if error.status == 400 else kinds.get(error.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n".encode()
+
+
+def _block(part: Part, text: str) -> dict[str, Any]:
+    """Returns a part as a block of the content, with a text so far."""
+    if part.kind == REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if part.kind != CALL:
+        return {"type": "text", "text": text}
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:  # cut off
+        value = {}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": value}

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/chat/completions`: from its body to a request, and its answers."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from speccompile.common.chat_template import ChatTemplate
+from speccompile.errors import RuntimeFault
+from speccompile.serving.openai.chat_body import ChatBody
+from speccompile.serving.openai.completions import CompletionApi
+from speccompile.serving.openai.errors import ApiError, error_from_validation
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Asked, Choice, Event, Part
+from speccompile.serving.openai.images import error_from_images, files_from_urls, read_images
+from speccompile.serving.openai.requests import (
+    check_length,
+    constrained,
+    encode,
+    request_from_tokens,
+    sampling_from_body,
+    structured_from_body,
+)
+from speccompile.serving.openai.server import OpenAIServer
+from speccompile.serving.openai.tools import ChatPlan, plan_chat
+
+# Variables of templates that requests set otherwise, and options of transformers' function that are none.
+_RESERVED = {
+    "messages": "use the field `messages`",
+    "tools": "use the field `tools`",
+    "chat_template": "the template is the bundle's own",
+    "tokenize": "prompts are always tokenized",
+}
+_NO_TEMPLATE = (
+    "This model has no chat template, so that it is unknown how it wants messages to be written. "
+    "Use /v1/completions, or build the bundle from a checkpoint whose tokenizer has a chat_template."
+)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt of a chat."""
+
+    text: str
+    tokens: list[int]
+    plan: ChatPlan
+    files: list[bytes]
+
+
+async def prompt_from_chat(server: OpenAIServer, body: ChatBody) -> ChatPrompt:
+    """Returns the prompt of a chat; its images are not decoded.
+
+    Raises:
+        ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
+    """
+    engine, template = server.engine, server.template
+    if template is None:
+        raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
+    files = files_from_urls([url for message in body.messages for url in message.image_urls()], engine)
+    plan = plan_chat(body, server.formats, template, structured_from_body(body))
+    text = _render(body, template, plan.variables)
+    try:
+        expanded = engine.expand_images(text, len(files))
+    except RuntimeFault as fault:
+        raise error_from_images(fault) from fault
+    # Templates write special tokens themselves.
+    return ChatPrompt(text, await encode(engine, expanded, special=False), plan, files)
+
+
+def chat_from_fields(fields: dict[str, Any]) -> ChatBody:
+    """Returns the chat that a body of another API stands for.
+
+    Raises:
+        ApiError: a value is out of the chat's range.
+    """
+    try:
+        chat: ChatBody = ChatBody.model_validate(fields)
+    except ValidationError as fault:
+        raise error_from_validation(fault) from fault
+    return chat
+
+
+class ChatApi(CompletionApi):
+    """See the module."""
+
+    path, body = "/v1/chat/completions", ChatBody
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    @staticmethod
+    async def request_from_body(server: OpenAIServer, body: ChatBody) -> Asked:
+        prompt, engine = await prompt_from_chat(server, body), server.engine
+        sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
+        check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
+        images = await read_images(prompt.files, engine)
+        sampling = await constrained(sampling, prompt.plan.constraint, engine, body.timeout_s)
+        if read is not None:
+            sampling = replace(sampling, skip_special_tokens=False)
+        make_reader = None if read is None else functools.partial(read, prompt.text)
+        return Asked([request_from_tokens(prompt.tokens, body, sampling, images)], make_reader)
+
+    def whole(self) -> dict[str, Any]:
+        answer = super().whole()
+        if self._asked.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._texts.prompt(self._answer.choices[0].prompt_logprobs)
+        return answer
+
+    def chunk_from_event(self, event: Event) -> bytes:
+        logprobs = self._texts.chat(event.logprobs) if event.logprobs else None
+        return self._chunk([self._choice(event.choice, {"delta": delta_from_event(event)}, logprobs, event.is_end)])
+
+    def _opening(self) -> list[dict[str, Any]]:
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [self._choice(choice, delta, None, False) for choice in self._answer.choices]
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None if self._asked.num_logprobs is None else self._texts.chat(choice.logprobs)
+        return self._choice(choice, {"message": message_from_choice(choice)}, logprobs, True)
+
+
+def delta_from_event(event: Event) -> dict[str, Any]:
+    """Returns what an event adds to a message."""
+    if event.kind != CALL or event.part is None:
+        name = "reasoning_content" if event.kind == REASONING else "content"
+        return {name: event.text} if event.text else {}
+    at = {"index": event.choice.calls.index(event.part)}
+    if event.text:
+        return {"tool_calls": [{**at, "function": {"arguments": event.text}}]}
+    return {"tool_calls": [{**at, **_call(event.part, "")}]}
+
+
+def _call(part: Part, arguments: str) -> dict[str, Any]:
+    return {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
+
+
+def message_from_choice(choice: Choice) -> dict[str, Any]:
+    """Returns the whole message of a choice."""
+    content, reasoning, calls = choice.text(TEXT), choice.text(REASONING), choice.calls
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call(part, part.text) for part in calls]
+    return message
+
+
+def _render(body: ChatBody, template: ChatTemplate, variables: dict[str, Any]) -> str:
+    """Returns the text of a chat's prompt.
+
+    Raises:
+        ApiError: the template refuses it; or the last message is to be continued and cannot be.
+    """
+    messages = [message.for_template() for message in body.messages]
+    opens, given = _template_variables(body, variables)
+    if not body.continue_final_message:
+        return _rendered(template, messages, opens, given)
+    end = secrets.token_hex(16)  # what the template writes after the message's text is left out
+    messages[-1]["content"] += end
+    text, found, rest = _rendered(template, messages, False, given).partition(end)
+    if not found or end in rest:
+        message = "`continue_final_message`: the chat template does not write the text of the last message once."
+        raise ApiError(400, message, param="continue_final_message", code="chat_template")
+    return text
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], opens: bool, given: dict[str, Any]) -> str:
+    try:
+        return template.render(messages, opens, given)
+    except RuntimeFault as fault:
+        message = f"The chat template refuses: {fault.got}"
+        raise ApiError(400, message, param="messages", code="chat_template") from fault
+
+
+def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Returns whether the template opens the assistant's turn, and its variables.
+
+    Raises:
+        ApiError: `chat_template_kwargs` has a name that is not the template's to read.
+    """
+    given = {**variables, **body.chat_template_kwargs}
+    opens = given.pop("add_generation_prompt", body.add_generation_prompt is not False)
+    wrong = next((name for name in _RESERVED if name in body.chat_template_kwargs), None)
+    if wrong is not None:
+        message = f"it is not supported here: {_RESERVED[wrong]}."
+    elif not isinstance(opens, bool):
+        wrong, message = "add_generation_prompt", f"got {opens!r:.50}; expected true or false. Correct it."
+    if wrong is not None:
+        field = f"chat_template_kwargs.{wrong}"
+        raise ApiError(400, f"`{field}`: {message}", param=field, code="unsupported_field")
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return opens, {**effort, **given}

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an HTTP request over an API to its answer: what all routes share."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from speccompile.bundle.certificates import certificate_facts
+from speccompile.common.chat_template import ChatTemplate, read_chat_template
+from speccompile.errors import RuntimeFault
+from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.requests import Request
+from speccompile.runtime.service import Service
+from speccompile.serving.openai.errors import NOT_FOUND, ApiError, error_from_fault, error_from_validation
+from speccompile.serving.openai.events import Answer, Asked
+from speccompile.serving.openai.limits import check_keys
+from speccompile.serving.openai.logprobs import TokenTexts
+from speccompile.serving.openai.metrics import Metrics
+from speccompile.serving.openai.stream import EventStream, unless_disconnected
+from speccompile.serving.openai.tools import ChatFormats, formats_from_options
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+HUNG_UP = 499  # for the log: the client has gone
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the application answers.
+
+    Args:
+        model_name: what `model` has to be; None: the name of the bundle's folder.
+        api_keys: a request needs one of them; empty: no key is needed.
+        max_request_bytes: size of a body at most.
+        body_timeout_s: seconds that a body may take to arrive.
+        allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
+        tool_call_parser: how the model writes tool calls: a name of `tool_formats.TOOL_FORMATS`; `auto`: as its chat
+            template says; `none`.
+        request_metrics: give `metrics` with every answer of one choice, in vLLM's shape.
+        vllm_metrics: give the counts of speculation by vLLM's names too, for Prometheus.
+
+    Raises:
+        RuntimeFault: a key is blank.
+    """
+
+    model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    max_request_bytes: int = 1 << 20
+    body_timeout_s: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    request_metrics: bool = False
+    vllm_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses keys with which every request would be accepted."""
+        check_keys(self.api_keys)
+
+
+class OpenAIServer:
+    """What the routes share.
+
+    Args:
+        service: takes the requests; the caller starts and closes it.
+    """
+
+    def __init__(self, service: Service, options: ServerOptions) -> None:
+        self.service, self.options, self.engine = service, options, service.engine
+        bundle = service.engine.bundle
+        self.template: ChatTemplate | None = None
+        self._formats: ChatFormats | None = None
+        if bundle is not None and bundle.tokenizer_path is not None:
+            self.template = read_chat_template(bundle.tokenizer_path.parent)
+        self.model_name = options.model_name or (bundle.path.resolve().name if bundle else "speccompile")
+        self.token_texts = TokenTexts(self.engine.tokenizer)
+        self.metrics = Metrics(service, self.model_name if options.vllm_metrics else None)
+        # Two answers with the same fingerprint and seed are the same text.
+        self.fingerprint = f"sc-{bundle.manifest['digest'][:12]}" if bundle else None
+        self.certificate = certificate_facts(bundle.path, bundle.manifest) if bundle else None
+        self.created = int(time.time())
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for a model that is not served here.
+
+        Raises:
+            ApiError: it is another one.
+        """
+        if name is not None and name != self.model_name:
+            message = f"The model `{name}` is not served here; `{self.model_name}` is."
+            raise ApiError(404, message, NOT_FOUND, "model", "model_not_found")
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Submit requests.
+
+        Raises:
+            ApiError: they were not taken.
+        """
+        try:
+            return self.service.stream(*requests)
+        except RuntimeFault as fault:
+            raise error_from_fault(fault) from fault
+
+    @property
+    def formats(self) -> ChatFormats:
+        """How the model writes tool calls and reasoning."""
+        if self._formats is None:
+            options, tokenizer = self.options, self.engine.tokenizer
+            self._formats = formats_from_options(
+                options.tool_call_parser, options.reasoning_parser, self.template, tokenizer
+            )
+        return self._formats
+
+    def route(self, api: type[Api]) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """Returns what answers the requests over an API, at once or as a stream."""
+
+        async def respond(http: HttpRequest) -> Response:
+            try:
+                body = await read_body(http, api.body)
+                self.check_model(body.model)
+                if (asked := await unless_disconnected(http, api.request_from_body(self, body))) is None:
+                    return Response(status_code=HUNG_UP)
+                step_outputs = self.submit(asked.requests)
+                answer = Answer(step_outputs, asked)
+                writer = api(self, body, answer)
+                if body.stream:
+                    return EventStream(writer.stream(), step_outputs.close)
+                try:
+                    is_whole = await unless_disconnected(http, answer.finish())
+                finally:
+                    step_outputs.close()
+                return JSONResponse(writer.whole()) if is_whole else Response(status_code=HUNG_UP)
+            except ApiError as error:
+                return JSONResponse(api.json_from_error(error), error.status, headers=error.headers)
+
+        return respond
+
+
+class Api(ABC):
+    """One API: its body, and one answer in its shape."""
+
+    path: ClassVar[str]
+    body: ClassVar[Any]
+
+    @abstractmethod
+    def __init__(self, server: OpenAIServer, body: Any, answer: Answer) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    async def request_from_body(server: OpenAIServer, body: Any) -> Asked:
+        """Returns what a body asks for.
+
+        Raises:
+            ApiError: a value is wrong.
+        """
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """Returns an answer that has ended."""
+
+    @abstractmethod
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yields the answer as server-sent events. Where it fails, the last ones say so."""
+
+    @staticmethod
+    def json_from_error(error: ApiError) -> dict[str, Any]:
+        """Returns an error in the shape of the API."""
+        return error.json_from_error()
+
+
+async def read_body(http: HttpRequest, kind: type[AnyBody]) -> AnyBody:
+    """Returns the body of a request.
+
+    Raises:
+        ApiError: it does not have the fields and types of the API.
+    """
+    try:
+        body: AnyBody = kind.model_validate_json(await http.body())
+    except ValidationError as fault:
+        raise error_from_validation(fault) from fault
+    return body
