@@ -47,6 +47,7 @@ class Backend(ABC):
         state_trees: whether its engines score trees on targets with recurrent states.
         slides_caches: whether its engines have `slide_slot`, so that the caches of windows need no rows before these.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
+        device_variants: import strings "module:Class" of the backends that work on other devices, by device.
     """
 
     name: str
@@ -63,11 +64,7 @@ class Backend(ABC):
     state_trees: bool = False
     slides_caches: bool = False
     runs_code_on_load: bool = False
-
-    def for_device(self, device: str) -> Backend:
-        """Returns the backend that compiles and loads for a device; itself by default."""
-        del device
-        return self
+    device_variants: Mapping[str, str] = MappingProxyType({})
 
     def choose_dtype(self, stored: str | None, model_type: str, options: Any) -> str:
         """Returns the dtype that `auto` means for a checkpoint; the first of `dtypes` by default.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.probes import all_sure
-from speccompile.core.protocols import Proposer
+from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
 from speccompile.runtime.loop import decode

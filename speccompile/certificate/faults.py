@@ -18,7 +18,7 @@ from speccompile.certificate.planted_drafts import (
 )
 from speccompile.certificate.results import Check, DraftCounts, check_of
 from speccompile.certificate.ties import first_difference
-from speccompile.core.protocols import Proposer
+from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.spec_engine import SpecEngine

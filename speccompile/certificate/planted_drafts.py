@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Batch, Outputs, Proposer
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Batch, Outputs
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.speculators.none.proposer import NoneProposer
 

@@ -20,7 +20,8 @@ from speccompile.certificate.decoding import (
 )
 from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
-from speccompile.core.protocols import Batch, Proposer
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Batch
 from speccompile.core.sampling import draw, warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import Floats, TokenTree

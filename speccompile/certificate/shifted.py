@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from speccompile.certificate.decoding import Decoded, Prompts, decode_with
 from speccompile.certificate.planted_drafts import ShiftedDrafts
-from speccompile.core.protocols import Proposer
+from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
 

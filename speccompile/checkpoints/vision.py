@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,17 @@ _NUM_TOKENS, _IMAGE_SIZE, _PATCH_SIZE, _WIDTH, _INNER, _LAYERS = 256, 224, 16, 7
 _TOKEN_IDS = {"begin": ("boi_token_index", 255999), "image": ("image_token_index", 262144),
               "end": ("eoi_token_index", 256000)}  # fmt: skip
 _MEAN = _STD = (0.5, 0.5, 0.5)
+# Names of weights in the files, of several versions of transformers, and in our module. The pooling head is not used.
+_NAME = re.compile(
+    r"^(?:model\.)?(?:(vision_tower)\.(?!(?:vision_model\.)?head\.)(?:vision_model\.)?|(multi_modal_projector)\.)(.+)$"
+)
 _BILINEAR, _MAX_FILTER = 2, 5  # Pillow's numbers of its resampling filters
+
+
+def own_name(name: str) -> str | None:
+    """Returns the name that a weight of the files has in the vision graph's module; None for any other weight."""
+    match = _NAME.match(name)
+    return None if match is None else f"{'tower' if match[1] else 'projector'}.{match[3]}"
 
 
 @dataclass(frozen=True)

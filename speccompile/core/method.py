@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
-from speccompile.core.protocols import Engine, Proposer
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Engine
 
 SECTIONS = "sections"  # metadata of a field of a `Config` that lists speculator sections
 

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import GraphSpec
-from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree import Floats
 from speccompile.errors import RuntimeFault
 
 # By name. A value is an array, or one that stays on a device: the latter has `shape` and `dtype`, can be fed to an
@@ -207,82 +205,6 @@ class Batch(Protocol):
 
         The first column is `draft_uniforms(depth)`. Nodes of one depth share their draws: at most one is kept.
         """
-        ...
-
-
-class Proposer(Protocol):
-    """Drafts tokens. It sees the target's tokens, verdicts and, if asked for, hidden states, and nothing else of it.
-
-    The order of calls for a slot is start, prefill (once per chunk of all tokens but the last), then propose and
-    commit in turn. Where reading the prompt gives the first new token, that is the last when the last chunk comes.
-    Slots of a batch may start, end and move between two steps. Prompts may be read in parts between the steps of
-    others: `flush` comes before each part. Any call may be the last one: after an abandoned run comes `start`.
-
-    Its state for a sequence is kept on the sequence (`TokenSequence.draft_state`) and travels with it. Rows in caches
-    of engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
-    """
-
-    # It reads missed tokens before it drafts: it needs no `prefill`, `skip` or `flush`.
-    catches_up: bool
-
-    @property
-    def caches(self) -> Sequence[CacheRows]:
-        """The caches that the proposer owns."""
-        ...
-
-    def start(self, slot: int, sequence: TokenSequence) -> None:
-        """Starts a new sequence in slot `slot`; what the slot held before is void."""
-        ...
-
-    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Takes the target's outputs for `tokens` [1, nodes] of the prompt, the first at position `start`."""
-        ...
-
-    def propose(self, batch: Batch) -> TokenTree:
-        """Returns drafts for every slot; node 0 is the root, and no path is deeper than the slot's `max_drafts`."""
-        ...
-
-    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
-        """Takes the verdict on the drafts. `batch` still holds the tokens that `tree` was made from.
-
-        Args:
-            outputs: the target's outputs of that step, valid during the call.
-        """
-        ...
-
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Takes the outputs of a step in which it drafted nothing: `commit` is not called.
-
-        Args:
-            batch: its sequences; it still holds the tokens that were scored.
-            outputs: the target's outputs of that step, valid during the call.
-        """
-        ...
-
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Takes the times of a step that has ended, with drafts or without.
-
-        Not called where drafts may be drawn, nor where costs must stay as they were recorded.
-
-        Args:
-            num_nodes: that the target scored in each, root and padding included.
-        """
-        ...
-
-    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """As `start`, but the slot still holds the first tokens of the sequence.
-
-        Args:
-            slot: the slot; its last sequence began with the same tokens, and the target's cache still has their rows.
-            num_rows: how many tokens these are; at most all of the prompt but its last two.
-
-        Returns:
-            How many of them need not be read again: `prefill` starts there.
-        """
-        ...
-
-    def flush(self) -> None:
-        """Reads what is left of the target's last outputs: its next run, for other sequences, makes them void."""
         ...
 
 

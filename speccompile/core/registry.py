@@ -56,7 +56,7 @@ def find_backend(name: str, where: str = "engine.backend") -> str:
     """Returns the import string of the backend of that name.
 
     Raises:
-        RecipeError: there is none; the nearest name is suggested.
+        RecipeError: there is none at `where`; the nearest name is suggested.
     """
     return _find(where, BACKENDS, BACKEND_GROUP, name)
 
@@ -65,7 +65,7 @@ def find_method(name: str, where: str = "speculator.method") -> str:
     """Returns the import string of the method of that name.
 
     Raises:
-        RecipeError: there is none; the nearest name is suggested.
+        RecipeError: there is none at `where`; the nearest name is suggested.
     """
     return _find(where, METHODS, METHOD_GROUP, name)
 
@@ -76,7 +76,9 @@ def backend(name: str, device: str = "cpu") -> Any:
     Raises:
         RecipeError: there is none; the nearest name is suggested.
     """
-    return find_class(find_backend(name))().for_device(device)
+    found = find_class(find_backend(name))
+    variant = found.device_variants.get(device)
+    return found() if variant is None else find_class(variant)()
 
 
 def method(name: str) -> Method:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
+from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, START_NODES, TOKENS
 from speccompile.core.tree import Ints

@@ -48,7 +48,7 @@ from speccompile.errors import RecipeError
 
 
 class HeadsProposer:
-    """See `speccompile.core.protocols.Proposer`.
+    """See `speccompile.core.proposer.Proposer`.
 
     Args:
         engine: the heads (`heads_spec`, `tree_heads_spec` or `candidate_heads_spec`).

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.protocols import Engine, Proposer
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Engine
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import TreeFields

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
+from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate
@@ -25,7 +25,9 @@ class Drafts(Protocol):
 
     def propose(self, batch: Batch) -> TokenTree: ...
 
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
+        """See `speccompile.core.proposer.Proposer`."""
+        ...
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Updates the estimates; returns by slot how many accepted drafts have their rows in the draft's cache."""
@@ -35,7 +37,7 @@ class Drafts(Protocol):
 class DraftRows(Scorer, Protocol):
     """A scorer that keeps the draft's cache rows: `DraftCache`, `FeatureCache`, or one on another engine's caches.
 
-    The methods are called as those of `speccompile.core.protocols.Proposer`.
+    The methods are called as those of `speccompile.core.proposer.Proposer`.
     """
 
     catches_up: bool
@@ -81,7 +83,7 @@ class DropsDrafts(Protocol):
 
 
 class DraftProposer:
-    """See `speccompile.core.protocols.Proposer`.
+    """See `speccompile.core.proposer.Proposer`.
 
     Args:
         likeliest: makes the trees of batches whose drafts are not drawn.

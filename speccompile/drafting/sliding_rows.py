@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import PREFILL_CHUNK
+from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import LENGTHS, GraphSpec
 from speccompile.core.tree import Ints

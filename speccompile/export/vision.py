@@ -15,9 +15,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from speccompile.checkpoints.model_config import read_whole_config
 from speccompile.checkpoints.tensor_files import open_files
+from speccompile.checkpoints.vision import own_name
 from speccompile.core.specs import GraphSpec
 from speccompile.export.trace import trace_module
-from speccompile.export.vision_source import own_name
 from speccompile.export.weights import RANDOM_SEED, check_loading, name_weights, names_by_address
 from speccompile.graph_kinds.vision import PIXELS
 from speccompile.passes.base import Pass, run_pipeline

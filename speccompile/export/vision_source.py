@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from speccompile.checkpoints.checkpoint import list_stored, read_config
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
-from speccompile.checkpoints.vision import VisionDims, check_vision, image_record, read_vision_dims
+from speccompile.checkpoints.vision import VisionDims, check_vision, image_record, own_name, read_vision_dims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError, CheckpointError
@@ -24,16 +23,6 @@ if TYPE_CHECKING:
     from speccompile.core.protocols import Engine
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
-# Names of weights in the files, of several versions of transformers, and in our module. The pooling head is not used.
-_NAME = re.compile(
-    r"^(?:model\.)?(?:(vision_tower)\.(?!(?:vision_model\.)?head\.)(?:vision_model\.)?|(multi_modal_projector)\.)(.+)$"
-)
-
-
-def own_name(name: str) -> str | None:
-    """Returns the name that a weight of the files has in the vision graph's module; None for any other weight."""
-    match = _NAME.match(name)
-    return None if match is None else f"{'tower' if match[1] else 'projector'}.{match[3]}"
 
 
 class VisionSource:

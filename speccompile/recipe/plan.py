@@ -152,7 +152,7 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
     backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
-    on_device = backend.for_device(engine_plan.device)
+    on_device: Backend = registry.backend(engine.backend, engine_plan.device)
     jobs = method.graph_jobs(config)
     drafts = tuple(_decided(job, recipe, on_device) for job in jobs)
     _check_forms(on_device, recipe, drafts)
@@ -199,7 +199,7 @@ def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
     if section.device == "auto":
         values["device"] = backend.devices[0]
     if section.logits == "auto":
-        values["logits"] = backend.for_device(values["device"]).keeps_logits
+        values["logits"] = registry.backend(section.backend, values["device"]).keeps_logits
     names = {field.name for field in fields(EnginePlan)} - {"options"}
     own = None
     if backend.Config is not None:

@@ -27,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from speccompile.core.protocols import Proposer, StepTimes
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import StepTimes
 from speccompile.drafting.budget import Weighs
 from speccompile.drafting.lookup import LooksUp
 from speccompile.drafting.proposer import DropsDrafts

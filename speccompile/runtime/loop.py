@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from speccompile.core.acceptance import Verdict, accept
-from speccompile.core.protocols import Proposer, StepTimes
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import tree_uniforms, warp
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, TREE_MASK
 from speccompile.core.tree import TokenTree

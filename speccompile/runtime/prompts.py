@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.protocols import Outputs, Proposer
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Outputs
 from speccompile.core.specs import LOGITS, NEXT_TOKEN
 from speccompile.runtime.faults import FAULTS, NotFinite
 from speccompile.runtime.grammar_drafts import read_grammars

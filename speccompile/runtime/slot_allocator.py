@@ -6,7 +6,7 @@ Slots 0 .. active - 1 decode, one after them reads its prompt, and others keep c
 
 from __future__ import annotations
 
-from speccompile.core.protocols import Proposer
+from speccompile.core.proposer import Proposer
 from speccompile.runtime.handles import RequestOutput
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence

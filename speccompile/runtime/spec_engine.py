@@ -15,7 +15,7 @@ from speccompile.common.json_reader import is_unicode
 from speccompile.common.tokenizer_file import encode_text
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
-from speccompile.core.protocols import Proposer
+from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Controller, controller_of

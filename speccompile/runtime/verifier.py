@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
+from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import (

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from speccompile.core.cache_rows import CacheRows
+from speccompile.core.proposer import CacheRows
 
 
 class Engine:

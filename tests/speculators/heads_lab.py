@@ -130,7 +130,8 @@ def write_prophet(folder: Path, target: Path) -> None:
     from transformers import LlamaForCausalLM
 
     from speccompile.export.heads_file import write_heads
-    from speccompile.speculators.prophet.model import Prophet, ProphetSizes
+    from speccompile.speculators.prophet.model import Prophet
+    from speccompile.speculators.prophet.sizes import ProphetSizes
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 
     model, counts = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), torch.zeros(VOCAB, VOCAB)

@@ -19,14 +19,10 @@ from speccompile.core.sampling import draw, warp  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
 from speccompile.export.heads import export_heads  # noqa: E402
 from speccompile.export.tree_drafters import Chain  # noqa: E402
-from speccompile.speculators.mlp.checkpoint import (  # noqa: E402
-    PREFIX,
-    HeadsSizes,
-    HeadsSource,
-    read_sizes,
-)
+from speccompile.speculators.mlp.checkpoint import PREFIX, HeadsSource, read_sizes  # noqa: E402
 from speccompile.speculators.mlp.config import MlpConfig as Config  # noqa: E402
 from speccompile.speculators.mlp.model import MlpExpander, MlpHeads, random_heads  # noqa: E402
+from speccompile.speculators.mlp.sizes import HeadsSizes  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
 VOCAB, HIDDEN, INNER = 97, 20, 12

@@ -13,8 +13,9 @@ import numpy as np
 from speccompile.backends.base import EngineBase
 from speccompile.backends.cuda.device import ALIGNMENT
 from speccompile.backends.cuda.kv_caches import Caches, bind_caches
-from speccompile.backends.cuda.runner import Bound, Executable, Runner
+from speccompile.backends.cuda.runner import Runner
 from speccompile.backends.cuda.states import DeviceStates
+from speccompile.backends.cuda.steps import Bound, Executable
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec
 

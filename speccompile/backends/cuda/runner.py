@@ -6,13 +6,11 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 from speccompile.backends.cuda.arrays import DeviceArray
-from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.profile import Profile
-from speccompile.backends.cuda.steps import Region, Step
-from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
+from speccompile.backends.cuda.steps import Bound, Executable, Step, StepMemory
 from speccompile.errors import RuntimeFault
 
 _log = logging.getLogger(__name__)
@@ -21,56 +19,15 @@ MAX_CONTEXTS = 32  # each keeps some memory of its own
 MAX_GRAPH_NODES = 64  # chunks of a prompt take milliseconds: a graph would save nothing
 
 
-class Executable(Protocol):
-    """The interface of a plan for a runner: `loading.Plan`, or a session of ONNX Runtime on CUDA."""
-
-    spec: GraphSpec
-    device: Device
-    captures_itself: bool  # its contexts capture CUDA graphs themselves
-    graph_fault: str | None  # why they do not, where they should
-    idle_runs: int  # a step loses its context to another after so many runs without it
-
-    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile: ...
-
-    def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
-        """Returns an execution context; one that is kept runs one combination of shapes and addresses only."""
-        ...
-
-    def fail(self, wanted: str, got: str) -> NoReturn: ...
-
-
-class Bound(Protocol):
-    """Inputs that stay in device memory from step to step, caches or states, and the outputs that update them."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def layout(self) -> tuple[int, ...]: ...
-
-    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]: ...
-
-    def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
-        """Returns addresses by tensor name, of `names` only: of inputs, updates and compacted forms."""
-        ...
-
-
-class Runner:
-    """One plan with its input and output memory.
+class Runner(StepMemory):
+    """Runs the steps of one plan.
 
     Args:
-        kv_address: of a resident vector of which only the length is read (`kv_rows`).
         settings: `cuda_graphs` (default true), `max_contexts`.
     """
 
     def __init__(self, plan: Executable, bound: Sequence[Bound], kv_address: int, settings: Mapping[str, Any]) -> None:
-        self.plan, self.device, self.bound, self.kv_address = plan, plan.device, tuple(bound), kv_address
-        names = [name for part in self.bound for name in part.names]
-        kept = {n for c in names for n in (c, updated_cache_name(c), compacted_cache_name(c))}
-        self.bound_tensors = frozenset(t.name for t in (*plan.spec.inputs, *plan.spec.outputs) if t.name in kept)
-        self.plain_inputs = tuple(t for t in plan.spec.inputs if t.name not in kept)
-        self.plain_outputs = tuple(t for t in plan.spec.outputs if t.name not in kept)
-        self.inputs, self.outputs = Region(plan.device), Region(plan.device)
+        super().__init__(plan, bound, kv_address)
         self.max_contexts = int(settings.get("max_contexts", MAX_CONTEXTS))
         self.uses_graphs = bool(settings.get("cuda_graphs", True)) and not plan.captures_itself
         self.graph_fault: str | None = None  # why graphs were disabled
@@ -170,7 +127,6 @@ class Runner:
         self._owners[step] = None
 
     def shared_context(self, profile: Profile) -> Any:
-        """Returns the context of a profile for steps without their own; its earlier binding is void."""
         if profile.index not in self._shared:
             self._shared[profile.index] = (self.plan.make_context(profile), None)
         context, _ = self._shared[profile.index]
@@ -187,7 +143,6 @@ class Runner:
         return sum(step.graph is not None for step in self._owners)
 
     def forget_steps(self) -> None:
-        """Discard all steps and graphs, as addresses have changed."""
         self.device.synchronize()
         for step in self._owners:
             step.graph, step.context = None, None

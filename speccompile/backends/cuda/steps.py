@@ -9,20 +9,19 @@ again; the third time its copies and kernels are captured as a CUDA graph, which
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.backends.cuda.arrays import DeviceArray, host_dtype, item_bytes
 from speccompile.backends.cuda.device import Device, Graph, Memory, PinnedMemory, aligned
+from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
-from speccompile.core.specs import TensorSpec
-
-if TYPE_CHECKING:
-    from speccompile.backends.cuda.runner import Runner
+from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
 
 MAX_HOST_DIM = 64  # largest static dims of small outputs, e.g. the drafts of a chain
 
@@ -52,6 +51,75 @@ def comes_to_host(tensor: TensorSpec) -> bool:
     return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.CANDIDATE_PROBS)
 
 
+class Executable(Protocol):
+    """The interface of a plan for a runner: `loading.Plan`, or a session of ONNX Runtime on CUDA."""
+
+    spec: GraphSpec
+    device: Device
+    captures_itself: bool  # its contexts capture CUDA graphs themselves
+    graph_fault: str | None  # why they do not, where they should
+    idle_runs: int  # a step loses its context to another after so many runs without it
+
+    def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+        """Returns the profile that accepts these shapes."""
+        ...
+
+    def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
+        """Returns an execution context; one that is kept runs one combination of shapes and addresses only."""
+        ...
+
+    def fail(self, wanted: str, got: str) -> NoReturn:
+        """Raise a RuntimeFault."""
+        ...
+
+
+class Bound(Protocol):
+    """Inputs that stay in device memory from step to step, caches or states, and the outputs that update them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the inputs."""
+        ...
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What shapes and addresses depend on besides the batch and the first slot."""
+        ...
+
+    def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the inputs with `batch` slots."""
+        ...
+
+    def addresses(self, first_slot: int, names: frozenset[str]) -> dict[str, int]:
+        """Returns addresses by tensor name, of `names` only: of inputs, updates and compacted forms."""
+        ...
+
+
+class StepMemory(ABC):
+    """A plan with the memory of its inputs and outputs, which all its steps share.
+
+    Args:
+        kv_address: of a resident vector of which only the length is read (`kv_rows`).
+    """
+
+    def __init__(self, plan: Executable, bound: Sequence[Bound], kv_address: int) -> None:
+        self.plan, self.device, self.bound, self.kv_address = plan, plan.device, tuple(bound), kv_address
+        names = [name for part in self.bound for name in part.names]
+        kept = {n for c in names for n in (c, updated_cache_name(c), compacted_cache_name(c))}
+        self.bound_tensors = frozenset(t.name for t in (*plan.spec.inputs, *plan.spec.outputs) if t.name in kept)
+        self.plain_inputs = tuple(t for t in plan.spec.inputs if t.name not in kept)
+        self.plain_outputs = tuple(t for t in plan.spec.outputs if t.name not in kept)
+        self.inputs, self.outputs = Region(plan.device), Region(plan.device)
+
+    @abstractmethod
+    def shared_context(self, profile: Profile) -> Any:
+        """Returns the context of a profile for steps without their own; its earlier binding is void."""
+
+    @abstractmethod
+    def forget_steps(self) -> None:
+        """Discards all steps and graphs, as addresses have changed."""
+
+
 class Step:
     """See the module.
 
@@ -68,7 +136,7 @@ class Step:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepMemory,
         sizes: Mapping[str, int],
         first_slot: int,
         shared: Mapping[str, DeviceArray],
@@ -97,7 +165,7 @@ class Step:
         self.results: dict[str, Any] = {}
         self._place_outputs(runner)
 
-    def _infer_output_shapes(self, runner: Runner) -> dict[str, tuple[int, ...]]:
+    def _infer_output_shapes(self, runner: StepMemory) -> dict[str, tuple[int, ...]]:
         context, plan = runner.shared_context(self.profile), self.plan
         self.set_shapes(context)
         unknown = context.infer_shapes()
@@ -120,7 +188,7 @@ class Step:
             if not context.set_tensor_address(name, address):
                 self.plan.fail("an address that TensorRT takes", f"{name} at {address:#x}")
 
-    def _place_inputs(self, runner: Runner, copied: Mapping[str, DeviceArray]) -> None:
+    def _place_inputs(self, runner: StepMemory, copied: Mapping[str, DeviceArray]) -> None:
         offsets, end = {}, 0
         tensors = [t for t in runner.plain_inputs if t.name not in self.addresses]
         for tensor in sorted(tensors, key=lambda t: t.name in copied):  # staged tensors come first
@@ -142,7 +210,7 @@ class Step:
         part = self.inputs.pinned.bytes[offset : offset + neutral.nbytes]
         self.neutral[tensor.name], self.arrays[tensor.name] = neutral, part.view(dtype).reshape(shape)
 
-    def _place_outputs(self, runner: Runner) -> None:
+    def _place_outputs(self, runner: StepMemory) -> None:
         offsets, end = {}, 0
         self.returned_bytes = 0
         for tensor in sorted(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from speccompile.backends.onnxruntime.engine import OrtEngine
 
 GRAPH_FILE = "graph.onnx"
+_CUDA = "speccompile.backends.onnxruntime.cuda_backend:OrtCudaBackend"
 
 
 class OnnxRuntimeBackend(Backend):
@@ -44,11 +45,8 @@ class OnnxRuntimeBackend(Backend):
     keeps_logits = True
     state_trees = True
     slides_caches = True
-
-    def for_device(self, device: str) -> OnnxRuntimeBackend:
-        from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
-
-        return self if device == "cpu" else OrtCudaBackend()
+    # On a GPU graphs are lowered, measured and loaded differently.
+    device_variants: Mapping[str, str] = MappingProxyType({"cuda": _CUDA})
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
         """Refuses bfloat16 weights where our kernels do not run: ONNX Runtime has no product with them on a CPU.

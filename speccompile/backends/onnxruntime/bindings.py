@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnxruntime as ort
 
-from speccompile.backends.feeds import shape_from_dims
-from speccompile.backends.onnxruntime.buffers import BoundCache
+from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers
 from speccompile.core import specs
 from speccompile.core.specs import updated_cache_name
-
-if TYPE_CHECKING:
-    from speccompile.backends.onnxruntime.engine import OrtEngine
 
 # Shapes come from few node counts, batches and rows of the views; making a binding takes about as long as a short step.
 MAX_BINDINGS = 512
@@ -26,40 +21,49 @@ SHARED = (specs.LOGITS, specs.IMAGE_ROWS)  # large ones that all bindings of an 
 class Binding:
     """Inputs and outputs of one combination of shapes.
 
+    Args:
+        first_slot: the slot of batch row 0.
+        cost_size: by which the step's cost is recorded: its nodes, or slots where a graph has no caches.
+        views: the memory of the caches, and how many rows of each were in view.
+        max_length: the longest length of a step within these views; None: it writes no rows.
+
     Attributes:
         fed: inputs of the step that it was last chosen for; empty where the choice depends on their values.
-        cost_size: by which the step's cost is recorded: its nodes, or slots where a graph has no caches.
-        num_bytes: of the arrays that it shares with no other.
+        arrays, neutral: of the inputs by name, and their neutral values.
+        outputs: by name.
     """
 
-    def __init__(self, engine: OrtEngine, sizes: dict[str, int], first_slot: int) -> None:
-        self.io = engine.session.io_binding()
-        self.first_slot, self.fed = first_slot, frozenset[str]()
-        self.cost_size = sizes["batch"] * (sizes["nodes"] if engine.spec.caches else 1)
-        self.views, self.max_length = engine.views(), engine.max_length(sizes["nodes"])
+    def __init__(
+        self,
+        io: ort.IOBinding,
+        first_slot: int,
+        cost_size: int,
+        views: tuple[tuple[CacheBuffers, int], ...],
+        max_length: int | None,
+    ) -> None:
+        self.io, self.first_slot, self.cost_size = io, first_slot, cost_size
+        self.views, self.max_length = views, max_length
+        self.fed: frozenset[str] = frozenset()
         self.arrays: dict[str, np.ndarray] = {}
         self.neutral: dict[str, np.ndarray] = {}
         self.changed: set[str] = set()
         self.outputs: dict[str, np.ndarray] = {}
-        for spec in engine.plain_inputs:
-            shape = shape_from_dims(spec, sizes)
-            self.neutral[spec.name], array = engine.input_arrays(spec, shape)
-            self.arrays[spec.name] = array
-            self.io.bind_input(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for spec in engine.plain_outputs:
-            shape = shape_from_dims(spec, sizes)
-            self.outputs[spec.name] = array = engine.output_array(spec, shape)
-            self.io.bind_output(spec.name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for cache, value in zip(engine.bound, engine.cache_values.get(first_slot, sizes["batch"]), strict=True):
-            self.io.bind_ortvalue_input(cache.name, value)
-            if cache.name in engine.spec.caches:
-                self.io.bind_ortvalue_output(updated_cache_name(cache.name), value)
-        for name, array in (engine.states.arrays if engine.states is not None else {}).items():
-            shape, start = (sizes["batch"], *array.shape[1:]), array[first_slot:].ctypes.data
-            self.io.bind_input(name, "cpu", 0, np.float32, shape, start)
-            self.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
+
+    def bind_input(self, name: str, array: np.ndarray, neutral: np.ndarray) -> None:
+        """Binds an input to an array that steps fill."""
+        self.arrays[name], self.neutral[name] = array, neutral
+        self.io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def bind_output(self, name: str, array: np.ndarray) -> None:
+        """Binds an output to the array that steps write."""
+        self.outputs[name] = array
+        self.io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own arrays."""
         named = (*self.arrays.items(), *self.outputs.items())
-        self.num_bytes = sum(array.nbytes for name, array in named if name not in SHARED)
+        return sum(array.nbytes for name, array in named if name not in SHARED)
 
     def fits(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> bool:
         """Returns whether a step has the inputs and shapes of the one before, and its rows are within the views."""

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from speccompile.backends.base import EngineBase
-from speccompile.backends.feeds import neutral_value
+from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.bindings import MAX_BINDINGS, Binding, Bindings, CacheValues, Compaction
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
 from speccompile.backends.onnxruntime.crowding import Crowding
@@ -27,7 +27,7 @@ from speccompile.backends.onnxruntime.kernel_library import register_kernels, ru
 from speccompile.backends.states import HostStates, host_states
 from speccompile.core import specs
 from speccompile.core.jobs import StepCosts
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import GraphSpec, updated_cache_name
 from speccompile.errors import BundleError, RuntimeFault
 
 _CPU = ("CPUExecutionProvider",)
@@ -134,26 +134,44 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         key = (*sizes.values(), first_slot, *[buffers.rows for buffers in self._buffers])
         binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bindings.add(key, Binding(self, sizes, first_slot))
+            binding = self._bindings.add(key, self._bind(sizes, first_slot))
         depends_on_values = self.spec.gives_probs and specs.TEMPERATURE in feeds
         binding.fed = frozenset() if depends_on_values else frozenset(feeds)
+        return binding
+
+    def _bind(self, sizes: dict[str, int], first_slot: int) -> Binding:
+        """Returns a new binding of these shapes."""
+        batch, nodes = sizes["batch"], sizes["nodes"]
+        views = tuple((buffers, buffers.rows) for buffers in self._buffers)
+        cost_size = batch * (nodes if self.spec.caches else 1)
+        binding = Binding(self.session.io_binding(), first_slot, cost_size, views, self._max_length(nodes))
+        for spec in self.plain_inputs:
+            neutral, array = self._input_arrays(spec, shape_from_dims(spec, sizes))
+            binding.bind_input(spec.name, array, neutral)
+        for spec in self.plain_outputs:
+            binding.bind_output(spec.name, self._output_array(spec, shape_from_dims(spec, sizes)))
+        for cache, value in zip(self.bound, self.cache_values.get(first_slot, batch), strict=True):
+            binding.io.bind_ortvalue_input(cache.name, value)
+            if cache.name in self.spec.caches:
+                binding.io.bind_ortvalue_output(updated_cache_name(cache.name), value)
+        for name, array in (self.states.arrays if self.states is not None else {}).items():
+            shape, start = (batch, *array.shape[1:]), array[first_slot:].ctypes.data
+            binding.io.bind_input(name, "cpu", 0, np.float32, shape, start)
+            binding.io.bind_output(updated_cache_name(name), "cpu", 0, np.float32, shape, start)
         return binding
 
     def _unbind(self) -> None:
         self._bindings.clear()
         self._last = None
 
-    def views(self) -> tuple[tuple[CacheBuffers, int], ...]:
-        return tuple((buffers, buffers.rows) for buffers in self._buffers)
-
-    def max_length(self, nodes: int) -> int | None:
+    def _max_length(self, nodes: int) -> int | None:
         """Returns the longest length of a step of so many nodes within the present views; None: it writes no rows."""
         if not self._written:
             return None
         rows = min(self.max_rows, *(buffers.rows for buffers in self._written))
         return rows - nodes - self.spec.rows_written_ahead
 
-    def input_arrays(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _input_arrays(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the neutral value of an input, and the array that is bound to it.
 
         Rows of images are large and seldom fed, so all bindings share one array for them: what another step left there
@@ -168,7 +186,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self._image_rows = np.zeros(size, spec.dtype)
         return np.broadcast_to(np.zeros(1, spec.dtype), shape), self._image_rows[:size].reshape(shape)
 
-    def output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
+    def _output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the array for an output. Logits are large, so all bindings share one array for them."""
         if spec.name != specs.LOGITS:
             return np.zeros(shape, spec.dtype)

@@ -27,13 +27,10 @@ from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
 from speccompile.graph_kinds.borrowed import sharing_spec
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
+from speccompile.speculators.early_exit.config import MODEL_TYPE, ExitOptions
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from speccompile.speculators.early_exit.config import ExitOptions
-
-MODEL_TYPE = "early_exit"
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from speccompile.speculators.early_exit.proposer import SharedRows
 from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
+MODEL_TYPE = "early_exit"  # of a head's config.json
 SOURCE = "speccompile.speculators.early_exit.checkpoint:ExitSource"
 THE_TARGET = "target"
 

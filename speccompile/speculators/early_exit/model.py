@@ -14,7 +14,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
 from speccompile.export.layers import RmsNorm, SwiGlu, init_linear
 from speccompile.export.wrapper import find_layers
-from speccompile.speculators.early_exit.checkpoint import MODEL_TYPE
+from speccompile.speculators.early_exit.config import MODEL_TYPE
 
 RANDOM_SEED = 0
 

@@ -37,6 +37,8 @@ from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from speccompile.speculators.glide.model import GlideSizes
+
 _LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
 PUBLISHED_THETA = 10000.0  # of the queries' positions, whatever the target's is
 _OWN_KEYS = r"cross_attn\.(k|v)_proj\."
@@ -278,10 +280,32 @@ class GlideSource(SpeculatorSource):
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
         """Reads or makes the weights, and traces the graph."""
         from speccompile.export.cached_draft import export_cached_draft
-        from speccompile.speculators.glide.model import make_drafter, sizes_from_dims
+        from speccompile.speculators.glide.model import make_drafter
 
         progress("load weights")
         # Padding comes after the last row that a sequence may use.
         num_positions = self.max_rows + self.context.max_draft_nodes + 1
-        drafter = make_drafter(sizes_from_dims(self.dims, self.target), self.read_weights(), num_positions)
+        drafter = make_drafter(_sizes_from_dims(self.dims, self.target), self.read_weights(), num_positions)
         return export_cached_draft(drafter, self._plain_spec(), progress), with_params(self.dims)
+
+
+def _sizes_from_dims(dims: GlideDims, target: ModelDims) -> GlideSizes:
+    """Returns the sizes of the torch module."""
+    from speccompile.speculators.glide.model import GlideSizes
+
+    return GlideSizes(
+        hidden_size=dims.hidden_size,
+        intermediate_size=dims.intermediate_size,
+        num_layers=dims.num_layers,
+        num_heads=dims.num_heads,
+        num_kv_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        vocab_size=dims.vocab_size,
+        target_hidden_size=target.hidden_size,
+        target_heads=dims.target_heads,
+        target_kv_heads=dims.target_kv_heads,
+        target_head_dim=dims.target_head_dim,
+        rms_norm_eps=dims.rms_norm_eps,
+        rope_theta=dims.rope_theta,
+        target_rope_theta=dims.target_rope_theta,
+    )

@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from speccompile.core.dims import ModelDims
 from speccompile.export.attention import cached_attention, cross_attention, gather_nodes
 from speccompile.export.cached_draft import RotaryTables
 from speccompile.export.layers import (
@@ -28,7 +27,6 @@ from speccompile.export.layers import (
     rotate,
     split_heads,
 )
-from speccompile.speculators.glide.checkpoint import GlideDims
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
 
@@ -254,26 +252,6 @@ class CompiledGlide(nn.Module):
         step = CachedStep(tables, lengths, tree_mask, caches, target, target_lengths)
         states = gather_nodes(self.drafter(tokens, step), scored_nodes)
         return (nn.functional.linear(states, self.lm_head), *step.updated)
-
-
-def sizes_from_dims(dims: GlideDims, target: ModelDims) -> GlideSizes:
-    """Returns the sizes of the torch module."""
-    return GlideSizes(
-        hidden_size=dims.hidden_size,
-        intermediate_size=dims.intermediate_size,
-        num_layers=dims.num_layers,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        vocab_size=dims.vocab_size,
-        target_hidden_size=target.hidden_size,
-        target_heads=dims.target_heads,
-        target_kv_heads=dims.target_kv_heads,
-        target_head_dim=dims.target_head_dim,
-        rms_norm_eps=dims.rms_norm_eps,
-        rope_theta=dims.rope_theta,
-        target_rope_theta=dims.target_rope_theta,
-    )
 
 
 def make_drafter(sizes: GlideSizes, weights: Mapping[str, torch.Tensor] | None, num_positions: int) -> CompiledGlide:

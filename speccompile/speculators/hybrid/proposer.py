@@ -18,9 +18,9 @@ from typing import Any, cast
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
 from speccompile.core.jobs import MethodContext
-from speccompile.core.protocols import Batch, Outputs, Proposer, StepTimes, TokenSequence
+from speccompile.core.proposer import CacheRows, Proposer
+from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
@@ -94,7 +94,7 @@ class Drafter:
 
 
 class HybridProposer:
-    """See `speccompile.core.protocols.Proposer`. A `draft_state` is a list of one `PartSequence` a drafter.
+    """See `speccompile.core.proposer.Proposer`. A `draft_state` is a list of one `PartSequence` a drafter.
 
     Args:
         drafters: at least one; of those without graphs, the first that expects the most comes first.

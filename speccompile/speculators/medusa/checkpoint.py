@@ -319,10 +319,14 @@ class HeadsSource(SpeculatorSource):
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
         """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
-        from speccompile.speculators.medusa.model import make_drafter
+        from speccompile.speculators.medusa.model import HeadsSizes, MedusaDrafter, make_heads
 
         progress("load weights")
         lm_head = read_tables(self.context).lm_head if self.needs_tables else None
-        drafter = make_drafter(self.dims, self.read_weights(), lm_head)
+        dims = self.dims
+        sizes = HeadsSizes(
+            dims.hidden_size, dims.vocab_size, dims.num_drafts, dims.num_layers, dims.uses_target_lm_head
+        )
+        drafter = MedusaDrafter(make_heads(sizes, self.read_weights()), dims.num_candidates, lm_head).eval()
         graph = export_heads(drafter, self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.jobs import GraphJob, MethodContext, StepCosts, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.specs import CANDIDATES
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import Tree, TreeFields
 from speccompile.errors import RecipeError
-from speccompile.speculators.medusa.proposer import MedusaProposer
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.medusa.checkpoint:HeadsSource"
@@ -111,6 +114,19 @@ class MedusaMethod(Method):
 
     def make_proposer(
         self, config: MedusaConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> MedusaProposer:
-        costs = context.costs
-        return MedusaProposer(config, engines[HEADS], context.max_draft_nodes, costs.get("target"), costs.get(HEADS))
+    ) -> HeadsProposer:
+        """Returns the proposer over the heads' engine.
+
+        The candidates of a head do not depend on those before, so every product of candidates is a path: the most
+        probable ones are found without drafting again. Heads that were built for trees draft a chain of their first
+        candidates where the recipe says so.
+        """
+        engine, costs = engines[HEADS], context.costs
+        num_heads, num_candidates = engine.spec.output(CANDIDATES).dims[1:]
+        assert isinstance(num_heads, int) and isinstance(num_candidates, int)
+        depth = num_heads if config.tree != "auto" else min(num_heads, config.tree_depth)
+        num_candidates = 1 if config.tree == "chain" else num_candidates
+        run_costs = costs.get(HEADS) or StepCosts()
+        budget = Budget(context.max_draft_nodes, depth, num_candidates, costs.get("target"), run_costs, num_runs=1)
+        odds = math.log(config.confidence_odds)
+        return HeadsProposer(engine, budget, config.shape, odds, num_candidates=num_candidates)

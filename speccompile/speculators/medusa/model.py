@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from speccompile.export.attention import gather_nodes
 from speccompile.export.candidates import top_tokens
-from speccompile.speculators.medusa.checkpoint import GraphSizes
 
 RANDOM_SEED = 0
 
@@ -120,17 +119,15 @@ class MedusaDrafter(nn.Module):
         return top_tokens(torch.cat(logits, 1), self.num_candidates)
 
 
-def make_drafter(
-    sizes: GraphSizes, weights: Mapping[str, torch.Tensor] | None, target_lm_head: torch.Tensor | None
-) -> MedusaDrafter:
-    """Returns the drafter in float32.
+def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None) -> MedusaHeads:
+    """Returns the heads in float32.
 
     Args:
+        sizes: `num_heads` of the graph: the checkpoint may have more.
         weights: by the names of our layout; None: random ones, the same every time.
     """
-    own = HeadsSizes(sizes.hidden_size, sizes.vocab_size, sizes.num_drafts, sizes.num_layers, sizes.uses_target_lm_head)
     with torch.device("meta"):
-        heads = MedusaHeads(own)
+        heads = MedusaHeads(sizes)
     if weights is None:
         heads.to_empty(device="cpu")
         generator = torch.Generator().manual_seed(RANDOM_SEED)
@@ -141,4 +138,4 @@ def make_drafter(
         wanted = heads.state_dict()
         held = {name: nn.Parameter(weights[name].to(torch.float32), requires_grad=False) for name in wanted}
         heads.load_state_dict(held, assign=True)
-    return MedusaDrafter(heads, sizes.num_candidates, target_lm_head).eval()
+    return heads

@@ -8,12 +8,12 @@ files may hold the first copies only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, stated_size
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.findings import Finding
@@ -22,65 +22,13 @@ from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Ta
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
-from speccompile.graph_kinds.heads import DraftForm, heads_spec
+from speccompile.graph_kinds.heads import DraftForm
+from speccompile.speculators.mlp.sizes import MODEL_TYPE, WEIGHTS, HeadsSizes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-MODEL_TYPE = "mlp_speculator"
 PREFIX = "speculator."
-# (template, dims of all heads but the first of the projections, the first head of those that may share it)
-WEIGHTS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("emb.{}.weight", ("vocab", "inner"), 0),
-    ("proj.{}.weight", ("inner", "inner"), 1),
-    ("head.{}.weight", ("vocab", "inner"), 0),
-    ("ln.{}.weight", ("inner",), 0),
-    ("ln.{}.bias", ("inner",), 0),
-)
-
-
-@dataclass(frozen=True)
-class HeadsSizes:
-    """Sizes and switches of a speculator.
-
-    Args:
-        inner_size: of the heads' own state (`inner_dim`).
-        num_heads: heads in the checkpoint (`n_predict`); the state's weight depends on it.
-        is_tied: heads share embedding, LM head and norm; projections from the second on are one.
-        scales_input: the target's state is normalised first.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    inner_size: int
-    num_heads: int
-    num_drafts: int
-    is_tied: bool
-    scales_input: bool
-    num_params: int = 0
-
-    def spec(self, name: str) -> GraphSpec:
-        return heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts)
-
-    def weights(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Yields (kind, head, shape) of every weight of all heads, shared ones included."""
-        known = {"vocab": self.vocab_size, "inner": self.inner_size}
-        for head in range(self.num_heads):
-            for kind, dims, first in WEIGHTS:
-                shape = tuple(known[d] for d in dims)
-                yield kind, head, shape if head >= first else (self.inner_size, self.hidden_size)
-
-    def shares(self, kind: str, head: int) -> int:
-        first = 1 if kind.startswith("proj") else 0
-        return first if self.is_tied and head > first else head
-
-    def counts(self) -> WeightCounts:
-        """Returns the weights of the graph. An LM head is a linear of its own even where heads share it."""
-        used = {(k, self.shares(k, h)): s for k, h, s in self.weights() if h < self.num_drafts}
-        sizes = {key: shape[0] * (shape[1] if len(shape) > 1 else 1) for key, shape in used.items()}
-        linear = sum(size for (kind, _), size in sizes.items() if kind.startswith(("proj", "head")))
-        return WeightCounts(sum(sizes.values()), linear, sum(sizes.values()) - linear)
 
 
 def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
-from speccompile.core.protocols import Engine, Proposer
+from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Engine
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.errors import RecipeError
 

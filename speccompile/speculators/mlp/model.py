@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from speccompile.export.tree_drafters import Above, take
-from speccompile.speculators.mlp.checkpoint import HeadsSizes
+from speccompile.speculators.mlp.sizes import HeadsSizes
 
 EPSILON = 1e-6
 RANDOM_SEED = 0

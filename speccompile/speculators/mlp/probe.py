@@ -10,8 +10,8 @@ import torch
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention, Reading
 from speccompile.export.probes import hidden_convention, hidden_of, read_case
-from speccompile.speculators.mlp.checkpoint import MODEL_TYPE, HeadsSizes
 from speccompile.speculators.mlp.model import heads_from_weights
+from speccompile.speculators.mlp.sizes import MODEL_TYPE, HeadsSizes
 from speccompile.training_contract import TargetParts, TrainingBatch
 
 _SCALE = "scale_input"

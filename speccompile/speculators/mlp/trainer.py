@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.speculators.mlp.checkpoint import MODEL_TYPE, PREFIX, HeadsSizes
+from speccompile.speculators.mlp.checkpoint import PREFIX
 from speccompile.speculators.mlp.config import MlpTraining
 from speccompile.speculators.mlp.model import MlpHeads, heads_from_weights, random_heads
+from speccompile.speculators.mlp.sizes import MODEL_TYPE, HeadsSizes
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.method import Method
+from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
-from speccompile.speculators.ngram.proposer import NgramProposer
+
+PROPOSER = "speccompile.speculators.ngram.proposer:NgramProposer"
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class NgramMethod(Method):
     vllm_names = ("ngram_gpu",)
     vllm_keys = MappingProxyType({"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"})
 
-    def make_proposer(
-        self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> NgramProposer:
-        return NgramProposer(config, context)
+    def make_proposer(self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """Returns the lookup; it never drafts more tokens than a step may score."""
+        proposer: Proposer = registry.find_class(PROPOSER)(config, context)
+        return proposer

@@ -76,7 +76,7 @@ class NgramState:
 
 
 class NgramProposer:
-    """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
+    """See `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = True
     caches = ()

@@ -9,7 +9,7 @@ from speccompile.core.tree import Ints, TokenTree
 
 
 class NoneProposer:
-    """See `speccompile.core.protocols.Proposer`."""
+    """See `speccompile.core.proposer.Proposer`."""
 
     catches_up = True
     caches = ()

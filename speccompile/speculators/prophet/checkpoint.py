@@ -9,13 +9,13 @@ its own, and is as wide as its target.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.target_tables import read_tables
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import PLAIN_LAYER, decoder_rows, decoder_sizes, derive_decoder
@@ -26,11 +26,10 @@ from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
 from speccompile.graph_kinds.heads import DraftForm
+from speccompile.speculators.prophet.sizes import MODEL_TYPE, ProphetSizes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-MODEL_TYPE = "prophet"
 
 
 def _derive(sizes: Sizes) -> None:
@@ -96,38 +95,7 @@ FORMATS = (
 )
 
 
-@dataclass(frozen=True)
-class GraphSizes:
-    """Sizes as config.json has them, see `heads.ProphetSizes`; and `num_params`, parameters in the graph."""
-
-    vocab_size: int
-    target_hidden_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    horizon: int
-    rope_theta: float
-    rms_norm_eps: float
-    uses_target_embeddings: bool
-    tie_word_embeddings: bool
-    model_type: str = MODEL_TYPE
-    num_params: int = 0
-
-    def counts(self) -> WeightCounts:
-        """Returns the weights of the graph, copies of the target's tables included."""
-        width, heads = self.hidden_size, (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        layer = width * (heads + 3 * self.intermediate_size)
-        table = self.vocab_size * width
-        linear = width * self.target_hidden_size + self.num_hidden_layers * layer + table
-        norms = (2 * self.num_hidden_layers + 1) * width
-        is_tied = self.tie_word_embeddings and not self.uses_target_embeddings
-        return WeightCounts(linear + norms + (0 if is_tied else table), linear, norms + table, table, is_tied)
-
-
-def read_sizes(folder: Path) -> GraphSizes:
+def read_sizes(folder: Path) -> ProphetSizes:
     """Returns the sizes in a folder's config.json.
 
     Raises:
@@ -137,12 +105,12 @@ def read_sizes(folder: Path) -> GraphSizes:
     if config.get("model_type") != MODEL_TYPE:
         got, todo = repr(config.get("model_type")), "Give the speculator's own checkpoint, not the target's."
         raise CheckpointError(f"{path} (model_type)", got, repr(MODEL_TYPE), todo)
-    names = [f.name for f in fields(GraphSizes) if f.name not in ("num_params", "model_type")]
+    names = [f.name for f in fields(ProphetSizes) if f.name not in ("num_params", "model_type")]
     missing = [name for name in names if config.get(name) is None]
     if missing:
         todo = "Fetch the folder again; `speccompile doctor` lists every fault."
         raise CheckpointError(f"{path} ({missing[0]})", "nothing", "a size of the transformer", todo)
-    return GraphSizes(**{name: config[name] for name in names})
+    return ProphetSizes(**{name: config[name] for name in names})
 
 
 class ProphetSource(SpeculatorSource):
@@ -157,7 +125,7 @@ class ProphetSource(SpeculatorSource):
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        self.dims: GraphSizes = read_sizes(self.folder)
+        self.dims: ProphetSizes = read_sizes(self.folder)
         self.needs_tables = self.dims.uses_target_embeddings
         self.form = DraftForm.from_options(job.options, context.max_draft_nodes)
         sizes, target = self.dims, self.target
@@ -174,15 +142,15 @@ class ProphetSource(SpeculatorSource):
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
         return check_heads(engine)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ProphetSizes]:
         """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form
-        from speccompile.speculators.prophet.model import make_expander, sizes_from_config
+        from speccompile.speculators.prophet.model import make_expander
 
         progress("load weights")
         weights = self.read_weights()
         tables = read_tables(self.context) if self.needs_tables else None
-        expander = make_expander(sizes_from_config(asdict(self.dims)), weights, tables)
+        expander = make_expander(self.dims, weights, tables)
         graph = export_heads(drafter_from_form(expander, self.form), self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

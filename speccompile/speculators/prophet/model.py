@@ -9,7 +9,7 @@ as a draft, so it has no cache between steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,42 +19,10 @@ from torch.nn import functional
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
 from speccompile.export.tree_drafters import Above, take
-from speccompile.speculators.prophet.checkpoint import MODEL_TYPE
+from speccompile.speculators.prophet.sizes import ProphetSizes
 
 RANDOM_SEED = 0
 Held = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class ProphetSizes:
-    """Sizes; the fields are those of config.json.
-
-    Args:
-        rope_theta: base of its positions; the target's state stands at position 0.
-        uses_target_embeddings: embeddings and LM head are the target's, and not in the checkpoint.
-        tie_word_embeddings: otherwise, whether its LM head is its embeddings.
-    """
-
-    vocab_size: int
-    target_hidden_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    horizon: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    uses_target_embeddings: bool = True
-    tie_word_embeddings: bool = False
-
-    def config_from_sizes(self) -> dict[str, Any]:
-        return {"model_type": MODEL_TYPE, **asdict(self)}
-
-
-def sizes_from_config(config: dict[str, Any]) -> ProphetSizes:
-    return ProphetSizes(**{f.name: config[f.name] for f in fields(ProphetSizes)})
 
 
 class ProphetLayer(nn.Module):

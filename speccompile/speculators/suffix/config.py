@@ -9,11 +9,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.method import Method
+from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
-from speccompile.speculators.suffix.proposer import SuffixProposer
+
+PROPOSER = "speccompile.speculators.suffix.proposer:SuffixProposer"
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class SuffixMethod(Method):
     )
     default_section = "speccompile.speculators.suffix.config:section_for_target"
 
-    def make_proposer(
-        self, config: SuffixConfig, engines: Mapping[str, Engine], context: MethodContext
-    ) -> SuffixProposer:
-        return SuffixProposer(config, context)
+    def make_proposer(self, config: SuffixConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
+        """Returns the proposer; it never drafts more tokens than a step may score."""
+        proposer: Proposer = registry.find_class(PROPOSER)(config, context)
+        return proposer

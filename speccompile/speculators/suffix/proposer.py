@@ -46,7 +46,7 @@ class SuffixState:
 
 
 class SuffixProposer:
-    """See `speccompile.core.protocols.Proposer`. Drafts are deterministic."""
+    """See `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = True
     caches = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.cache_rows import CacheRows
+from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.specs import HIDDEN, LENGTHS
 from speccompile.core.tree import Floats, Ints, TokenTree
@@ -28,7 +28,7 @@ class BlockState:
 
 
 class BlockProposer:
-    """See `speccompile.core.protocols.Proposer`. Drafts are deterministic.
+    """See `speccompile.core.proposer.Proposer`. Drafts are deterministic.
 
     Args:
         engine: the drafter.
