@@ -67,7 +67,7 @@ def test_a_perplexity_may_rise_a_little_and_by_its_noise(change: float | None, e
     assert is_near(Distance(1e-4, 0.99, change, error)) is expected
 
 
-# Measured on SmolLM2-135M-Instruct (docs/explanation/kernels.md): what users of such models run daily, and what harms.
+# SmolLM2-135M-Instruct (docs/lab/2026-11-26-kernels.md): what users of such models run daily, and what harms.
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

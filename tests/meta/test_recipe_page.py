@@ -75,12 +75,42 @@ def test_the_page_has_no_other_key(name):
     assert listed == set(keys(SECTIONS[name]))
 
 
+SHARED = {
+    key: (default, members)
+    for key, default, members in re.findall(
+        r"^\| `speculator\.([a-z_]+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \|$",
+        PAGE.partition("### Shared keys\n")[2].partition("\n###")[0],
+        re.MULTILINE,
+    )
+}
+WITH_MODEL = set(METHODS) - {"none", "ngram", "suffix", "hybrid"}
+
+
+def members_of(cell):
+    """Returns the methods that a cell of the shared keys names: `all`, `all but` some, or these."""
+    named = set(re.findall(r"`([a-z0-9_]+)`", cell))
+    return WITH_MODEL - named if cell.startswith("all") else named
+
+
+def default_of(cell, method):
+    """Returns a method's default out of a cell such as `chain`; `auto`: `medusa`, `eagle`."""
+    common, *others = cell.split("; ")
+    special = [other.partition(": ")[0] for other in others if f"`{method}`" in other.partition(": ")[2]]
+    return special[0] if special else common
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_page_has_every_key_of_a_method(method):
     section = PAGE.partition(f"### `method: {method}`\n")[2].partition("\n##")[0]
-    rows = dict(re.findall(r"^\| `speculator\.([a-z_]+)` \| (.*) \|$", section, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `speculator\.([a-z_]+)` \| ([^|]+) \| .* \|$", section, re.MULTILINE))
+    shared = {key: default_of(cell, method) for key, (cell, of) in SHARED.items() if method in members_of(of)}
+    assert not set(rows) & set(shared)
     fields = dataclasses.fields(registry.method(method).Config)
-    assert set(rows) == {field.name for field in fields}
-    for field in fields:
-        default = "required" if field.default is dataclasses.MISSING else shown(field.default)
-        assert rows[field.name].startswith(f"{default} | "), f"{field.name}: {default}"
+    expected = {f.name: "required" if f.default is dataclasses.MISSING else shown(f.default) for f in fields}
+    assert rows | shared == expected
+
+
+def test_shared_keys_name_methods_and_have_a_row_of_their_own():
+    named = {name for _, of in SHARED.values() for name in re.findall(r"`([a-z0-9_]+)`", of)}
+    assert SHARED
+    assert named <= WITH_MODEL

@@ -31,7 +31,7 @@ class OnnxRuntimeBackend(Backend):
     devices: tuple[str, ...] = ("cpu", "cuda")
     quantizations: tuple[str, ...] = ("none", "bf16", "int8", "int4", "stored", "auto")
     # Drafts change the time alone. Six int4 drafters with chains of a fixed length and an int8 target had 0.97 to 1.02
-    # times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/explanation/kernels.md).
+    # times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/lab/2026-11-26-kernels.md).
     draft_quantizations: Mapping[str, str] = MappingProxyType(dict.fromkeys(("int8", "int4", "stored", "auto"), "int4"))
     calibrates: tuple[str, ...] = ("int4",)
     graph_file = GRAPH_FILE

@@ -112,6 +112,6 @@ def test_stream_options_that_ask_for_more_are_refused():
 
 
 def test_the_page_of_the_server_has_the_fields_of_the_table():
-    section = DOCS.partition("### Fields that ask for nothing")[2].partition("\n## ")[0]
+    section = DOCS.partition("### No-op values")[2].partition("\n## ")[0]
     missing = [name for name in {**no_op_fields.CHAT, **no_op_fields.MESSAGE} if f"`{name}" not in section]
     assert not missing
