@@ -79,18 +79,20 @@ def from_body(value):
 def from_tensor(value):
     from speccompile.core.sampling_params import SamplingParams
     from speccompile.serving.triton.config_text import ModelConfig, text_from_config
-    from speccompile.serving.triton.contract import old_engine_inputs, old_text_inputs, text_inputs
+    from speccompile.serving.triton.contract import text_inputs
     from speccompile.serving.triton.request_parsing import Rules, call_from_arrays
-    from speccompile.serving.triton.trtllm_layout import engine_names, ensemble_steps
+    from speccompile.serving.triton.trtllm import contract as trtllm
+    from speccompile.serving.triton.trtllm.layout import engine_names, ensemble_steps
+    from speccompile.serving.triton.trtllm.rules import TrtllmRules
 
-    for inputs in (text_inputs(True), text_inputs(False), old_text_inputs(), old_engine_inputs()):
+    for inputs in (text_inputs(True), text_inputs(False), trtllm.text_inputs(), trtllm.engine_inputs()):
         text = text_from_config(ModelConfig("m", inputs, ()))
         assert '{ name: "toy" data_type: TYPE_FP32 dims: [ 1 ] optional: true }' in text
     assert engine_names()["toy"] == ensemble_steps()[1].inputs["toy"] == "toy"
     arrays = {"text_input": np.array([b"a"], dtype=np.object_), "toy": np.array([value], dtype=np.float32)}
     found = {
-        call_from_arrays(arrays, (), (), Rules(SamplingParams(), (), None, is_trtllm=is_trtllm)).rows[0].sampling.toy
-        for is_trtllm in (False, True)
+        call_from_arrays(arrays, (), (), kind(SamplingParams(), (), None)).rows[0].sampling.toy
+        for kind in (Rules, TrtllmRules)
     }
     assert len(found) == 1
     return found.pop()

@@ -14,9 +14,9 @@ from speccompile.serving.triton.settings import settings_from_args
 
 _PARTS = {
     "engine": ("speccompile.serving.triton.engine_part", "EnginePart"),
-    "preprocessing": ("speccompile.serving.triton.tokenizer_parts", "Preprocessing"),
-    "postprocessing": ("speccompile.serving.triton.tokenizer_parts", "Postprocessing"),
-    "bls": ("speccompile.serving.triton.bls_part", "BlsPart"),
+    "preprocessing": ("speccompile.serving.triton.trtllm.tokenizer_parts", "Preprocessing"),
+    "postprocessing": ("speccompile.serving.triton.trtllm.tokenizer_parts", "Postprocessing"),
+    "bls": ("speccompile.serving.triton.trtllm.bls_part", "BlsPart"),
 }
 
 

@@ -26,6 +26,7 @@ from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID, Reply
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.response_building import Answer
 from speccompile.serving.triton.settings import Settings, settings_from_args
+from speccompile.serving.triton.trtllm.rules import TrtllmRules
 
 CANCEL_POLL_S = 0.1  # seconds between two polls for clients that have gone
 METRICS_S = 0.5
@@ -75,12 +76,12 @@ class EnginePart:
             threads=settings.threads or None,
             method=settings.method or None,
         )
-        self._rules = Rules(
+        make_rules = TrtllmRules if settings.rules == "trtllm" else Rules
+        self._rules = make_rules(
             engine.defaults,
             engine.eos_token_ids,
             engine.tokenizer,
             has_batch=int(config["max_batch_size"]) > 0,
-            is_trtllm=settings.rules == "trtllm",
         )
         self._known = frozenset(output["name"] for output in config["output"])
         self._inputs = [entry["name"] for entry in config["input"]]

@@ -21,7 +21,7 @@ from speccompile.serving.triton.config_text import BACKEND, ModelConfig, text_fr
 from speccompile.serving.triton.contract import text_inputs, text_outputs
 from speccompile.serving.triton.plans import plan_models
 from speccompile.serving.triton.settings import Settings
-from speccompile.serving.triton.trtllm_layout import trtllm_models
+from speccompile.serving.triton.trtllm.layout import trtllm_models
 
 LAYOUTS = ("model", "trtllm", "plans")
 _GPU_BACKENDS = frozenset({"tensorrt"})

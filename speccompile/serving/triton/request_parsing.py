@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +23,17 @@ from speccompile.serving.triton.contract import (
     IMAGES,
     INDEXES,
     INPUT_IDS,
-    INPUT_LENGTHS,
     OUTPUT_IDS,
     SAMPLING,
     SEQUENCE_LENGTH,
     SYNONYMS,
     TEXT_INPUT,
 )
-from speccompile.serving.triton.trtllm_compat import Arrays, check_old_inputs, old_sampling, words_from_lists
 
 _MAGIC = (b"\x89PNG", b"\xff\xd8", b"RIFF")  # how PNG, JPEG and WebP files begin: no base64 and no URL
 _DATA_URL = re.compile(rb"^data:image/[a-z]+;base64,")
 _NUM_SHOWN = 40  # characters of a wrong image, in messages
-_Row = Mapping[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
 
 
 class Decoder(Protocol):
@@ -51,16 +49,40 @@ class Rules:
     Args:
         eos_token_ids: the model's own ends; an `end_id` that is not among them takes their place.
         tokenizer: None where prompts are ids.
-        is_trtllm: the rules of the removed backend hold; see `trtllm_compat`.
         speculation: `auto`, `on` or `off` where a request says nothing.
     """
+
+    synonyms: ClassVar[Mapping[str, str]] = SYNONYMS
 
     defaults: SamplingParams
     eos_token_ids: Collection[int]
     tokenizer: Decoder | None
     has_batch: bool = False
-    is_trtllm: bool = False
     speculation: str = "auto"
+
+    def check(self, arrays: Arrays) -> None:
+        """Refuses inputs of a request as a whole.
+
+        Raises:
+            RuntimeFault: one has a value that is not supported.
+        """
+
+    def sampling(self, row: Arrays) -> SamplingParams:
+        """Returns the sampling parameters of a row."""
+        return replace(self.defaults, **given_sampling(row), **self.ends(row))
+
+    def tokens(self, row: Arrays, ids: list[int]) -> list[int]:
+        """Returns the prompt of a row, of which ids were sent."""
+        return ids
+
+    def ends(self, row: Arrays) -> dict[str, Any]:
+        """Returns the sampling parameters that `end_id` stands for."""
+        if "end_id" not in row:
+            return {}
+        end_id = int(one_value(row, "end_id"))
+        if end_id in self.eos_token_ids and len(self.eos_token_ids) == 1:
+            return {}
+        return {"ignore_eos": True, "stop_token_ids": (end_id,) if end_id >= 0 else ()}
 
 
 @dataclass(frozen=True)
@@ -94,9 +116,8 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
     Raises:
         RuntimeFault: a value is missing, refused or out of range.
     """
-    if rules.is_trtllm:
-        check_old_inputs(arrays)
-    by_name = _renamed(arrays)
+    rules.check(arrays)
+    by_name = _renamed(arrays, rules.synonyms)
     num_rows = len(next(iter(arrays.values()))) if rules.has_batch and arrays else 1
     rows = [
         _row({name: array[i] if rules.has_batch else array for name, array in by_name.items()}, rules)
@@ -137,67 +158,59 @@ def check_parameters(names: Collection[str], ignored: str) -> None:
         raise RuntimeFault(unknown[0], "a field or parameter that the model does not know", "its inputs alone", todo)
 
 
-def _renamed(arrays: Arrays) -> dict[str, NDArray[Any]]:
+def _renamed(arrays: Arrays, synonyms: Mapping[str, str]) -> dict[str, NDArray[Any]]:
     found: dict[str, NDArray[Any]] = {}
     for old, array in arrays.items():
-        name = SYNONYMS.get(old, old)
+        name = synonyms.get(old, old)
         if name in found and not np.array_equal(found[name], array):
             raise RuntimeFault(f"{name}, {old}", "two different values", "one of the two", "Leave one out.")
         found[name] = array
     return found
 
 
-def _row(row: _Row, rules: Rules) -> tuple[Request, bool, bool]:
-    prompt = _prompt(row)
-    given = {
+def given_sampling(row: Arrays) -> dict[str, Any]:
+    """Returns the sampling parameters that a row has inputs for."""
+    return {
         name: _READERS[declared.kind](row, SAMPLING[name].name)
         for name, declared in SAMPLING_PARAMETERS.items()
         if name in SAMPLING and SAMPLING[name].name in row
     }
-    if "embedding_bias" in row:
-        bias = row["embedding_bias"].reshape(-1)
-        given["logit_bias"] = {int(token): float(bias[token]) for token in np.flatnonzero(bias)}
-    ends = {} if "end_id" not in row else _ends(int(_one(row, "end_id")), rules.eos_token_ids)
-    if "stop_words_list" in row:
-        given["stop"] = _joined(given.get("stop", ()), words_from_lists(row["stop_words_list"]), rules.tokenizer)
-    fields = {**(old_sampling(given) if rules.is_trtllm else given), **ends}
-    limit = float(_one(row, "timeout_s")) if "timeout_s" in row else None
+
+
+def _row(row: Arrays, rules: Rules) -> tuple[Request, bool, bool]:
     request = Request(
-        prompt=prompt,
-        sampling=replace(SamplingParams(max_new_tokens=rules.defaults.max_new_tokens), **fields)
-        if rules.is_trtllm
-        else replace(rules.defaults, **fields),
-        num_outputs=int(_one(row, "num_return_sequences")) if "num_return_sequences" in row else 1,
+        prompt=_prompt(row, rules),
+        sampling=rules.sampling(row),
+        num_outputs=int(one_value(row, "num_return_sequences")) if "num_return_sequences" in row else 1,
         speculation=_speculation(row, rules.speculation),  # type: ignore[arg-type]
-        timeout_s=limit,
+        timeout_s=float(one_value(row, "timeout_s")) if "timeout_s" in row else None,
         images=[_image(value) for value in row[IMAGES.name].reshape(-1)] if IMAGES.name in row else (),
     )
-    echoes = not ("exclude_input_in_output" in row and bool(_one(row, "exclude_input_in_output")))
-    return request, "stream" in row and bool(_one(row, "stream")), echoes
+    echoes = not ("exclude_input_in_output" in row and bool(one_value(row, "exclude_input_in_output")))
+    return request, "stream" in row and bool(one_value(row, "stream")), echoes
 
 
-def _one(row: _Row, name: str) -> Any:
+def one_value(row: Arrays, name: str) -> Any:
+    """Returns the value of an input that has one.
+
+    Raises:
+        RuntimeFault: it has another number of values.
+    """
     values = row[name].reshape(-1)
     if len(values) != 1:
         raise RuntimeFault(name, f"shape {list(row[name].shape)}", "one value", "Correct the request.")
     return values[0]
 
 
-def _prompt(row: _Row) -> str | list[int]:
+def _prompt(row: Arrays, rules: Rules) -> str | list[int]:
     text, ids = row.get(TEXT_INPUT.name), row.get(INPUT_IDS.name)
     if (text is None) == (ids is None):
         got = "neither" if text is None else "both"
         raise RuntimeFault(f"{TEXT_INPUT.name}, {INPUT_IDS.name}", got, "one of the two", "Correct the request.")
     if text is not None:
-        return text_from_value(_one(row, TEXT_INPUT.name), TEXT_INPUT.name)
+        return text_from_value(one_value(row, TEXT_INPUT.name), TEXT_INPUT.name)
     assert ids is not None
-    tokens = [int(i) for i in ids.reshape(-1)]
-    if INPUT_LENGTHS.name in row:
-        length = int(_one(row, INPUT_LENGTHS.name))
-        if not 0 <= length <= len(tokens):
-            raise RuntimeFault(INPUT_LENGTHS.name, str(length), f"at most {len(tokens)}, the ids sent", "Correct it.")
-        tokens = tokens[:length]
-    return tokens
+    return rules.tokens(row, [int(i) for i in ids.reshape(-1)])
 
 
 def _image(value: Any) -> bytes:
@@ -231,34 +244,21 @@ def text_from_value(value: Any, name: str) -> str:
         raise RuntimeFault(name, f"byte {fault.start} is not UTF-8", "text in UTF-8", "Encode it as UTF-8.") from fault
 
 
-def _ends(end_id: int, eos_token_ids: Collection[int]) -> dict[str, Any]:
-    if end_id in eos_token_ids and len(eos_token_ids) == 1:
-        return {}
-    return {"ignore_eos": True, "stop_token_ids": (end_id,) if end_id >= 0 else ()}
-
-
-def _texts(row: _Row, name: str) -> tuple[str, ...]:
+def _texts(row: Arrays, name: str) -> tuple[str, ...]:
     """Returns each text once, without the empty ones, which old clients send."""
     words = [text_from_value(word, name) for word in row[name].reshape(-1)]
     return tuple(dict.fromkeys(word for word in words if word))
 
 
-def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
-    if lists and tokenizer is None:
-        raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
-    decoded = [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
-    return tuple(dict.fromkeys(word for word in (*words, *decoded) if word))
-
-
-def _speculation(row: _Row, default: str) -> str:
+def _speculation(row: Arrays, default: str) -> str:
     if "speculation" in row:
-        return text_from_value(_one(row, "speculation"), "speculation")
+        return text_from_value(one_value(row, "speculation"), "speculation")
     if "num_draft_tokens" in row:
-        return "on" if int(_one(row, "num_draft_tokens")) > 0 else "off"
+        return "on" if int(one_value(row, "num_draft_tokens")) > 0 else "off"
     return default
 
 
-def _wanted(row: _Row, requested: Collection[str], known: Collection[str], is_one: bool) -> frozenset[str]:
+def _wanted(row: Arrays, requested: Collection[str], known: Collection[str], is_one: bool) -> frozenset[str]:
     if set(requested) != set(known):
         return frozenset(requested)
     unasked = {name for flag, names in FLAGS.items() if not (flag in row and np.any(row[flag])) for name in names}
@@ -269,10 +269,10 @@ def _wanted(row: _Row, requested: Collection[str], known: Collection[str], is_on
     return frozenset(known) - unasked
 
 
-_READERS: Mapping[Kind, Callable[[_Row, str], Any]] = {
-    INTEGER: lambda row, name: int(_one(row, name)),
-    NUMBER: lambda row, name: float(_one(row, name)),
-    FLAG: lambda row, name: bool(_one(row, name)),
+_READERS: Mapping[Kind, Callable[[Arrays, str], Any]] = {
+    INTEGER: lambda row, name: int(one_value(row, name)),
+    NUMBER: lambda row, name: float(one_value(row, name)),
+    FLAG: lambda row, name: bool(one_value(row, name)),
     STRINGS: _texts,
     TOKENS: lambda row, name: tuple(int(token) for token in row[name].reshape(-1)),
 }

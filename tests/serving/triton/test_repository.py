@@ -12,11 +12,12 @@ from speccompile.core.dims import ModelDims
 from speccompile.errors import BundleError
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.serving.triton.config_text import ModelConfig, text_from_config
-from speccompile.serving.triton.contract import TRITON_TYPES, Tensor, old_engine_inputs, old_text_inputs
+from speccompile.serving.triton.contract import TRITON_TYPES, Tensor
 from speccompile.serving.triton.plans import plan_models
 from speccompile.serving.triton.repository import RepositoryOptions, write_backend, write_repository
 from speccompile.serving.triton.settings import Settings, settings_from_args
-from speccompile.serving.triton.trtllm_layout import ensemble_steps, trtllm_models
+from speccompile.serving.triton.trtllm import contract as trtllm
+from speccompile.serving.triton.trtllm.layout import ensemble_steps, trtllm_models
 
 TENSOR = re.compile(r'\{ name: "([^"]+)" data_type: (\w+) dims: \[ ([-\d, ]+) \]( optional: true)? \}')
 PARAMETER = re.compile(r'parameters \{ key: "(\w+)" value \{ string_value: "([^"]*)" \} \}')
@@ -111,9 +112,9 @@ def test_what_old_clients_send_and_read_is_declared():
         assert set(OLD_RESULTS.split()) <= {t.name for t in models[name].outputs}, name
     dtypes = {t.name: t.dtype for t in models["ensemble"].outputs}
     assert [dtypes[name] for name in OLD_RESULTS.split()[:5]] == ["int32", "int32", "float32", "int32", "int32"]
-    required = {t.name for t in old_engine_inputs() if not t.is_optional}
+    required = {t.name for t in trtllm.engine_inputs() if not t.is_optional}
     assert required == {"input_ids", "input_lengths", "request_output_len"}
-    assert {t.name for t in old_text_inputs() if not t.is_optional} == {"text_input", "max_tokens"}
+    assert {t.name for t in trtllm.text_inputs() if not t.is_optional} == {"text_input", "max_tokens"}
 
 
 DIMS = ModelDims("llama", 32, 16, 2, 4, 2, 4, 64)

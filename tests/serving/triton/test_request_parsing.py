@@ -6,17 +6,10 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.serving.triton.contract import (
-    SYNONYMS,
-    old_engine_inputs,
-    old_engine_outputs,
-    old_text_inputs,
-    old_text_outputs,
-    text_inputs,
-    text_outputs,
-)
+from speccompile.serving.triton.contract import text_inputs, text_outputs
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
-from speccompile.serving.triton.trtllm_compat import lists_from_words, old_sampling, words_from_lists
+from speccompile.serving.triton.trtllm import contract as trtllm
+from speccompile.serving.triton.trtllm.rules import TrtllmRules, lists_from_words, sampling_fields, words_from_lists
 
 KNOWN = frozenset(t.name for t in text_outputs(True))
 DEFAULTS = SamplingParams(max_new_tokens=128, temperature=0.7, seed=9)
@@ -40,10 +33,11 @@ def flag(value):
 
 
 def call(requested=KNOWN, known=KNOWN, is_trtllm=False, has_batch=False, eos=(1,), **arrays):
-    return call_from_arrays(arrays, requested, known, Rules(DEFAULTS, eos, Letters(), has_batch, is_trtllm))
+    rules = (TrtllmRules if is_trtllm else Rules)(DEFAULTS, eos, Letters(), has_batch)
+    return call_from_arrays(arrays, requested, known, rules)
 
 
-def test_what_is_not_said_is_the_bundles():
+def test_defaults_come_from_bundle():
     asked = call(text_input=texts("abc"))
     [request] = asked.rows
     assert request.prompt == "abc"
@@ -74,8 +68,8 @@ def test_every_decoding_input_reaches_the_sampler():
     wanted = SamplingParams(5, 0.5, 7, 0.25, 2**64 - 1, 0.125, 1.5, 0.5, -0.5, (), ("x", "yy"), (), True)
     assert request.sampling == wanted
     assert (request.num_outputs, request.timeout_s, request.speculation) == (3, 2.5, "on")
-    declared = {SYNONYMS.get(t.name, t.name) for t in text_inputs(True)}
-    assert {SYNONYMS.get(name, name) for name in given} <= declared
+    declared = {trtllm.SYNONYMS.get(t.name, t.name) for t in text_inputs(True)}
+    assert {trtllm.SYNONYMS.get(name, name) for name in given} <= declared
 
 
 def test_images_are_files_or_base64_of_them():
@@ -107,12 +101,12 @@ def test_images_are_files_or_base64_of_them():
         ({"top_k": 5, "top_p": 0.0}, (1.0, 5, 1.0)),
     ],
 )
-def test_sampling_follows_the_rules_of_the_removed_backend(given, wanted):
-    made = old_sampling(given)
+def test_trtllm_sampling_rules(given, wanted):
+    made = sampling_fields(given)
     assert (made["temperature"], made["top_k"], made["top_p"]) == wanted
 
 
-def test_old_requests_ignore_the_bundles_sampling_but_not_its_length():
+def test_trtllm_requests_take_only_the_length_from_the_bundle():
     [request] = call(is_trtllm=True, text_input=texts("a")).rows
     assert request.sampling == SamplingParams(max_new_tokens=128)
 
@@ -129,12 +123,12 @@ def test_old_requests_ignore_the_bundles_sampling_but_not_its_length():
         ({"return_generation_logits": flag(True)}, "return_generation_logits"),
     ],
 )
-def test_old_inputs_that_would_change_the_answer_are_refused(arrays, message):
+def test_trtllm_inputs_that_would_change_the_answer_are_refused(arrays, message):
     with pytest.raises(RuntimeFault, match=message):
         call(is_trtllm=True, text_input=texts("a"), **arrays)
 
 
-def test_old_inputs_that_ask_for_nothing_are_taken():
+def test_trtllm_no_op_inputs_are_accepted():
     empty = {"beam_width": numbers(1), "bad_words": texts(""), "stop_words": texts(""), "min_tokens": numbers(1)}
     harmless = {"length_penalty": numbers(2.0, dtype=np.float32), "pad_id": numbers(2), "early_stopping": flag(True)}
     [request] = call(is_trtllm=True, text_input=texts("a"), **empty, **harmless).rows
@@ -149,18 +143,17 @@ def test_end_ids():
     assert never.ignore_eos and never.stop_token_ids == ()
 
 
-def test_ids_are_cut_to_their_length_and_word_lists_become_words():
-    asked = call(
-        input_ids=numbers(5, 6, 7, 0), input_lengths=numbers(3), stop_words_list=numbers([1, 2, 3], [2, 3, -1])
-    )
+def test_trtllm_ids_are_cut_to_length_and_word_lists_decoded():
+    lists = {"input_lengths": numbers(3), "stop_words_list": numbers([1, 2, 3], [2, 3, -1])}
+    asked = call(is_trtllm=True, input_ids=numbers(5, 6, 7, 0), **lists)
     assert asked.rows[0].prompt == [5, 6, 7]
     assert asked.rows[0].sampling.stop == ("ab", "c")
     assert asked.texts == ("efg",)
     with pytest.raises(RuntimeFault, match="input_lengths: got 9"):
-        call(input_ids=numbers(5), input_lengths=numbers(9))
+        call(is_trtllm=True, input_ids=numbers(5), input_lengths=numbers(9))
 
 
-def test_word_lists_there_and_back():
+def test_word_lists_round_trip():
     for words in ([], [[1]], [[1, 2], [3]], [[4], [5, 6, 7], [8]]):
         lists = lists_from_words(words)
         assert lists.shape[0] == 2 and lists.dtype == np.int32
@@ -238,12 +231,12 @@ def test_no_name_is_declared_twice_and_the_text_models_agree():
     for tensors in (
         *(text_inputs(has, has) for has in (True, False)),
         *(text_outputs(has) for has in (True, False)),
-        old_text_inputs(),
-        old_text_outputs(),
-        old_engine_inputs(),
-        old_engine_outputs(),
+        trtllm.text_inputs(),
+        trtllm.text_outputs(),
+        trtllm.engine_inputs(),
+        trtllm.engine_outputs(),
     ):
         names = [t.name for t in tensors]
         assert len(set(names)) == len(names)
-    assert {t.name for t in text_inputs(True)} - {"input_ids"} <= {t.name for t in old_text_inputs()}
-    assert {t.name for t in old_text_outputs()} <= {t.name for t in old_engine_outputs()}
+    assert {t.name for t in text_inputs(True)} - {"input_ids"} <= {t.name for t in trtllm.text_inputs()}
+    assert {t.name for t in trtllm.text_outputs()} <= {t.name for t in trtllm.engine_outputs()}

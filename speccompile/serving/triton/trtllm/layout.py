@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The five models of the removed TensorRT-LLM backend, by their names and with their tensors.
+"""Configurations of the five models.
 
 `tensorrt_llm` holds tokenizer and scheduler; the other four are for clients that know them.
 """
@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from speccompile.serving.triton.config_text import ModelConfig, Step
-from speccompile.serving.triton.contract import (
+from speccompile.serving.triton.settings import Settings
+from speccompile.serving.triton.trtllm.contract import (
     ENGINE_NAMES,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
     PREPROCESSING_OUTPUTS,
-    old_engine_inputs,
-    old_engine_outputs,
-    old_text_inputs,
-    old_text_outputs,
+    engine_inputs,
+    engine_outputs,
+    text_inputs,
+    text_outputs,
 )
-from speccompile.serving.triton.settings import Settings
 
 ENGINE, PRE, POST, ENSEMBLE, BLS = "tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls"
 
@@ -48,8 +48,8 @@ def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[st
     """Returns configurations by model name; `settings` are those of the model with the engine, `kind` where it runs."""
     engine = ModelConfig(
         ENGINE,
-        old_engine_inputs(),
-        old_engine_outputs(),
+        engine_inputs(),
+        engine_outputs(),
         is_decoupled=True,
         parameters=replace(settings, rules="trtllm").parameters(),
         kind=kind,
@@ -63,11 +63,11 @@ def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[st
         POST: ModelConfig(
             POST, POSTPROCESSING_INPUTS, POSTPROCESSING_OUTPUTS, parameters=Settings(part="postprocessing").parameters()
         ),
-        ENSEMBLE: ModelConfig(ENSEMBLE, old_text_inputs(), old_text_outputs(), backend="", steps=ensemble_steps()),
+        ENSEMBLE: ModelConfig(ENSEMBLE, text_inputs(), text_outputs(), backend="", steps=ensemble_steps()),
         BLS: ModelConfig(
             BLS,
-            old_text_inputs(),
-            old_text_outputs(),
+            text_inputs(),
+            text_outputs(),
             is_decoupled=True,
             parameters=Settings(part="bls").parameters(),
         ),
@@ -77,8 +77,8 @@ def trtllm_models(settings: Settings, max_batch_size: int, kind: str) -> dict[st
 
 def engine_names() -> dict[str, str]:
     """Returns {text model's input: the engine's name} for the inputs that need no preprocessing."""
-    texts = {tensor.name for tensor in old_text_inputs()}
-    engine = {tensor.name for tensor in old_engine_inputs()}
+    texts = {tensor.name for tensor in text_inputs()}
+    engine = {tensor.name for tensor in engine_inputs()}
     names = {name: ENGINE_NAMES.get(name, name) for name in texts}
     return {name: there for name, there in sorted(names.items()) if there in engine - set(FROM_PREPROCESSING)}
 
@@ -87,7 +87,7 @@ def ensemble_steps() -> list[Step]:
     """Returns the steps preprocessing, tensorrt_llm, postprocessing."""
     made = {output: f"_{output}" for output in FROM_PREPROCESSING.values()}
     inner = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH", "text_output": "_TEXT"}
-    passed = {tensor.name: tensor.name for tensor in old_text_outputs() if tensor.name not in inner}
+    passed = {tensor.name: tensor.name for tensor in text_outputs() if tensor.name not in inner}
     return [
         Step(PRE, TO_PREPROCESSING, made),
         Step(

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from speccompile.errors import SpecCompileError
-from speccompile.serving.triton.contract import FAILURE, old_engine_outputs, old_text_outputs
+from speccompile.serving.triton.contract import FAILURE
 from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID
 from speccompile.serving.triton.request_parsing import check_parameters
 from speccompile.serving.triton.settings import settings_from_args
-from speccompile.serving.triton.trtllm_layout import FROM_PREPROCESSING, TO_PREPROCESSING, engine_names
+from speccompile.serving.triton.trtllm.contract import engine_outputs, text_outputs
+from speccompile.serving.triton.trtllm.layout import FROM_PREPROCESSING, TO_PREPROCESSING, engine_names
 
 POLL_S = 0.1
 MAX_THREADS = 512  # a thread waits, mostly; the engine's queue is what bounds the work
@@ -100,8 +101,8 @@ class BlsPart:
 
     def _wanted(self, request: Any) -> list[str]:
         named = list(request.requested_output_names())
-        everything = {tensor.name for tensor in old_text_outputs()}
-        return [t.name for t in old_engine_outputs()] if set(named) == everything else [*named, FAILURE.name]
+        everything = {tensor.name for tensor in text_outputs()}
+        return [t.name for t in engine_outputs()] if set(named) == everything else [*named, FAILURE.name]
 
     def _run(self, relay: Relay, arrays: dict[str, Any], wanted: list[str], parameters: str) -> None:
         pb = self._pb
@@ -144,7 +145,7 @@ class BlsPart:
         if FAILURE.name in tensors:
             kind, message = (word.decode() for word in tensors[FAILURE.name].as_numpy().reshape(-1))
             return self._pb.TritonError(message, getattr(self._pb.TritonError, kind))
-        known = {tensor.name for tensor in old_text_outputs()}
+        known = {tensor.name for tensor in text_outputs()}
         outputs = [self._pb.Tensor(name, t.as_numpy()) for name, t in tensors.items() if name in known]
         if outputs and not relay.is_stopped:
             relay.sender.send(self._pb.InferenceResponse(outputs))

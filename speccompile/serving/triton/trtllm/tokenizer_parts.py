@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault, SpecCompileError
 from speccompile.runtime.text import text_of_tokens
-from speccompile.serving.triton.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, Tensor
+from speccompile.serving.triton.contract import Tensor
 from speccompile.serving.triton.probe import check_tensors
-from speccompile.serving.triton.request_parsing import text_from_value
+from speccompile.serving.triton.request_parsing import Arrays, text_from_value
 from speccompile.serving.triton.settings import settings_from_args
-from speccompile.serving.triton.trtllm_compat import Arrays, lists_from_words
+from speccompile.serving.triton.trtllm.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
+from speccompile.serving.triton.trtllm.rules import lists_from_words
 
 Row = Mapping[str, NDArray[Any]]
 Results = dict[str, NDArray[Any]]

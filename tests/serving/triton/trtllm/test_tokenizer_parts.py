@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from speccompile.errors import RuntimeFault
-from speccompile.serving.triton.tokenizer_parts import postprocess, preprocess, results_from_arrays
-from speccompile.serving.triton.trtllm_compat import words_from_lists
+from speccompile.serving.triton.trtllm.rules import words_from_lists
+from speccompile.serving.triton.trtllm.tokenizer_parts import postprocess, preprocess, results_from_arrays
 
 
 class Letters:

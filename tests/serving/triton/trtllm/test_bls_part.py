@@ -3,7 +3,7 @@
 
 import threading
 
-from speccompile.serving.triton.bls_part import OpenRelays, Relay
+from speccompile.serving.triton.trtllm.bls_part import OpenRelays, Relay
 
 
 class Sender:

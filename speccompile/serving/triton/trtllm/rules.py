@@ -6,15 +6,16 @@ A value that would change the output and that we do not honour is refused, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
-
-Arrays = Mapping[str, NDArray[Any]]
+from speccompile.serving.triton.request_parsing import Arrays, Decoder, Rules, given_sampling, one_value
+from speccompile.serving.triton.trtllm.contract import INPUT_LENGTHS, SYNONYMS
 
 # Input -> the value that is accepted. `pad_id`, `length_penalty` and `early_stopping` have no effect without beams.
 _ONLY: dict[str, tuple[Callable[[NDArray[Any]], bool], str]] = {
@@ -28,21 +29,38 @@ _ONLY: dict[str, tuple[Callable[[NDArray[Any]], bool], str]] = {
 }
 
 
-def check_old_inputs(arrays: Arrays) -> None:
-    """Refuse values that would change the answer and are not supported.
+class TrtllmRules(Rules):
+    """The rules of the removed backend; those of the bundle give the length of an answer alone."""
 
-    Raises:
-        RuntimeFault: such a value.
-    """
-    for name, (is_right, expected) in _ONLY.items():
-        value = arrays.get(name)
-        if value is not None and not is_right(value):
-            raise RuntimeFault(
-                name, _shown(value), expected, "Leave it out; docs/how_to/migrate_tensorrt_llm.md has the list."
-            )
+    synonyms: ClassVar = SYNONYMS
+
+    def check(self, arrays: Arrays) -> None:
+        for name, (is_right, expected) in _ONLY.items():
+            value = arrays.get(name)
+            if value is not None and not is_right(value):
+                todo = "Leave it out; docs/how_to/migrate_tensorrt_llm.md has the list."
+                raise RuntimeFault(name, _shown(value), expected, todo)
+
+    def sampling(self, row: Arrays) -> SamplingParams:
+        given = given_sampling(row)
+        if "embedding_bias" in row:
+            bias = row["embedding_bias"].reshape(-1)
+            given["logit_bias"] = {int(token): float(bias[token]) for token in np.flatnonzero(bias)}
+        if "stop_words_list" in row:
+            given["stop"] = _joined(given.get("stop", ()), words_from_lists(row["stop_words_list"]), self.tokenizer)
+        fields = {"max_new_tokens": self.defaults.max_new_tokens, **sampling_fields(given), **self.ends(row)}
+        return SamplingParams(**fields)
+
+    def tokens(self, row: Arrays, ids: list[int]) -> list[int]:
+        if INPUT_LENGTHS.name not in row:
+            return ids
+        length = int(one_value(row, INPUT_LENGTHS.name))
+        if not 0 <= length <= len(ids):
+            raise RuntimeFault(INPUT_LENGTHS.name, str(length), f"at most {len(ids)}, the ids sent", "Correct it.")
+        return ids[:length]
 
 
-def old_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `SamplingParams` by the removed backend's rules, whatever the bundle's defaults are.
 
     Neither top-k nor top-p, or top-k 1: greedy, even with a temperature. Temperature is 1 by default; top-p 0
@@ -55,6 +73,13 @@ def old_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         return {**rest, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
     heat = float(given.get("temperature", 1.0))
     return {**rest, "temperature": heat, "top_k": max(top_k, 0), "top_p": top_p if top_p > 0 else 1.0}
+
+
+def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
+    if lists and tokenizer is None:
+        raise RuntimeFault("stop_words_list", "words", "a bundle with a tokenizer", "Use end_id.")
+    decoded = [tokenizer.decode(ids) for ids in lists if tokenizer is not None]
+    return tuple(dict.fromkeys(word for word in (*words, *decoded) if word))
 
 
 def words_from_lists(words: NDArray[Any]) -> list[list[int]]:
