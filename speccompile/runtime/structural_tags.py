@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural tags as grammars of llguidance: free text in which tags stand, in the older form and in the newer.
+"""Structural tags as grammars of llguidance: free text with tags in it, in the older form and in the newer.
 
-The newer form, `{"type": "structural_tag", "format": {...}}`, has the format types of xgrammar's public API. What holds
-neither a JSON schema nor a special token is a regular language, and becomes one terminal: it accepts exactly the texts
+llguidance knows the older form alone, and takes every trigger like <...> for a special token. So the older form is
+converted to `triggered_tags` of the newer one.
+
+The newer form, `{"type": "structural_tag", "format": {...}}`, has the format types of xgrammar's public API. A part
+without a JSON schema or a special token is a regular language. It becomes one terminal, which accepts exactly the texts
 of the format, however its parts overlap. At the border of a JSON value or a special token each side is matched as far
 as it goes. Free text before a tag's end, or before a trigger, ends where that text occurs for the first time.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -48,56 +52,48 @@ def lark_from_structural_tag(tag: Any, vocabulary: Any) -> str:
         RuntimeFault: it has neither form, or a type or an option that is not known.
         KeyError, TypeError: a structure lacks one of its parts, or is none.
     """
-    if isinstance(tag, dict) and "format" in tag:
-        others = sorted(set(tag) - {"type", "format"})
-        if others:
-            _refuse(f"format and {' and '.join(others)}", "format alone", "Leave the others out.")
-        return _Translation(vocabulary).lark(tag["format"])
-    return _lark_from_structures(tag, vocabulary)
+    if not isinstance(tag, dict) or "format" not in tag:
+        return _Translation(vocabulary).lark(_format_from_structures(tag))
+    if others := sorted(set(tag) - {"type", "format"}):
+        _refuse(f"format and {' and '.join(others)}", "format alone", "Leave the others out.")
+    return _Translation(vocabulary).lark(tag["format"])
 
 
 def _refuse(got: str, expected: str, todo: str) -> NoReturn:
     raise RuntimeFault(f"{WHERE} (structural_tag)", got[:300], expected, todo)
 
 
-def _lark_from_structures(tag: Any, vocabulary: Any) -> str:
-    """Returns the older form as a grammar: free text, in which a trigger begins one of the structures."""
+def _format_from_structures(tag: Any) -> dict[str, Any]:
+    """Returns the older form as a format of the newer one."""
     structures, triggers = (tag.get("structures"), tag.get("triggers")) if isinstance(tag, dict) else (None, None)
     if not structures or not triggers or not all(isinstance(text, str) and text for text in triggers):
         expected = "structures with triggers, or a format"
         _refuse("no structures, or no triggers", expected, "Correct the structural_tag.")
-    rules, names = [], []
-    for at, structure in enumerate(structures):
+    tags, used = [], list[str]()
+    for structure in structures:
         begin, end, schema = structure["begin"], structure["end"], structure["schema"]
-        trigger = next((text for text in triggers if begin.startswith(text)), None)
-        if trigger is None:
+        found = [text for text in triggers if begin.startswith(text)]
+        if not found:
             got = f"a structure that begins with {begin!r}, which is after no trigger"
             _refuse(got, "a trigger at its beginning", "Name its beginning among the triggers.")
-        special = _special(trigger, vocabulary)
-        rest = [json.dumps(text) for text in (begin[len(str(trigger)) :],) if text]
-        last = [json.dumps(end)] if end else []
-        body = " ".join([*rest, f"%json {json.dumps(schema)}", *last])
-        if special is None:
-            rules += [f"head_{at}[lazy]: TEXT {json.dumps(trigger)}", f"tag_{at}: head_{at} {body}"]
-        else:
-            rules.append(f"tag_{at}: TEXT {special} {body}")
-        names.append(f"tag_{at}")
-    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules]
-    return "\n".join(lines)
-
-
-def _special(text: str, vocabulary: Any) -> str | None:
-    """Returns how a grammar names a special token; None: the text is none."""
-    tokens = vocabulary.tokenize_str(text, parse_special=True)
-    return f"<[{tokens[0]}]>" if len(tokens) == 1 and vocabulary.is_special_token(tokens[0]) else None
+        used.append(min(found, key=len))  # longer ones add nothing
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    return {"type": "triggered_tags", "triggers": list(dict.fromkeys(used)), "tags": tags}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """An expression in Lark's syntax; a regular one may stand in a terminal, with `&` and `~`."""
+    """An expression in Lark's syntax.
+
+    Args:
+        is_regular: it may stand in a terminal, with `&` and `~`.
+        is_open: it ends with free text that only the text after it can end.
+    """
 
     text: str
     is_regular: bool = True
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,17 +110,45 @@ class _Translation:
     def __init__(self, vocabulary: Any) -> None:
         self._vocabulary = vocabulary
         self._lines: list[str] = []
-        self._types: dict[str, Callable[[dict[str, Any], str, str, int], _Part]] = {
-            name: getattr(self, f"_{name}") for name in FORMATS
-        }
 
     def lark(self, asked: Any) -> str:
         whole = self._terminal(self._part(asked, "format", "", 0))
         return "\n".join(["%llguidance {}", f"start: {whole}", *self._lines])
 
     def _part(self, asked: Any, path: str, end: str, depth: int, is_tag: bool = False) -> _Part:
-        kind = self._kind(asked, path, depth, is_tag)
-        return self._types[kind](asked, path, end, depth + 1)
+        """Returns a format with the end after it."""
+        match self._kind(asked, path, depth, is_tag):
+            case "const_string":
+                return self._ended(self._literals(_text(asked, "value", path)), end)
+            case "json_schema":
+                schema = {} if asked["json_schema"] is True else asked["json_schema"]
+                _given(schema, isinstance(schema, dict), f"{path}.json_schema", "a schema, an object or true")
+                return self._ended(_Part(f"%json {json.dumps(schema)}", False), end)
+            case "regex":
+                return self._ended(_Part(_regex_literal(_text(asked, "pattern", path))), end)
+            case "any_text":
+                return self._until(self._mark(end), [self._mark(end)]) if end else _Part(_ANY, is_open=True)
+            case "sequence":
+                *firsts, last = enumerate(_list(asked, "elements", path))
+                parts = [self._limited(element, f"{path}.elements[{at}]", depth + 1) for at, element in firsts]
+                return self._join([*parts, self._part(last[1], f"{path}.elements[{last[0]}]", end, depth + 1)])
+            case "or":
+                elements = enumerate(_list(asked, "elements", path))
+                return self._either([self._part(one, f"{path}.elements[{at}]", end, depth + 1) for at, one in elements])
+            case "tag":
+                begin = self._literals(_text(asked, "begin", path, may_be_empty=True))
+                return self._join([begin, self._rest_of_tag(asked, path, end, depth + 1)])
+            case "triggered_tags":
+                return self._triggered_tags(asked, path, end, depth + 1)
+            case "tags_with_separator":
+                return self._tags_with_separator(asked, path, end, depth + 1)
+            case "optional":
+                content = self._part(asked["content"], f"{path}.content", end, depth + 1)
+                return self._either([content, self._literals(end)])
+            case kind:
+                content = self._limited(asked["content"], f"{path}.content", depth + 1)
+                times = {"star": "*", "plus": "+"}.get(kind) or _times(asked, path)
+                return self._ended(_Part(f"({content.text}){times}", content.is_regular), end)
 
     def _kind(self, asked: Any, path: str, depth: int, is_tag: bool = False) -> str:
         """Returns the type of a format that has the names of its type."""
@@ -154,31 +178,22 @@ class _Translation:
     def _named(self, part: _Part) -> _Part:
         name = f"{'T' if part.is_regular else 'r'}{len(self._lines)}"
         self._lines.append(f"{name}: {part.text}")
-        return _Part(name, part.is_regular)
+        return _Part(name, part.is_regular, part.is_open)
 
     def _join(self, parts: Sequence[_Part]) -> _Part:
-        texts, run, are_regular = list[str](), list[str](), all(part.is_regular for part in parts)
-        for part in parts:
-            if part.is_regular:
-                run.append(part.text)
-                continue
-            if run:
-                texts.append(self._terminal(_Part(" ".join(run))))
-                run = []
-            texts.append(part.text)
-        if run:
-            texts.append(" ".join(run) if are_regular else self._terminal(_Part(" ".join(run))))
-        return _Part(f"({' '.join(texts)})" if texts else '""', are_regular)
+        """Returns parts one after another; regular ones that are neighbours are one terminal."""
+        texts, are_regular = list[str](), all(part.is_regular for part in parts)
+        for is_regular, run in itertools.groupby(parts, key=lambda part: part.is_regular):
+            text = " ".join(part.text for part in run)
+            texts.append(self._terminal(_Part(text)) if is_regular and not are_regular else text)
+        return _Part(f"({' '.join(texts)})" if texts else '""', are_regular, bool(parts) and parts[-1].is_open)
 
     def _either(self, parts: Sequence[_Part]) -> _Part:
         regular = [part.text for part in parts if part.is_regular]
         texts = [part.text for part in parts if not part.is_regular]
         if regular and texts:
             regular = [self._terminal(_Part(" | ".join(regular)))]
-        return _Part(f"({' | '.join(regular + texts)})", not texts)
-
-    def _times(self, part: _Part, times: str) -> _Part:
-        return _Part(f"({part.text}){times}", part.is_regular)
+        return _Part(f"({' | '.join(regular + texts)})", not texts, any(part.is_open for part in parts))
 
     def _pieces(self, text: str) -> list[_Part]:
         parts, left = list[_Part](), text
@@ -213,42 +228,10 @@ class _Translation:
 
     def _without(self, marks: Sequence[_Mark]) -> _Part:
         plain = " | ".join(mark.text for mark in marks if not mark.special)
-        return _Part(f"({_ANY} & ~({_ANY} ({plain}) {_ANY}))" if plain else _ANY)
+        return _Part(f"({_ANY} & ~({_ANY} ({plain}) {_ANY}))" if plain else _ANY, is_open=True)
 
     def _ended(self, part: _Part, end: str) -> _Part:
         return self._join([part, self._literals(end)]) if end else part
-
-    def _const_string(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        return self._ended(self._literals(_text(asked, "value", path)), end)
-
-    def _json_schema(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        schema = {} if asked["json_schema"] is True else asked["json_schema"]
-        _given(schema, isinstance(schema, dict), f"{path}.json_schema", "a schema, an object or true")
-        return self._ended(_Part(f"%json {json.dumps(schema)}", False), end)
-
-    def _regex(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        return self._ended(_Part(_regex_literal(_text(asked, "pattern", path))), end)
-
-    def _any_text(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        if not end:
-            return _Part(_ANY)
-        mark = self._mark(end)
-        return self._until(mark, [mark])
-
-    def _sequence(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        elements = _list(asked, "elements", path)
-        *firsts, last = enumerate(elements)
-        parts = [self._limited(element, f"{path}.elements[{at}]", depth) for at, element in firsts]
-        return self._join([*parts, self._part(last[1], f"{path}.elements[{last[0]}]", end, depth)])
-
-    def _or(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        elements = _list(asked, "elements", path)
-        parts = [self._part(one, f"{path}.elements[{at}]", end, depth) for at, one in enumerate(elements)]
-        return self._either(parts)
-
-    def _tag(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        begin = self._literals(_text(asked, "begin", path, may_be_empty=True))
-        return self._join([begin, self._rest_of_tag(asked, path, end, depth)])
 
     def _rest_of_tag(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
         own = _text(asked, "end", path, may_be_empty=True)
@@ -274,7 +257,7 @@ class _Translation:
                 _refuse(got, "one trigger at its beginning", "Correct the triggers.")
             body = self._named(self._rest_of_tag(tag, here, last, depth + 1))
             if not is_single:
-                _check_limited(tag, here)
+                _check_limited(body, tag, here)
             wholes.append(self._join([*self._pieces(begin), body]))
             bodies[found[0]].append(self._join([*self._pieces(begin[len(found[0]) :]), body]))
         if unused := [trigger for trigger, parts in bodies.items() if not parts]:
@@ -287,7 +270,8 @@ class _Translation:
         first = self._either(wholes)
         if is_single:
             return first if needs_one else self._either([*parts, rest])
-        tail = [self._times(self._either(parts), "*"), rest]
+        either = self._either(parts)
+        tail = [_Part(f"({either.text})*", either.is_regular), rest]
         return self._join([first, *tail] if needs_one else tail)
 
     def _tags_with_separator(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
@@ -297,65 +281,34 @@ class _Translation:
         for at, tag in enumerate(_list(asked, "tags", path)):
             tags.append(self._part(tag, f"{path}.tags[{at}]", last, depth, is_tag=True))
             if not is_single:
-                _check_limited(tag, f"{path}.tags[{at}]")
-        one, none = self._either(tags), self._literals(end)
+                _check_limited(tags[-1], tag, f"{path}.tags[{at}]")
+        one = self._either(tags)
         if not is_single:
             one = self._named(one)
-            more = self._times(self._join([*separator, one]), "*")
-            one = self._ended(self._join([one, more]), end)
-        return one if needs_one else self._either([one, none])
-
-    def _optional(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        return self._either([self._part(asked["content"], f"{path}.content", end, depth), self._literals(end)])
-
-    def _star(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        return self._repeated(asked, path, end, depth, "*")
-
-    def _plus(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        return self._repeated(asked, path, end, depth, "+")
-
-    def _repeat(self, asked: dict[str, Any], path: str, end: str, depth: int) -> _Part:
-        low, high = asked["min"], asked["max"]
-        are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in (low, high))
-        if not are_numbers or not 0 <= low <= (MAX_REPEAT if high == -1 else high) <= MAX_REPEAT:
-            expected = f"0 <= min <= max <= {MAX_REPEAT}, or -1 as max: without a bound"
-            _refuse(f"{path}: min {low!r} and max {high!r}", expected, "Correct them.")
-        return self._repeated(asked, path, end, depth, f"{{{low},{'' if high == -1 else high}}}")
-
-    def _repeated(self, asked: dict[str, Any], path: str, end: str, depth: int, times: str) -> _Part:
-        return self._ended(self._times(self._limited(asked["content"], f"{path}.content", depth), times), end)
+            more = self._join([*separator, one])
+            one = self._ended(self._join([one, _Part(f"({more.text})*", more.is_regular)]), end)
+        return one if needs_one else self._either([one, self._literals(end)])
 
     def _limited(self, asked: Any, path: str, depth: int) -> _Part:
         part = self._part(asked, path, "", depth)
-        _check_limited(asked, path)
+        _check_limited(part, asked, path)
         return part
 
 
-def _check_limited(asked: dict[str, Any], path: str) -> None:
-    if _is_unlimited(asked):
+def _check_limited(part: _Part, asked: dict[str, Any], path: str) -> None:
+    if part.is_open:
         got = f"{path}: {asked.get('type', 'tag')}, which holds free text that nothing ends, before other text"
         _refuse(got, "free text at the end, or in a tag with an end", "Put a tag with an end around it.")
 
 
-def _is_unlimited(asked: dict[str, Any]) -> bool:
-    """Returns whether a format, known to be right, ends with free text that only what is around it can end."""
-    match asked.get("type", "tag"):
-        case "any_text":
-            return True
-        case "triggered_tags":
-            is_one = asked.get("at_least_one") and asked.get("stop_after_first")
-            return not is_one or any(map(_is_unlimited, asked["tags"]))
-        case "tags_with_separator":
-            return any(map(_is_unlimited, asked["tags"]))
-        case "sequence":
-            return _is_unlimited(asked["elements"][-1])
-        case "or":
-            return any(map(_is_unlimited, asked["elements"]))
-        case "tag":
-            return not asked["end"] and _is_unlimited(asked["content"])
-        case "optional":
-            return _is_unlimited(asked["content"])
-    return False
+def _times(asked: dict[str, Any], path: str) -> str:
+    """Returns how often the content of `repeat` stands."""
+    low, high = asked["min"], asked["max"]
+    are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in (low, high))
+    if not are_numbers or not 0 <= low <= (MAX_REPEAT if high == -1 else high) <= MAX_REPEAT:
+        expected = f"0 <= min <= max <= {MAX_REPEAT}, or -1 as max: without a bound"
+        _refuse(f"{path}: min {low!r} and max {high!r}", expected, "Correct them.")
+    return f"{{{low},{'' if high == -1 else high}}}"
 
 
 def _regex_literal(pattern: str) -> str:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections: how many there may be, and how long one may wait for its request or leave its answer unread."""
+"""Limits on connections: their number, the time for a request's header, and the time that an answer stays unread.
+
+`speccompile serve` promises them without a proxy in front: its options --max-connections, --header-timeout-s,
+--keep-alive-s and --write-timeout-s (docs/reference/server.md). uvicorn has only the keep-alive time. So slow and
+hostile clients can take neither all files of the process nor the memory of unread answers. The module uses uvicorn's
+class for h11 and its state of connections, which are not a public API.
+"""
 
 from __future__ import annotations
 
