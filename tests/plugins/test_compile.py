@@ -158,15 +158,6 @@ def test_a_compiler_is_looked_for_in_cuda_home(tmp_path: Path, monkeypatch: pyte
     assert kernels.find_nvcc() == tmp_path / "bin/nvcc"
 
 
-def test_ptx_is_described_by_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "find_nvcc", lambda: Path("nvcc"))
-    monkeypatch.setattr(kernels, "_nvcc_version", lambda nvcc: "nvcc: a compiler\nrelease 13.0\n")
-    assert kernels.describe_ptx((9, 0)) == {"arch": "compute_90", "compiler": "release 13.0"}
-    monkeypatch.setattr(kernels, "_nvcc_version", lambda nvcc: None)
-    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: FakeNvrtc())
-    assert kernels.describe_ptx((12, 0)) == {"arch": "compute_120", "compiler": "nvrtc (13, 0)"}
-
-
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_nvrtc(name: str) -> None:
         raise ImportError(name)

@@ -49,7 +49,6 @@ class TensorRTBackend(Backend):
             f"backends/tensorrt/{module}"
             for module in (
                 *(
-                    "aot_plugins",
                     "backend",
                     "build_child",
                     "builder",
@@ -109,7 +108,6 @@ class TensorRTBackend(Backend):
         """
         from speccompile.backends.tensorrt.plugin_names import PLUGIN_OPS
         from speccompile.backends.writing import lower_and_save
-        from speccompile.passes.drop_bodies import drop_bodies_pass
         from speccompile.passes.pipelines import tensorrt_table
         from speccompile.passes.stored_rows import stored_rows
 
@@ -121,10 +119,7 @@ class TensorRTBackend(Backend):
         rows = stored_rows(quantization, options)
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins, rows=rows)
         source = dest / LOWERED_FILE
-        # A body takes precedence over the ahead-of-time form; the parser can be told to prefer the other forms.
-        finish = (drop_bodies_pass(plugins),) if config.plugins == "aot" else ()
-        bodies: dict[str, Any] = {"dialect": "tensorrt", "max_nodes": options.max_nodes, "finish": finish}
-        report = lower_and_save(model, table, source, progress, **bodies)
+        report = lower_and_save(model, table, source, progress, dialect="tensorrt", max_nodes=options.max_nodes)
         if options.consumes_model:
             _release(model)
         used = [op for op in plugins if f"speccompile::{op}" in report["op_histogram"]["after"]]
@@ -204,7 +199,6 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.plugin_names import SPEC_VERIFY
         from speccompile.backends.tensorrt.profiles import make_profiles
-        from speccompile.passes.rollback import cache_groups
 
         refuse_states_alone(spec)
         config = config_from_options(options)
@@ -214,9 +208,6 @@ class TensorRTBackend(Backend):
             got = f"{odd[0]} of {own.state_shapes(1)[odd[0]][1:]} a slot"
             expected = f"a multiple of {ADDRESS_BYTES} bytes: TensorRT takes no other addresses"
             raise BuildError(f"engine.backend tensorrt, {spec.name}", got, expected, "Build with max_batch_size: 1.")
-        if config.plugins == "aot" and _compacts(spec) and (num_sizes := len(cache_groups(spec))) > 1:
-            got, expected = f"{num_sizes} sizes of caches in {spec.name}", "one: KVRollback has one kernel"
-            raise BuildError("engine.plugins aot", got, expected, "Build with engine.plugins: native.")
         profiles = make_profiles(own, options)
         plugins = [SPEC_VERIFY] if _verifies(spec) and config.has_plugins else []
         settings.settings_from_options(variant.can, own, options, profiles, plugins, quantization)

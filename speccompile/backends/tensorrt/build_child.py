@@ -25,7 +25,6 @@ from typing import Any
 from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 from speccompile.backends.tensorrt import network as networks
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt, text_from_lines
-from speccompile.backends.tensorrt.kernels import describe_ptx
 from speccompile.backends.tensorrt.variants import Variant
 from speccompile.common.disk import error_from_fault
 from speccompile.core.specs import spec_from_json
@@ -54,7 +53,7 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
 
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
-        network}, "variant", "version"}; `plugin_ptx` where PTX is embedded: see `kernels.describe_ptx`.
+        network}, "variant", "version"}.
 
     Raises:
         BuildError: see `network` and the builder's own reasons.
@@ -63,12 +62,12 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     variant = load_tensorrt(request["variant"])
     variant.logger.listener = lambda level, text: send({"log": [level, text]}) if level <= 2 else None
     settings, source, dest = request["settings"], Path(request["onnx"]), Path(request["plan"])
-    trt, spec, form = variant.trt, spec_from_json(request["spec"]), settings["plugin_form"]
+    trt, spec = variant.trt, spec_from_json(request["spec"])
     if settings["plugins"]:
-        _register_plugins(trt, settings["plugins"], form, len(spec.caches), variant.can.needs_gpu_to_build)
+        _register_plugins(trt, settings["plugins"], variant.can.needs_gpu_to_build)
     builder = trt.Builder(variant.logger)
     with _stage("parse", stages, send):
-        network, parser = networks.parse_network(variant, builder, source, settings["plugins"], form)
+        network, parser = networks.parse_network(variant, builder, source, settings["plugins"])
         networks.check_network(variant, network, spec)
         plugin_layers = networks.count_plugins(variant, network)
         config = networks.configure(variant, builder, settings)
@@ -88,17 +87,10 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
         networks.save_timing_cache(config, timing_cache)
     del parser
     names: dict[str, Any] = {"variant": variant.name, "version": variant.version}
-    if settings["plugins"] and form == "aot":
-        names["plugin_ptx"] = describe_ptx(find_compute_capabilities()[0])
     return {"stages": stages, "plan_bytes": writer.num_bytes, "plugin_layers": plugin_layers, **names}
 
 
-def _register_plugins(trt: ModuleType, plugins: Sequence[str], form: str, num_caches: int, needs_gpu: bool) -> None:
-    if form == "aot":
-        from speccompile.backends.tensorrt.aot_plugins import register_aot_plugins
-
-        register_aot_plugins(trt, find_compute_capabilities()[0], num_caches)
-        return
+def _register_plugins(trt: ModuleType, plugins: Sequence[str], needs_gpu: bool) -> None:
     from speccompile.backends.tensorrt.kernels import compile_kernels
     from speccompile.backends.tensorrt.plugins import register_plugins
 

@@ -43,11 +43,10 @@ class Config:
     variant: Literal["auto", "tensorrt", "tensorrt_rtx"] = parameter(
         "auto", beside_section=True, description="Which TensorRT builds; 'auto' is the one that is installed."
     )
-    plugins: Literal["auto", "native", "aot", "none"] = parameter(
+    plugins: Literal["auto", "native", "none"] = parameter(
         "auto",
         beside_section=True,
-        description="Custom kernels in TensorRT's plans: 'native', 'aot' to embed them as PTX (full TensorRT only), or "
-        "'none' for standard operators alone.",
+        description="Custom kernels in TensorRT's plans: 'native', or 'none' for standard operators alone.",
     )
     compute_capabilities: tuple[str | float, ...] = parameter(
         (),

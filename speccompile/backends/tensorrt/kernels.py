@@ -117,16 +117,6 @@ def _find_compiler() -> tuple[Path | None, str]:
     return None, f"nvrtc {nvrtc.nvrtcVersion()[1:]}"
 
 
-def describe_ptx(capability: tuple[int, int]) -> dict[str, str]:
-    """Returns what PTX is made for and by: an older driver than the compiler's CUDA may refuse it.
-
-    Raises:
-        BuildError: there is no compiler.
-    """
-    _, compiler = _find_compiler()
-    return {"arch": "compute_{}{}".format(*capability), "compiler": compiler.strip().splitlines()[-1]}
-
-
 @functools.cache
 def _nvcc_version(nvcc: Path) -> str | None:
     try:

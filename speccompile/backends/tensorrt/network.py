@@ -18,14 +18,11 @@ from speccompile.errors import BuildError
 GIB = 1 << 30
 
 
-def parse_network(
-    variant: Variant, builder: Any, path: Path, plugins: Sequence[str], form: str = "python"
-) -> tuple[Any, Any]:
+def parse_network(variant: Variant, builder: Any, path: Path, plugins: Sequence[str]) -> tuple[Any, Any]:
     """Parse a lowered graph; its weights are mapped from the file, not read.
 
     Args:
         plugins: ops that become plugins even where they have a body; empty: bodies are used.
-        form: `python`, or `aot`: the kernels are stored in the plan.
 
     Returns:
         The network, and the parser, which owns the weights and must outlive the build.
@@ -33,13 +30,10 @@ def parse_network(
     Raises:
         BuildError: an operator or attribute that TensorRT does not support, or a missing plugin.
     """
-    trt, flags = variant.trt, 0
-    if plugins and form == "aot":
-        flags |= 1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS)
-    network = builder.create_network(flags)
+    trt, network = variant.trt, builder.create_network(0)
     network.name = path.stem
     parser = trt.OnnxParser(network, variant.logger)
-    if plugins and form == "python":
+    if plugins:
         parser.set_flag(trt.OnnxParserFlag.ENABLE_PLUGIN_OVERRIDE)
     if not parser.parse_from_file(str(path)):
         raise _parse_error(path, variant, parser)

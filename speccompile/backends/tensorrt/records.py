@@ -35,11 +35,10 @@ def make_record(
     """Returns the record of a plan that was just built.
 
     Returns:
-        {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_form", "plugin_abi",
+        {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_abi",
         "plugin_layers": {op: layers of the network}, "flags", "cleared_flags", "workspace_gib", "optimization_level",
         "profiles", "plan_bytes", "lowered_weights_bytes": in `source`,
-        "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}; "plugin_ptx" where PTX is
-        embedded: see `kernels.describe_ptx`.
+        "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
     """
     return {
         "variant": built["variant"],
@@ -47,10 +46,8 @@ def make_record(
         "platform": machine_name(),
         "compute_capabilities": list(settings["compute_capabilities"]),
         "plugins": list(settings["plugins"]),
-        "plugin_form": settings["plugin_form"],
         "plugin_abi": plugin_abi_of(bool(settings["plugins"])),
         "plugin_layers": dict(built["plugin_layers"]),
-        **{key: built[key] for key in ("plugin_ptx",) if key in built},
         "flags": list(settings["flags"]),
         "cleared_flags": list(settings["cleared_flags"]),
         "workspace_gib": settings["workspace_gib"],
@@ -80,7 +77,7 @@ def plugin_abi_of(has_plugins: bool) -> dict[str, Any] | None:
 
 
 def plugins_to_register(*records: Mapping[str, Any]) -> list[str]:
-    return sorted({op for record in records if record.get("plugin_form") != "aot" for op in record["plugins"]})
+    return sorted({op for record in records for op in record["plugins"]})
 
 
 def write_record(plan: Path, record: Mapping[str, Any]) -> None:

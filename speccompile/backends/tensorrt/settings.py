@@ -41,9 +41,6 @@ def settings_from_options(
     if level != "auto" and not variant.supports_optimization_level:
         got, expected = f"{level} with variant {variant.name}", "auto, as this variant has no such levels"
         raise BuildError("engine.tensorrt.optimization_level", got, expected, "Leave it out.")
-    if config.plugins == "aot" and not variant.supports_aot_plugins:
-        todo = "Write native, or build with engine.variant: tensorrt."
-        raise BuildError("engine.plugins", f"aot with variant {variant.name}", "native or none", todo)
     if SPEC_VERIFY in plugins:
         _check_plugin("engine.max_draft_nodes", options.max_nodes - 1, MAX_NODES - 1)
         _check_plugin(f"the vocabulary of {spec.name}", spec.vocab_size, MAX_VOCAB)
@@ -56,7 +53,6 @@ def settings_from_options(
         "workspace_gib": config.workspace_gib,
         "optimization_level": level,
         "plugins": list(plugins),
-        "plugin_form": "aot" if config.plugins == "aot" else "python",
         "profiles": [profile.shapes(spec) for profile in profiles],
     }
 

@@ -34,7 +34,6 @@ class Capabilities:
         library, parser_library: file names of its shared libraries, as its wheel ships them.
         unversioned_library: the name its ONNX parser opens at the first plugin node; None: no workaround is needed.
         supports_compute_capabilities: a plan can be built for named GPUs other than this machine's.
-        supports_aot_plugins: plugins can be embedded in the plan as PTX.
         supports_timing_cache: measured kernels can be kept for the next build.
         supports_optimization_level: the builder searches longer at a higher level.
         supports_version_compatible: a plan can be made loadable by later versions of TensorRT.
@@ -51,7 +50,6 @@ class Capabilities:
     unversioned_library: str | None
     needs_gpu_to_build: bool
     supports_compute_capabilities: bool
-    supports_aot_plugins: bool
     supports_timing_cache: bool
     supports_optimization_level: bool
     supports_version_compatible: bool
@@ -69,7 +67,6 @@ TENSORRT = Capabilities(
     unversioned_library=None,
     needs_gpu_to_build=True,
     supports_compute_capabilities=False,
-    supports_aot_plugins=True,
     supports_timing_cache=True,
     supports_optimization_level=True,
     supports_version_compatible=True,
@@ -88,7 +85,6 @@ TENSORRT_RTX = Capabilities(
     unversioned_library="libtensorrt_rtx.so",
     needs_gpu_to_build=False,
     supports_compute_capabilities=True,
-    supports_aot_plugins=False,
     supports_timing_cache=False,
     supports_optimization_level=False,
     supports_version_compatible=False,

@@ -63,9 +63,7 @@ def comment(bundle: Bundle, name: str) -> tuple[str, ...]:
     spec = bundle.graph_spec(name)
     lines = [f"Plan of the graph {name}, built by {record.get('variant')} {record.get('version')}."]
     plugins = ", ".join(record.get("plugins") or ())
-    if plugins and record.get("plugin_form") == "aot":
-        lines.append(f"Plugins in the plan itself: {plugins}.")
-    elif plugins:
+    if plugins:
         lines.append(f"Plugins: {plugins}. Start the server with")
         lines.append('--backend-config=tensorrt,plugins="libspeccompile_plugins.so" (make plugins builds it).')
     if spec.caches:

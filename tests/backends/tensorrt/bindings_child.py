@@ -41,7 +41,7 @@ def main() -> None:
     import tensorrt_bindings
 
     sys.modules["tensorrt"] = tensorrt_bindings
-    from speccompile.backends.tensorrt import aot_plugins, build_child, import_helper, plugins
+    from speccompile.backends.tensorrt import build_child, import_helper, plugins
 
     variant = import_helper.load_tensorrt("tensorrt")
     trt, missing = variant.trt, set()
@@ -66,7 +66,6 @@ def main() -> None:
         get_creator=lambda name, version, space: creators[f"{space}::{name}"],
     )
     trt.get_plugin_registry = lambda: registry  # the stubs have none
-    aot_plugins.register_aot_plugins(trt, (9, 0), 4)
     answer = {
         "version": trt.__version__,
         "missing": sorted(missing),
@@ -74,7 +73,6 @@ def main() -> None:
         "lines": list(variant.logger.lines),
         "written": [num, file.getvalue().decode()],
         "events": len(events),
-        "aot": sorted(creators),
     }
     print(json.dumps(answer))
 

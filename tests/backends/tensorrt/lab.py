@@ -19,7 +19,6 @@ SETTINGS = {
     "workspace_gib": "auto",
     "optimization_level": "auto",
     "plugins": [],
-    "plugin_form": "python",
 }
 ROWS = (1, 2, 4)  # the profile of dim "batch"
 

@@ -41,7 +41,6 @@ def test_the_backend_finds_what_it_asks_of_full_tensorrt(tmp_path):
     assert found == {
         "missing": OF_RTX_ALONE,
         "creators": ["KVRollback", "SpecVerify"],
-        "aot": ["speccompile::KVRollback", "speccompile::SpecVerify"],
         "lines": [[2, "a line"]],
         "written": [4, "plan"],
         "events": 1,

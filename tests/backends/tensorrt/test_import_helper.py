@@ -101,8 +101,6 @@ def test_the_variants_differ_where_the_build_asks():
     assert not TENSORRT_RTX.needs_gpu_to_build
     assert TENSORRT_RTX.supports_compute_capabilities
     assert not TENSORRT.supports_compute_capabilities
-    assert TENSORRT.supports_aot_plugins
-    assert not TENSORRT_RTX.supports_aot_plugins
 
 
 @needs_rtx

@@ -51,19 +51,18 @@ def test_a_missing_compiler_is_named_when_the_engine_is_loaded(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("ops", "form", "rollback", "wanted"),
+    ("ops", "rollback", "wanted"),
     [
-        ([SPEC_VERIFY], "python", None, [SPEC_VERIFY]),
-        ([SPEC_VERIFY], "python", [KV_ROLLBACK], [KV_ROLLBACK, SPEC_VERIFY]),
-        ([], "python", [KV_ROLLBACK], [KV_ROLLBACK]),  # of a draft whose steps are trees
-        ([SPEC_VERIFY], "aot", [KV_ROLLBACK], []),  # their kernels are in the plans
-        ([], "python", [], []),
+        ([SPEC_VERIFY], None, [SPEC_VERIFY]),
+        ([SPEC_VERIFY], [KV_ROLLBACK], [KV_ROLLBACK, SPEC_VERIFY]),
+        ([], [KV_ROLLBACK], [KV_ROLLBACK]),  # of a draft whose steps are trees
+        ([], [], []),
     ],
 )
-def test_the_plugins_of_both_plans_are_loaded(monkeypatch, tmp_path, ops, form, rollback, wanted):
+def test_the_plugins_of_both_plans_are_loaded(monkeypatch, tmp_path, ops, rollback, wanted):
     given = {}
     plans = [tmp_path / f"{name}/graph.plan" for name in ("target", "rollback")]
-    record = {"variant": "tensorrt_rtx", "version": "0.0", "plugin_form": form, "profiles": []}
+    record = {"variant": "tensorrt_rtx", "version": "0.0", "profiles": []}
     for plan, held in zip(plans, (ops, rollback or []), strict=True):
         plan.parent.mkdir()
         records.write_record(plan, {**record, "plugins": held})

@@ -40,14 +40,6 @@ def test_fields_arrive():
     assert settings(TENSORRT, optimization_level=5)["optimization_level"] == 5
 
 
-def test_the_form_of_plugins_is_one_that_the_variant_has():
-    assert settings(TENSORRT, plugins="aot")["plugin_form"] == "aot"
-    assert settings(TENSORRT_RTX, plugins="native")["plugin_form"] == "python"
-    with pytest.raises(BuildError) as caught:
-        settings(TENSORRT_RTX, plugins="aot")
-    assert (caught.value.where, caught.value.expected) == ("engine.plugins", "native or none")
-
-
 @pytest.mark.parametrize(
     ("variant", "quantization", "fields", "where", "expected"),
     [

@@ -120,7 +120,7 @@ def test_what_old_clients_send_and_read_is_declared():
 DIMS = ModelDims("llama", 32, 16, 2, 4, 2, 4, 64)
 
 
-def plan_bundle(tmp_path, plugin_form="aot"):
+def plan_bundle(tmp_path):
     """Returns a bundle of TensorRT as its manifest describes it; the plan's bytes are not looked at."""
     spec = tensorrt_spec(verified_spec(decoder_spec("target", DIMS)), "float16", 40, compacts=True)
     record = {
@@ -130,7 +130,6 @@ def plan_bundle(tmp_path, plugin_form="aot"):
             "variant": "tensorrt",
             "version": "11.4",
             "plugins": ["SpecVerify", "KVRollback"],
-            "plugin_form": plugin_form,
             "profiles": [{"name": "decode", "sizes": {"batch": [1, 4, 8], "nodes": [1, 9, 17]}}],
         },
     }
@@ -151,12 +150,12 @@ def test_a_plan_has_its_specs_tensors(tmp_path):
         }
         assert tensors_from_text(text, kind) == wanted
     assert tensors_from_text(text, "input")["k_cache.0"] == ("TYPE_FP16", (-1, 2, 40, 4), False)
-    assert "# Plugins in the plan itself: SpecVerify, KVRollback." in text
+    assert "# Plugins: SpecVerify, KVRollback. Start the server with" in text
     assert "# Profile decode (least, best, most): batch 1, 4, 8; nodes 1, 9, 17." in text
 
 
 def test_plugins_that_are_not_in_the_plan_are_named(tmp_path):
-    bundle, _ = plan_bundle(tmp_path, plugin_form="python")
+    bundle, _ = plan_bundle(tmp_path)
     [(config, _)] = plan_models(bundle, "mine")
     assert '--backend-config=tensorrt,plugins="libspeccompile_plugins.so"' in text_from_config(config)
 
