@@ -12,7 +12,6 @@ from bench.pairs.rows import MAX_CHOSEN, MAX_DRAFT_VOCAB, MAX_EXPERTS, MAX_VOCAB
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/pairs.md"
 BEGIN, END = "<!-- begin: written by bench/pairs/main.py -->", "<!-- end: written by bench/pairs/main.py -->"
-GIB = 1 << 30
 Records = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
@@ -29,14 +28,12 @@ def block(result: Records) -> str:
     num_narrow = sum(bool(held.get("onnxruntime", {}).get("is_narrow")) for held in result.values())
     lines = [
         BEGIN,
-        f"Of {len(PAIRS)} pairs, {counts['onnxruntime']} build on ONNX Runtime ({num_narrow} of them were built with "
-        f"narrow layers alone), and {counts['tensorrt']} of these to TensorRT-RTX plans.",
+        f"Of {len(PAIRS)} pairs, {counts['onnxruntime']} build on ONNX Runtime ({num_narrow} of them narrow only), and "
+        f"{counts['tensorrt']} of these to TensorRT-RTX plans.",
         "",
-        f"Widths are published ones; vocabularies are cut to {MAX_VOCAB} tokens (a reduced draft vocabulary to "
-        f"{MAX_DRAFT_VOCAB}), experts to {MAX_EXPERTS} (fewer where stated), of which {MAX_CHOSEN} at most are chosen, "
-        "and a drafter's layers to two where it has more of the same kind, P-EAGLE's four excepted. For plans, and "
-        f"where a cell says narrow, widths are cut, too: hidden and inner ones to {MAX_WIDTH} (up to 1024 where heads "
-        f"make them up), K and V heads to {MAX_KV_HEADS} with the published number of queries each; heads keep theirs.",
+        f"Vocabularies are cut to {MAX_VOCAB} tokens (of drafts to {MAX_DRAFT_VOCAB}), experts to {MAX_EXPERTS} "
+        f"({MAX_CHOSEN} active), drafters to two layers of a kind (P-EAGLE: four). Plans, and pairs marked narrow, "
+        f"have smaller widths too: at most {MAX_WIDTH} (1024 where heads need it), and {MAX_KV_HEADS} K and V heads.",
         "",
         "| family | speculator | target's sizes, layers | `method` | ONNX Runtime | TensorRT-RTX |",
         "|---|---|---|---|---|---|",
@@ -58,7 +55,7 @@ def _row(pair: Pair, held: Mapping[str, Mapping[str, Any]]) -> str:
     few = f", {pair.max_experts} experts" if pair.max_experts < MAX_EXPERTS else ""
     first, second = (held.get(backend) for backend in ("onnxruntime", "tensorrt"))
     is_open = first is not None and first["outcome"] == "built"
-    cells = f"{_cell(first)} | {_plan_cell(second) if is_open else '-'}"
+    cells = f"{_cell(first)} | {_cell(second) if is_open else '-'}"
     return f"| {pair.family} | {pair.speculator} | {pair.model}, {num}{few} | `{pair.method}` | {cells} |"
 
 
@@ -67,13 +64,7 @@ def _cell(record: Mapping[str, Any] | None) -> str:
         return "not run"
     if record["outcome"] != "built":
         return str(record["outcome"])
-    return f"{'narrow: ' * bool(record.get('is_narrow'))}{record['seconds']} s, {record['peak_bytes'] / GIB:.1f} GiB"
-
-
-def _plan_cell(record: Mapping[str, Any] | None) -> str:
-    if record is None or record["outcome"] != "built":
-        return _cell(record)
-    return f"{record['bundle_bytes'] / (1 << 20):.0f} MiB"
+    return "narrow" if record.get("is_narrow") else "yes"
 
 
 def _reasons(result: Records) -> list[str]:

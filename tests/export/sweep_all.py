@@ -9,6 +9,7 @@ import os
 import select
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections import defaultdict
@@ -152,10 +153,10 @@ def block_from_verdicts(transformers: str, verdicts: Mapping[str, Verdict]) -> s
     for name, verdict in sorted(verdicts.items()):
         if verdict.kind != "equal":
             others[verdict.reason if verdict.kind == "refused" else f"{verdict.kind}: {verdict.reason}"].append(name)
+    names = ", ".join(f"`{n}`" for n in equal)
+    text = f"Of transformers {transformers}, {len(equal)} of {len(verdicts)} types have equal logits: {names}."
     lines = [
-        f"Of transformers {transformers}, {len(equal)} of {len(verdicts)} types have equal logits: "
-        + ", ".join(f"`{n}`" for n in equal)
-        + ".",
+        *textwrap.wrap(text, 120, break_on_hyphens=False),
         "",
         "| refused for | `model_type` |",
         "|---|---|",
