@@ -15,7 +15,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.chat_body import ChatBody
 from speccompile.serving.openai.completions import CompletionApi
 from speccompile.serving.openai.errors import ApiError, error_from_validation
-from speccompile.serving.openai.events import CALL, REASONING, TEXT, Asked, Choice, Event, Part
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Choice, Event, Part, Submission
 from speccompile.serving.openai.images import error_from_images, files_from_urls, read_images
 from speccompile.serving.openai.requests import (
     check_length,
@@ -91,7 +91,7 @@ class ChatApi(CompletionApi):
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: ChatBody) -> Asked:
+    async def request_from_body(server: OpenAIServer, body: ChatBody) -> Submission:
         prompt, engine = await prompt_from_chat(server, body), server.engine
         sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
         check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
@@ -100,11 +100,11 @@ class ChatApi(CompletionApi):
         if read is not None:
             sampling = replace(sampling, skip_special_tokens=False)
         make_reader = None if read is None else functools.partial(read, prompt.text)
-        return Asked([request_from_tokens(prompt.tokens, body, sampling, images)], make_reader)
+        return Submission([request_from_tokens(prompt.tokens, body, sampling, images)], make_reader)
 
     def whole(self) -> dict[str, Any]:
         answer = super().whole()
-        if self._asked.prompt_logprobs is not None:
+        if self._fields.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._texts.prompt(self._answer.choices[0].prompt_logprobs)
         return answer
 
@@ -117,7 +117,7 @@ class ChatApi(CompletionApi):
         return [self._choice(choice, delta, None, False) for choice in self._answer.choices]
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        logprobs = None if self._asked.num_logprobs is None else self._texts.chat(choice.logprobs)
+        logprobs = None if self._fields.num_logprobs is None else self._texts.chat(choice.logprobs)
         return self._choice(choice, {"message": message_from_choice(choice)}, logprobs, True)
 
 

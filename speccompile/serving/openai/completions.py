@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/completions`: its body, and its answers, whose frame chat completions share."""
+"""`POST /v1/completions`: its body and its answers, which chat completions build on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import field_validator
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.serving.openai.bodies import NumLogprobs, Sampled, StreamOptions, TokenId
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.events import TEXT, Answer, Asked, Choice, Event, Usage
+from speccompile.serving.openai.events import TEXT, Answer, Choice, Event, Submission, Usage
 from speccompile.serving.openai.no_op_fields import COMPLETION
 from speccompile.serving.openai.requests import (
     check_length,
@@ -49,8 +49,8 @@ class CompletionBody(Sampled):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        asked = [num for num in (self.prompt_logprobs, self.logprobs if self.echo else None) if num is not None]
-        return max(asked, default=None)
+        numbers = [num for num in (self.prompt_logprobs, self.logprobs if self.echo else None) if num is not None]
+        return max(numbers, default=None)
 
     @property
     def is_prompt_only(self) -> bool:
@@ -70,7 +70,7 @@ class CompletionApi(Api):
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, server: OpenAIServer, body: Sampled, answer: Answer) -> None:
-        self._asked, self._answer, self._options = body, answer, body.stream_options or StreamOptions()
+        self._fields, self._answer, self._options = body, answer, body.stream_options or StreamOptions()
         self._identity = {
             "id": f"{self.prefix}{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -83,7 +83,7 @@ class CompletionApi(Api):
         self._lengths: dict[int, int] = {}  # characters of each choice in a stream, so far
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: CompletionBody) -> Asked:
+    async def request_from_body(server: OpenAIServer, body: CompletionBody) -> Submission:
         engine, prompts = server.engine, body.prompts()
         if not prompts or (body.n <= MAX_CHOICES < len(prompts) * body.n):
             message = (
@@ -96,7 +96,7 @@ class CompletionApi(Api):
             check_length(tokens, body, engine)
         sampling = await constrained(sampling, constraint, engine, body.timeout_s)
         requests = [request_from_tokens(tokens, body, sampling) for tokens in ids]
-        return Asked(requests, is_prompt_only=body.is_prompt_only)
+        return Submission(requests, is_prompt_only=body.is_prompt_only)
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole_choice(choice) for choice in self._answer.choices]
@@ -135,21 +135,25 @@ class CompletionApi(Api):
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         prompt = self._prompt_text(choice)
         logprobs = self._logprobs(choice, choice.logprobs, len(prompt), has_prompt=True)
-        made = self._choice(choice, {"text": prompt + choice.text(TEXT)}, logprobs, True)
-        if self._asked.prompt_logprobs is not None:
-            made["prompt_logprobs"] = self._texts.prompt(choice.prompt_logprobs)
-        return made
+        whole = self._choice(choice, {"text": prompt + choice.text(TEXT)}, logprobs, True)
+        if self._fields.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self._texts.prompt(choice.prompt_logprobs)
+        return whole
 
     def _prompt_text(self, choice: Choice) -> str:
         return self._prompts[choice.index][0] if self._prompts else ""
 
     def _logprobs(
-        self, choice: Choice, found: Sequence[TokenLogprobs], at: int, has_prompt: bool
+        self, choice: Choice, entries: Sequence[TokenLogprobs], at: int, has_prompt: bool
     ) -> dict[str, Any] | None:
-        """Returns `logprobs`: of an echoed prompt, and of tokens that begin at a character; None: not asked for."""
-        if self._asked.num_logprobs is None:
+        """Returns the `logprobs` of a choice, those of an echoed prompt included; None: they are not requested.
+
+        Args:
+            at: the first character of the entries in the text of the choice.
+        """
+        if self._fields.num_logprobs is None:
             return None
-        own = self._texts.completion(found, at)
+        own = self._texts.completion(entries, at)
         if not (has_prompt and self._prompts):
             return own
         text, tokens = self._prompts[choice.index]
@@ -161,10 +165,10 @@ class CompletionApi(Api):
     ) -> dict[str, Any]:
         """Returns one choice of an answer or a chunk."""
         reason = choice.finish_reason if is_end else None
-        made = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
-        if is_end and choice.last is not None and self._asked.return_stats:
-            made["stats"] = choice.last.stats
-        return made
+        part = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        if is_end and choice.last is not None and self._fields.return_stats:
+            part["stats"] = choice.last.stats
+        return part
 
     def _chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         chunk = {**self._identity, "object": self.chunk_object, "choices": choices}

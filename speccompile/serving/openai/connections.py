@@ -32,7 +32,7 @@ from uvicorn.server import ServerState
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.errors import timeout_error
 
-MOST_CONNECTIONS = 1000  # where nothing else is asked for
+MAX_CONNECTIONS = 1000  # by default
 _OTHER_FILES = 32  # that a running server may open besides its connections
 _POLL_S = 0.05
 _RETRY_S = 1.0  # after the kernel had no file or memory for a connection
@@ -52,7 +52,7 @@ class ConnectionLimits:
             its header.
         keep_alive_s: seconds that a connection may idle after an answer.
         write_timeout_s: seconds that a client may take no byte of an answer that waits for it alone.
-        max_connections: at once; None: `MOST_CONNECTIONS`, or as many as this process may open files for.
+        max_connections: at once; None: `MAX_CONNECTIONS`, or as many as this process may open files for.
     """
 
     header_timeout_s: float = 10.0
@@ -67,16 +67,16 @@ class ConnectionLimits:
             RuntimeFault: there are not so many, or none at all.
         """
         room = room_for_connections()
-        asked = 1 if self.max_connections is None else self.max_connections
-        if asked > room:
+        least = 1 if self.max_connections is None else self.max_connections
+        if least > room:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             expected = f"at most {max(room, 0)}, because this process may open {soft} files"
             todo = "Ask for fewer, or raise the limit: ulimit -n."
-            raise RuntimeFault("--max-connections", str(asked), expected, todo)
+            raise RuntimeFault("--max-connections", str(least), expected, todo)
 
     def count(self) -> int:
         """Returns how many connections there may be, from now on: other files that are open now count."""
-        return max(1, min(self.max_connections or MOST_CONNECTIONS, room_for_connections()))
+        return max(1, min(self.max_connections or MAX_CONNECTIONS, room_for_connections()))
 
 
 def room_for_connections() -> int:

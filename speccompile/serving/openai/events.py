@@ -12,9 +12,11 @@ from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request, StepOutput
 from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.message import MessageReader
-from speccompile.serving.openai.tool_reader import CALL, REASONING, TEXT, Delta
+from speccompile.serving.openai.tool_reader import CALL as CALL
+from speccompile.serving.openai.tool_reader import REASONING as REASONING
+from speccompile.serving.openai.tool_reader import TEXT as TEXT
+from speccompile.serving.openai.tool_reader import Delta
 
-__all__ = ["CALL", "END", "FINISH_REASONS", "REASONING", "TEXT", "Answer", "Asked", "Choice", "Event", "Part", "Usage"]
 END = "end"  # of a choice, without text
 # Of the runtime: what OpenAI's API calls it. A full cache is a length too. An answer with another one is an error.
 FINISH_REASONS: Mapping[str | None, str | None] = {
@@ -25,8 +27,8 @@ FINISH_REASONS: Mapping[str | None, str | None] = {
 }
 
 
-class Asked(NamedTuple):
-    """What a body asks for.
+class Submission(NamedTuple):
+    """The requests of a body, and how to read their outputs.
 
     Args:
         make_reader: makes the reader of each choice; None: its text is its content.
@@ -37,7 +39,7 @@ class Asked(NamedTuple):
     make_reader: Callable[[], MessageReader] | None = None
     is_prompt_only: bool = False
 
-    def in_parts(self) -> Asked:
+    def in_parts(self) -> Submission:
         """Returns the same with a reader in any case, so that the end of a choice is an event of its own."""
         return self if self.make_reader else self._replace(make_reader=lambda: MessageReader(None, None))
 
@@ -133,7 +135,7 @@ class Choice:
 
 
 class Event(NamedTuple):
-    """What happened.
+    """A text that was added to a choice, the start of a call, or the end of a choice.
 
     Args:
         kind: `TEXT`, `REASONING` or `CALL`: text was added to a part, or a call began; `END`.
@@ -153,11 +155,13 @@ class Event(NamedTuple):
 class Answer:
     """The answer to a request."""
 
-    def __init__(self, step_outputs: OutputStream, asked: Asked) -> None:
-        self._step_outputs, self._is_prompt_only = step_outputs, asked.is_prompt_only
-        self.requests = asked.requests
-        self.usage = Usage(sum(len(request.prompt) for request in asked.requests), asked.requests[0].num_outputs)
-        readers = [asked.make_reader and asked.make_reader() for _ in range(step_outputs.num_outputs)]
+    def __init__(self, step_outputs: OutputStream, submission: Submission) -> None:
+        self._step_outputs, self._is_prompt_only = step_outputs, submission.is_prompt_only
+        self.requests = submission.requests
+        self.usage = Usage(
+            sum(len(request.prompt) for request in submission.requests), submission.requests[0].num_outputs
+        )
+        readers = [submission.make_reader and submission.make_reader() for _ in range(step_outputs.num_outputs)]
         self.choices = [Choice(index, reader) for index, reader in enumerate(readers)]
 
     async def events(self) -> AsyncIterator[Event]:

@@ -19,11 +19,11 @@ _WORDS = {"true": True, "false": False, "null": None, "None": None}
 
 def may_begin_call(text: str, names: Collection[str] | None) -> bool:
     """Returns whether a call of one of the tools may begin with a text."""
-    found = _START.fullmatch(text)
-    if found is None or names is None:
-        return found is not None
-    name = found[1] or ""
-    if found[2] or (name and text[-1:].isspace()):
+    match = _START.fullmatch(text)
+    if match is None or names is None:
+        return match is not None
+    name = match[1] or ""
+    if match[2] or (name and text[-1:].isspace()):
         return name in names
     return any(one.startswith(name) for one in names)
 
@@ -37,19 +37,19 @@ def find_call(text: str, begin: str, end: str, quote: str) -> tuple[int, tuple[s
         None where it depends on what follows.
     """
     marks, at = re.compile("|".join(re.escape(mark) for mark in (quote, begin, end))), 0
-    while (found := marks.search(text, at)) is not None:
-        if found[0] == quote:
-            closing = text.find(quote, found.end())
+    while (match := marks.search(text, at)) is not None:
+        if match[0] == quote:
+            closing = text.find(quote, match.end())
             if closing < 0:
                 return None
             at = closing + len(quote)
             continue
-        body = text[: found.start()]
+        body = text[: match.start()]
         call = call_from_text(body, quote)
-        if call is None and found[0] == end and _is_in_string(body, quote):
-            at = found.end()
+        if call is None and match[0] == end and _is_in_string(body, quote):
+            at = match.end()
             continue
-        return found.start(), call
+        return match.start(), call
     return None
 
 
@@ -60,16 +60,16 @@ def _is_in_string(text: str, quote: str) -> bool:
 
 def call_from_text(text: str, quote: str) -> tuple[str, str] | None:
     """Returns the name and the arguments, as JSON, of a call between its markers; None: it is none."""
-    found = _CALL.fullmatch(text)
-    if found is None:
+    match = _CALL.fullmatch(text)
+    if match is None:
         return None
     try:
-        value, at = _value(found[2], 0, quote)
+        value, at = _value(match[2], 0, quote)
     except (IndexError, ValueError, RecursionError):
         return None
-    if found[2][at:].strip() or not isinstance(value, dict):
+    if match[2][at:].strip() or not isinstance(value, dict):
         return None
-    return found[1], json.dumps(value, ensure_ascii=False)
+    return match[1], json.dumps(value, ensure_ascii=False)
 
 
 def _value(text: str, at: int, quote: str) -> tuple[Any, int]:
@@ -86,16 +86,16 @@ def _value(text: str, at: int, quote: str) -> tuple[Any, int]:
         return _members(text, at + 1, quote, "}")
     if text[at] == "[":
         return _members(text, at + 1, quote, "]")
-    found = _BARE.match(text, at)
-    word = found[0].strip() if found else ""
+    match = _BARE.match(text, at)
+    word = match[0].strip() if match else ""
     if not word:
         raise ValueError("no value")
     if word in _WORDS:
-        return _WORDS[word], at + len(found[0] if found else "")
+        return _WORDS[word], at + len(match[0] if match else "")
     try:
-        return json.loads(word), at + len(found[0] if found else "")
+        return json.loads(word), at + len(match[0] if match else "")
     except ValueError:
-        return word, at + len(found[0] if found else "")
+        return word, at + len(match[0] if match else "")
 
 
 def _members(text: str, at: int, quote: str, closing: str) -> tuple[Any, int]:

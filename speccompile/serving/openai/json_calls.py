@@ -15,11 +15,7 @@ _PAIRS = {"}": "{", "]": "["}
 
 @dataclass
 class CallPart:
-    """News of one call.
-
-    Args:
-        name: of the function, once it is known; None: nothing new about it.
-    """
+    """What a text adds to a call."""
 
     name: str | None = None
     arguments: str = ""
@@ -67,7 +63,7 @@ class JsonCall:
         """Reads a text that goes on with the object.
 
         Returns:
-            The news, and how many characters were read; those after them belong to no object, or are to come again.
+            What the text adds, and how many characters were read. The others belong to no object, or must come again.
         """
         was_call = self.is_call
         used = self._read_all(text, is_last)

@@ -29,35 +29,35 @@ class TokenTexts:
     def bytes_of(self, token: int) -> list[int]:
         """Returns the bytes of a token, also where they are a part of a character."""
         text = self.text(token)
-        found = bytes_of_token(self._tokenizer, token) if REPLACEMENT in text else None
-        return list(text.encode() if found is None else found)
+        raw = bytes_of_token(self._tokenizer, token) if REPLACEMENT in text else None
+        return list(text.encode() if raw is None else raw)
 
-    def chat(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Returns the `logprobs` of a chat's choice."""
         content = []
-        for entry in found:
+        for entry in entries:
             top = [self._entry(token, logprob) for token, logprob in entry.top]
             content.append({**self._entry(entry.token, entry.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def completion(self, found: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+    def completion(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
         """Returns the `logprobs` of a completion's choice."""
-        texts, offsets = [self.text(entry.token) for entry in found], []
-        for entry in found:
+        texts, offsets = [self.text(entry.token) for entry in entries], []
+        for entry in entries:
             offsets.append(max(offset - _is_inside(self.bytes_of(entry.token)), 0))
             offset += self.num_letters(entry.token)
         top = [
             {self.text(token): finite(logprob) for token, logprob in (*entry.top, (entry.token, entry.logprob))}
-            for entry in found
+            for entry in entries
         ]
-        values = [finite(entry.logprob) for entry in found]
+        values = [finite(entry.logprob) for entry in entries]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def completion_prompt(
-        self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], text: str
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], text: str
     ) -> dict[str, list[Any]]:
         """Returns the part of a completion's `logprobs` that is about its prompt; the first token has none."""
-        part = self.completion([entry for entry in found if entry is not None], 0)
+        part = self.completion([entry for entry in entries if entry is not None], 0)
         return {
             "tokens": [self.text(token) for token in tokens],
             "token_logprobs": [None, *part["token_logprobs"]],
@@ -65,9 +65,9 @@ class TokenTexts:
             "text_offset": self.offsets(tokens, text),
         }
 
-    def prompt(self, found: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
         """Returns vLLM's `prompt_logprobs`: the candidates of each token of the prompt by id; the first has none."""
-        return [None if entry is None else self._by_id(entry) for entry in found]
+        return [None if entry is None else self._by_id(entry) for entry in entries]
 
     def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
         ranked = {token: (logprob, at) for at, (token, logprob) in enumerate(entry.top, 1)}

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from speccompile.serving.openai.tool_formats import Markers, ToolFormat
-from speccompile.serving.openai.tool_reader import CALL, REASONING, TEXT, Delta, ToolReader, held_length
+from speccompile.serving.openai.tool_reader import CALL, REASONING, TEXT, Delta, ToolReader, prefix_length
 
 
 class ReasoningReader:
     """Separates a reasoning at the beginning of a text.
 
-    Its marks are in neither part: neither those of a reasoning that is begun twice, nor the end of one that was not
-    begun. Content that follows may have the marks in it.
+    Its marks are in neither part: neither those of a reasoning that begins twice, nor the end of one that did not
+    begin. Content that follows may have the marks in it.
     """
 
     def __init__(self, markers: Markers, is_open: bool, is_closed: bool = False) -> None:
         self._begin, self._end = markers
         self._is_inside = self._has_begun = self._trims = is_open
-        self._is_start = True  # no letter of this part was told
+        self._is_start = True  # no letter of this part was returned
         self._num_ends = 0 if is_closed else 1  # marks of an end that may still come
         self._text = ""
 
@@ -77,7 +77,7 @@ class ReasoningReader:
     def _until(self, marks: Sequence[str], is_last: bool) -> tuple[str, str]:
         """Takes the text before the first of some marks, and the mark: empty where there is none."""
         found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
-        end, mark = min(found, default=(len(self._text) - (0 if is_last else held_length(self._text, marks)), ""))
+        end, mark = min(found, default=(len(self._text) - (0 if is_last else prefix_length(self._text, marks)), ""))
         part, self._text = self._text[:end], self._text[end + len(mark) :]
         return part, mark
 

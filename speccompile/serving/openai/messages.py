@@ -15,7 +15,7 @@ from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.bodies import Body, TextOrList, by_type, tag
 from speccompile.serving.openai.chat import ChatApi, chat_from_fields
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.events import CALL, REASONING, Answer, Asked, Event, Part
+from speccompile.serving.openai.events import CALL, REASONING, Answer, Event, Part, Submission
 from speccompile.serving.openai.no_op_fields import LABELS, NoOp
 from speccompile.serving.openai.server import Api, OpenAIServer
 
@@ -239,7 +239,7 @@ class MessagesApi(Api):
         self._head = {"id": identity, "type": "message", "role": "assistant", "model": server.model_name}
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: MessagesBody) -> Asked:
+    async def request_from_body(server: OpenAIServer, body: MessagesBody) -> Submission:
         return (await ChatApi.request_from_body(server, chat_from_fields(body.chat()))).in_parts()
 
     def whole(self) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def structured_from_body(body: Sampled) -> tuple[str, StructuredOutputs] | None:
         ApiError: several fields ask for one, or one of them is wrong.
     """
     given: dict[str, Mapping[str, Any]] = {}
-    if body.response_format is not None and (asked := _from_response_format(body.response_format)):
-        given["response_format"] = asked
+    if body.response_format is not None and (constraint := _from_response_format(body.response_format)):
+        given["response_format"] = constraint
     for field, name in _GUIDED.items():
         if (value := getattr(body, field)) is not None:
             given[field] = {name: value}
@@ -119,22 +119,22 @@ def structured_from_body(body: Sampled) -> tuple[str, StructuredOutputs] | None:
         raise ApiError(400, f"{message}structural_tag. Correct its keys.", param=field, code="invalid_value") from fault
 
 
-def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
-    kind = asked.get("type")
+def _from_response_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    kind = given.get("type")
     if kind == "text":
         return {}
     if kind == "json_object":
         return {"json_object": True}
     if kind == "json_schema":
-        named = asked.get("json_schema")
-        schema = named.get("schema") if isinstance(named, dict) else asked.get("schema")
+        named = given.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else given.get("schema")
         if isinstance(schema, dict):
-            is_strict = (named if isinstance(named, dict) else asked).get("strict") is True
+            is_strict = (named if isinstance(named, dict) else given).get("strict") is True
             return {"json": schema, "whitespace_pattern": "" if is_strict else None}
         message = "`response_format`: got no json_schema.schema; expected a JSON schema, an object. Add it."
         raise ApiError(400, message, param="response_format", code="invalid_value")
     if kind == "structural_tag":
-        return {"structural_tag": {name: value for name, value in asked.items() if name != "type"}}
+        return {"structural_tag": {name: value for name, value in given.items() if name != "type"}}
     message = (
         f"`response_format`: got type {kind!r}; expected text, json_object, json_schema or structural_tag. Correct it."
     )
@@ -142,14 +142,14 @@ def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_from_constraint(fault: RuntimeFault, field: str) -> ApiError:
-    """Returns the answer to a request whose constraint cannot be followed, by the field that asks for it."""
+    """Returns the answer to a request with a constraint that cannot be compiled; `field` has the constraint."""
     message = f"`{field}`: got {fault.got}; expected {fault.expected}. {fault.todo}"
     return ApiError(400, message, param=field, code="invalid_grammar")
 
 
 async def constrained(
     sampling: SamplingParams,
-    asked: tuple[str, StructuredOutputs] | None,
+    constraint: tuple[str, StructuredOutputs] | None,
     engine: SpecEngine,
     timeout_s: float | None = None,
 ) -> SamplingParams:
@@ -161,19 +161,19 @@ async def constrained(
     Raises:
         ApiError: it does not compile, or took too long.
     """
-    if asked is None:
+    if constraint is None:
         return sampling
-    field, wanted = asked
+    field, outputs = constraint
     try:
         async with asyncio.timeout(timeout_s):
-            await engine.grammars.prepare(wanted)
+            await engine.grammars.prepare(outputs)
     except TimeoutError as fault:
         raise request_timeout() from fault
     except Busy as fault:
         raise error_from_fault(fault) from fault
     except RuntimeFault as fault:
         raise error_from_constraint(fault, field) from fault
-    return replace(sampling, structured_outputs=wanted)
+    return replace(sampling, structured_outputs=outputs)
 
 
 def check_length(tokens: Sequence[int], body: Sampled, engine: SpecEngine) -> None:

@@ -17,7 +17,7 @@ from speccompile.serving.openai.bodies import Body, TextOrList, by_type, tag
 from speccompile.serving.openai.chat import ChatApi, chat_from_fields
 from speccompile.serving.openai.chat_body import Function
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Asked, Event, Part
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Event, Part, Submission
 from speccompile.serving.openai.no_op_fields import BODY, LABEL, LABELS, NoOp
 from speccompile.serving.openai.server import Api, OpenAIServer
 
@@ -256,7 +256,7 @@ class ResponsesApi(Api):
         }
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: ResponsesBody) -> Asked:
+    async def request_from_body(server: OpenAIServer, body: ResponsesBody) -> Submission:
         return (await ChatApi.request_from_body(server, chat_from_fields(body.chat()))).in_parts()
 
     def whole(self) -> dict[str, Any]:

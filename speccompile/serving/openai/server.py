@@ -20,7 +20,7 @@ from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.errors import NOT_FOUND, ApiError, error_from_fault, error_from_validation
-from speccompile.serving.openai.events import Answer, Asked
+from speccompile.serving.openai.events import Answer, Submission
 from speccompile.serving.openai.limits import check_keys
 from speccompile.serving.openai.logprobs import TokenTexts
 from speccompile.serving.openai.metrics import Metrics
@@ -28,7 +28,7 @@ from speccompile.serving.openai.stream import EventStream, unless_disconnected
 from speccompile.serving.openai.tools import ChatFormats, formats_from_options
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
-HUNG_UP = 499  # for the log: the client has gone
+DISCONNECTED = 499  # status in the log: the client has disconnected
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class OpenAIServer:
             try:
                 body = await read_body(http, api.body)
                 self.check_model(body.model)
-                if (asked := await unless_disconnected(http, api.request_from_body(self, body))) is None:
-                    return Response(status_code=HUNG_UP)
-                step_outputs = self.submit(asked.requests)
-                answer = Answer(step_outputs, asked)
+                if (submission := await unless_disconnected(http, api.request_from_body(self, body))) is None:
+                    return Response(status_code=DISCONNECTED)
+                step_outputs = self.submit(submission.requests)
+                answer = Answer(step_outputs, submission)
                 writer = api(self, body, answer)
                 if body.stream:
                     return EventStream(writer.stream(), step_outputs.close)
@@ -136,7 +136,7 @@ class OpenAIServer:
                     is_whole = await unless_disconnected(http, answer.finish())
                 finally:
                     step_outputs.close()
-                return JSONResponse(writer.whole()) if is_whole else Response(status_code=HUNG_UP)
+                return JSONResponse(writer.whole()) if is_whole else Response(status_code=DISCONNECTED)
             except ApiError as error:
                 return JSONResponse(api.json_from_error(error), error.status, headers=error.headers)
 
@@ -154,8 +154,8 @@ class Api(ABC):
 
     @staticmethod
     @abstractmethod
-    async def request_from_body(server: OpenAIServer, body: Any) -> Asked:
-        """Returns what a body asks for.
+    async def request_from_body(server: OpenAIServer, body: Any) -> Submission:
+        """Returns the requests of a body.
 
         Raises:
             ApiError: a value is wrong.

@@ -78,7 +78,7 @@ def markers_from_template(source: str) -> Markers | None:
     return next((marks for marks in (_THINK, REASONING["mistral"]) if marks[1] in source), None)
 
 
-def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], most: int, special: Any) -> str:
+def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], max_calls: int, special: Any) -> str:
     """Returns a Lark grammar of texts that are calls and nothing else, at least one.
 
     A family with a notation of its own writes a JSON list of calls instead, which `ToolReader` reads as well. Objects
@@ -100,7 +100,7 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
     ]
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if form.is_list or form.quote:
-        schema = json.dumps({"type": "array", "items": one, "minItems": 1, "maxItems": most, **_SPACES})
+        schema = json.dumps({"type": "array", "items": one, "minItems": 1, "maxItems": max_calls, **_SPACES})
         begin = "" if form.quote else f"{_named(form.begin[0], special)} "
         return f"%llguidance {{}}\nstart: {begin}%json {schema}"
     schema = json.dumps({**one, **_SPACES})
@@ -108,19 +108,19 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], mos
         return f"%llguidance {{}}\nstart: %json {schema}"
     around = json.dumps(form.around)
     call = f"{_named(form.begin[0], special)} {around} %json {schema} {around} {_named(form.end, special)}"
-    more = f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""
+    more = f' ("\\n" call){{0,{max_calls - 1}}}' if max_calls > 1 else ""
     return f"%llguidance {{}}\nstart: call{more}\ncall: {call}"
 
 
-def grammar_of_calls_or(calls: str, wanted: StructuredOutputs) -> str | None:
+def grammar_of_calls_or(calls: str, outputs: StructuredOutputs) -> str | None:
     """Returns a Lark grammar of texts that are calls, or what a constraint asks for.
 
     Returns:
         The grammar; None where the constraint is not one of JSON.
     """
-    if wanted.json is None and not wanted.json_object:
+    if outputs.json is None and not outputs.json_object:
         return None  # lexemes of other texts and of calls could begin alike, which llguidance does not tell apart
-    schema = {"type": "object"} if wanted.json is None else from_json(str(wanted.json))
+    schema = {"type": "object"} if outputs.json is None else from_json(str(outputs.json))
     value = json.dumps({**_SPACES, **schema} if isinstance(schema, dict) else schema)
     return f"{calls.replace('start:', 'calls:', 1)}\nstart: calls | value\nvalue: %json {value}"
 

@@ -33,7 +33,7 @@ class Delta(NamedTuple):
     name: str = ""
 
 
-def held_length(text: str, marks: Sequence[str]) -> int:
+def prefix_length(text: str, marks: Sequence[str]) -> int:
     """Returns how many characters at the end of a text may become one of the marks."""
     most = max((len(mark) for mark in marks), default=1) - 1
     for size in range(min(len(text), most), 0, -1):
@@ -56,7 +56,7 @@ class ToolReader:
         self._form, self._names = form, names
         self._marks = (*form.begin, form.end) if form.end else form.begin
         self._has_lists = form.is_list or bool(form.quote)
-        self._text = ""  # that was not told yet
+        self._text = ""  # not returned yet
         self._state = "start"  # or `content`, `calls`
         self._call: JsonCall | None = None
         self._opener = self._at = 0  # letters of the text before the call; those that were read
@@ -93,8 +93,8 @@ class ToolReader:
 
     def _read_content(self, deltas: list[Delta], is_last: bool) -> bool:
         found = [(at, mark) for mark in self._form.begin if (at := self._text.find(mark)) >= 0]
-        held = 0 if is_last else held_length(self._text, self._form.begin)
-        end = min(found)[0] if found else len(self._text) - held
+        num_pending = 0 if is_last else prefix_length(self._text, self._form.begin)
+        end = min(found)[0] if found else len(self._text) - num_pending
         if not self._has_content and not self._text[:end].strip() and not (is_last and not found):
             end = 0  # white space before the first call, or not
         self._tell(deltas, self._text[:end])
@@ -139,14 +139,14 @@ class ToolReader:
     def _read_call(self, deltas: list[Delta], is_last: bool) -> bool:
         assert self._call is not None
         call = self._call
-        news, used = call.push(self._text[self._at :], is_last)
+        part, used = call.push(self._text[self._at :], is_last)
         self._at += used
         if call.is_call:
             self._text, self._at, self._state, self._is_open = self._text[self._at :], 0, "calls", True
-            if news.name is not None:
-                self._start(deltas, news.name)
-            if news.arguments:
-                deltas.append(Delta(CALL, news.arguments))
+            if part.name is not None:
+                self._start(deltas, part.name)
+            if part.arguments:
+                deltas.append(Delta(CALL, part.arguments))
         if call.is_ended:
             self._call = None
             return True if call.is_call else self._refuse(deltas, self._opener)
@@ -158,9 +158,9 @@ class ToolReader:
         """Finds the next call, or the end of the calls."""
         form, self._text = self._form, self._text.lstrip()
         text = self._text
-        begun = next((mark for mark in form.begin if text.startswith(mark)), None)
-        if begun is not None:
-            return self._read_begin(deltas, len(begun), is_last)
+        mark = next((mark for mark in form.begin if text.startswith(mark)), None)
+        if mark is not None:
+            return self._read_begin(deltas, len(mark), is_last)
         if not text or any(mark.startswith(text) for mark in self._marks):
             return False
         if self._is_open and form.end and text.startswith(form.end):

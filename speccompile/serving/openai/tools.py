@@ -119,8 +119,8 @@ def plan_chat(
             raise ApiError(400, f"{message}Leave one out.", param="tool_choice", code="invalid_value")
     markers = formats.markers
     if constraint is not None and markers is not None:
-        field, wanted = constraint
-        given = {name: getattr(wanted, name) for name in wanted.__dataclass_fields__}
+        field, outputs = constraint
+        given = {name: getattr(outputs, name) for name in outputs.__dataclass_fields__}
         constraint = (field, StructuredOutputs(**{**given, "reasoning": markers}))
     if form is None and markers is None:
         return ChatPlan(variables, constraint, None)
@@ -128,9 +128,9 @@ def plan_chat(
     def reader(prompt: str) -> MessageReader:
         is_open = markers is not None and prompt.rstrip().endswith(markers[0])
         is_closed = markers is not None and prompt.rstrip().endswith(markers[1])
-        most = None if body.parallel_tool_calls else 1
+        max_calls = None if body.parallel_tool_calls else 1
         names = frozenset(tool.function.name for tool in body.tools)
-        return MessageReader(markers, form, is_open, most, names, is_closed)
+        return MessageReader(markers, form, is_open, max_calls, names, is_closed)
 
     return ChatPlan(variables, constraint, reader)
 
@@ -164,15 +164,15 @@ def _calls_or(
     """
     if constraint is None:
         return None
-    field, wanted = constraint
+    field, outputs = constraint
     try:
-        grammar = grammar_of_calls_or(_grammar(body, form, formats), wanted)
+        grammar = grammar_of_calls_or(_grammar(body, form, formats), outputs)
     except ValueError as fault:
         message = f"`{field}`: got a text that is no JSON: {fault}; expected a JSON schema. Correct it."
         raise ApiError(400, message, param=field, code="invalid_grammar") from fault
     if grammar is None:
         message = (
-            f"`{field}`: got a {wanted.kind} beside tools that the model may call; expected a JSON schema. "
+            f"`{field}`: got a {outputs.kind} beside tools that the model may call; expected a JSON schema. "
             "Send `tool_choice: none`, or leave one out."
         )
         raise ApiError(400, message, param=field, code="invalid_value")
@@ -181,9 +181,9 @@ def _calls_or(
 
 def _grammar(body: ChatBody, form: ToolFormat, formats: ChatFormats) -> str:
     functions = [tool.function.model_dump() for tool in body.tools]
-    most = MAX_CALLS if body.parallel_tool_calls else 1
+    max_calls = MAX_CALLS if body.parallel_tool_calls else 1
     if isinstance(body.tool_choice, ToolChoice):
-        name, most = body.tool_choice.function.name, 1
+        name, max_calls = body.tool_choice.function.name, 1
         functions = [function for function in functions if function["name"] == name]
         if not functions:
             message = f"`tool_choice`: got {name!r}; expected the name of one of `tools`. Correct it."
@@ -196,4 +196,4 @@ def _grammar(body: ChatBody, form: ToolFormat, formats: ChatFormats) -> str:
                 "Name each argument among its properties."
             )
             raise ApiError(400, message, param="tools", code="invalid_value")
-    return grammar_from_tools(form, functions, most, formats.special)
+    return grammar_from_tools(form, functions, max_calls, formats.special)

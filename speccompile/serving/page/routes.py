@@ -93,15 +93,15 @@ def page_routes(server: OpenAIServer) -> APIRouter:
     async def generate(http: HttpRequest) -> Response:
         body = await read_body(http, PageBody)
         engine = server.service.engine
-        asked = await _request(server, body)
-        step_outputs = server.submit([replace(asked, wants_trace=True)])
-        tokens = list(cast("Sequence[int]", asked.prompt))
-        painter = engine.text_sink(asked.sampling, tokens)
+        request = await _request(server, body)
+        step_outputs = server.submit([replace(request, wants_trace=True)])
+        tokens = list(cast("Sequence[int]", request.prompt))
+        painter = engine.text_sink(request.sampling, tokens)
 
         def drafts() -> str:
-            return server.service.draft_report(asked.speculation).sentence
+            return server.service.draft_report(request.speculation).sentence
 
-        made = events(step_outputs, painter, engine.tokenizer, len(tokens), drafts)
-        return EventStream(made, step_outputs.close)
+        trace = events(step_outputs, painter, engine.tokenizer, len(tokens), drafts)
+        return EventStream(trace, step_outputs.close)
 
     return router

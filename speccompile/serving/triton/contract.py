@@ -87,7 +87,7 @@ WISHES = (
     Tensor("return_num_output_tokens", "bool"),
     Tensor("return_finish_reason", "bool"),
 )
-# Ours alone.
+# Of our models, not of TensorRT-LLM's.
 OWN = (
     Tensor("speculation", "string"),
     Tensor("timeout_s", "float32"),

@@ -28,7 +28,7 @@ from speccompile.serving.triton.response_building import Answer
 from speccompile.serving.triton.settings import Settings, settings_from_args
 from speccompile.serving.triton.trtllm.rules import TrtllmRules
 
-CANCEL_POLL_S = 0.1  # seconds between two polls for clients that have gone
+CANCEL_POLL_S = 0.1  # seconds between two polls for disconnected clients
 METRICS_S = 0.5
 _KINDS = {"cancelled": "CANCELLED", "timeout": "UNAVAILABLE"}
 _MESSAGES = {
@@ -143,7 +143,9 @@ class EnginePart:
             self._drop(exchange)
 
     def _sink(self, exchange: Exchange) -> Callable[[StepOutput], None]:
-        owners = [(row, at) for row, wanted in enumerate(exchange.answer.call.rows) for at in range(wanted.num_outputs)]
+        owners = [
+            (row, at) for row, request in enumerate(exchange.answer.call.rows) for at in range(request.num_outputs)
+        ]
 
         def take(step_output: StepOutput) -> None:
             row, at = owners[step_output.output_index]
@@ -169,7 +171,7 @@ class EnginePart:
                 exchange.reply.fail("The model has ended; see the server's log.", "INTERNAL")
 
     def _answer_all(self) -> None:
-        looked_at = told_at = time.monotonic()
+        polled_at = reported_at = time.monotonic()
         is_ending = False
         while not is_ending:
             events = self._next_events()
@@ -182,11 +184,11 @@ class EnginePart:
             for exchange in touched:
                 self._advance(exchange)
             now = time.monotonic()
-            if now - looked_at >= CANCEL_POLL_S:
-                looked_at = now
-                self._look_for_gone()
-            if now - told_at >= METRICS_S or is_ending:
-                told_at = now
+            if now - polled_at >= CANCEL_POLL_S:
+                polled_at = now
+                self._cancel_disconnected()
+            if now - reported_at >= METRICS_S or is_ending:
+                reported_at = now
                 self._metrics.update(self._service.stats())
 
     def _next_events(self) -> list[Event | None]:
@@ -208,7 +210,7 @@ class EnginePart:
         arrays = answer.step_outputs() if answer.call.streams else [answer.whole()] if answer.is_done else []
         for index, outputs in enumerate(arrays):
             if not exchange.reply.send(outputs, is_last=answer.is_done and index == len(arrays) - 1):
-                self._drop(exchange)  # the client has gone and the request with it
+                self._drop(exchange)  # the client has disconnected, which ended the request
                 return
         if answer.is_done:
             self._finish(exchange)
@@ -228,7 +230,7 @@ class EnginePart:
         with self._lock:
             self._open.discard(exchange)
 
-    def _look_for_gone(self) -> None:
+    def _cancel_disconnected(self) -> None:
         with self._lock:
             still = list(self._open)
         for exchange in still:

@@ -29,7 +29,7 @@ class Reply:
         self._pb, self._sender, self._has_batch, self._as_outputs = pb, sender, has_batch, as_outputs
 
     def send(self, outputs: Mapping[str, NDArray[Any]], is_last: bool) -> bool:
-        """Sends one response; returns False where the client has gone."""
+        """Sends one response; returns False where the client has disconnected."""
         tensors = [self._pb.Tensor(name, array) for name, array in outputs.items()]
         return self._send(self._pb.InferenceResponse(tensors), is_last)
 

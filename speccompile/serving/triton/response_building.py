@@ -44,7 +44,7 @@ class Growing:
 
 
 class Answer:
-    """What a call has been given so far."""
+    """The outputs of a call so far."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -100,8 +100,8 @@ class Answer:
                 arrays[name] = np.array([[getattr(s, key) for s in row] for row in rows], dtype=np.int32)
         if is_last:
             arrays |= self._results(rows)
-        kept = {name: array for name, array in arrays.items() if name in wanted}
-        return kept if self.call.has_batch else {name: array[0] for name, array in kept.items()}
+        sent = {name: array for name, array in arrays.items() if name in wanted}
+        return sent if self.call.has_batch else {name: array[0] for name, array in sent.items()}
 
     def _text(self, sequence: Growing) -> bytes:
         prompt = self.call.texts[sequence.row] if self.call.echoes else ""
@@ -109,9 +109,9 @@ class Answer:
 
     def _ids(self, rows: Sequence[Sequence[Growing]]) -> dict[str, NDArray[Any]]:
         lists = [[self._tokens(s) for s in row] for row in rows]
-        most = max(len(tokens) for row in lists for tokens in row)
-        ids = [[tokens + [self.call.end_id] * (most - len(tokens)) for tokens in row] for row in lists]
-        shape = (len(lists), len(lists[0]), most)
+        size = max(len(tokens) for row in lists for tokens in row)
+        ids = [[tokens + [self.call.end_id] * (size - len(tokens)) for tokens in row] for row in lists]
+        shape = (len(lists), len(lists[0]), size)
         return {
             OUTPUT_IDS.name: np.array(ids, dtype=np.int32).reshape(shape),
             SEQUENCE_LENGTH.name: np.array([[len(tokens) for tokens in row] for row in lists], dtype=np.int32),

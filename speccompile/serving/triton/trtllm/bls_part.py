@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model `tensorrt_llm_bls` of the layout `trtllm`: calls `preprocessing`, then `tensorrt_llm`, and hands on.
 
-Each request has a thread of a pool: it waits for the engine's responses, one after the other. A second thread looks
-for clients that have gone, and asks the engine to stop: Triton passes no cancellation from one model to another.
+Each request has a thread of a pool, which waits for the engine's responses, one after the other. A second thread polls
+for disconnected clients and makes the engine stop: Triton passes no cancellation from one model to another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpenRelays:
 
     def __init__(self) -> None:
         self._relays: set[Relay] = set()
-        self._lock = threading.Lock()  # over the set, and while a sender in it is asked
+        self._lock = threading.Lock()  # over the set, and while a sender of it answers
 
     def add(self, relay: Relay) -> None:
         with self._lock:
@@ -58,10 +58,10 @@ class OpenRelays:
             return [relay for relay in self._relays if not relay.is_stopped]
 
     def is_gone(self, relay: Relay) -> bool:
-        """Returns whether the client of an open request has gone.
+        """Returns whether the client of an open request has disconnected.
 
-        Triton 2.51 crashes when it is asked about a request after its last response, so no request is closed while it
-        is asked, and none is asked that is closed.
+        Triton 2.51 crashes on this question after the last response of a request. So the lock is held while it answers,
+        and closed requests are not in question.
         """
         with self._lock:
             return relay in self._relays and bool(relay.sender.is_cancelled())
@@ -87,9 +87,9 @@ class BlsPart:
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; they are answered later."""
         for request in requests:
-            found = {name: self._pb.get_input_tensor_by_name(request, name) for name in self._inputs}
+            tensors = {name: self._pb.get_input_tensor_by_name(request, name) for name in self._inputs}
             # Copied: Triton takes the request's memory back when this method returns.
-            arrays = {name: np.array(tensor.as_numpy()) for name, tensor in found.items() if tensor is not None}
+            arrays = {name: np.array(tensor.as_numpy()) for name, tensor in tensors.items() if tensor is not None}
             relay = Relay(request.get_response_sender(), f"{os.getpid()}-{next(self._numbers)}")
             self._open.add(relay)
             self._pool.submit(self._run, relay, arrays, self._wanted(request), request.parameters())
@@ -126,10 +126,10 @@ class BlsPart:
         """Call one model after the other; returns an error that one of them gave, as ours."""
         query = {there: arrays[name] for there, name in TO_PREPROCESSING.items() if name in arrays}
         request = self._request(self._settings.preprocessing_model, query, list(FROM_PREPROCESSING.values()), relay)
-        made = request.exec()
-        if made.has_error():
-            return self._pb.TritonError(made.error().message(), self._pb.TritonError.INVALID_ARG)
-        outputs = {tensor.name(): tensor.as_numpy() for tensor in made.output_tensors()}
+        response = request.exec()
+        if response.has_error():
+            return self._pb.TritonError(response.error().message(), self._pb.TritonError.INVALID_ARG)
+        outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
         inputs = {name: outputs[output] for name, output in FROM_PREPROCESSING.items()}
         inputs |= {there: arrays[name] for name, there in self._names.items() if name in arrays}
         request = self._request(self._settings.engine_model, inputs, wanted, relay, {AS_OUTPUTS: True})

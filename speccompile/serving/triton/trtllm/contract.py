@@ -97,8 +97,8 @@ def engine_inputs() -> tuple[Tensor, ...]:
         Tensor("early_stopping", "bool"),
         Tensor("stop", "bool"),
     )
-    wanted = tuple(required(t) if t.name == "request_output_len" else t for t in renamed)
-    return (*prompt, *wanted, *lists, *OWN, *WISHES)
+    decoding = tuple(required(t) if t.name == "request_output_len" else t for t in renamed)
+    return (*prompt, *decoding, *lists, *OWN, *WISHES)
 
 
 def engine_outputs() -> tuple[Tensor, ...]:

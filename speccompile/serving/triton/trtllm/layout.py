@@ -85,14 +85,14 @@ def engine_names() -> dict[str, str]:
 
 def ensemble_steps() -> list[Step]:
     """Returns the steps preprocessing, tensorrt_llm, postprocessing."""
-    made = {output: f"_{output}" for output in FROM_PREPROCESSING.values()}
+    internal = {output: f"_{output}" for output in FROM_PREPROCESSING.values()}
     inner = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH", "text_output": "_TEXT"}
     passed = {tensor.name: tensor.name for tensor in text_outputs() if tensor.name not in inner}
     return [
-        Step(PRE, TO_PREPROCESSING, made),
+        Step(PRE, TO_PREPROCESSING, internal),
         Step(
             ENGINE,
-            {**{name: made[output] for name, output in FROM_PREPROCESSING.items()}}
+            {**{name: internal[output] for name, output in FROM_PREPROCESSING.items()}}
             | {there: name for name, there in engine_names().items()},
             {**inner, **passed},
         ),

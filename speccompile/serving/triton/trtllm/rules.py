@@ -30,7 +30,7 @@ _ONLY: dict[str, tuple[Callable[[NDArray[Any]], bool], str]] = {
 
 
 class TrtllmRules(Rules):
-    """The rules of the removed backend; those of the bundle give the length of an answer alone."""
+    """The rules of the removed backend; of the bundle's defaults only the length of an answer counts."""
 
     synonyms: ClassVar = SYNONYMS
 
@@ -71,8 +71,8 @@ def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in given.items() if key not in ("temperature", "top_k", "top_p")}
     if is_greedy:
         return {**rest, "temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    heat = float(given.get("temperature", 1.0))
-    return {**rest, "temperature": heat, "top_k": max(top_k, 0), "top_p": top_p if top_p > 0 else 1.0}
+    temperature = float(given.get("temperature", 1.0))
+    return {**rest, "temperature": temperature, "top_k": max(top_k, 0), "top_p": top_p if top_p > 0 else 1.0}
 
 
 def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder | None) -> tuple[str, ...]:
@@ -85,12 +85,12 @@ def _joined(words: Sequence[str], lists: Sequence[list[int]], tokenizer: Decoder
 def words_from_lists(words: NDArray[Any]) -> list[list[int]]:
     """Returns the token ids of each word of a [2, n] array: row 0 has all ids, row 1 where each word ends, then -1."""
     ids, ends = words.reshape(2, -1)
-    starts, found = 0, []
+    start, lists = 0, []
     for end in ends:
-        if end > starts:
-            found.append([int(i) for i in ids[starts:end]])
-            starts = int(end)
-    return found
+        if end > start:
+            lists.append([int(i) for i in ids[start:end]])
+            start = int(end)
+    return lists
 
 
 def lists_from_words(words: list[list[int]]) -> NDArray[np.int32]:

@@ -42,8 +42,8 @@ class TokenizerPart:
     def finalize(self) -> None: ...
 
     def _respond(self, request: Any) -> Any:
-        found = {t.name: self._pb.get_input_tensor_by_name(request, t.name) for t in self.inputs}
-        arrays = {name: tensor.as_numpy() for name, tensor in found.items() if tensor is not None}
+        tensors = {t.name: self._pb.get_input_tensor_by_name(request, t.name) for t in self.inputs}
+        arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
         try:
             outputs = results_from_arrays(self._row, arrays, self._has_batch)
         except SpecCompileError as fault:
@@ -83,10 +83,10 @@ def results_from_arrays(read: Any, arrays: Arrays, has_batch: bool) -> Results:
 
 
 def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    most = max(array.shape[-1] for array in arrays)
+    size = max(array.shape[-1] for array in arrays)
     fill = b"" if arrays[0].dtype == np.object_ else 0
     return np.stack(
-        [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, most - a.shape[-1])], constant_values=fill) for a in arrays]
+        [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, size - a.shape[-1])], constant_values=fill) for a in arrays]
     )
 
 
