@@ -32,7 +32,7 @@ from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
 from speccompile.drafting import dynamic_tree, static_tree
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 

@@ -27,9 +27,9 @@ import speccompile
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.control import Controller, FixedLength, Planner, controller_of
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 
 LEAST_ROUNDS = 16  # however long they last
@@ -61,7 +61,7 @@ class Way:
         # The method's costs are learnt from the controller's own steps alone.
         learns = isinstance(self.planner, Controller)
         self.engine.proposer.observe = self._observe if learns else _learn_nothing
-        self.scheduler = Scheduler(self.engine, self.planner, prefill_chunk=512, keep_prefixes=False)
+        self.scheduler = make_scheduler(self.engine, self.planner, prefill_chunk=512, keep_prefixes=False)
         while len(self.scheduler.allocator.active) < batch:
             self._step()
 
@@ -70,7 +70,7 @@ class Way:
         scheduler = self.scheduler
         while len(scheduler.queue) + len(scheduler.allocator.active) + bool(scheduler.allocator.reading) < self.batch:
             request = self.requests[self._num_handles % len(self.requests)]
-            handle = RequestHandle(request, self._num_handles, perf_counter(), None, lambda step_output: None)
+            handle = RequestHandle([request], self._num_handles, perf_counter())
             open_outputs(handle, self.engine, "auto")
             scheduler.add(handle)
             self._num_handles += 1

@@ -21,20 +21,19 @@ from typing import Any
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 
 NEXT = "\n\n\ndef next_step(values):\n    "  # what every turn of a chat asks for
 
 
-def submit(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> RequestHandle:
+def submit(engine: SpecEngine, scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> RequestHandle:
     """Submits a prompt."""
-    handle = RequestHandle(
-        Request(prompt, params), scheduler.counters.num_requests, perf_counter(), None, lambda step_output: None
-    )
-    open_outputs(handle, scheduler.engine, "auto")
+    handle = RequestHandle([Request(prompt, params)], scheduler.counters.num_requests, perf_counter())
+    open_outputs(handle, engine, "auto")
     scheduler.add(handle)
     return handle
 
@@ -50,8 +49,8 @@ def offline(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams
 
 def scheduled(engine: SpecEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[float, float, Any]:
     """Returns the same by the scheduler, once all prompts are read."""
-    scheduler, spent, steps = Scheduler(engine, keep_prefixes=False), [0.0, 0.0], 0
-    sequences = [submit(scheduler, prompt, params).open[0].sequence for prompt in prompts]
+    scheduler, spent, steps = make_scheduler(engine, keep_prefixes=False), [0.0, 0.0], 0
+    sequences = [submit(engine, scheduler, prompt, params).open[0] for prompt in prompts]
     while scheduler.has_work:
         is_full = len(scheduler.allocator.active) == len(prompts)
         start_s, engine_s = perf_counter(), sum(e.seconds for e in engine.engines)
@@ -89,10 +88,10 @@ def measure_overhead(engine: SpecEngine, prompts: list[list[int]], rounds: int) 
 
 def measure_chats(engine: SpecEngine, prompts: list[str], keeps: bool, turns: int) -> dict[str, Any]:
     """Runs chats side by side, turn by turn; returns what was read and how long it took."""
-    scheduler, params = Scheduler(engine, keep_prefixes=keeps), SamplingParams(max_new_tokens=48, ignore_eos=True)
+    scheduler, params = make_scheduler(engine, keep_prefixes=keeps), SamplingParams(max_new_tokens=48, ignore_eos=True)
     said, first_ms, fresh = [engine.encode(prompt) for prompt in prompts], [], engine.encode(NEXT)
     for turn in range(turns):
-        sequences = [submit(scheduler, tokens, params).open[0].sequence for tokens in said]
+        sequences = [submit(engine, scheduler, tokens, params).open[0] for tokens in said]
         while scheduler.has_work:
             stats = [step_output.stats for _, step_output in scheduler.step() if step_output.stats]
             first_ms += [s["time_to_first_token_ms"] for s in stats if turn]

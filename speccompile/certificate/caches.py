@@ -15,7 +15,8 @@ from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.planted_drafts import FullChains, FullTrees
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.runtime.loop import admit, run_step
+from speccompile.runtime.loop import run_step
+from speccompile.runtime.prompts import read_prompts
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 
@@ -49,10 +50,10 @@ def check_caches(
     batch = SequenceBatch(list(waiting), num)
     verifier, proposer = engine.verifier, kind(known, nodes, vocab, nodes, seed)
     engine.reset(1)
-    admit(verifier, proposer, batch)
+    read_prompts(verifier, proposer, batch)
     num_steps = num_accepted = num_drafts = 0
     while min(length - (len(sequence.tokens) - sequence.num_prompt) for sequence in waiting) > 1:
-        steps = run_step(verifier, proposer, batch, engine.engines).steps
+        steps = run_step(verifier, proposer, batch, engine.engines)[0]
         num_steps, num_accepted = num_steps + 1, num_accepted + sum(step.num_accepted for step in steps)
         num_drafts += sum(step.num_draft_tokens for step in steps)
     texts = [list(sequence.tokens) for sequence in waiting]

@@ -14,8 +14,8 @@ from speccompile.core.probes import all_sure
 from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
-from speccompile.runtime.loop import decode
 from speccompile.runtime.requests import Speculation
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.none.proposer import NoneProposer

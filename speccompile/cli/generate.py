@@ -23,11 +23,10 @@ from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
-    from speccompile.runtime.generation import Generation, Stream
+    from speccompile.runtime.generation import Generation
     from speccompile.runtime.images import Image
     from speccompile.runtime.requests import StepOutput
-    from speccompile.runtime.sequences import Step
-    from speccompile.runtime.spec_engine import SpecEngine
+    from speccompile.runtime.spec_engine import SpecEngine, Stream
     from speccompile.runtime.text import TextSink
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
@@ -231,7 +230,7 @@ def _print_early_ends(results: Sequence[Generation], max_seq_len: int) -> None:
         print_warning(f"{what} where the cache ends: engine.max_seq_len is {max_seq_len}, the prompt included")
 
 
-def kinds_of(step: Step | StepOutput) -> list[str]:
+def kinds_of(step: StepOutput) -> list[str]:
     """Returns the kind of each token of a step: drafts first, then the one that the target gave."""
     kinds = ["accepted"] * step.num_accepted
     last = "bonus" if step.is_bonus else "recovered" if step.num_draft_tokens else "plain"

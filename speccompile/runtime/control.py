@@ -34,7 +34,8 @@ from speccompile.drafting.lookup import LooksUp
 from speccompile.drafting.proposer import DropsDrafts
 from speccompile.runtime.comparison import METHOD_DEFAULT, PLAIN, Comparison, Reading
 from speccompile.runtime.lookup_watch import LookUp, LookupWatch
-from speccompile.runtime.sequences import Step, TokenSequence
+from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.sequences import TokenSequence
 
 DropDraft = Callable[[TokenSequence], None]
 
@@ -67,7 +68,7 @@ class Planner(Protocol):
         """
         ...
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None:
         """Updates the planner with a step."""
         ...
 
@@ -116,7 +117,7 @@ class FixedLength:
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
         return self.limit
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None: ...
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None: ...
 
     def rested(self, sequences: Sequence[TokenSequence], num_steps: int, seconds: float) -> None: ...
 
@@ -226,8 +227,11 @@ class Controller:
         watch = None if self._look_up is None else LookupWatch(self._look_up, size)
         return Comparison(self._sizes[max(smaller), is_forced] if smaller else None, size, watch)
 
-    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[Step], times: StepTimes) -> None:
+    def observe(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput], times: StepTimes) -> None:
         """See `Planner.observe`."""
+        if self.num_rests:
+            self.rested(sequences, 1, times.step_s)
+            return
         num_accepted = num_drafts = num_emitted = 0
         for step in steps:
             num_accepted += step.num_accepted

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of offline decoding: whole ones, and streams of steps."""
+"""Result of decoding a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.sequences import Step, TokenSequence
+from speccompile.runtime.requests import StepOutput
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,11 @@ class Generation:
         return {name: value for name, value in given.items() if value is not None}
 
 
-class Stream(Iterator[Step]):
-    """Iterates over the steps of one sequence; `generation` is set after the last."""
-
-    def __init__(
-        self, sequence: TokenSequence, decoded: Iterator[list[Step]], finish: Callable[[TokenSequence, str], Generation]
-    ) -> None:
-        self._sequence, self._decoded, self._finish = sequence, decoded, finish
-        self.generation: Generation | None = None  # set after the last step
-
-    @property
-    def prompt(self) -> list[int]:
-        return self._sequence.tokens[: self._sequence.num_prompt]
-
-    def __next__(self) -> Step:
-        [step] = next(self._decoded)
-        if step.finish_reason:
-            self.generation = self._finish(self._sequence, step.finish_reason)
-        return step
+def generation_of_steps(steps: Sequence[StepOutput]) -> Generation:
+    """Returns the result of all step outputs of a sequence."""
+    text = "".join(step.text for step in steps)
+    tokens = [token for step in steps for token in step.tokens]
+    logprobs = [entry for step in steps for entry in step.logprobs]
+    last, prompt_logprobs = steps[-1], list(steps[0].prompt_logprobs)
+    reason, stats = str(last.finish_reason), last.stats or {}
+    return Generation(text, tokens, reason, stats, last.error, logprobs or None, prompt_logprobs or None)

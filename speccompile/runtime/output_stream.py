@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from speccompile.runtime.generation import Generation, generation_of_steps
 from speccompile.runtime.handles import RequestHandle
-from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Request, StepOutput
 
 
@@ -20,23 +19,6 @@ class Submits(Protocol):
     def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle: ...
 
     def cancel(self, handle: RequestHandle) -> None: ...
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One whole output of a request.
-
-    Args:
-        text: of the new tokens, cut before a stop string.
-    """
-
-    index: int
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: dict[str, Any]
-    error: str | None = None
-    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class OutputStream:
@@ -84,16 +66,9 @@ class OutputStream:
     async def __aexit__(self, *fault: object) -> None:
         self.close()
 
-    async def completions(self) -> list[Completion]:
+    async def generations(self) -> list[Generation]:
+        """Returns all outputs in their order, once every one has ended."""
         step_outputs: list[list[StepOutput]] = [[] for _ in range(self.num_outputs)]
         async for index, step_output in self:
             step_outputs[index].append(step_output)
-        return [_completion(index, found) for index, found in enumerate(step_outputs)]
-
-
-def _completion(index: int, step_outputs: Sequence[StepOutput]) -> Completion:
-    text = "".join(step_output.text for step_output in step_outputs)
-    tokens = [token for step_output in step_outputs for token in step_output.tokens]
-    logprobs = [entry for step_output in step_outputs for entry in step_output.logprobs]
-    last = step_outputs[-1]
-    return Completion(index, text, tokens, str(last.finish_reason), last.stats or {}, last.error, logprobs)
+        return [generation_of_steps(steps) for steps in step_outputs]

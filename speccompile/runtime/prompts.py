@@ -17,7 +17,8 @@ from speccompile.runtime.faults import FAULTS, NotFinite
 from speccompile.runtime.grammar_drafts import read_grammars
 from speccompile.runtime.host_verify import logprobs_of_step
 from speccompile.runtime.logprobs import TokenLogprobs, prompt_logprobs
-from speccompile.runtime.sequences import SequenceBatch, Step
+from speccompile.runtime.requests import StepOutput, trace_of_step
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.verifier import Verifier
 
 
@@ -26,13 +27,11 @@ class Chunk(NamedTuple):
 
     Args:
         step: with the first new token, where the prompt's last was read; it may end the sequence.
-        verdict: of that step; None without one.
         draft_s: seconds that the draft took.
     """
 
     num: int
-    step: Step | None
-    verdict: Verdict | None
+    step: StepOutput | None
     draft_s: float
 
 
@@ -43,21 +42,17 @@ def read_chunk(
     alone: SequenceBatch,
     reads: bool,
     most: int | None = None,
-    is_checked: bool = False,
 ) -> Chunk:
     """Reads the next chunk of a prompt.
 
-    Args:
-        is_checked: every chunk must be finite, not only the logits that a token comes from.
-
     Raises:
-        NotFinite: a chunk is not, and `is_checked`; the slot is cleared.
+        NotFinite: a chunk is not; the slot is cleared.
     """
     sequence, start = alone.sequences[0], int(verifier.lengths[slot])
     if alone.processed:
         read_grammars(alone)
     nodes, outputs, verdict = verifier.read(slot, sequence.tokens, most, sequence.images, alone)
-    if is_checked and NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
+    if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
         _clear(verifier, proposer, slot)
         raise NotFinite(start + nodes.shape[1])
     if (num_told := sequence.sampling.prompt_logprobs) is not None:
@@ -67,15 +62,24 @@ def read_chunk(
     step = None
     if verdict is not None:
         step = _first_step(verifier, alone, outputs, verdict)
-        if verdict.spoilt() and not is_checked:
-            _clear(verifier, proposer, slot)
     draft_start_s = perf_counter()
     if reads and (step is None or step.finish_reason is None):
         proposer.prefill(slot, sequence, nodes, start, outputs)
-    return Chunk(nodes.shape[1], step, verdict, perf_counter() - draft_start_s)
+    return Chunk(nodes.shape[1], step, perf_counter() - draft_start_s)
 
 
-def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verdict: Verdict) -> Step:
+def read_prompts(verifier: Verifier, proposer: Proposer, batch: SequenceBatch) -> None:
+    """Gives the first slots to `batch.waiting` and reads their prompts whole, for steps without a scheduler."""
+    for slot, sequence in enumerate(batch.waiting):
+        proposer.start(slot, sequence)
+        verifier.lengths[slot], alone = 0, SequenceBatch.alone(sequence)
+        while verifier.lengths[slot] < sequence.num_prompt - 1:
+            read_chunk(verifier, proposer, slot, alone, sequence.speculation != "off")
+        batch.sequences.append(sequence)
+    batch.changed()
+
+
+def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verdict: Verdict) -> StepOutput:
     [sequence] = alone.sequences
     sequence.plan(verifier.max_seq_len, 0)
     if verdict.following[0] < 0:
@@ -85,7 +89,9 @@ def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verd
     try:
         if logits is not None:
             logprobs = logprobs_of_step(verdict, alone.roots(), alone.sequences, logits)[0]
-        return sequence.emit([verdict.following[0]], 0, 0, False, logprobs, of_prompt=True)
+        root = alone.roots() if sequence.wants_trace else None
+        step = sequence.emit([verdict.following[0]], 0, 0, False, logprobs, of_prompt=True)
+        return step if root is None else step._replace(trace=trace_of_step(sequence.tokenizer, root, verdict, 0))
     except FAULTS as fault:
         return sequence.fail(fault)
 

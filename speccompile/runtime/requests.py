@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a server to the scheduler, and the step outputs that it gets back."""
+"""Requests to the scheduler, and the step outputs that come back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import ImageData
 from speccompile.runtime.logprobs import TokenLogprobs
+from speccompile.runtime.text import Tokenizer, text_of_token
 
 Speculation = Literal["auto", "on", "off"]
 SPECULATION: tuple[Speculation, ...] = ("auto", "on", "off")
@@ -73,17 +76,25 @@ class StepTrace:
     texts: list[str]
 
 
+def trace_of_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, slot: int) -> StepTrace:
+    """Returns the tree of one sequence in one step."""
+    num = int(tree.num_nodes[slot])
+    tokens = tree.tokens[slot, :num].tolist()
+    texts = [] if tokenizer is None else [text_of_token(tokenizer, token) for token in tokens]
+    path, following = verdict.nodes_kept(slot), int(verdict.next_token[slot])
+    return StepTrace(tokens, tree.parents[slot, :num].tolist(), path, following, texts)
+
+
 class StepOutput(NamedTuple):
-    """Result of one step for one output of a request.
+    """Result of one step for one sequence.
 
     Args:
-        output_index: which output, counted over all requests that were submitted as one.
+        output_index: which output, counted over all requests that were submitted as one; offline: which prompt.
         text: to show; never half a character, no part of a stop string.
         tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before).
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
-        stats: of the output, in its last step output: `SequenceStats.json_from_stats` plus `num_prompt_tokens`,
-            `num_reused_tokens`, `queue_ms`, `time_to_first_token_ms`, `time_per_token_ms`.
+        stats: in the last step output: `SequenceStats.json_of_request`.
         stop_string: that ended the text, where the finish reason is `stop`; None: a token did.
         prompt_logprobs: of each token of the prompt, in the first step output, where the request asks for them; of the
             first one None.

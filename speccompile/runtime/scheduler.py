@@ -1,85 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: sequences join and leave between steps, prompts are read in chunks between them."""
+"""Continuous batching: sequences join and leave between steps, prompts are read in chunks between them.
+
+Offline decoding is the same, with all sequences added at the start: see `decode`.
+"""
 
 from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
-from speccompile.core.acceptance import Verdict
+from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import DeviceLost
-from speccompile.core.tree import TokenTree
-from speccompile.runtime.control import FixedLength, Planner
-from speccompile.runtime.counters import Counters
+from speccompile.runtime.control import Planner
 from speccompile.runtime.draft_report import DraftReport, report_from_planner
-from speccompile.runtime.fair_queue import FairQueue
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
-from speccompile.runtime.handles import RequestHandle, RequestOutput, trace_step
-from speccompile.runtime.loop import Round, needs_draft, run_step
+from speccompile.runtime.handles import FairQueue, RequestHandle
+from speccompile.runtime.loop import run_step
 from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.prompts import read_chunk
 from speccompile.runtime.requests import StepOutput
-from speccompile.runtime.sequences import SequenceBatch, Step
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.slot_allocator import SlotAllocator
-from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.views import ViewKeeper
+from speccompile.runtime.stats import Counters, TimedEngine
+from speccompile.runtime.verifier import Verifier
+from speccompile.runtime.views import EVERY, ViewKeeper
 
 Event = tuple[RequestHandle, StepOutput]
+_STEP_OUTPUT = itemgetter(1)
 _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decodes request handles, step by step. Used on one thread, as the only user of the engine.
+    """Decodes sequences, step by step. Used on one thread, as the only user of the engines.
 
     Args:
+        verifier: the target.
+        proposer: the drafts.
+        batch: without active sequences.
+        engines: see `run_step`.
+        planner: see `run_step`.
         prefill_chunk: prompt tokens read between two decoding steps.
-        keep_prefixes: reuse caches for prompts with the same prefix, those of ended requests and those of active ones.
+        keep_prefixes: reuse caches for prompts with the same prefix, those of ended sequences and of active ones.
+        reset: frees and zeroes the caches after a fault, which ends the sequences that were active; None: faults are
+            raised, but for those of a single sequence.
         clock: monotonic, in seconds.
 
     Attributes:
-        lost: why the engine cannot be used any more; all outputs have ended then.
+        lost: why the engines cannot be used any more; all sequences have ended then.
     """
 
     def __init__(
         self,
-        engine: SpecEngine,
+        verifier: Verifier,
+        proposer: Proposer,
+        batch: SequenceBatch,
+        engines: Sequence[TimedEngine] = (),
         planner: Planner | None = None,
-        prefill_chunk: int = 128,
-        keep_prefixes: bool = True,
+        *,
+        prefill_chunk: int = sys.maxsize,
+        keep_prefixes: bool = False,
+        reset: Callable[[], object] | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.engine, self.planner, self.prefill_chunk = engine, planner or FixedLength(), prefill_chunk
+        self.verifier, self.proposer, self.batch, self.engines = verifier, proposer, batch, tuple(engines)
+        self.planner, self.prefill_chunk = planner, prefill_chunk
         self.queue = FairQueue()
-        # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
-        # planner.
-        self.batch = SequenceBatch((), engine.context.max_slots, True, engine.context.max_draft_nodes)
-        self.allocator = SlotAllocator(engine.verifier, engine.proposer, self.batch, keep_prefixes)
-        self.views = ViewKeeper(engine.engines, self.allocator, engine.context.max_seq_len)
+        self.allocator = SlotAllocator(verifier, proposer, batch, keep_prefixes)
+        self.views = ViewKeeper(self.engines, self.allocator, verifier.max_seq_len)
         self.counters = Counters()
-        self.num_waiting = 0  # request handles whose outputs all wait for a slot
-        self._clock = clock
+        self.num_waiting = 0  # request handles whose sequences all wait for a slot
+        self._clock, self._reset = clock, reset
         self.lost: str | None = None
         self._broken: BaseException | None = None
         self._events: list[Event] = []  # made and not yet taken: none is lost where a step raises
-        self._last_read: RequestOutput | None = None  # the one whose prompt is being read, or was read last
+        self._last_read: TokenSequence | None = None  # the one whose prompt is being read, or was read last
         self._draft_reads = False  # the prompt that is being read
         self._alone = SequenceBatch((), 1)  # its sequence
         self._handles: dict[int, RequestHandle] = {}  # open ones
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
-        engine.reset()
 
     @property
     def has_work(self) -> bool:
+        """Whether any sequence has not ended, or the caches must be reset."""
         return bool(self._handles) or self._broken is not None
 
     def add(self, handle: RequestHandle) -> None:
-        """Adds a request handle with its outputs."""
+        """Adds a request handle with its sequences."""
         self._handles[handle.number] = handle
         self.queue.add(handle)
         self.counters.num_requests += 1
@@ -93,41 +105,66 @@ class Scheduler:
         return events
 
     def cancel(self, handle: RequestHandle) -> list[Event]:
-        """Ends all open outputs of a request handle; none where it has ended already."""
+        """Ends all open sequences of a request handle; none where it has ended already."""
         self._cancel(handle, "cancelled")
         return self.take_events()
 
     def _cancel(self, handle: RequestHandle, reason: str) -> None:
-        for output in tuple(handle.open):
-            self._end(output, reason)
+        for sequence in tuple(handle.open):
+            self._end(sequence, reason)
 
     def cancel_all(self) -> list[Event]:
+        """Ends all open sequences."""
         for handle in tuple(self._handles.values()):
             self._cancel(handle, "cancelled")
         return self.take_events()
 
     def abandon(self, error: str) -> list[Event]:
-        """Returns last step outputs of all open outputs, without using the engine: it or the scheduler has failed."""
-        handles, now_s = tuple(self._handles.values()), self._clock()
+        """Returns last step outputs of all open sequences, without using the engines: these or a step have failed."""
+        handles = tuple(self._handles.values())
         self._handles.clear()
         return self.take_events() + [
-            (handle, output.last_step_output("error", now_s, error)) for handle in handles for output in handle.open
+            (handle, self._last_output(sequence, "error", error)) for handle in handles for sequence in handle.open
         ]
 
     def step(self) -> list[Event]:
         """Reads a chunk of prompts and decodes one step; returns the step outputs in order."""
-        self._expire()
-        self._recover()
-        self._read_prompts()
-        if self.allocator.active:
-            self._decode()
-        self._recover()
-        return self.take_events()
+        return self.read() + self.decode()
 
-    def _recover(self) -> None:
-        fault, self._broken = self._broken, None
-        if fault is not None:
+    def read(self) -> list[Event]:
+        """Ends what is overdue and reads a chunk of prompts; returns the step outputs in order."""
+        if self._deadlines:
+            self._expire()
+        if self._broken is not None:
+            self._recover(self._broken)
+        if len(self.batch.sequences) < self.batch.max_slots:
+            self._read_prompts()
+        return self.take_events() if self._events else []
+
+    def decode(self) -> list[Event]:
+        """Decodes one step of the active sequences; returns the step outputs in order."""
+        sequences = tuple(self.batch.sequences)
+        if not sequences:
+            return []
+        try:
+            if self.counters.num_steps % EVERY == EVERY - 1:
+                self.views.check()
+            steps, times = run_step(self.verifier, self.proposer, self.batch, self.engines, self.planner)
+        except FAULTS as fault:
             self._restart(fault)
+            return self.take_events()
+        if self._reset is not None:
+            self.counters.count_step(steps, times.step_s)
+        self._deliver(sequences, steps)
+        if self._broken is not None:
+            self._recover(self._broken)
+        events, self._events = self._events, []
+        return events
+
+    def _recover(self, fault: BaseException) -> None:
+        """Restarts where a cache could not be moved, as no slot can be trusted then."""
+        self._broken = None
+        self._restart(fault)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -136,6 +173,7 @@ class Scheduler:
                 self._cancel(self._handles[number], "timeout")
 
     def _read_prompts(self) -> None:
+        """Reads prompts until the chunk is used up; a sequence whose prompt is read joins the active ones."""
         left = self.prefill_chunk
         while left > 0:
             try:
@@ -148,19 +186,32 @@ class Scheduler:
                 self._fail(fault)
                 return
 
-    def _open(self, output: RequestOutput) -> None:
-        self._last_read, self._alone = output, SequenceBatch.alone(output.sequence)
-        output.started_s = output.sequence.stats.start_s = output.sequence.stats.end_s = self._clock()
-        self._stop_waiting(output.handle)
-        self._draft_reads = needs_draft(self.engine.proposer, self.planner, self.batch, output.sequence)
-        output.num_reused = self.allocator.open(output)
-        counters = self.counters
+    def _open(self, sequence: TokenSequence) -> None:
+        self._last_read, self._alone = sequence, SequenceBatch.alone(sequence)
+        stats, counters = sequence.stats, self.counters
+        stats.start_s = stats.end_s = self._clock()
+        self._stop_waiting(sequence.handle)
+        # A draft that cannot read a prompt later has no part in a sequence for which no drafts are expected.
+        self._draft_reads = self._expects_drafts(sequence)
+        sequence.has_draft = self._draft_reads or self.proposer.catches_up
+        stats.num_reused = self.allocator.open(sequence)
         counters.num_prompts += 1
-        counters.num_prompt_tokens += output.sequence.num_prompt
-        counters.num_reused_tokens += output.num_reused
-        counters.num_prefix_hits += output.num_reused > 0
+        counters.num_prompt_tokens += sequence.num_prompt
+        counters.num_reused_tokens += stats.num_reused
+        counters.num_prefix_hits += stats.num_reused > 0
+
+    def _expects_drafts(self, sequence: TokenSequence) -> bool:
+        """Returns whether the draft reads the prompt of a new sequence."""
+        if not sequence.may_draft or sequence.speculation == "off":
+            return False
+        # Where drafts are drawn, the text depends on them, so a planner must not decide.
+        is_drawn = not (self.batch.is_invariant or sequence.sampling.is_greedy)
+        if self.planner is None or is_drawn or sequence.speculation != "auto":
+            return True
+        return self.planner.expects_drafts(len(self.batch.sequences) + 1)
 
     def _stop_waiting(self, handle: RequestHandle) -> None:
+        """Counts a request handle as no longer waiting."""
         self.num_waiting -= handle.is_waiting
         handle.is_waiting = False
 
@@ -171,142 +222,132 @@ class Scheduler:
             How many were read.
         """
         start_s = self._clock()
-        allocator, verifier, proposer = self.allocator, self.engine.verifier, self.engine.proposer
-        output, slot = allocator.reading, allocator.reading_slot
-        assert output is not None
-        self._last_read, sequence, alone = output, output.sequence, self._alone
-        num_last, num, chunk = sequence.num_prompt - 1, 0, None
+        allocator, verifier, sequence = self.allocator, self.verifier, self.allocator.reading
+        assert sequence is not None
+        self._last_read, stats, slot = sequence, sequence.stats, allocator.reading_slot
+        num_last, num, step = sequence.num_prompt - 1, 0, None
         if verifier.lengths[slot] < num_last:
-            proposer.flush()
-            chunk = read_chunk(verifier, proposer, slot, alone, self._draft_reads, most, is_checked=True)
-            num = chunk.num - (chunk.step is not None)
-            self.planner.read(num, chunk.draft_s if self._draft_reads else None)
+            self.proposer.flush()
+            chunk = read_chunk(verifier, self.proposer, slot, self._alone, self._draft_reads, most)
+            step = chunk.step
+            num = chunk.num - (step is not None)
+            if self.planner is not None:
+                self.planner.read(num, chunk.draft_s if self._draft_reads else None)
             self.counters.num_prefill_tokens += chunk.num
-        sequence.stats.end_s = self._clock()
-        sequence.stats.prefill_s += sequence.stats.end_s - start_s
-        step = None if chunk is None else chunk.step
+        stats.end_s = self._clock()
+        stats.prefill_s += stats.end_s - start_s
         if verifier.lengths[slot] >= num_last and (step is None or step.finish_reason is None):
             allocator.join()
-        if step is not None and chunk is not None:
-            self._deliver_first(output, step, chunk.verdict)
+        if step is not None:
+            self.counters.num_tokens += len(step.tokens)
+            self._deliver([sequence], [step])
         return num
 
-    def _deliver_first(self, output: RequestOutput, step: Step, verdict: Verdict | None) -> None:
-        self.counters.num_tokens += len(step.tokens)
-        wants = output.request.wants_trace and step.finish_reason != "error"
-        root = TokenTree.chain(np.array([[output.sequence.tokens[output.sequence.num_prompt - 1]]], dtype=np.int64))
-        trace = trace_step(self.engine.tokenizer, root, verdict, 0) if wants and verdict is not None else None
-        step_output = output.step_output(step, self._clock(), trace)
-        self._events.append((output.handle, step_output))
-        if step.finish_reason is not None:
-            self._close(output, step_output)
-
     def _fail(self, fault: BaseException) -> None:
+        """Ends the sequence whose prompt cannot be read, or that cannot join after it was read."""
         if not isinstance(fault, NotFinite):
-            self.counters.num_engine_faults += 1
+            self._count_fault(fault)
             self.allocator.kept.clear()  # caches may be incompletely moved
         if isinstance(fault, DeviceLost):
             self._lose(fault)
             return
-        output, self._last_read = self._last_read, None
-        if output is not None:
-            self._end(output, "error", text_from_fault(fault))
+        sequence, self._last_read = self._last_read, None
+        if sequence is not None:
+            self._end(sequence, "error", text_from_fault(fault))
 
-    def _decode(self) -> None:
-        engine, batch, start_s = self.engine, self.batch, perf_counter()
-        decoding = tuple(self.allocator.active)
-        sequences = tuple(batch.sequences)
-        try:
-            limit = self.planner.plan(sequences)
-            round_ = run_step(engine.verifier, engine.proposer, batch, engine.engines, limit)
-        except FAULTS as fault:
-            self._restart(fault)
-            return
-        self.counters.count_step(round_.steps, round_.times.step_s)
-        self._deliver(decoding, round_)
-        try:
-            self.views.after_step()
-        except FAULTS as fault:
-            self._restart(fault)
-            return
-        if self.planner.num_rests:
-            self.planner.rested(sequences, 1, perf_counter() - start_s)
-            return
-        engine.proposer.observe(round_.tree.batch, round_.tree.nodes, round_.times)
-        times = round_.times._replace(step_s=perf_counter() - start_s)
-        self.planner.observe(sequences, round_.steps, times)
+    def _count_fault(self, fault: BaseException) -> None:
+        """Counts a fault of the engines; raises it where nothing can reset them."""
+        if self._reset is None:
+            raise fault
+        self.counters.num_engine_faults += 1
 
-    def _deliver(self, decoding: tuple[RequestOutput, ...], round_: Round) -> None:
-        events, now_s = [], self._clock()
-        for slot, (output, step) in enumerate(zip(decoding, round_.steps, strict=True)):
-            wants = output.request.wants_trace and step.finish_reason != "error"
-            trace = trace_step(self.engine.tokenizer, round_.tree, round_.verdict, slot) if wants else None
-            events.append((output.handle, output.step_output(step, now_s, trace)))
-        self._events += events
-        for slot in reversed(range(len(decoding))):
-            step_output = events[slot][1]
-            if step_output.finish_reason is not None:
-                self._close(decoding[slot], step_output)
+    def _deliver(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput]) -> None:
+        """Adds step outputs, and frees the slots of sequences that have ended, the last slot first."""
+        now_s, ended = self._clock(), []
+        for sequence, step in zip(sequences, steps, strict=True):
+            stats = sequence.stats
+            stats.last_s = now_s
+            if stats.first_s is None:
+                stats.first_s, stats.num_in_first = now_s, len(step.tokens)
+            if step.finish_reason is not None:
+                step = step._replace(stats=self._stats(sequence, now_s))
+                ended.append((sequence, step))
+            self._events.append((sequence.handle, step))
+        for sequence, step in reversed(ended):
+            self._close(sequence, step)
 
     def _restart(self, fault: BaseException) -> None:
-        """Resets the caches after a step failed: active outputs end, and a prompt that was being read starts again."""
-        self.counters.num_engine_faults += 1
+        """Resets the caches after a step failed: active sequences end, and a prompt half read starts again."""
+        self._count_fault(fault)
         if isinstance(fault, DeviceLost):
             self._lose(fault)
             return
         error = text_from_fault(fault)
         _log.warning("a step failed, %d sequences end and the caches are reset: %s", len(self.allocator.active), error)
-        for output in reversed(tuple(self.allocator.active)):
-            self._end(output, "error", error)
+        for sequence in reversed(tuple(self.allocator.active)):
+            self._end(sequence, "error", error)
         reading = self.allocator.reading
         self.allocator.clear()
         if reading is not None:
             self.queue.put_back(reading)
+        assert self._reset is not None
         try:
-            self.engine.reset(clears=True)
+            self._reset()
         except FAULTS as other:
             self._lose(other)
 
     def _lose(self, fault: BaseException) -> None:
+        """Ends all sequences without using the engines, which no request can use any more."""
         self.lost, self._broken = text_from_fault(fault), None
         _log.error("the engine cannot be used any more, all requests end: %s", self.lost)
         self.allocator.clear()
         self.queue = FairQueue()
         self._events = self.abandon(self.lost)
 
-    def _end(self, output: RequestOutput, reason: str, error: str | None = None) -> None:
-        step_output = output.last_step_output(reason, self._clock(), error)
-        self._events.append((output.handle, step_output))
-        self._close(output, step_output)
+    def _end(self, sequence: TokenSequence, reason: str, error: str | None = None) -> None:
+        """Ends a sequence between steps, whether it waits, reads or decodes."""
+        step = self._last_output(sequence, reason, error)
+        self._events.append((sequence.handle, step))
+        self._close(sequence, step)
 
-    def _close(self, output: RequestOutput, step_output: StepOutput) -> None:
-        """Frees what an output holds, and counts it."""
-        handle = output.handle
-        handle.open.remove(output)
-        if output is self.allocator.reading or output in self.allocator.active:
+    def _last_output(self, sequence: TokenSequence, reason: str, error: str | None) -> StepOutput:
+        """Returns the last step output of a sequence that no step ended, with the text that was held back."""
+        sequence.error, stats = error, self._stats(sequence, self._clock())
+        return StepOutput(sequence.index, sequence.text_left(), [], finish_reason=reason, stats=stats, error=error)
+
+    def _stats(self, sequence: TokenSequence, now_s: float) -> dict[str, Any]:
+        return sequence.stats.json_of_request(sequence.num_prompt, sequence.handle.submitted_s, now_s)
+
+    def _close(self, sequence: TokenSequence, step: StepOutput) -> None:
+        """Frees what a sequence holds, and counts it."""
+        handle = sequence.handle
+        handle.open.remove(sequence)
+        if sequence is self.allocator.reading or sequence in self.allocator.active:
             try:
-                self.allocator.leave(output, keeps=step_output.finish_reason != "error" and self._may_be_reused(output))
+                self.allocator.leave(sequence, step.finish_reason != "error" and self._is_worth_keeping(sequence))
             except FAULTS as fault:
                 self._broken = fault
         else:  # one that was taken out and has no slot yet is not in the queue either
-            self.queue.discard(output)
+            self.queue.discard(sequence)
         if not handle.open:
             del self._handles[handle.number]
             self._stop_waiting(handle)
-        assert step_output.finish_reason is not None and step_output.stats is not None
+        assert step.finish_reason is not None and step.stats is not None
         request_ms = (self._clock() - handle.submitted_s) * 1e3
-        self.counters.count_end(
-            step_output.finish_reason, step_output.stats, request_ms, output.sequence.stats.outcomes
-        )
+        self.counters.count_end(step.finish_reason, step.stats, request_ms, sequence.stats.outcomes)
 
-    def _may_be_reused(self, output: RequestOutput) -> bool:
+    def _is_worth_keeping(self, sequence: TokenSequence) -> bool:
+        """Returns whether slots are left for its cache, or a waiting prompt has the same prefix."""
+        if not self.allocator.keeps:
+            return False
         room = self.allocator.max_slots - len(self.allocator.active) + 1
         if len(self.queue) < room:
             return True
-        start = output.sequence.keys[:MIN_SHARED]
-        return any(waiting.sequence.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
+        start = sequence.keys[:MIN_SHARED]
+        return any(waiting.keys[:MIN_SHARED] == start for waiting in islice(self.queue, room))
 
     def draft_report(self, asked: str = "auto") -> DraftReport:
+        """Returns whether requests with this `speculation` draft now, and why."""
         counters = self.counters
         return report_from_planner(self.planner, counters.num_draft_tokens, counters.num_accepted, asked)
 
@@ -321,6 +362,32 @@ class Scheduler:
             "num_slots": self.allocator.max_slots,
             "num_view_shrinks": self.views.num_shrinks,
             "num_kept_dropped_for_views": self.views.num_dropped,
-            "graph_faults": {e.spec.name: e.graph_fault for e in self.engine.engines if e.graph_fault},
-            "controller": self.planner.decisions(),
+            "graph_faults": {e.spec.name: e.graph_fault for e in self.engines if e.graph_fault},
+            "controller": {} if self.planner is None else self.planner.decisions(),
         }
+
+
+def decode(
+    verifier: Verifier,
+    proposer: Proposer,
+    batch: SequenceBatch,
+    engines: Sequence[TimedEngine] = (),
+    planner: Planner | None = None,
+) -> Iterator[list[StepOutput]]:
+    """Decodes `batch.waiting` to their ends: the scheduler, driven until it has no work.
+
+    A caller may stop iterating at any time without cleaning up: the next run starts with empty lengths.
+
+    Yields:
+        Step outputs by slot: the first tokens that came with prompts, or those of a step.
+    """
+    scheduler, now_s = Scheduler(verifier, proposer, batch, engines, planner), perf_counter()
+    for number, sequence in enumerate(batch.waiting):
+        handle = RequestHandle((), number, now_s)
+        handle.add(sequence)
+        scheduler.add(handle)
+    while scheduler.has_work:
+        if events := scheduler.read():
+            yield list(map(_STEP_OUTPUT, events))
+        if events := scheduler.decode():
+            yield list(map(_STEP_OUTPUT, events))

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +31,9 @@ from speccompile.runtime.grammars import GrammarMatcher
 from speccompile.runtime.images import PromptImages
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.requests import Speculation
+from speccompile.runtime.requests import Speculation, StepOutput
 from speccompile.runtime.stats import SequenceStats
-from speccompile.runtime.text import TextSink
+from speccompile.runtime.text import TextSink, Tokenizer
 
 # Positions whose uniforms are made at once: a call of Philox takes 40 us for 100 draws as for one. A short text needs
 # few, so a table has 16 at first, then 64, 256, 512 ...
@@ -42,26 +41,6 @@ LEAST_BLOCK, BLOCK = 16, 256
 NUM_NEIGHBOURS = 8  # lanes that are made with one that is read: a chain reads those of all its depths
 LANES = (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, RACE_LANE)
 RACE_ROWS = slice(3, 5)  # of a table, after the first words of the other lanes
-
-
-class Step(NamedTuple):
-    """Result of one step for one sequence.
-
-    Args:
-        tokens: the new tokens; the first `num_accepted` of them were drafts (fewer where the text ended before).
-        is_bonus: a whole path of at least one draft was kept, so the last of `tokens` is a bonus and not recovered.
-        text: to show; empty without a text sink.
-        finish_reason: `stop`, `length`, `cache_full`, `error`, or None before the end.
-    """
-
-    prompt_index: int
-    tokens: list[int]
-    num_draft_tokens: int
-    num_accepted: int
-    is_bonus: bool
-    text: str
-    finish_reason: str | None
-    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class UniformTable:
@@ -120,6 +99,7 @@ class TokenSequence:
         "error",
         "fault",
         "grammar",
+        "handle",
         "has_draft",
         "images",
         "index",
@@ -137,6 +117,7 @@ class TokenSequence:
         "stop_ids",
         "table",
         "tokens",
+        "wants_trace",
     )
 
     def __init__(
@@ -153,16 +134,23 @@ class TokenSequence:
         self.may_draft = True  # False: the target would compact its caches by another verdict
         self.has_draft = True  # see the protocol
         self.speculation: Speculation = "auto"
+        self.handle: Any = None  # `handles.RequestHandle` of its request
+        self.wants_trace = False  # add the tree of every step to its step output
         self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
         self.images: PromptImages | None = None  # of its prompt, if that has some
         self.logprobs: list[TokenLogprobs] = []  # of its new tokens, if the request asks for them
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the same of its prompt; the first has none
-        self.stats = SequenceStats(0.0)
+        self.stats = SequenceStats()
         self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
 
     @property
     def keys(self) -> list[int]:
         return self.tokens if self.images is None else self.images.keys(self.tokens)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of its text; None where no text is made."""
+        return None if self.sink is None else self.sink.tokenizer
 
     def plan(self, max_seq_len: int, limit: int | None = None) -> None:
         """Sets the limits of the next step, which needs the root's row and one row per draft.
@@ -186,12 +174,16 @@ class TokenSequence:
         is_bonus: bool,
         logprobs: Sequence[TokenLogprobs] = (),
         of_prompt: bool = False,
-    ) -> Step:
+    ) -> StepOutput:
         """Appends the tokens of a step, up to the end of the text.
 
         Args:
             new: accepted draft tokens and the next token.
+            num_drafts: draft tokens scored.
+            depth: of the deepest of them.
+            is_bonus: a whole path was kept.
             logprobs: of each new token; empty where they are not asked for.
+            of_prompt: they came with the prompt, not in a step.
         """
         num_accepted = len(new) - 1
         reason, text = None, ""
@@ -205,14 +197,16 @@ class TokenSequence:
                 if token in self.stop_ids:
                     new, reason = new[: at + 1], "stop"
                     break
+        stop_string = None
         if self.sink is not None:
             text, used, is_stopped = self.sink.push(new)
             if is_stopped:
-                new, reason = new[:used], "stop"
+                new, reason, stop_string = new[:used], "stop", self.sink.stop_string
             elif reason:
                 text += self.sink.finish()
         self.tokens += new
         stats = self.stats
+        is_first = stats.num_tokens == 0 and self.sampling.prompt_logprobs is not None
         stats.num_tokens += len(new)
         stats.num_draft_tokens += num_drafts
         if of_prompt:
@@ -220,12 +214,23 @@ class TokenSequence:
         else:
             stats.outcomes[depth, num_accepted] += 1
         self.logprobs += (logprobs := logprobs[: len(new)])
-        return Step(self.index, new, num_drafts, num_accepted, is_bonus, text, reason, logprobs)
+        return StepOutput(
+            self.index,
+            text,
+            new,
+            num_drafts,
+            num_accepted,
+            is_bonus,
+            reason,
+            logprobs=logprobs,
+            stop_string=stop_string,
+            prompt_logprobs=self.prompt_logprobs if is_first else (),
+        )
 
-    def fail(self, fault: BaseException) -> Step:
-        """Returns the last step of a sequence that a fault ends, with the text that was held back."""
+    def fail(self, fault: BaseException) -> StepOutput:
+        """Returns the last step output of a sequence that a fault ends, with the text that was held back."""
         self.error = text_from_fault(fault)
-        return Step(self.index, [], 0, 0, False, self.text_left(), "error")
+        return StepOutput(self.index, self.text_left(), [], finish_reason="error", error=self.error)
 
     def text_left(self) -> str:
         """Returns the text that was held back, for an end between steps; empty where the sink fails."""
@@ -253,7 +258,7 @@ def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints, is
 
 
 class SequenceBatch:
-    """The active sequences in slots 0 .. batch - 1, and those that wait. See `speccompile.core.protocols.Batch`.
+    """The active sequences in slots 0 .. batch - 1. See `speccompile.core.protocols.Batch`.
 
     Args:
         is_invariant: texts do not depend on drafts or their number: drafts are deterministic, and sampled text is plain
@@ -265,7 +270,7 @@ class SequenceBatch:
     ) -> None:
         self.max_forced = max_forced
         self.sequences: list[TokenSequence] = []
-        self.waiting = deque(waiting)
+        self.waiting = tuple(waiting)
         self.max_slots = max_slots
         self.is_invariant = is_invariant
         self.is_greedy = True  # every sequence has temperature 0

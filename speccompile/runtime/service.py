@@ -6,19 +6,21 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.control import Planner, controller_of
+from speccompile.runtime.control import FixedLength, Planner, controller_of
 from speccompile.runtime.draft_report import DraftReport
 from speccompile.runtime.faults import FAULTS
-from speccompile.runtime.handles import RequestHandle, open_outputs
-from speccompile.runtime.output_stream import Completion, OutputStream
+from speccompile.runtime.generation import Generation
+from speccompile.runtime.handles import RequestHandle
+from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import SPECULATION, Busy, Request, Speculation, StepOutput
 from speccompile.runtime.scheduler import Event, Scheduler
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 
 JOIN_S = 30.0  # a step that takes longer than this when the service closes is hung
@@ -93,7 +95,7 @@ class Service:
     ) -> None:
         self.engine, self.options = engine, options or ServiceOptions()
         planner = planner or controller_of(engine.proposer)
-        self._scheduler = Scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
+        self._scheduler = make_scheduler(engine, planner, self.options.prefill_chunk, self.options.keep_prefixes)
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # over what follows; never held during a step
         self._num_handles = self._num_coming = self._num_busy = 0
@@ -164,7 +166,7 @@ class Service:
         """
         limits = [self.options.timeout_s if one.timeout_s is None else one.timeout_s for one in (request, *more)]
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
-        handle = RequestHandle(request, 0, perf_counter(), timeout_s, on_output, more)
+        handle = RequestHandle((request, *more), 0, perf_counter(), timeout_s, on_output)
         open_outputs(handle, self.engine, self.options.speculation)
         with self._lock:
             if not self._is_open:
@@ -192,14 +194,14 @@ class Service:
         """
         return OutputStream(self, requests)
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Generation]:
         """Returns all outputs of a request, in their order. Cancelling the task cancels the request.
 
         Raises:
             RuntimeFault, Busy: as `submit`.
         """
         async with self.stream(request) as stream:
-            return await stream.completions()
+            return await stream.generations()
 
     def stats(self) -> dict[str, Any]:
         """Returns a JSON-ready snapshot (docs/reference/service.md). Any thread; waits for the current step to end."""
@@ -258,7 +260,8 @@ class Service:
             self._deliver(self._handle(commands))
             if end_s is not None and (not self._scheduler.has_work or perf_counter() >= end_s):
                 return
-            self._deliver(self._scheduler.step())
+            self._deliver(self._scheduler.read())
+            self._deliver(self._scheduler.decode())
             if self._scheduler.lost is not None:
                 return
 
@@ -289,3 +292,51 @@ class Service:
                 handle.on_output(step_output)
             except FAULTS:
                 self.cancel(handle)  # its receiver is broken; others are not affected
+
+
+def make_scheduler(
+    engine: SpecEngine,
+    planner: Planner | None = None,
+    prefill_chunk: int = 128,
+    keep_prefixes: bool = True,
+    clock: Callable[[], float] = perf_counter,
+) -> Scheduler:
+    """Returns a scheduler of requests, as the only user of an engine."""
+    # Drafts are deterministic and the target's draws decide, so a text depends neither on other requests nor on the
+    # planner.
+    batch = SequenceBatch((), engine.context.max_slots, True, engine.context.max_draft_nodes)
+    engine.reset()
+    return Scheduler(
+        engine.verifier,
+        engine.proposer,
+        batch,
+        engine.engines,
+        planner or FixedLength(),
+        prefill_chunk=prefill_chunk,
+        keep_prefixes=keep_prefixes,
+        reset=lambda: engine.reset(clears=True),
+        clock=clock,
+    )
+
+
+def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
+    """Makes the sequences of a new request handle.
+
+    Args:
+        default: the speculation that `auto` stands for.
+
+    Raises:
+        RuntimeFault: the prompt is empty, too long or not of the vocabulary; its images cannot be read; or stop
+            strings without a tokenizer.
+    """
+    for request in handle.requests:
+        images = engine.read_images(request.images)
+        prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)
+        for index in range(request.num_outputs):
+            sampling = request.sampling
+            if index:
+                sampling = replace(sampling, seed=(sampling.seed + index) % 2**64)
+            sequence = engine.make_sequence(0, prompt, sampling, with_text=True, images=images)
+            sequence.index, sequence.wants_trace = len(handle.open), request.wants_trace
+            sequence.speculation = default if request.speculation == "auto" else request.speculation
+            handle.add(sequence)

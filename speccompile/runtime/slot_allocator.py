@@ -7,20 +7,19 @@ Slots 0 .. active - 1 decode, one after them reads its prompt, and others keep c
 from __future__ import annotations
 
 from speccompile.core.proposer import Proposer
-from speccompile.runtime.handles import RequestOutput
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 
 
 class SlotAllocator:
-    """Assigns the slots of an engine to outputs of requests, and moves caches between slots.
+    """Assigns the slots of an engine to sequences, and moves caches between slots.
 
     Steps run over a contiguous range of slots, so a sequence that ends swaps slots with the last one that decodes, and
     a prompt is read in the slot where its sequence will decode: the first one after these.
 
     Args:
-        batch: active sequences of the loop's steps; kept equal to those of `active`.
+        batch: whose active sequences it changes.
         keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
     """
 
@@ -28,8 +27,8 @@ class SlotAllocator:
         self.verifier, self.proposer, self.batch, self.keeps = verifier, proposer, batch, keeps
         self.caches = (verifier.cache, *proposer.caches)
         self.max_slots = batch.max_slots
-        self.active: list[RequestOutput] = []
-        self.reading: RequestOutput | None = None
+        self.active = batch.sequences
+        self.reading: TokenSequence | None = None
         self.reading_slot = 0
         self.kept = Kept()
 
@@ -37,18 +36,18 @@ class SlotAllocator:
     def has_room(self) -> bool:
         return self.reading is None and len(self.active) < self.max_slots
 
-    def open(self, output: RequestOutput) -> int:
-        """Gives a slot to an output whose prompt is to be read.
+    def open(self, sequence: TokenSequence) -> int:
+        """Gives a slot to a sequence whose prompt is to be read.
 
         Returns:
             How many tokens of the prompt the slot's caches have already.
         """
-        front, prompt = len(self.active), output.sequence.keys
+        front, prompt = len(self.active), sequence.keys
         rows = self.verifier.cache
         source, num = (-1, 0)
-        if self.keeps and output.sequence.sampling.prompt_logprobs is None:  # logits are not kept
+        if self.keeps and sequence.sampling.prompt_logprobs is None:  # logits are not kept
             source, num = best_match(prompt, self._held(), rows.reusable)
-        self.reading, self.reading_slot = output, front
+        self.reading, self.reading_slot = sequence, front
         if self._may_take(source, num):
             self._move_kept(source, front)
             self.kept.drop(front)
@@ -59,7 +58,7 @@ class SlotAllocator:
                     self.kept.use(source)
                 for cache in self.caches:
                     cache.copy(source, front, num)
-        num = self._resume(front, output.sequence, num)
+        num = self._resume(front, sequence, num)
         rows.resume(front, num)
         return num
 
@@ -85,7 +84,7 @@ class SlotAllocator:
         while, older ones may lack the draft's rows.
         """
         lengths = self.verifier.lengths
-        decoding = [(slot, output.sequence.keys[: lengths[slot]]) for slot, output in enumerate(self.active)]
+        decoding = [(slot, sequence.keys[: lengths[slot]]) for slot, sequence in enumerate(self.active)]
         return [*reversed(list(self.kept.items())), *decoding]
 
     def _may_take(self, source: int, num: int) -> bool:
@@ -130,8 +129,8 @@ class SlotAllocator:
 
     def join(self) -> None:
         """Adds the sequence whose prompt is read to those that decode."""
-        output, slot = self.reading, len(self.active)
-        assert output is not None
+        sequence, slot = self.reading, len(self.active)
+        assert sequence is not None
         if slot in self.kept:  # a sequence has left since the prompt was opened
             self._swap(self.reading_slot, slot)
             self.kept.rename(slot, self.reading_slot)
@@ -140,46 +139,43 @@ class SlotAllocator:
         if self.keeps:
             self.verifier.cache.take_snapshot(slot)
         self.reading = None
-        self.active.append(output)
-        self.batch.sequences.append(output.sequence)
+        self.active.append(sequence)
         self.batch.changed()
 
-    def leave(self, output: RequestOutput, keeps: bool = True) -> None:
-        """Frees the slot of an output that decodes or reads.
+    def leave(self, sequence: TokenSequence, keeps: bool = True) -> None:
+        """Frees the slot of a sequence that decodes or reads its prompt.
 
         Args:
             keeps: keep its cache if it has enough tokens; False where a step has failed.
         """
-        if output is self.reading:
+        if sequence is self.reading:
             self.reading = None
-            self._keep(self.reading_slot, output, keeps)
+            self._keep(self.reading_slot, sequence, keeps)
             return
-        slot, last = self.active.index(output), len(self.active) - 1
-        self.active[slot], self.batch.sequences[slot] = self.active[last], self.batch.sequences[last]
+        slot, last = self.active.index(sequence), len(self.active) - 1
+        self.active[slot] = self.active[last]
         self.active.pop()
-        self.batch.sequences.pop()
         self.batch.changed()
         if slot == last:
-            self._keep(last, output, keeps)
-        elif keeps and self._is_long_enough(slot, output):
+            self._keep(last, sequence, keeps)
+        elif keeps and self._is_long_enough(slot, sequence):
             self._swap(slot, last)
-            self._keep(last, output, keeps)
+            self._keep(last, sequence, keeps)
         else:
             self._move(last, slot)
 
-    def _is_long_enough(self, slot: int, output: RequestOutput) -> bool:
-        return self.keeps and min(int(self.verifier.lengths[slot]), len(output.sequence.tokens)) >= MIN_SHARED
+    def _is_long_enough(self, slot: int, sequence: TokenSequence) -> bool:
+        return self.keeps and min(int(self.verifier.lengths[slot]), len(sequence.tokens)) >= MIN_SHARED
 
-    def _keep(self, slot: int, output: RequestOutput, keeps: bool) -> None:
-        if keeps and self._is_long_enough(slot, output):
-            tokens = output.sequence.keys[: int(self.verifier.lengths[slot])]
+    def _keep(self, slot: int, sequence: TokenSequence, keeps: bool) -> None:
+        if keeps and self._is_long_enough(slot, sequence):
+            tokens = sequence.keys[: int(self.verifier.lengths[slot])]
             self.verifier.lengths[slot] = len(tokens)
             self.kept.put(slot, tokens)
 
     def clear(self) -> None:
         """Frees all slots and drops all kept caches."""
         self.active.clear()
-        self.batch.sequences.clear()
         self.batch.changed()
         self.reading = None
         self.kept.clear()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -19,16 +19,33 @@ from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Controller, controller_of
-from speccompile.runtime.generation import Generation, Stream
+from speccompile.runtime.generation import Generation
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
-from speccompile.runtime.loop import decode
 from speccompile.runtime.prompt_bytes import PromptBytes
+from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.run_arguments import Images, Prompt, match_arguments, token_ids
-from speccompile.runtime.sequences import SequenceBatch, Step, TokenSequence
+from speccompile.runtime.scheduler import decode
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
+
+
+class Stream(Iterator[StepOutput]):
+    """Iterates over the steps of one sequence; `generation` is set after the last."""
+
+    def __init__(
+        self, prompt: list[int], decoded: Iterator[list[StepOutput]], finish: Callable[[StepOutput], Generation]
+    ) -> None:
+        self.prompt, self._decoded, self._finish = prompt, decoded, finish
+        self.generation: Generation | None = None  # set after the last step
+
+    def __next__(self) -> StepOutput:
+        [step] = next(self._decoded)
+        if step.finish_reason:
+            self.generation = self._finish(step)
+        return step
 
 
 class SpecEngine:
@@ -166,8 +183,12 @@ class SpecEngine:
         Raises:
             RuntimeFault: as `generate`; or another run was started since the last step was read.
         """
-        sequences = self._make_sequences([prompt], sampling, [images], with_text=True)
-        return Stream(sequences[0], self._decode(sequences, speculative, 1), self._generation)
+        [sequence] = self._make_sequences([prompt], sampling, [images], with_text=True)
+
+        def finish(step: StepOutput) -> Generation:
+            return self._generation(sequence, step)
+
+        return Stream(list(sequence.tokens), self._decode([sequence], speculative, 1), finish)
 
     def chat(
         self,
@@ -213,12 +234,12 @@ class SpecEngine:
         return tokens_of_messages(self.tokenizer, folder, messages, variables, where=where, expand=expand)
 
     def _finished(
-        self, sequences: list[TokenSequence], decoded: Iterator[list[Step]]
+        self, sequences: list[TokenSequence], decoded: Iterator[list[StepOutput]]
     ) -> Iterator[tuple[int, Generation]]:
         for steps in decoded:
             for step in steps:
                 if step.finish_reason:
-                    yield step.prompt_index, self._generation(sequences[step.prompt_index], step.finish_reason)
+                    yield step.output_index, self._generation(sequences[step.output_index], step)
 
     def read_images(self, images: Sequence[ImageData]) -> list[Image]:
         """Returns images as the vision tower reads them.
@@ -275,7 +296,7 @@ class SpecEngine:
 
     def _decode(
         self, sequences: list[TokenSequence], speculative: bool, batch_size: int | None
-    ) -> Iterator[list[Step]]:
+    ) -> Iterator[list[StepOutput]]:
         most = self.context.max_slots
         if batch_size is not None and not 1 <= batch_size <= most:
             raise RuntimeFault(
@@ -290,7 +311,8 @@ class SpecEngine:
         waiting = SequenceBatch(sequences, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
         for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
             yield steps
-            self._check_open()
+            if self._is_closed:
+                self._check_open()
             if run != self._num_runs:
                 todo = "Read this one to its end first, or serve many at once: speccompile.load_service."
                 raise RuntimeFault("stream", "a newer run on the same engine", "one run at a time", todo)
@@ -362,7 +384,7 @@ class SpecEngine:
             wrong = next(token for token in tokens if not 0 <= token < vocab)
             raise RuntimeFault(where, f"token {wrong}", f"ids from 0 to {vocab - 1}", "Use the bundle's own tokenizer.")
 
-    def _generation(self, sequence: TokenSequence, reason: str) -> Generation:
+    def _generation(self, sequence: TokenSequence, last: StepOutput) -> Generation:
         tokens = sequence.tokens[sequence.num_prompt :]
         if sequence.sink is not None:
             text = sequence.sink.text
@@ -371,4 +393,4 @@ class SpecEngine:
             text = text_of_tokens(self.tokenizer, tokens, prompt) if self.tokenizer is not None else ""
         logprobs = None if sequence.sampling.logprobs is None else sequence.logprobs
         told = None if sequence.sampling.prompt_logprobs is None else sequence.prompt_logprobs
-        return Generation(text, tokens, reason, sequence.stats.json_from_stats(), sequence.error, logprobs, told)
+        return Generation(text, tokens, str(last.finish_reason), last.stats or {}, last.error, logprobs, told)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of decoding a sequence: counts, acceptance, times."""
+"""Counts and times: of engines, of a sequence, of a scheduler."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +14,10 @@ from numpy.typing import NDArray
 
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import CANDIDATE_PROBS, CONFIDENCES, GraphSpec
+from speccompile.runtime.requests import StepOutput
+
+TIME_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 60_000, 300_000)
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class TimedEngine:
@@ -107,8 +112,12 @@ class SequenceStats:
     __slots__ = (
         "end_s",
         "engine_s",
+        "first_s",
+        "last_s",
         "num_draft_tokens",
         "num_first_tokens",
+        "num_in_first",
+        "num_reused",
         "num_tokens",
         "outcomes",
         "prefill_s",
@@ -116,11 +125,16 @@ class SequenceStats:
         "step_s",
     )
 
-    def __init__(self, now_s: float) -> None:
-        self.start_s = self.end_s = now_s
+    def __init__(self) -> None:
+        self.start_s: float | None = None  # of its prefill; None: it waits
+        self.end_s = 0.0
         self.prefill_s = 0.0
         self.step_s = 0.0  # in decoding steps, prefill not counted
         self.engine_s = 0.0  # the part of it that engines took
+        self.first_s: float | None = None  # of its first step output; None: none yet
+        self.last_s = 0.0  # of its latest step output
+        self.num_in_first = 0  # tokens of its first step output
+        self.num_reused = 0  # prompt tokens that a cache already had
         self.num_tokens = 0
         self.num_first_tokens = 0  # those that reading the prompt gave, outside the steps
         self.num_draft_tokens = 0
@@ -146,7 +160,7 @@ class SequenceStats:
         depth = max((drafts for drafts, _ in self.outcomes), default=0)
         tried = [sum(c for (d, a), c in self.outcomes.items() if d > i and a >= i) for i in range(depth)]
         kept = [sum(c for (_, a), c in self.outcomes.items() if a > i) for i in range(depth)]
-        total_s = self.end_s - self.start_s
+        total_s = 0.0 if self.start_s is None else self.end_s - self.start_s
         return {
             "num_steps": steps,
             "num_tokens": self.num_tokens,
@@ -165,4 +179,119 @@ class SequenceStats:
             "engine_ms": self.engine_s * 1e3,
             "outside_engine_ms": (self.step_s - self.engine_s) * 1e3,
             "tokens_per_s": (self.num_tokens - self.num_first_tokens) / self.step_s if self.step_s > 0 else 0.0,
+        }
+
+    def json_of_request(self, num_prompt: int, submitted_s: float, now_s: float) -> dict[str, Any]:
+        """Returns `json_from_stats` and what its request adds; times that do not exist are None.
+
+        Args:
+            num_prompt: tokens of the prompt.
+            submitted_s: time of submission.
+            now_s: time of its last step output, or of this question.
+        """
+        first_s, start_s = self.first_s, now_s if self.start_s is None else self.start_s
+        num_later = 0 if first_s is None else self.num_tokens - self.num_in_first
+        return {
+            **self.json_from_stats(),
+            "num_prompt_tokens": num_prompt,
+            "num_reused_tokens": self.num_reused,
+            "queue_ms": (start_s - submitted_s) * 1e3,
+            "time_to_first_token_ms": None if first_s is None else (first_s - submitted_s) * 1e3,
+            "time_per_token_ms": (self.last_s - (first_s or 0.0)) * 1e3 / num_later if num_later else None,
+        }
+
+
+class Histogram:
+    """Counts values by upper bound.
+
+    Args:
+        bounds: upper bounds, ascending; values above the last have a count of their own.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def json_from_histogram(self) -> dict[str, Any]:
+        """Returns a dict: `counts[i]` values were in (`bounds[i - 1]`, `bounds[i]`]; the last count has no bound."""
+        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum, "count": sum(self.counts)}
+
+
+class Counters:
+    """Counts of outputs, tokens and steps, and histograms of times."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_busy = 0
+        self.finished: Counter[str] = Counter()  # outputs by finish reason
+        self.num_steps = self.num_slot_steps = 0  # of batches; of sequences
+        self.num_tokens = self.num_draft_tokens = self.num_accepted = 0
+        self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps of finished sequences
+        self.num_prompt_tokens = self.num_prefill_tokens = self.num_reused_tokens = 0
+        self.num_prefix_hits = self.num_prompts = 0
+        self.num_engine_faults = 0
+        self.batch = Histogram(BATCH_BOUNDS)
+        self.times = {
+            name: Histogram(TIME_BOUNDS_MS)
+            for name in ("queue_ms", "time_to_first_token_ms", "time_per_token_ms", "request_ms", "step_ms")
+        }
+
+    def count_step(self, steps: Sequence[StepOutput], step_s: float) -> None:
+        """Counts a step of a batch."""
+        self.num_steps += 1
+        self.num_slot_steps += len(steps)
+        self.batch.add(len(steps))
+        self.times["step_ms"].add(step_s * 1e3)
+        for step in steps:
+            self.num_tokens += len(step.tokens)
+            self.num_draft_tokens += step.num_draft_tokens
+            self.num_accepted += step.num_accepted
+
+    def count_end(
+        self, reason: str, stats: dict[str, Any], request_ms: float, outcomes: Counter[tuple[int, int]]
+    ) -> None:
+        """Counts an output that has ended.
+
+        Args:
+            request_ms: milliseconds since its request was submitted.
+        """
+        self.finished[reason] += 1
+        self.outcomes.update(outcomes)
+        self.times["request_ms"].add(request_ms)
+        for name in ("queue_ms", "time_to_first_token_ms", "time_per_token_ms"):
+            if stats[name] is not None:
+                self.times[name].add(stats[name])
+
+    def json_from_counters(self) -> dict[str, Any]:
+        """Returns a snapshot."""
+        outcomes = self.outcomes
+        depth = max((drafts for drafts, _ in outcomes), default=0)
+        tried = [sum(c for (d, a), c in outcomes.items() if d > i and a >= i) for i in range(depth)]
+        kept = [sum(c for (_, a), c in outcomes.items() if a > i) for i in range(depth)]
+        return {
+            "num_requests": self.num_requests,
+            "num_busy": self.num_busy,
+            "num_finished": dict(self.finished),
+            "num_steps": self.num_steps,
+            "num_slot_steps": self.num_slot_steps,
+            "num_tokens": self.num_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted": self.num_accepted,
+            "mean_acceptance_length": 1 + self.num_accepted / self.num_slot_steps if self.num_slot_steps else 1.0,
+            "num_tried_by_position": tried,
+            "num_accepted_by_position": kept,
+            "num_prompts": self.num_prompts,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_prefill_tokens": self.num_prefill_tokens,
+            "num_reused_tokens": self.num_reused_tokens,
+            "num_prefix_hits": self.num_prefix_hits,
+            "num_engine_faults": self.num_engine_faults,
+            "histograms": {
+                "batch": self.batch.json_from_histogram(),
+                **{name: times.json_from_histogram() for name, times in self.times.items()},
+            },
         }

@@ -246,6 +246,7 @@ class TextSink:
         hidden: frozenset[int] | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
+        self.tokenizer = tokenizer
         self._stream, self._stops = TextStream(tokenizer, hidden is None, prompt), StopStrings(stops)
         self._hidden = hidden or frozenset()
         self._one_by_one = bool(stops)

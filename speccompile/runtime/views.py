@@ -29,20 +29,15 @@ class ViewKeeper:
     def __init__(self, engines: Sequence[TimedEngine], allocator: SlotAllocator, max_rows: int) -> None:
         self.engines, self.allocator, self.max_rows = tuple(engines), allocator, max_rows
         self.num_shrinks = self.num_dropped = 0
-        self._wasted = self._steps = 0
+        self._wasted = 0
 
-    def after_step(self) -> None:
-        """Counts a decoded step, and checks the views after every `EVERY` steps."""
-        self._steps += 1
-        if self._steps % EVERY == 0:
-            self._check_views()
-
-    def _check_views(self) -> None:
-        allocator, view = self.allocator, max(engine.view_rows for engine in self.engines)
+    def check(self) -> None:
+        """Checks the views, once in `EVERY` steps."""
+        allocator, view = self.allocator, max((engine.view_rows for engine in self.engines), default=0)
         lengths, num = allocator.verifier.lengths, len(allocator.active)
         used = max(lengths[:num].tolist(), default=0)
         if allocator.reading is not None:
-            used = max(used, allocator.reading.sequence.num_prompt)
+            used = max(used, allocator.reading.num_prompt)
         needed = bucket_rows(used + HEADROOM, self.max_rows)
         if needed >= view or num == 0:
             self._wasted = 0

@@ -12,9 +12,9 @@ from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 
@@ -193,7 +193,7 @@ def test_sequences_without_a_draft_decode_beside_those_with_one(engines, plain, 
 
 def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, plain):
     engine = load(engines, "eagle3", "onnxruntime", **TREES["chain"])
-    scheduler = Scheduler(engine, FixedLength(0), keep_prefixes=True)
+    scheduler = make_scheduler(engine, FixedLength(0), keep_prefixes=True)
     done, handles = {}, []
     drafts = [part.engine for part in engine.engines[1:]]
     runs = [draft.run for draft in drafts]
@@ -201,7 +201,7 @@ def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, p
         for draft in drafts:
             draft.run = None  # would be called in vain
         for num, (prompt, params) in enumerate(zip(prompts(), greedy(24), strict=True)):
-            handles.append(RequestHandle(Request(prompt, params), num, 0.0, None, lambda step_output: None))
+            handles.append(RequestHandle([Request(prompt, params)], num, 0.0))
             open_outputs(handles[-1], engine, "auto")
             scheduler.add(handles[-1])
         while scheduler.has_work:
@@ -218,10 +218,10 @@ def test_a_prompt_whose_prefix_was_read_without_a_draft_is_read_anew_by_one(engi
     planner = FixedLength(0)
     prompt, params = [17] * 9 + 2 * prompts()[0], SamplingParams(max_new_tokens=20)
     [right] = tokens(engine.generate([prompt], params, speculative=False))
-    scheduler, texts, reused = Scheduler(engine, planner), [], []
+    scheduler, texts, reused = make_scheduler(engine, planner), [], []
     for num, limit in enumerate((0, 0, None, None)):
         planner.limit = limit
-        handle = RequestHandle(Request(prompt, params), num, 0.0, None, lambda step_output: None)
+        handle = RequestHandle([Request(prompt, params)], num, 0.0)
         open_outputs(handle, engine, "auto")
         scheduler.add(handle)
         outputs = []

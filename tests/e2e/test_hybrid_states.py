@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.loop import admit, retire, run_step
+from speccompile.runtime.loop import run_step
+from speccompile.runtime.prompts import read_prompts
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.speculators.hybrid import proposer as proposer_module
 from tests.e2e.test_methods import prompts
@@ -49,9 +50,9 @@ def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monke
     for prompt in prompts()[:3]:
         engine.reset()
         batch = SequenceBatch([engine.make_sequence(0, prompt, asked, False)], 1)
-        admit(engine.verifier, engine.proposer, batch)
+        read_prompts(engine.verifier, engine.proposer, batch)
         for _ in range(NUM_STEPS):
-            retire(engine.verifier, engine.proposer, batch, run_step(engine.verifier, engine.proposer, batch).steps)
+            run_step(engine.verifier, engine.proposer, batch)
             used += engine.proposer._picks
         text = list(batch.sequences[0].tokens)
         monkeypatch.setattr(proposer_module, "choose", lambda known, num, offers, scores: 0)
@@ -59,7 +60,7 @@ def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monke
         tree, switched = next_drafts(engine, watched, batch)
         engine.reset()
         anew = SequenceBatch([engine.make_sequence(0, text[:-1], asked, False)], 1)
-        admit(engine.verifier, engine.proposer, anew)
+        read_prompts(engine.verifier, engine.proposer, anew)
         assert anew.sequences[0].tokens == text  # the last token came with the prompt
         tree_anew, read = next_drafts(engine, watched, anew)
         monkeypatch.undo()

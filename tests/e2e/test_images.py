@@ -26,11 +26,11 @@ from speccompile.cli.main import main  # noqa: E402
 from speccompile.errors import RuntimeFault  # noqa: E402
 from speccompile.runtime import sequences  # noqa: E402
 from speccompile.runtime.control import FixedLength  # noqa: E402
-from speccompile.runtime.handles import RequestHandle, open_outputs  # noqa: E402
+from speccompile.runtime.handles import RequestHandle  # noqa: E402
 from speccompile.runtime.images import PromptImages  # noqa: E402
 from speccompile.runtime.requests import Request  # noqa: E402
 from speccompile.runtime.scheduler import Scheduler  # noqa: E402
-from speccompile.runtime.service import Service  # noqa: E402
+from speccompile.runtime.service import Service, make_scheduler, open_outputs  # noqa: E402
 from speccompile.serving.openai.app import make_app  # noqa: E402
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions  # noqa: E402
 from speccompile.serving.triton.contract import text_outputs  # noqa: E402
@@ -171,7 +171,7 @@ def _drain(scheduler: Scheduler, engine: Any, *requests: Request) -> list[tuple[
     """Submits requests at once; returns tokens and stats of each."""
     found: dict[int, tuple[list[int], dict[str, Any]]] = {}
     for number, request in enumerate(requests):
-        handle = RequestHandle(request, number, 0.0, None, lambda output: None)
+        handle = RequestHandle([request], number, 0.0)
         open_outputs(handle, engine, "auto")
         scheduler.add(handle)
         found[number] = ([], {})
@@ -189,7 +189,7 @@ def _request(case: int) -> Request:
 def test_a_kept_cache_is_never_that_of_another_image(
     engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
+    scheduler = make_scheduler(engine, FixedLength(), prefill_chunk=3)
     reused = []
     for case in (4, 5, 4, 5):
         [(tokens, stats)] = _drain(scheduler, engine, _request(case))
@@ -199,7 +199,7 @@ def test_a_kept_cache_is_never_that_of_another_image(
     assert reused[:2] == [0, 0] and begin < 16 < begin + lab.NUM_TOKENS <= min(reused[2:])
 
     monkeypatch.setattr(sequences.TokenSequence, "keys", property(lambda self: self.tokens))
-    scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
+    scheduler = make_scheduler(engine, FixedLength(), prefill_chunk=3)
     assert [_drain(scheduler, engine, _request(case))[0][0] for case in (4, 5)] != [expected[4], expected[5]]
 
 
@@ -207,7 +207,7 @@ def test_prompts_with_images_are_read_again_after_a_fault(
     engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoding step fails while another prompt is half read: that one is read again from its start."""
-    scheduler = Scheduler(engine, FixedLength(), prefill_chunk=3)
+    scheduler = make_scheduler(engine, FixedLength(), prefill_chunk=3)
     score, failed = engine.verifier.score, []
 
     def fail_once(tree: Any, batch: Any) -> Any:

@@ -8,9 +8,9 @@ import itertools
 import pytest
 
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from tests.method_rows import forms
 
 
@@ -22,15 +22,15 @@ def talk(engine, keeps, at_once):
         keeps: caches for the next turns.
         at_once: the chats go on side by side; otherwise one after the other.
     """
-    scheduler, stats, numbers = Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5), [], itertools.count()
+    scheduler, stats, numbers = make_scheduler(engine, keep_prefixes=keeps, prefill_chunk=5), [], itertools.count()
     chats = [[(7 * i + k * k) % 24 for k in range(17 + i)] for i in range(3)]
     for turn in range(3):
         sequences = []
         for i, said in enumerate(chats):
             asked = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
-            handle = RequestHandle(Request(said, asked), next(numbers), 0.0, None, lambda step_output: None)
+            handle = RequestHandle([Request(said, asked)], next(numbers), 0.0)
             open_outputs(handle, engine, "auto")
-            sequences.append(handle.open[0].sequence)
+            sequences.append(handle.open[0])
             scheduler.add(handle)
             last = i == len(chats) - 1
             while scheduler.has_work and (last or not at_once):
@@ -64,22 +64,16 @@ def test_a_chat_that_goes_on_in_its_own_cache_says_the_same(lab, method, form):
 def turn_back(engine, keeps):
     """Returns the answers of a chat that goes back to before its last turn again and again, and their stats."""
     scheduler, stats, answers, numbers = (
-        Scheduler(engine, keep_prefixes=keeps, prefill_chunk=5),
+        make_scheduler(engine, keep_prefixes=keeps, prefill_chunk=5),
         [],
         [],
         itertools.count(),
     )
     said = [(7 + k * k) % 24 for k in range(20)]
     for back in (4, 9, 2, 13, 5):
-        handle = RequestHandle(
-            Request(said, SamplingParams(max_new_tokens=12, ignore_eos=True)),
-            next(numbers),
-            0.0,
-            None,
-            lambda out: None,
-        )
+        handle = RequestHandle([Request(said, SamplingParams(max_new_tokens=12, ignore_eos=True))], next(numbers), 0.0)
         open_outputs(handle, engine, "on")
-        sequence = handle.open[0].sequence
+        sequence = handle.open[0]
         scheduler.add(handle)
         while scheduler.has_work:
             stats += [step_output.stats for _, step_output in scheduler.step() if step_output.stats]

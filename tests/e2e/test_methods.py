@@ -15,9 +15,10 @@ from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
 from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.control import FixedLength
 from speccompile.runtime.grammars import Grammars
-from speccompile.runtime.loop import admit, retire, run_step
 from speccompile.runtime.requests import Request
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.service import Service
 from tests.backends.tensorrt.profile_watch import ProfileWatch
@@ -25,6 +26,7 @@ from tests.certificate.shifting import check_that_a_shift_shows
 from tests.e2e.conftest import SLOTS
 from tests.e2e.test_method_chats import talk
 from tests.method_rows import MAX_NODES, MAX_SEQ, ROWS, forms, method_of
+from tests.runtime.control_lab import Limits
 from tests.runtime.grammar_lab import SCHEMAS, Pieces, is_valid, watch_scored
 
 BACKENDS = ("onnxruntime", "reference")
@@ -103,17 +105,13 @@ def test_the_first_token_that_comes_with_the_prompt_is_that_of_a_step(lab, monke
 
 def decode_with_limits(engine, asked, batch_size, seed):
     """Returns texts of `prompts()` with random draft limits, as a clock could set them, and invariant drafts."""
-    verifier, proposer, rng = engine.verifier, engine.proposer, np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
+    limits = Limits((None, 0, 1, 2, None)[rng.integers(5)] for _ in itertools.count())
     waiting = [engine.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=True))]
     engine.reset()
-    batch, num_accepted = SequenceBatch(waiting, batch_size, is_invariant=True), 0
-    admit(verifier, proposer, batch)
-    while batch.sequences:
-        limit = (None, 0, 1, 2, None)[rng.integers(5)]
-        steps = run_step(verifier, proposer, batch, limit=limit).steps
-        num_accepted += sum(step.num_accepted for step in steps)
-        retire(verifier, proposer, batch, steps)
-        admit(verifier, proposer, batch)
+    batch = SequenceBatch(waiting, batch_size, is_invariant=True)
+    steps = decode(engine.verifier, engine.proposer, batch, planner=limits)
+    num_accepted = sum(step.num_accepted for some in steps for step in some)
     return [sequence.tokens[sequence.num_prompt :] for sequence in waiting], num_accepted
 
 
@@ -139,7 +137,7 @@ TOO_DEAR = StepCosts(((1, 10.0), (2, 1e4), (64, 1e6)))  # no draft pays, whateve
 def test_on_drafts_in_every_step_that_may_whatever_it_costs(lab, plain, method, form, limit):
     """Also beside sequences with `auto`, and where a planner drafts for these or not."""
     free, dear = (lab(method, form, "onnxruntime", costs) for costs in (None, TOO_DEAR))
-    verifier, proposer, num_drafts = dear.verifier, dear.proposer, {"on": [], "auto": []}
+    num_drafts = {"on": [], "auto": []}
     asked = [SamplingParams(max_new_tokens=14, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(6)]
     waiting = [dear.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=False))]
     for sequence in waiting[:4]:
@@ -147,15 +145,13 @@ def test_on_drafts_in_every_step_that_may_whatever_it_costs(lab, plain, method, 
     wanted = [r.tokens for r in free.generate(prompts()[:6], asked, speculative=False, batch_size=1)]
     dear.reset()
     batch = SequenceBatch(waiting, 3, is_invariant=True)
-    admit(verifier, proposer, batch)
-    while batch.sequences:
-        first = {sequence.index for sequence in batch.sequences if len(sequence.tokens) == 1}
-        steps = run_step(verifier, proposer, batch, limit=limit).steps
-        for sequence, step in zip(batch.sequences, steps, strict=True):
-            if sequence.max_drafts and sequence.index not in first:
+    for steps in decode(dear.verifier, dear.proposer, batch, planner=FixedLength(limit)):
+        for step in steps:
+            sequence = waiting[step.output_index]
+            # The first token comes with the prompt, or in a step without a state to draft from.
+            is_first = len(sequence.tokens) - len(step.tokens) == sequence.num_prompt
+            if sequence.max_drafts and not is_first:
                 num_drafts[sequence.speculation].append(step.num_draft_tokens)
-        retire(verifier, proposer, batch, steps)
-        admit(verifier, proposer, batch)
     assert [sequence.tokens[sequence.num_prompt :] for sequence in waiting] == wanted
     if method in ("ngram", "suffix"):  # where nothing in the text matches, nothing can be drafted
         assert np.count_nonzero(num_drafts["on"]) > 10
@@ -193,14 +189,11 @@ def test_drafts_after_steps_without_drafts_are_those_of_a_fresh_prompt(lab, meth
 
     watched.propose = proposing
     asked = [SamplingParams(max_new_tokens=24, ignore_eos=True)] * 3
-    verifier, steps = engine.verifier, itertools.count()
     engine.reset()
     waiting = [engine.make_sequence(i, p, a, False) for i, (p, a) in enumerate(zip(prompts(), asked, strict=False))]
     batch = SequenceBatch(waiting, 3)
-    admit(verifier, engine.proposer, batch)
-    while batch.sequences:
-        limit = (None, 0, None, 0, 0)[next(steps) % 5]
-        retire(verifier, engine.proposer, batch, run_step(verifier, engine.proposer, batch, limit=limit).steps)
+    limits = Limits(itertools.cycle((None, 0, None, 0, 0)))
+    list(decode(engine.verifier, engine.proposer, batch, planner=limits))
     later = {text: draft for text, draft in found.items() if len(text) < MAX_SEQ - 4}
     found.clear()
     # The last token of each text is the one that reading the others gives.

@@ -14,9 +14,9 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import FEATURE_NODES, FEATURES, LENGTHS, TOKENS
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests.e2e.conftest import build_bundle
@@ -127,11 +127,11 @@ def test_a_prompt_in_chunks_carries_the_last_state_over(engines, oracle):
     """Chunks of four tokens, read between the steps of other sequences."""
     engine = load(engines)
     found = record(engine)
-    scheduler = Scheduler(engine, prefill_chunk=4)
+    scheduler = make_scheduler(engine, prefill_chunk=4)
     texts = [[(5 * i + k * k) % 40 for k in range(11 + 3 * i)] for i in range(4)]
     for number, text in enumerate(texts):
         asked = SamplingParams(max_new_tokens=8, ignore_eos=True)
-        handle = RequestHandle(Request(text, asked), number, 0.0, None, lambda step_output: None)
+        handle = RequestHandle([Request(text, asked)], number, 0.0)
         open_outputs(handle, engine, "auto")
         scheduler.add(handle)
     while scheduler.has_work:

@@ -10,9 +10,9 @@ from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, Sourc
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.sliding_rows import rows_of_step
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 
@@ -106,10 +106,10 @@ def test_the_oracle_slides_too(parts):
 
 def serve(engine, requests, at_once):
     """Returns texts and steps of requests, and the tokens of their prompts that were in a cache."""
-    scheduler, done, results = Scheduler(engine, FixedLength(None)), {}, {}
+    scheduler, done, results = make_scheduler(engine, FixedLength(None)), {}, {}
     for first in range(0, len(requests), at_once):
         for num, request in enumerate(requests[first : first + at_once], first):
-            handle = RequestHandle(request, num, 0.0, None, lambda step_output: None)
+            handle = RequestHandle([request], num, 0.0)
             open_outputs(handle, engine, "auto")
             scheduler.add(handle)
         while scheduler.has_work:

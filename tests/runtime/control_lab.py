@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences for a planner, and telling it of a step as the loop does."""
 
+from collections.abc import Iterable, Sequence
+
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.runtime.control import Planner
-from speccompile.runtime.sequences import Step, TokenSequence
+from speccompile.runtime.control import FixedLength, Planner
+from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.sequences import TokenSequence
 
 
 def sequences(num: int, speculation: str = "auto") -> list[TokenSequence]:
@@ -14,9 +17,20 @@ def sequences(num: int, speculation: str = "auto") -> list[TokenSequence]:
     return made
 
 
-def tell(planner: Planner, active: list[TokenSequence], steps: list[Step], times: StepTimes) -> None:
+def tell(planner: Planner, active: list[TokenSequence], steps: list[StepOutput], times: StepTimes) -> None:
     """Tells of a step, as the loop does."""
     if planner.num_rests:
         planner.rested(active, 1, times.step_s)
     else:
         planner.observe(active, steps, times)
+
+
+class Limits(FixedLength):
+    """A planner with another limit in each step."""
+
+    def __init__(self, limits: Iterable[int | None]) -> None:
+        super().__init__()
+        self.limits = iter(limits)
+
+    def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
+        return next(self.limits)

@@ -7,9 +7,9 @@ import numpy as np
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
@@ -73,12 +73,12 @@ class Bench:
         for engine in self.engine.engines:
             engine.engine.voids_moved = False
         self.clock = Clock()
-        self.scheduler = Scheduler(self.engine, planner, 2 * chunk, keep, self.clock)
+        self.scheduler = make_scheduler(self.engine, planner, 2 * chunk, keep, self.clock)
         self.step_outputs, self.handles = {}, []
 
     def submit(self, prompt, **fields):
         request = Request(prompt, **{"sampling": SamplingParams(max_new_tokens=8), **fields})
-        handle = RequestHandle(request, len(self.handles), self.clock(), request.timeout_s, lambda step_output: None)
+        handle = RequestHandle([request], len(self.handles), self.clock(), request.timeout_s)
         open_outputs(handle, self.engine, "auto")
         self.scheduler.add(handle)
         self.handles.append(handle)
@@ -110,7 +110,7 @@ class Bench:
         """Checks that every output has one slot, and that every slot holds the tokens that are recorded for it."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         lengths, cache = self.engine.verifier.lengths, self.target.cache
-        assert [o.sequence for o in allocator.active] == scheduler.batch.sequences
+        assert allocator.active is scheduler.batch.sequences
         reading = [] if allocator.reading is None else [allocator.reading]
         held = [*allocator.active, *reading, *scheduler.queue]
         open_ones = [o for handle in self.handles for o in handle.open]
@@ -121,11 +121,13 @@ class Bench:
             *dict(allocator.kept.items()),
         ]
         assert len(taken) == len(set(taken)) and all(0 <= slot < allocator.max_slots for slot in taken)
-        for slot, output in enumerate(allocator.active):
-            assert cache[slot, : lengths[slot]].tolist() == output.sequence.tokens[:-1]
+        for slot, sequence in enumerate(allocator.active):
+            assert cache[slot, : lengths[slot]].tolist() == sequence.tokens[:-1]
         for slot, tokens in allocator.kept.items():
             assert lengths[slot] == len(tokens) and cache[slot, : lengths[slot]].tolist() == tokens
-        self.check_draft({p: o.sequence.tokens for p, o in enumerate(allocator.active)} | dict(allocator.kept.items()))
+        self.check_draft(
+            {slot: sequence.tokens for slot, sequence in enumerate(allocator.active)} | dict(allocator.kept.items())
+        )
         assert scheduler.num_waiting == sum(handle.is_waiting for handle in self.handles)
         assert scheduler.has_work == bool(open_ones)
 

@@ -19,7 +19,8 @@ from speccompile.drafting.candidates import Candidates
 from speccompile.runtime import comparison
 from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
-from speccompile.runtime.sequences import Step, TokenSequence
+from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.sequences import TokenSequence
 from tests.runtime.control_lab import sequences, tell
 from tests.runtime.test_scheduler import Bench
 
@@ -75,7 +76,7 @@ class Sim:
         self.budget.observe(batch, 1 + length, times)
         for num in kept:
             self.known.learn_length(self.num_runs > 0, num)
-        steps = [Step(i, [0] * (k + 1), length, k, False, "", None) for i, k in enumerate(kept)]
+        steps = [StepOutput(i, "", [0] * (k + 1), length, k) for i, k in enumerate(kept)]
         tell(self.controller, active, steps, times)
         return sum(times_ms), length
 
@@ -139,7 +140,7 @@ class Ways:
             is_plain = self.controller.plan(sequences(self.batch)) == PLAIN
             kept = [0 if is_plain else int(self.rng.integers(0, 3)) for _ in range(self.batch)]
             step_s = (1.0 if is_plain else cost(at)) * float(np.exp(0.1 * self.rng.normal()))
-            steps = [Step(i, [7] * (k + 1), 0 if is_plain else 2, k, False, "", None) for i, k in enumerate(kept)]
+            steps = [StepOutput(i, "", [7] * (k + 1), 0 if is_plain else 2, k) for i, k in enumerate(kept)]
             tell(self.controller, sequences(self.batch), steps, StepTimes(0.0, step_s, step_s))
             total_s, tokens = total_s + step_s, tokens + sum(k + 1 for k in kept)
             drafted.append(not is_plain)
@@ -179,7 +180,7 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
     for cost in costs:
         kept = 0 if controller.plan(sequences(1)) == PLAIN else 1
         step_s = cost if kept else 1.0
-        step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
+        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
         tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
         drafted.append(kept > 0)
     return drafted
@@ -207,7 +208,7 @@ def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down
         num_plain += is_plain
         kept = 0 if is_plain or at % 10 else 1
         step_s = 1.0 if is_plain else 4.0 if kept else 1.05
-        step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
+        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
         tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
     assert num_plain > 3000
 
@@ -221,7 +222,7 @@ def share_of_plain(slow_steps: int) -> float:
         num_settled = num_settled + 1 if is_plain else 0
         kept = 0 if is_plain else 1
         step_s = 2 / 0.95 if kept else 1.15 if num_settled <= slow_steps else 1.0
-        step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
+        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
         tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
     return num_plain / 20_000
 
@@ -271,7 +272,7 @@ def test_what_it_costs_to_begin_drafting_again_makes_comparisons_seldom() -> Non
         step_s = 1.0 if is_plain else cost(at)
         missed[0] += is_plain
         num_drafting += not is_plain
-        step = Step(0, [7] if is_plain else [7, 7], 0 if is_plain else 1, 0 if is_plain else 1, False, "", None)
+        step = StepOutput(0, "", [7] if is_plain else [7, 7], 0 if is_plain else 1, 0 if is_plain else 1)
         tell(ways.controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
         total_s += step_s
     assert num_drafting <= 3 * TURN  # twice at most after the first time: 200 s lost may be 1 / 200 of the time
@@ -282,14 +283,14 @@ def test_a_budget_that_drafts_nothing_is_shown_what_drafts_cost() -> None:
     controller, limits = Controller(), []
     for _ in range(3 * (2 * TURN + LEAST_PAUSE)):
         limits.append(controller.plan(sequences(4)))
-        steps = [Step(i, [7], 0, 0, False, "", None) for i in range(4)]
+        steps = [StepOutput(i, "", [7], 0, 0) for i in range(4)]
         tell(controller, sequences(4), steps, StepTimes(0.0, 1.0, 1.0))
     assert limits.count(1) == TURN * (limits.count(1) // TURN) > 0
 
 
 def test_steps_with_forced_requests_alone_are_not_learnt_from() -> None:
     controller = Controller()
-    steps = [Step(i, [7], 0, 0, False, "", None) for i in range(3)]
+    steps = [StepOutput(i, "", [7], 0, 0) for i in range(3)]
     for _ in range(20):
         assert controller.plan(sequences(3, "off")) is None
         tell(controller, sequences(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
@@ -307,12 +308,12 @@ def test_the_first_drafts_after_steps_that_were_told_to_be_plain_do_not_count() 
     for at in range(2 * TURN):
         if at in (2, 4):  # others, who want no drafts, are decoded in between
             controller.plan(sequences(1, "off"))
-            tell(controller, sequences(1, "off"), [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
+            tell(controller, sequences(1, "off"), [StepOutput(0, "", [7], 0, 0)], StepTimes(0.0, 1.0, 1.0))
             missed = True
         is_plain = controller.plan(sequences(1)) == PLAIN
         step_s = 1.0 if is_plain else 200.0 if missed else 1.2
         missed, kept = missed and is_plain, 0 if is_plain else 1
-        steps = [Step(0, [7] * (1 + kept), kept, kept, False, "", None)]
+        steps = [StepOutput(0, "", [7] * (1 + kept), kept, kept)]
         tell(controller, sequences(1), steps, StepTimes(0, 0, step_s))
     assert controller.decisions()["1"]["drafts"] is True
     assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2)
@@ -329,7 +330,7 @@ def step_of(controller: Controller, active: list[TokenSequence], slow: float = 2
     """Runs a step in which drafts bring a token where they are made, in `slow` times a plain step's time."""
     limit = controller.plan(active)
     kept = [int(limit != PLAIN and sequence.has_draft) for sequence in active]
-    steps = [Step(i, [7] * (1 + num), num, num, False, "", None) for i, num in enumerate(kept)]
+    steps = [StepOutput(i, "", [7] * (1 + num), num, num) for i, num in enumerate(kept)]
     tell(controller, active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
     return limit
 

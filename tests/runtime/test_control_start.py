@@ -8,7 +8,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.runtime import comparison
 from speccompile.runtime.comparison import FIRST_LOSS, FIRST_STEPS, LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller
-from speccompile.runtime.sequences import Step
+from speccompile.runtime.requests import StepOutput
 from tests.runtime.control_lab import sequences, tell
 from tests.runtime.test_control import Ways
 
@@ -37,7 +37,7 @@ def share_of_drafts(seed: int, *, most: int, cold_s: float, prompt_s: float = 0.
         kept = 0 if is_plain or rng.random() < 2 / 3 else most - 1
         step_s = 1.0 if is_plain else cold_s if num_drafted < NUM_COLD else 1.5
         step_s *= float(np.exp(0.05 * rng.normal()))
-        steps = [Step(0, [7] * (1 + kept), 0 if is_plain else 5, kept, False, "", None)]
+        steps = [StepOutput(0, "", [7] * (1 + kept), 0 if is_plain else 5, kept)]
         tell(controller, sequences(1), steps, StepTimes(0.0, step_s, step_s))
         num_left -= 1 + kept
         num_drafted += not is_plain
@@ -105,7 +105,7 @@ def test_tokens_and_times_are_of_the_same_steps_where_a_budget_stops_drafting() 
         is_plain = controller.plan(sequences(1)) == PLAIN
         kept = int(not is_plain and (num_allowed < 36 or num_allowed % 10 == 0))
         step_s = 1.0 if is_plain else 2.2 if kept else 1.1
-        steps = [Step(0, [7] * (1 + kept), kept, kept, False, "", None)]
+        steps = [StepOutput(0, "", [7] * (1 + kept), kept, kept)]
         tell(controller, sequences(1), steps, StepTimes(0.0, step_s, step_s))
         num_allowed += not is_plain
         allowed.append(not is_plain)
@@ -129,6 +129,6 @@ def test_plain_steps_that_were_held_up_keep_no_drafts_that_bring_nothing(held_up
     while len(drafted) < 6000:
         is_plain = controller.plan(active) == PLAIN
         step_s = 1.15 if not is_plain else 1.5 if held_up <= len(drafted) < held_up + 60 else 1.0
-        tell(controller, active, [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, step_s, step_s))
+        tell(controller, active, [StepOutput(0, "", [7], 0, 0)], StepTimes(0.0, step_s, step_s))
         drafted.append(not is_plain)
     assert np.mean(drafted[600:]) < 0.1

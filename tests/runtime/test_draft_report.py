@@ -9,7 +9,7 @@ from speccompile.drafting.budget import Budget, Outlook
 from speccompile.runtime.comparison import FIRST_STEPS, LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
 from speccompile.runtime.draft_report import report_from_planner
-from speccompile.runtime.sequences import Step
+from speccompile.runtime.requests import StepOutput
 from tests.runtime.control_lab import sequences, tell
 
 NUM_DRAFTS = 2
@@ -32,7 +32,7 @@ def run(controller: Controller, num_steps: int, cost: float, share: float, *, is
         drafted += num
         new = int(drafted * share) - kept
         kept += new
-        step = Step(0, [7] * (1 + new), num, new, False, "", None)
+        step = StepOutput(0, "", [7] * (1 + new), num, new)
         tell(controller, sequences(1), [step], StepTimes(0.0, 1 + cost * num, 1 + cost * num))
 
 

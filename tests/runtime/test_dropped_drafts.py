@@ -12,8 +12,8 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.comparison import LEAST_PAUSE
 from speccompile.runtime.control import Controller, FixedLength, controller_of
-from speccompile.runtime.requests import Speculation
-from speccompile.runtime.sequences import Step, TokenSequence
+from speccompile.runtime.requests import Speculation, StepOutput
+from speccompile.runtime.sequences import TokenSequence
 from tests.runtime.control_lab import sequences, tell
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 
@@ -24,7 +24,7 @@ def run_until_rest(controller: Controller, active: list[TokenSequence], cost: fl
         kept = int(controller.plan(active) != 0)
         if controller.num_rests:
             return num
-        step = Step(0, [7] * (1 + kept), kept, kept, False, "", None)
+        step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
         step_s = cost if kept else 1.0
         tell(controller, active, [step], StepTimes(0.0, step_s, step_s))
     raise AssertionError("drafts are never off")
@@ -49,7 +49,7 @@ def test_any_sequence_does_where_drafts_are_clearly_slower_and_forced_ones_never
     controller, long, forced = Controller(None, dropped.append), with_left(100_000), with_left(1, "on")
     for _ in range(2 * LEAST_PAUSE):  # until two comparisons have found it
         run_until_rest(controller, [long], 4.0)
-        tell(controller, [long], [Step(0, [7], 0, 0, False, "", None)], StepTimes(0.0, 1.0, 1.0))
+        tell(controller, [long], [StepOutput(0, "", [7], 0, 0)], StepTimes(0.0, 1.0, 1.0))
     assert dropped and dropped[0] is long
     dropped.clear()
     short = with_left(50)

@@ -7,7 +7,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.fair_queue import FairQueue
+from speccompile.runtime.handles import FairQueue
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 
 

@@ -12,9 +12,10 @@ from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.logits_processors import LogitsProcessor
-from speccompile.runtime.loop import decode, decode_one
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
+from tests.decode_one import decode_one
 from tests.mock_lm import VOCAB, MockEngine
 from tests.runtime.test_loop import MAX_SEQ, TARGET, make_proposer, make_verifier
 

@@ -11,7 +11,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime import host_verify
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.logprobs import TokenLogprobs, log_softmax, token_logprobs
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from tests.mock_lm import VOCAB
 from tests.runtime.test_loop import TARGET, make_proposer, make_verifier
@@ -32,8 +32,8 @@ def decoded(kind, batch, asked, is_invariant=True, **config):
     told = [[] for _ in sequences]
     for steps in decode(make_verifier(), make_proposer(kind, **config), SequenceBatch(sequences, batch, is_invariant)):
         for step in steps:
-            told[step.prompt_index] += step.logprobs
-            assert len(step.logprobs) == (len(step.tokens) if asked[step.prompt_index].logprobs is not None else 0)
+            told[step.output_index] += step.logprobs
+            assert len(step.logprobs) == (len(step.tokens) if asked[step.output_index].logprobs is not None else 0)
     assert told == [sequence.logprobs for sequence in sequences]
     return sequences
 

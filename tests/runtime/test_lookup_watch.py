@@ -15,7 +15,7 @@ from speccompile.runtime import lookup_watch
 from speccompile.runtime.comparison import MAX_LOSS, PLAIN
 from speccompile.runtime.control import Controller
 from speccompile.runtime.lookup_watch import FIRST_STEPS, LEAST_STEPS, RUN, SHARE, LookupWatch
-from speccompile.runtime.sequences import Step
+from speccompile.runtime.requests import StepOutput
 from tests.runtime.control_lab import sequences, tell
 
 COST = 1.5
@@ -149,7 +149,7 @@ class Text:
             self.coming.append(len(self.sequence.tokens) + len(self.coming))
         new, self.coming = self.coming[: kept + 1], self.coming[kept + 1 :]
         self.sequence.tokens += new
-        step = Step(0, new, 0 if is_plain else 5, kept, False, "", None)
+        step = StepOutput(0, "", new, 0 if is_plain else 5, kept)
         tell(self.controller, [self.sequence], [step], StepTimes(0.0, step_s, step_s))
         self.num_steps, self.total_s = self.num_steps + 1, self.total_s + step_s
         self.num_tokens += len(new)

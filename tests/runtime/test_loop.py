@@ -6,7 +6,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.loop import decode, decode_one
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
@@ -14,6 +14,7 @@ from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
 from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
+from tests.decode_one import decode_one
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=1)
@@ -77,8 +78,8 @@ def run(prompts, params, verifier, proposer, batch=4, stop_ids=frozenset()):
     texts, reasons = [[] for _ in prompts], [None] * len(prompts)
     for steps in decode(verifier, proposer, SequenceBatch(waiting, batch)):
         for step in steps:
-            texts[step.prompt_index] += step.tokens
-            reasons[step.prompt_index] = step.finish_reason
+            texts[step.output_index] += step.tokens
+            reasons[step.output_index] = step.finish_reason
     assert all(sequence.tokens == prompts[sequence.index] + texts[sequence.index] for sequence in waiting)
     return texts, reasons, waiting
 

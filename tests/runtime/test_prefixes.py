@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from speccompile.runtime.counters import Counters, Histogram
 from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match, num_shared
-from speccompile.runtime.sequences import Step
+from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.stats import Counters, Histogram
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])
@@ -48,7 +48,7 @@ def test_a_histogram_counts_up_to_each_bound():
 
 def test_counters_report_acceptance_by_position():
     counters = Counters()
-    steps = [Step(0, [1, 2, 3], 4, 2, False, "", None), Step(1, [9], 0, 0, False, "", "length")]
+    steps = [StepOutput(0, "", [1, 2, 3], 4, 2), StepOutput(1, "", [9], finish_reason="length")]
     counters.count_step(steps, 0.004)
     stats = {"queue_ms": 3.0, "time_to_first_token_ms": None, "time_per_token_ms": 7.0}
     counters.count_end("length", stats, 12.0, {(4, 2): 1, (3, 3): 2, (0, 0): 5})

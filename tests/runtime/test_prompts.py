@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from tests.mock_lm import VOCAB
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
@@ -83,7 +83,7 @@ def test_a_prompt_that_is_not_finite_ends_alone_and_its_slot_is_cleared():
     verifier.engine.clear_slot = cleared.append
     waiting = [TokenSequence(i, p, SamplingParams(3), frozenset(), None) for i, p in enumerate(prompts)]
     steps = [s for steps in decode(verifier, make_proposer("none"), SequenceBatch(waiting, 1)) for s in steps]
-    assert (steps[0].prompt_index, steps[0].tokens, steps[0].finish_reason) == (0, [], "error")
+    assert (steps[0].output_index, steps[0].tokens, steps[0].finish_reason) == (0, [], "error")
     assert "not finite" in waiting[0].error and cleared == [0]
     assert [token for step in steps[1:] for token in step.tokens] == TARGET.greedy(prompts[1], 3)
 
@@ -115,5 +115,5 @@ def test_a_request_of_one_token_leaves_its_slot_to_the_next():
     assert not bench.scheduler.allocator.active and bench.scheduler.counters.num_steps == 0
     assert len(bench.scheduler.allocator.kept) == 1  # the rows of the last prompt, its last token among them
     [(slot, tokens)] = bench.scheduler.allocator.kept.items()
-    assert tokens == prompts[-1] and bench.scheduler.engine.verifier.lengths[slot] == 20
-    assert np.array_equal(bench.scheduler.engine.verifier.engine.engine.cache[slot, :20], prompts[-1])
+    assert tokens == prompts[-1] and bench.scheduler.verifier.lengths[slot] == 20
+    assert np.array_equal(bench.scheduler.verifier.engine.engine.cache[slot, :20], prompts[-1])

@@ -18,9 +18,9 @@ from speccompile.backends.states import SlotStates
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
-from speccompile.runtime.handles import RequestHandle, open_outputs
+from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
-from speccompile.runtime.scheduler import Scheduler
+from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
@@ -86,7 +86,7 @@ class Bench:
         self.script = script(self.texts, seed, num_again)
         self.engine = _spec_engine(self.target, self.script)
         self.plain = _spec_engine(hybrid.open(1), NoneProposer(), slots=1)
-        self.scheduler = Scheduler(self.engine, prefill_chunk=2 * CHUNK, keep_prefixes=keeps)
+        self.scheduler = make_scheduler(self.engine, prefill_chunk=2 * CHUNK, keep_prefixes=keeps)
         self.handles: list[RequestHandle] = []
         self.outputs: list[list[int]] = []
         self.reasons: list[str | None] = []
@@ -97,7 +97,7 @@ class Bench:
             [plain] = self.plain.generate([list(prompt)], params, speculative=False)
             self.texts[key] = plain.tokens
         request = Request(list(prompt), params, **fields)
-        handle = RequestHandle(request, len(self.handles), 0.0, None, lambda step_output: None)
+        handle = RequestHandle([request], len(self.handles), 0.0)
         open_outputs(handle, self.engine, "auto")
         self.scheduler.add(handle)
         self.handles.append(handle)
@@ -129,8 +129,8 @@ class Bench:
 
     def texts_by_slot(self) -> Iterator[tuple[int, list[int]]]:
         allocator, lengths = self.scheduler.allocator, self.engine.verifier.lengths
-        active = [(slot, output.sequence.tokens) for slot, output in enumerate(allocator.active)]
-        reading = [] if allocator.reading is None else [(allocator.reading_slot, allocator.reading.sequence.tokens)]
+        active = [(slot, sequence.tokens) for slot, sequence in enumerate(allocator.active)]
+        reading = [] if allocator.reading is None else [(allocator.reading_slot, allocator.reading.tokens)]
         for slot, tokens in (*active, *reading, *allocator.kept.items()):
             yield slot, tokens[: lengths[slot]]
 
@@ -140,7 +140,7 @@ class Bench:
 
     def check_texts(self) -> None:
         for handle, tokens, reason in zip(self.handles, self.outputs, self.reasons, strict=True):
-            wanted = self.texts[tuple(handle.request.prompt), handle.request.sampling]
+            wanted = self.texts[tuple(handle.requests[0].prompt), handle.request.sampling]
             assert tokens == (wanted if reason == "length" else wanted[: len(tokens)]), f"request {handle.number}"
 
 
@@ -182,7 +182,7 @@ def _next_prompt(bench: Bench, rng: np.random.Generator) -> list[int]:
     if not bench.handles or kind < 0.35:
         return fresh
     at = int(rng.integers(max(len(bench.handles) - 6, 0), len(bench.handles)))
-    prompt = list(bench.handles[at].request.prompt)
+    prompt = list(bench.handles[at].requests[0].prompt)
     if kind < 0.5:
         return prompt
     whole = [*prompt, *bench.outputs[at]]
@@ -274,7 +274,7 @@ def test_the_last_rows_of_the_cache_take_padded_chains(hybrid: Hybrid) -> None:
     while bench.scheduler.has_work:
         bench.step()
     for handle, tokens in zip(bench.handles, bench.outputs, strict=True):
-        assert tokens == bench.texts[tuple(handle.request.prompt), full]
+        assert tokens == bench.texts[tuple(handle.requests[0].prompt), full]
     assert bench.reasons == ["cache_full"] * 3
 
 

@@ -97,7 +97,7 @@ def test_the_last_rows_of_the_cache_take_padded_trees(hybrid: Hybrid) -> None:
     while bench.scheduler.has_work:
         bench.step()
     for handle, tokens in zip(bench.handles, bench.outputs, strict=True):
-        assert tokens == bench.texts[tuple(handle.request.prompt), full]
+        assert tokens == bench.texts[tuple(handle.requests[0].prompt), full]
     assert bench.reasons == ["cache_full"] * 3
 
 

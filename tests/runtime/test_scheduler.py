@@ -206,7 +206,7 @@ def test_a_request_that_forces_drafts_gets_them_though_its_method_would_decline(
     params, drafted = SamplingParams(max_new_tokens=12), {}
     for speculation in ("auto", "on"):
         bench = Bench(Planner(), slots=2)
-        bench.scheduler.engine.proposer = declining = Declining(bench.scheduler.engine.proposer)
+        bench.scheduler.proposer = declining = Declining(bench.scheduler.proposer)
         handles = [bench.submit([1, 2, 3], sampling=params, speculation=word) for word in (speculation, "auto")]
         bench.finish()
         assert bench.tokens(handles[0]) == bench.tokens(handles[1])
@@ -357,8 +357,8 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
     bench.check()
     reasons = Counter()
     for handle in bench.handles:
-        prompt = handle.request.prompt
-        for output in range(handle.request.num_outputs):
+        prompt = handle.requests[0].prompt
+        for output in range(handle.requests[0].num_outputs):
             step_outputs, tokens = bench.step_outputs[handle.number][output], bench.tokens(handle, output)
             assert [p.finish_reason is None for p in step_outputs] == [True] * (len(step_outputs) - 1) + [False]
             assert tokens == greedy(prompt, len(tokens))

@@ -78,7 +78,7 @@ def test_streams_and_completions_in_an_event_loop(serve):
 
     [one], three, step_outputs = asyncio.run(all_of_it())
     assert (one.text, one.finish_reason, one.error) == (text("abc", 20), "length", None)
-    assert [c.index for c in three] == [0, 1, 2] and len({c.text for c in three}) > 1
+    assert len(three) == 3 and len({c.text for c in three}) > 1
     alone = make_engine().generate("dab", greedy(9, temperature=1.0, seed=6), speculative=False)[0]
     assert three[1].tokens == alone.tokens
     assert "".join(p.text for p in step_outputs) == text("xx", 7)
@@ -231,7 +231,7 @@ def test_a_bug_in_the_service_ends_all_requests_and_is_reported(serve, monkeypat
     def wrong():
         raise TypeError("a scheduler that fails")
 
-    monkeypatch.setattr(service._scheduler, "step", wrong)
+    monkeypatch.setattr(service._scheduler, "read", wrong)
     assert other.wait()[-1].finish_reason in ("error", "length")
     assert told.wait(30)
     service.close()

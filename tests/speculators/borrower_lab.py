@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockEngine, MockLM

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.core.sampling import SamplingParams, warp
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import MockEngine, MockLM

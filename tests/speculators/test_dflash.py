@@ -41,7 +41,10 @@ from speccompile.graph_kinds.blocks import (
     PATH_STATES,
     SLOT_TERMS,
 )
-from speccompile.runtime.loop import decode
+from speccompile.runtime.control import FixedLength
+from speccompile.runtime.loop import run_step
+from speccompile.runtime.prompts import read_prompts
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.dflash.config import DflashConfig
@@ -347,12 +350,10 @@ def test_a_sequence_decoded_plainly_catches_up():
     target, proposer = make(1, tree="chain")
     sequence = TokenSequence(0, list(PROMPTS[0]), SamplingParams(max_new_tokens=40), frozenset(), None)
     batch = SequenceBatch([sequence], 1)
-    from speccompile.runtime.loop import admit, run_step
-
     verifier = Verifier(target, ROWS)
-    admit(verifier, proposer, batch)
+    read_prompts(verifier, proposer, batch)
     for _ in range(16):
-        run_step(verifier, proposer, batch, limit=0)
+        run_step(verifier, proposer, batch, planner=FixedLength(0))
     runs = proposer.rows.engine.num_runs
     run_step(verifier, proposer, batch)
     assert proposer.rows.engine.num_runs == runs + 2 and proposer.rows.lengths[0] == len(PROMPTS[0]) + 16

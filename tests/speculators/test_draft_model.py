@@ -15,7 +15,7 @@ from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnRecord
 from speccompile.drafting.state import DraftState
 from speccompile.errors import RecipeError
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod

@@ -12,7 +12,7 @@ from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod

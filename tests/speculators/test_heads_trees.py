@@ -9,7 +9,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.mock_lm import VOCAB, MockLM

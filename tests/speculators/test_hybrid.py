@@ -13,7 +13,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RecipeError
-from speccompile.runtime.loop import admit, retire, run_step
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
@@ -271,17 +271,13 @@ def test_the_draft_has_the_rows_of_a_prompt_that_was_read_anew(by_lot, kind):
         TokenSequence(i, rng.integers(0, 24, size=3 + 2 * i).tolist(), asked, frozenset(), None) for i in range(5)
     ]
     batch, num_checked, used = SequenceBatch(waiting, 3), 0, set()
-    admit(verifier, proposer, batch)
     lengths = proposer.caches[0].lengths
-    while batch.sequences:
-        steps = run_step(verifier, proposer, batch).steps
+    for _ in decode(verifier, proposer, batch):
         used |= set(proposer._picks)
         for slot, sequence in enumerate(batch.sequences):
             held = lengths[slot]
             assert draft.engine.cache[slot, :held].tolist() == sequence.tokens[:held]
             num_checked += held > len(sequence.tokens) - 3
-        retire(verifier, proposer, batch, steps)
-        admit(verifier, proposer, batch)
     assert used == {-1, 0, 1} and num_checked > 20
 
 

@@ -14,7 +14,7 @@ from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
-from speccompile.runtime.loop import decode
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod

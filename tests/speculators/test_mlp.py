@@ -7,11 +7,12 @@ import pytest
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.errors import RecipeError
-from speccompile.runtime.loop import decode, decode_one
+from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as Config
+from tests.decode_one import decode_one
 from tests.mock_lm import VOCAB, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockHeads, MockTarget, OnDevice

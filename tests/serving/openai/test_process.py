@@ -85,7 +85,7 @@ def test_a_service_that_a_bug_ended_ends_the_process(monkeypatch, is_early):
         raise TypeError("a scheduler that fails")
 
     with serving() as (app, service, _):
-        monkeypatch.setattr(service._scheduler, "step", wrong)
+        monkeypatch.setattr(service._scheduler, "read", wrong)
         step_outputs, done = [], threading.Event()
 
         def take(step_output):
