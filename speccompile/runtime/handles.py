@@ -16,9 +16,7 @@ class RequestHandle:
 
     Args:
         requests: as submitted; their outputs are numbered one after another.
-        number: of the handle, in the order of submission.
         timeout_s: seconds from submission to the last token; None: no limit.
-        on_output: called with each step output.
     """
 
     def __init__(

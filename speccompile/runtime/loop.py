@@ -90,9 +90,6 @@ def _plan(verifier: Verifier, batch: SequenceBatch, limit: int | None) -> tuple[
     """Sets the limits of the step. Returns whether any sequence drafts, and whether the draft reads any of them.
 
     A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
-
-    Args:
-        limit: see `Planner.plan`.
     """
     is_asked = drafts = reads = False
     for sequence in batch.sequences:

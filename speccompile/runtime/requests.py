@@ -94,7 +94,7 @@ class StepOutput(NamedTuple):
         tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before).
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
-        stats: in the last step output: `SequenceStats.json_of_request`.
+        stats: of the whole output, in its last step output: the dict of `SequenceStats.json_of_request`.
         stop_string: that ended the text, where the finish reason is `stop`; None: a token did.
         prompt_logprobs: of each token of the prompt, in the first step output, where the request asks for them; of the
             first one None.

@@ -40,11 +40,6 @@ class Scheduler:
     """Decodes sequences, step by step. Used on one thread, as the only user of the engines.
 
     Args:
-        verifier: the target.
-        proposer: the drafts.
-        batch: without active sequences.
-        engines: see `run_step`.
-        planner: see `run_step`.
         prefill_chunk: prompt tokens read between two decoding steps.
         keep_prefixes: reuse caches for prompts with the same prefix, those of ended sequences and of active ones.
         reset: frees and zeroes the caches after a fault, which ends the sequences that were active; None: faults are

@@ -179,11 +179,7 @@ class TokenSequence:
 
         Args:
             new: accepted draft tokens and the next token.
-            num_drafts: draft tokens scored.
-            depth: of the deepest of them.
-            is_bonus: a whole path was kept.
             logprobs: of each new token; empty where they are not asked for.
-            of_prompt: they came with the prompt, not in a step.
         """
         num_accepted = len(new) - 1
         reason, text = None, ""

@@ -322,9 +322,6 @@ def make_scheduler(
 def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
     """Makes the sequences of a new request handle.
 
-    Args:
-        default: the speculation that `auto` stands for.
-
     Raises:
         RuntimeFault: the prompt is empty, too long or not of the vocabulary; its images cannot be read; or stop
             strings without a tokenizer.

@@ -19,7 +19,6 @@ class SlotAllocator:
     a prompt is read in the slot where its sequence will decode: the first one after these.
 
     Args:
-        batch: whose active sequences it changes.
         keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
     """
 

@@ -185,8 +185,6 @@ class SequenceStats:
         """Returns `json_from_stats` and what its request adds; times that do not exist are None.
 
         Args:
-            num_prompt: tokens of the prompt.
-            submitted_s: time of submission.
             now_s: time of its last step output, or of this question.
         """
         first_s, start_s = self.first_s, now_s if self.start_s is None else self.start_s
