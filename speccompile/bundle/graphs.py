@@ -183,7 +183,7 @@ def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Back
         got = f"{job.model} with recurrent layers ({spec.states[0]}) as the graph {job.name!r}"
         todo = "Choose a draft of attention layers alone, or another method."
         raise RecipeError("speculator.model", got, "a draft of attention layers: recurrent ones not yet", todo)
-    check_trees(spec, plan.speculator, backend.state_trees)
+    check_trees(spec, plan.speculator.draft_bounds, backend.state_trees)
 
 
 def compile_graph(

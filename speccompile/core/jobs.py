@@ -29,6 +29,22 @@ class LayersRule(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftBounds:
+    """How much a method's `Config` lets it draft.
+
+    Args:
+        length: draft tokens of a chain whose length is fixed; 0: there is none.
+        nodes: draft tokens of a tree whose shape is fixed; 0: there is none.
+        is_open: the number of drafts is left open, so that it may be 0 where plain decoding is faster.
+    """
+
+    length: int = 0
+    nodes: int = 0
+    has_tree: bool = False
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
 class TargetOutputs:
     """What a method reads of the target besides verdicts.
 

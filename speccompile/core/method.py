@@ -22,8 +22,8 @@ class Method:
 
     Attributes:
         name: in recipes.
-        Config: frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `leaves_length`
-            says whether they leave it open how much is drafted.
+        Config: frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `draft_bounds`
+            (`core.jobs.DraftBounds`) says how much they let it draft.
         TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
         formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
         trainer: import string of its `training_contract.Trainer`; empty: it cannot be trained.

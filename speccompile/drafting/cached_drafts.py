@@ -66,6 +66,10 @@ class CachedDraftFields(TreeFields):
         return super().leaves_length and (self.tree == "auto" or self.num_draft_tokens == "auto")
 
     @property
+    def fixed_length(self) -> int:
+        return 0 if self.num_draft_tokens == "auto" else self.num_draft_tokens
+
+    @property
     def max_length(self) -> int:
         return self.tree_depth if self.num_draft_tokens == "auto" else self.num_draft_tokens
 

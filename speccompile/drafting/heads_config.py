@@ -61,6 +61,10 @@ class HeadsFields(TreeFields):
     def leaves_length(self) -> bool:
         return super().leaves_length and (self.tree == "auto" or "auto" == self.num_draft_tokens == self.min_confidence)
 
+    @property
+    def fixed_length(self) -> int:
+        return 0 if self.num_draft_tokens == "auto" else self.num_draft_tokens
+
     def form_options(self) -> FormOptions:
         """Returns the options of the heads' job."""
         shape, length = self.shape, None if self.num_draft_tokens == "auto" else self.num_draft_tokens

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from speccompile.core.jobs import DraftBounds
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree_shape import TreeShape
 from speccompile.errors import RecipeError
@@ -84,6 +85,15 @@ class TreeFields:
         return self.num_candidates if shape is None else shape.max_rank + 1
 
     @property
+    def fixed_length(self) -> int:
+        """Draft tokens of a chain whose length the recipe fixes; 0: there is none."""
+        return 0
+
+    @property
+    def draft_bounds(self) -> DraftBounds:
+        return DraftBounds(self.fixed_length, self.num_tree_drafts, self.has_tree, self.leaves_length)
+
+    @property
     def num_tree_drafts(self) -> int:
         """Draft tokens of a fixed shape; 0 where there is none."""
         shape = self.shape
@@ -116,7 +126,7 @@ def _is_ints(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
 
 
-def check_trees(target: GraphSpec, config: Any, has_paths: bool) -> None:
+def check_trees(target: GraphSpec, bounds: DraftBounds, has_paths: bool) -> None:
     """Refuses trees for a target with recurrent states that follow chains alone.
 
     Args:
@@ -125,8 +135,8 @@ def check_trees(target: GraphSpec, config: Any, has_paths: bool) -> None:
     Raises:
         RecipeError: the method drafts trees.
     """
-    if target.states and not (has_paths and target.state_trees) and getattr(config, "has_tree", False):
-        got = "a tree" if getattr(config, "shape", None) is not None else str(getattr(config, "tree", "auto"))
+    if target.states and not (has_paths and target.state_trees) and bounds.has_tree:
+        got = "a tree" if bounds.nodes else "auto"
         where = "as this one was built" if has_paths else "on this backend and device"
         expected = f"chain: a target with recurrent layers scores chains alone {where}"
         raise RecipeError("speculator.tree", got, expected, "Write speculator.tree: chain.")

@@ -12,7 +12,7 @@ from speccompile.backends.base import Backend
 from speccompile.common.cores import num_usable_cores
 from speccompile.common.parameters import parameters
 from speccompile.core import registry
-from speccompile.core.jobs import AS_TARGET, STORED, DecoderOptions, GraphJob, TargetOutputs
+from speccompile.core.jobs import AS_TARGET, STORED, DecoderOptions, DraftBounds, GraphJob, TargetOutputs
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, EngineSection, Recipe, backend_config
@@ -140,16 +140,14 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         config = method.Config(**{name: getattr(recipe.speculator, name) for name in names})
     except ValueError as error:
         raise RecipeError("speculator", str(error), f"a valid {method.name} section", "Correct the value.") from error
-    num_draft_tokens = getattr(config, "num_draft_tokens", None)
-    if isinstance(num_draft_tokens, int) and num_draft_tokens > engine.max_draft_nodes:
-        got = f"{num_draft_tokens}"
-        expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
-        raise RecipeError("speculator.num_draft_tokens", got, expected, "Lower it, or raise engine.max_draft_nodes.")
-    num_tree_drafts = getattr(config, "num_tree_drafts", 0)
-    if num_tree_drafts > engine.max_draft_nodes:
-        expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
-        got = f"{num_tree_drafts} draft tokens"
-        raise RecipeError("speculator.tree", got, expected, "Draft fewer, or raise engine.max_draft_nodes.")
+    bounds: DraftBounds = config.draft_bounds
+    expected = f"at most engine.max_draft_nodes = {engine.max_draft_nodes}"
+    if bounds.length > engine.max_draft_nodes:
+        todo = "Lower it, or raise engine.max_draft_nodes."
+        raise RecipeError("speculator.num_draft_tokens", f"{bounds.length}", expected, todo)
+    if bounds.nodes > engine.max_draft_nodes:
+        got, todo = f"{bounds.nodes} draft tokens", "Draft fewer, or raise engine.max_draft_nodes."
+        raise RecipeError("speculator.tree", got, expected, todo)
     backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
     on_device: Backend = registry.backend(engine.backend, engine_plan.device)

@@ -70,7 +70,7 @@ def load(
         todo = f"Build a bundle whose recipe has speculator.method: {name}."
         raise BundleError(str(bundle.path), f"no graph {missing[0]!r}", f"the graphs of method {name}", todo)
     opener: Backend = registry.backend(backend or recipe.engine.backend, recipe.engine.device)
-    check_trees(bundle.graph_spec(TARGET), config, opener.state_trees)
+    check_trees(bundle.graph_spec(TARGET), config.draft_bounds, opener.state_trees)
     _check_backend(bundle, opener)
     if not verify and opener.runs_code_on_load:
         check_files(bundle.path, bundle.manifest["files"])
@@ -95,7 +95,7 @@ def load(
         bundle.eos_token_ids,
         _defaults(recipe.decoding),
         bundle,
-        may_stop=config.leaves_length,
+        may_stop=config.draft_bounds.is_open,
         images=_image_encoder(bundle, opener, tokenizer),
     )
 

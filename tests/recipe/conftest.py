@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, TargetOutputs
+from speccompile.core.jobs import DraftBounds, GraphJob, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.recipe.models import Quantization
 
@@ -19,6 +19,8 @@ from speccompile.recipe.models import Quantization
 @dataclass(frozen=True)
 class PlainConfig:
     """No keys."""
+
+    draft_bounds = DraftBounds()
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class CandidateConfig:
     def __post_init__(self) -> None:
         if isinstance(self.num_draft_tokens, int) and self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}, at least 1 is needed")
+
+    @property
+    def draft_bounds(self) -> DraftBounds:
+        return DraftBounds(0 if self.num_draft_tokens == "auto" else self.num_draft_tokens)
 
 
 class PlainMethod(Method):

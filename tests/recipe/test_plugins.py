@@ -11,6 +11,7 @@ import pytest
 from speccompile.backends.reference.backend import ReferenceBackend
 from speccompile.common.parameters import parameter
 from speccompile.core import registry
+from speccompile.core.jobs import DraftBounds
 from speccompile.core.method import Method
 from speccompile.errors import RecipeError
 from speccompile.recipe import Device, load_recipe, resolve
@@ -21,6 +22,10 @@ class EchoConfig:
     """Drafts the last token again."""
 
     num_draft_tokens: int = 2
+
+    @property
+    def draft_bounds(self) -> DraftBounds:
+        return DraftBounds(self.num_draft_tokens)
 
 
 class EchoMethod(Method):

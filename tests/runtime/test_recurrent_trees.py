@@ -159,6 +159,6 @@ def test_a_recipe_of_trees_is_refused_by_name(hybrid: Hybrid, tree: Any, got: st
     ] * 2
     for target, has_paths, where in ((spec, False, "backend"), (replace(spec, state_trees=False), True, "built")):
         with pytest.raises(RecipeError, match=f"speculator.tree: got {got}; expected chain: a target with .*{where}"):
-            check_trees(target, config, has_paths)
-        check_trees(target, DraftModelConfig("d"), has_paths)
-    check_trees(spec, config, registry.backend("onnxruntime").state_trees)
+            check_trees(target, config.draft_bounds, has_paths)
+        check_trees(target, DraftModelConfig("d").draft_bounds, has_paths)
+    check_trees(spec, config.draft_bounds, registry.backend("onnxruntime").state_trees)

@@ -355,7 +355,8 @@ def test_wrong_lists_are_refused(drafters, where):
 def test_the_parts_are_asked_for_what_the_target_must_give():
     config = HybridConfig(({"method": "suffix"}, DRAFT, {"method": "mlp", "model": "h"}))
     assert [job.name for job in HybridMethod().graph_jobs(config)] == ["draft", "heads"]
-    assert HybridMethod().target_outputs(config).hidden and config.leaves_length and not config.has_tree
+    bounds = config.draft_bounds
+    assert HybridMethod().target_outputs(config).hidden and bounds.is_open and not bounds.has_tree
     assert config.drafters[0]["depth"] == 24 and HybridConfig(config.drafters) == config
     layers = [{"method": "eagle3", "model": "e"}, {"method": "dflash", "model": "f"}]
     with pytest.raises(RecipeError, match=r"different layers|graph called"):

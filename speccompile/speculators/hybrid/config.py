@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
 from typing import Any
 
 from speccompile.core import registry
-from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.jobs import DraftBounds, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import SECTIONS, Method
 from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
@@ -51,24 +51,10 @@ class HybridConfig:
         return parts
 
     @property
-    def leaves_length(self) -> bool:
-        """Whether the number of drafts is left open, as one of the drafters leaves it open."""
-        return any(config.leaves_length for _, config in self.parts)
-
-    @property
-    def has_tree(self) -> bool:
-        return any(getattr(config, "has_tree", False) for _, config in self.parts)
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """The greatest fixed number of draft tokens; 0: there is none."""
-        counts = [getattr(config, "num_draft_tokens", 0) for _, config in self.parts]
-        return max(count for count in (*counts, 0) if isinstance(count, int))
-
-    @property
-    def num_tree_drafts(self) -> int:
-        """The most draft tokens of a fixed shape; 0: there is none."""
-        return max(getattr(config, "num_tree_drafts", 0) for _, config in self.parts)
+    def draft_bounds(self) -> DraftBounds:
+        """The greatest bounds of the drafters; open where one of them is."""
+        bounds = [config.draft_bounds for _, config in self.parts]
+        return DraftBounds(*(max(values) for values in zip(*map(astuple, bounds), strict=True)))
 
 
 def _part(index: int, section: Any) -> tuple[Method, Any]:
@@ -134,4 +120,4 @@ class HybridMethod(Method):
                 known = [context.costs[name] for name in names if name in context.costs]
                 costs = DrafterCosts(known, per_run)
             drafters.append(Drafter(method.make_proposer(part, own, context), costs))
-        return HybridProposer(drafters, context, has_trees=config.has_tree)
+        return HybridProposer(drafters, context, has_trees=config.draft_bounds.has_tree)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from speccompile.core import registry
-from speccompile.core.jobs import MethodContext
+from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
@@ -49,8 +49,8 @@ class NgramConfig:
                 raise RecipeError(f"speculator.{name}", str(got), f"{low} to {high}", "Correct the recipe.")
 
     @property
-    def leaves_length(self) -> bool:
-        return self.tokens_per_match == "auto"
+    def draft_bounds(self) -> DraftBounds:
+        return DraftBounds(self.num_draft_tokens, is_open=self.tokens_per_match == "auto")
 
 
 class NgramMethod(Method):

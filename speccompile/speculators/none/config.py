@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from speccompile.core.jobs import MethodContext
+from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.speculators.none.proposer import NoneProposer
@@ -16,7 +16,7 @@ from speccompile.speculators.none.proposer import NoneProposer
 class NoneConfig:
     """Plain decoding has nothing to configure."""
 
-    leaves_length = False
+    draft_bounds = DraftBounds()
 
 
 class NoneMethod(Method):

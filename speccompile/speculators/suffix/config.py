@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from speccompile.core import registry
-from speccompile.core.jobs import MethodContext
+from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
@@ -38,7 +38,6 @@ class SuffixConfig:
         RecipeError: a value is out of range.
     """
 
-    leaves_length: ClassVar[bool] = True
     num_draft_tokens: int = 15
     depth: int = 24
     min_match: int = 1
@@ -66,8 +65,8 @@ class SuffixConfig:
             raise RecipeError("speculator.tree", repr(self.tree), "chain or auto", "Correct the recipe.")
 
     @property
-    def has_tree(self) -> bool:
-        return self.tree != "chain"
+    def draft_bounds(self) -> DraftBounds:
+        return DraftBounds(self.num_draft_tokens, has_tree=self.tree != "chain", is_open=True)
 
 
 def section_for_target(folder: Path) -> dict[str, Any]:

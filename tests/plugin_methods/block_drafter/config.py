@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
+from speccompile.core.jobs import DraftBounds, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.errors import RecipeError
@@ -31,7 +30,6 @@ class BlockConfig:
         RecipeError: a value is out of range.
     """
 
-    leaves_length: ClassVar[bool] = False
     model: str
     num_draft_tokens: int = 3
     block_size: int = 0
@@ -41,6 +39,11 @@ class BlockConfig:
         if self.num_draft_tokens < 1:
             got, todo = f"{self.num_draft_tokens}", "Correct the recipe."
             raise RecipeError("speculator.num_draft_tokens", got, "1 or more", todo)
+
+    @property
+    def draft_bounds(self) -> DraftBounds:
+        """How much it drafts: a fixed number of tokens."""
+        return DraftBounds(self.num_draft_tokens)
 
 
 @dataclass(frozen=True)
