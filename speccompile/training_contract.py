@@ -172,6 +172,24 @@ def check_positive(config: Any, names: Sequence[str]) -> None:
             raise RecipeError(f"training.heads.{name}", f"{value}", "1 or more", "Raise it.")
 
 
+def layer_sizes(target: Mapping[str, Any], hidden: int, inner: int) -> dict[str, int]:
+    """Returns the sizes of a layer like the target's, by their keys in config.json.
+
+    Args:
+        target: its config.json.
+        inner: width of the MLP; 0: the target's, or 4 times its hidden size where it states none.
+    """
+    heads = int(target["num_attention_heads"])
+    return {
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": inner or int(target.get("intermediate_size") or 4 * hidden),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
+        "head_dim": int(target.get("head_dim") or hidden // heads),
+    }
+
+
 def chosen_mask(asked: int, target: Mapping[str, Any], vocab: int) -> int:
     """Returns the token of the masks of a drafter.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of an ordinary Llama-like decoder layer, of which several layouts consist. Needs no torch."""
+"""What several layouts share: rows of a Llama-like decoder layer, and the speculators format. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from speccompile.checkpoints.config_values import plain_values
 from speccompile.doctor.config_keys import ROTARY, plain_rotary, rotary_reads
-from speccompile.doctor.layouts import Row, Size, Sizes, flag
+from speccompile.doctor.layouts import Row, Size, Sizes, Target, flag
+from speccompile.errors import CheckpointError
 
 # Of layers of our own, see `export.layers`.
 PLAIN_LAYER: Mapping[str, tuple[Any, ...]] = {
@@ -115,3 +116,32 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(held := made.get(name), Mapping):
             made[name] = plain_rotary(held, config.get("layer_types"))
     return made
+
+
+def speculators_format(
+    kind: str, version: str, target: Target | None, method: Mapping[str, Any], name: str | None = None
+) -> dict[str, Any]:
+    """Returns what a config in the speculators format (vLLM project) has beside the layers.
+
+    Args:
+        kind: of the speculator, as the format names it.
+        method: of the proposal, with its `speculative_tokens`.
+        name: of the target where none is given.
+
+    Raises:
+        CheckpointError: the target has no name.
+    """
+    name = name if target is None else target.name
+    if not name:
+        raise CheckpointError("config.json", "nothing", "the target's name", "Give the target with --target.")
+    architectures = [] if target is None else list(target.config.get("architectures") or [])
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": version,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", **method}],
+            "verifier": {"name_or_path": name, "architectures": architectures},
+        },
+    }

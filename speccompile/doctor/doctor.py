@@ -241,6 +241,25 @@ def open_known(
     return make_case(found, found.layout, target, reads_values=True)
 
 
+def open_config(folder: Path, formats: Sequence[Format], default: Format) -> Case:
+    """Returns a speculator by its config alone, for weights that are made.
+
+    Args:
+        folder: with its config.json.
+        formats: layouts that the config may name.
+        default: the layout of a config that names none.
+
+    Raises:
+        CheckpointError: it has a size that cannot be.
+    """
+    config, files = read_config(folder), TensorFiles({}, {})
+    layout = next((f for f in formats if f.is_in(config, ())), default)
+    for fault in resolve_sizes(layout, config, files, "", str(folder / "config.json"))[1]:
+        if fault.got != "nothing":  # weights may give it
+            raise CheckpointError(fault.where, fault.got, fault.expected, fault.todo)
+    return make_case(Checkpoint(folder, config, files, layout), layout)
+
+
 def check_speculator(
     folder: Path,
     formats: Sequence[Format],
@@ -288,7 +307,7 @@ def ours_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     import torch
 
     layout = case.layout
-    config = layout.ours(case) if layout.ours is not None else dict(case.config)
+    config = case.canonical_config()
     tensors: dict[str, torch.Tensor] = {}
     for want in case.expected.values():
         key = want.key if want.key in case.files.headers else case.key_of(want.fallback) if want.fallback else None

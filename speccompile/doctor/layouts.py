@@ -19,6 +19,7 @@ from speccompile.checkpoints.checkpoint import MAX_SIZE
 from speccompile.common.json_reader import shown
 from speccompile.core.dims import ModelDims
 from speccompile.doctor.findings import Finding, Severity
+from speccompile.errors import CheckpointError
 
 if TYPE_CHECKING:
     from speccompile.checkpoints.tensor_files import TensorFiles
@@ -224,6 +225,22 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("^" + re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(template)) + "$")
 
 
+def unchanged(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+    """Returns a config as it is: `Format.config` of the canonical layout."""
+    return dict(config)
+
+
+def config_of_sizes(table: Iterable[Size], sizes: Mapping[str, int | None]) -> dict[str, Any]:
+    """Returns the part of a config that states sizes, each under its first key; those that are not known are left out.
+
+    Args:
+        table: sizes whose first key is at the top of the config.
+        sizes: by name.
+    """
+    known = [(size, sizes[size.name]) for size in table if size.keys and sizes.get(size.name) is not None]
+    return {size.keys[0]: bool(value) if size.is_flag else value for size, value in known}
+
+
 def lookup(config: Mapping[str, Any], key: str) -> Any:
     """Returns a value of a config; dots lead into objects. None where there is none."""
     value: Any = config
@@ -249,6 +266,33 @@ class Case:
     prefix: str
     sizes: Sizes
     expected: Mapping[str, Expected]
+
+    def canonical_config(self) -> dict[str, Any]:
+        """Returns the config in the canonical layout of the method."""
+        return dict(self.config) if self.layout.ours is None else self.layout.ours(self)
+
+    def size(self, name: str) -> int:
+        """Returns a size that the checkpoint must have.
+
+        Raises:
+            CheckpointError: neither config nor weights give it.
+        """
+        if value := self.sizes.get(name):
+            return value
+        keys = next(size.keys for size in self.layout.sizes if size.name == name)
+        stated = next((v for key in keys if (v := lookup(self.config, key)) is not None), None)
+        where, todo = self.where_in_config(*keys), "Complete config.json."
+        raise CheckpointError(where, shown(stated), "a positive integer", todo)
+
+    def check_type(self, model_type: str) -> None:
+        """Refuses a config of another kind.
+
+        Raises:
+            CheckpointError: its `model_type` is another one.
+        """
+        if (kind := self.config.get("model_type")) != model_type:
+            todo = "Give the speculator's own checkpoint, not the target's."
+            raise CheckpointError(self.where_in_config("model_type"), repr(kind), repr(model_type), todo)
 
     def own_keys(self) -> list[str]:
         """Returns the keys of the speculator: neither those of another model in the same files nor ignored ones."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,19 @@ from torch import nn
 # Logit of a target token that the draft's vocabulary lacks: its probability is 0 at any temperature below 500, and the
 # number is a float16. Drafts are drawn from the returned distributions, so decoding is exact with any logit.
 UNKNOWN_LOGIT = -60000.0
+
+
+def target_tokens(num: int, vocab: int, weights: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
+    """Returns [num] int64: the target's token of each draft token; None where the vocabularies are one.
+
+    Args:
+        weights: with `d2t`, [num] offsets, where the vocabulary is reduced; None: evenly spaced tokens.
+    """
+    if num == vocab and (weights is None or "d2t" not in weights):
+        return None
+    if weights is None:
+        return torch.arange(num) * vocab // num
+    return weights["d2t"].to(torch.int64) + torch.arange(num)
 
 
 def cut_linear(head: nn.Linear, tokens: torch.Tensor) -> nn.Linear:

@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, stated_size
+from speccompile.checkpoints.checkpoint import stated_size
 from speccompile.checkpoints.config_values import check_heads
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.doctor import open_known
-from speccompile.doctor.layouts import Format
 from speccompile.errors import CheckpointError
-from speccompile.export.checks import check_candidates, check_features
+from speccompile.export.checks import check_features
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.features import FeatureDims, fusion_spec
 
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
-    from speccompile.core.protocols import Engine
 
 _NESTED = "transformer_layer_config"
 
@@ -48,9 +45,9 @@ class FeatureSource(SpeculatorSource):
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         method = self.formats[0].method
-        self.config = config_of(self.folder, self.formats, has_weights=not self.is_random)
+        self.config = self.case.canonical_config()
         if not self.has_windows:
-            check_window(self.folder, read_config(self.folder))
+            check_window(self.folder, self.case.config)
         rotary = {k: v for k, v in self.config.items() if k not in ("layer_types", "sliding_window")}
         check_config({**rotary, "model_type": method}, context.max_seq_len)
         self.max_rows = context.max_seq_len
@@ -61,9 +58,6 @@ class FeatureSource(SpeculatorSource):
         )
         check_agreement(job.model, agreement)
 
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_candidates(engine)
-
 
 class FusionGraph(SpeculatorSource):
     """The source of the graph that fuses residual streams of the target, beside a method's own base class.
@@ -73,6 +67,7 @@ class FusionGraph(SpeculatorSource):
 
     role = "fusion"
     needs_tables = False
+    output_check = staticmethod(check_features)
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
@@ -88,9 +83,6 @@ class FusionGraph(SpeculatorSource):
 
     def spec(self) -> GraphSpec:
         return fusion_spec(self.job.name, self.dims)
-
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_features(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
         """Reads or makes the weights, and traces the graph."""
@@ -110,21 +102,6 @@ def check_window(folder: Path, config: Mapping[str, Any]) -> None:
     if window and layer.get("use_sliding_window", True):
         where, todo = f"{folder / 'config.json'} (sliding_window)", "Drafters with a window are not supported."
         raise CheckpointError(where, f"a window of {window} tokens", "full attention", todo)
-
-
-def config_of(folder: Path, formats: Sequence[Format], *, has_weights: bool) -> dict[str, Any]:
-    """Returns the config in our layout; without weights a nested one is flattened.
-
-    Raises:
-        CheckpointError: it is the config of something else.
-    """
-    if has_weights:
-        case = open_known(folder, formats, None)
-        assert case.layout.ours is not None
-        return case.layout.ours(case)
-    config = read_config(folder)
-    held = config.get(_NESTED)
-    return {**held, **{k: v for k, v in config.items() if k != _NESTED}} if isinstance(held, Mapping) else config
 
 
 def holds(folder: Path, key: str) -> bool:

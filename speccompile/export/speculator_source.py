@@ -3,23 +3,28 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.protocols import Engine
 from speccompile.doctor.doctor import (
     check_kind,
     check_method,
     check_speculator,
     findings_from_case,
+    open_config,
+    open_known,
     read_speculator,
 )
-from speccompile.doctor.layouts import Format
+from speccompile.doctor.layouts import Case, Format
 from speccompile.errors import RecipeError
+from speccompile.export.checks import check_candidates
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +35,7 @@ _log = logging.getLogger(__name__)
 class SpeculatorSource:
     """The part of `core.protocols.GraphSource` that does not depend on the method.
 
-    A method's source sets `dims` and `formats`, and adds `spec`, `export` and `check_compiled`.
+    A method's source sets `dims` and `formats`, and adds `spec` and `export`.
 
     Raises:
         CheckpointError: it is of another method, or, without weights, its config of a kind that is not supported yet.
@@ -43,8 +48,10 @@ class SpeculatorSource:
     is_needed = True
     dims: Any
     formats: Sequence[Format] = ()  # the method's layouts on disk
+    config_layout: Format | None = None  # of a config without weights that names no layout; None: the canonical one
     needs_tables = False  # of the target: its embeddings or its LM head are copied into the graph
     overrides: Mapping[str, Any] | None = None  # instead of values of its config.json
+    output_check: Callable[[Engine], dict[str, Any]] = staticmethod(check_candidates)
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         assert context.target is not None
@@ -58,6 +65,18 @@ class SpeculatorSource:
     @property
     def is_random(self) -> bool:
         return self.context.weights == "random"
+
+    @functools.cached_property
+    def case(self) -> Case:
+        """The checkpoint; without weights it is known by its config alone.
+
+        Raises:
+            CheckpointError: it cannot be read, or is something else.
+        """
+        if self.is_random:
+            canonical = next(f for f in self.formats if f.name.endswith("/ours"))
+            return open_config(self.folder, self.formats, self.config_layout or canonical)
+        return open_known(self.folder, self.formats, None)
 
     def read_weights(self) -> dict[str, torch.Tensor] | None:
         """Returns the tensors by the names of our layout; None where weights are random.
@@ -74,6 +93,9 @@ class SpeculatorSource:
         case = check_speculator(self.folder, self.formats, self.target, target_folder=folder, overrides=self.overrides)
         for found in findings_from_case(case) if self.role == "draft" else ():  # several graphs may be of one folder
             _log.warning("%s: got %s; expected %s. %s", found.where, found.got, found.expected, found.todo)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        return self.output_check(engine)
 
     def digests(self) -> dict[str, str]:
         """Returns the digests of config and weights, and of the target's where its tables are used."""

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from speccompile.export.heads_file import write_heads
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes
-from speccompile.speculators.glide.model import Glide, GlideSizes
-from speccompile.speculators.glide.trainer import config_from_sizes
+from speccompile.speculators.glide.model import Glide
+from speccompile.speculators.glide.sizes import GlideDims
 from tests.speculators.eagle_lab import HIDDEN, VOCAB, texts_of
 
 NUM_EXIT_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 8  # heads of `eagle_lab.write_target`
@@ -46,7 +46,10 @@ def write_glide(folder: Path, target: Path) -> None:
     for text in texts:
         for token, follows in zip(text[0, :-1].tolist(), text[0, 1:].tolist(), strict=True):
             counts[follows, token] += 1
-    sizes = GlideSizes(VOCAB, 48, 1, 2, 1, 20, VOCAB, HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 1e-5, 10000.0, 10000.0)
+    sizes = GlideDims(
+        "glide", VOCAB, VOCAB, 1, 2, 1, 20, 0, intermediate_size=48, target_hidden_size=HIDDEN,
+        target_heads=NUM_HEADS, target_kv_heads=NUM_KV_HEADS, target_head_dim=HEAD_DIM, is_tied=False,
+    )  # fmt: skip
     torch.manual_seed(8)
     drafter = Glide(sizes)
     with torch.no_grad():
@@ -54,4 +57,4 @@ def write_glide(folder: Path, target: Path) -> None:
         drafter.model.layers[0].cross_attn.o_proj.weight.normal_(0, 0.02)
     tensors = {**drafter.state_dict(), "lm_head.weight": counts / (1 + counts.sum(0))}
     folder.mkdir()
-    write_heads(folder, {**config_from_sizes(sizes), "tie_word_embeddings": False}, tensors)
+    write_heads(folder, sizes.config(), tensors)

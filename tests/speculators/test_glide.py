@@ -20,16 +20,20 @@ from speccompile.runtime.sequences import TokenSequence
 from speccompile.speculators.glide.checkpoint import GlideSource
 from speccompile.speculators.glide.config import DRAFT, GlideMethod
 from speccompile.speculators.glide.config import GlideConfig as Config
-from speccompile.speculators.glide.model import Glide, GlideSizes
+from speccompile.speculators.glide.model import Glide
 from speccompile.speculators.glide.proposer import GlideRows
-from speccompile.speculators.glide.trainer import TrainableGlide, config_from_sizes
+from speccompile.speculators.glide.sizes import GlideDims
+from speccompile.speculators.glide.trainer import TrainableGlide
 from speccompile.training_contract import TrainingBatch
 from tests.mock_lm import MockEngine
 from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
 TARGET = ModelDims("llama", 61, 48, 3, 4, 2, 12, 128)
-SIZES = GlideSizes(32, 40, 2, 4, 2, 8, 61, 48, 4, 2, 12, 1e-5, 10000.0, 5000.0)
+SIZES = GlideDims(
+    "glide", 61, 32, 2, 4, 2, 8, 128, intermediate_size=40, target_hidden_size=48, target_heads=4, target_kv_heads=2,
+    target_head_dim=12, target_rope_theta=5000.0,
+)  # fmt: skip
 BLOCK, NODES = 4, 23
 
 
@@ -43,7 +47,7 @@ def trainable(tmp_path_factory):
             parameter.copy_(
                 torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.2) + (parameter.dim() == 1)
             )
-    write_heads(folder, config_from_sizes(SIZES), drafter.state_dict())
+    write_heads(folder, SIZES.config(), drafter.state_dict())
     drafter.load_state_dict(read_heads(folder, drafter.state_dict()))
     return TrainableGlide(drafter.eval(), BLOCK), folder
 
@@ -216,14 +220,14 @@ def test_a_drafter_of_another_target_is_refused(trainable):
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused(tmp_path, key, value, message):
-    (tmp_path / "config.json").write_text(json.dumps({**config_from_sizes(SIZES), key: value}))
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES.config(), key: value}))
     with pytest.raises(CheckpointError, match=message):
         GlideSource(job(tmp_path), context("random"))
 
 
 def test_a_head_of_its_own_is_used(trainable, tmp_path):
     weights = {**trainable[0].drafter.state_dict(), "lm_head.weight": torch.randn(61, 32)}
-    write_heads(tmp_path, {**config_from_sizes(SIZES), "tie_word_embeddings": False}, weights)
+    write_heads(tmp_path, {**SIZES.config(), "tie_word_embeddings": False}, weights)
     source = GlideSource(job(tmp_path), context())
     source.check()
     model, dims = source.export(lambda stage: None)

@@ -104,7 +104,7 @@ def test_the_trained_network_is_the_exported_graph(form, target, tmp_path):
     held = target.run(tokens[:, :-1], needs)
     batch = batch_from_outputs(tokens, held, 0)
     with torch.no_grad():
-        wanted = trainable.heads.fuse([batch.layers[i] for i in LAYERS])
+        wanted = trainable.heads([batch.layers[i] for i in LAYERS])
     features = wanted.numpy()
     if form == "one":  # it is the same in all forms
         fuse = eagle_lab.compiled(fusion, tmp_path / "fusion")[0]

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import find_folder
-from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles
+from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import CANDIDATES, GraphSpec
-from speccompile.doctor.doctor import Checkpoint, make_case, open_known
-from speccompile.doctor.layouts import Case
+from speccompile.doctor.doctor import open_config, open_known
 from speccompile.errors import BuildError, CheckpointError, RecipeError
 from speccompile.export.feature_source import FusionGraph, count_weights, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
@@ -51,24 +48,6 @@ if TYPE_CHECKING:
 _NUM_CANDIDATES, _NUM_STREAMS = 16, 5  # where a config does not say
 
 
-def open_drafter(folder: Path, *, has_weights: bool) -> Case:
-    """Returns the checkpoint; without weights it is known by its config alone.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    if has_weights:
-        return open_known(folder, FORMATS, None)
-    config, files = read_config(folder), TensorFiles({}, {})
-    layout = next((f for f in FORMATS if f.is_in(config, ())), FORMATS[-1])
-    return make_case(Checkpoint(folder, config, files, layout), layout)
-
-
-def config_of(case: Case) -> dict[str, Any]:
-    assert case.layout.ours is not None
-    return case.layout.ours(case)
-
-
 def layers_of_target(
     model: str, config: str | None, asked: Sequence[int] | None, num_layers: int, weights: str
 ) -> tuple[int, ...]:
@@ -84,16 +63,15 @@ def layers_of_target(
         RecipeError: the recipe does, or it names more or fewer than the drafter reads.
     """
     is_random = weights == "random"
-    case = open_drafter(
-        find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES), has_weights=not is_random
-    )
+    folder = find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES)
+    case = open_config(folder, FORMATS, FORMATS[-1]) if is_random else open_known(folder, FORMATS, None)
     num = case.sizes["num_states"]
     if asked is not None:
         if not all(i < num_layers for i in asked) or (num is not None and len(asked) != num):
             expected = f"{num or 'different'} layers of the target's {num_layers}"
             raise RecipeError("speculator.layers", f"{list(asked)}", expected, "Correct the recipe.")
         return tuple(asked)
-    where, named = str(case.folder / "config.json"), config_of(case)[NESTED].get(LAYERS)
+    where, named = str(case.folder / "config.json"), case.canonical_config()[NESTED].get(LAYERS)
     if named is None:
         return _spread(num_layers, num or _NUM_STREAMS) if is_random else published_layers(num_layers, num or 1)
     if not isinstance(named, list) or not all(type(i) is int for i in named) or len(set(named)) != len(named):
@@ -125,8 +103,7 @@ class _BlockSource(SpeculatorSource):
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        self.case = open_drafter(self.folder, has_weights=not self.is_random)
-        self.config = config_of(self.case)
+        self.config = self.case.canonical_config()
         self.drafter: Drafter = drafter_from_config(str(self.folder), self.config)
         if self.drafter.mask_token_id >= self.config["vocab_size"]:
             where, todo = f"{self.folder}/config.json (mask_token_id)", "Correct config.json."

@@ -19,11 +19,23 @@ from speccompile.doctor.decoder_rows import (
     decoder_rows,
     decoder_sizes,
     derive_decoder,
+    speculators_format,
     times,
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.layouts import (
+    Case,
+    Check,
+    Format,
+    Row,
+    Size,
+    Sizes,
+    Target,
+    finding,
+    flag,
+    unchanged,
+)
 from speccompile.errors import CheckpointError
 from speccompile.speculators.dflash.corrector_rows import (
     check_corrector,
@@ -208,19 +220,12 @@ def _made(layer: Mapping[str, Any], sizes: Sizes, own: Mapping[str, Any]) -> dic
     }
 
 
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
-
-
 def _config_of_speculators(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
     """Returns the config of the speculators format.
 
     Raises:
         CheckpointError: no target is named, or the drafter computes in a way that the format does not state.
     """
-    if target is None:
-        todo = "Give the target with --target."
-        raise CheckpointError("config.json", "no target's name", "the target that the format names", todo)
     if is_corrected(config) or has_path(config):
         got, expected = "LiLiCorr" if is_corrected(config) else "Domino", "a drafter of a kind that the format has"
         raise CheckpointError("config.json (architectures)", got, expected, "Keep it in our own layout.")
@@ -235,17 +240,7 @@ def _config_of_speculators(config: Mapping[str, Any], target: Target | None) -> 
     ids = own.pop(LAYERS, None)
     return {
         "architectures": ["DFlash2DraftModel" if kind == "dflash2" else "DFlashSpeculator"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.5.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": list(target.config.get("architectures") or []),
-            },
-        },
+        **speculators_format(kind, "0.5.0", target, {"speculative_tokens": drafts}),
         SCOPE: {**decoder_config(config), **layer},
         "draft_vocab_size": config["draft_vocab_size"],
         "target_hidden_size": config["target_hidden_size"],
@@ -389,7 +384,7 @@ FORMATS = (
         ),
         prefixes=("", "model."),
         ours=_ours,
-        config=_config,
+        config=unchanged,
         reads=(*decoder_reads(), *_OF_LAYERS, *_HERE, *(f"{NESTED}.{name}" for name in _HERE)),
         derive=_derive,
         probe=_PROBE,

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
 from speccompile.core.specs import GraphSpec
 from speccompile.export.attention import cached_attention, gather_nodes
 from speccompile.export.candidates import top_tokens
+from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.feature_draft import fill_weights, layer_config
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.dflash.corrector import LatticeCorrector
@@ -323,7 +324,7 @@ def make_draft(
         weights: by the names of our layout; None: random ones.
         shared: the target's embeddings and LM head, for a drafter without.
     """
-    tokens = _target_tokens(dims, weights)
+    tokens = target_tokens(dims.draft_vocab_size, dims.vocab_size, weights)
     if weights is not None and drafter.path:
         weights = {**weights, **block_weights(weights, dims.hidden_size, "path_terms")}
     with torch.device("meta"):
@@ -338,13 +339,3 @@ def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[s
         fusion = Fusion(config, dims)
     fill_weights(fusion, weights)
     return fusion.eval()
-
-
-def _target_tokens(dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
-    """Returns [draft_vocab] int64: the target's token of each draft token, evenly spaced with random weights."""
-    num, vocab = dims.draft_vocab_size, dims.vocab_size
-    if num == vocab and (weights is None or "d2t" not in weights):
-        return None
-    if weights is None:
-        return torch.arange(num) * vocab // num
-    return weights["d2t"].to(torch.int64) + torch.arange(num)

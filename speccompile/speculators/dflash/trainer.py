@@ -10,7 +10,8 @@ it. `model.py` has the same layers over caches, for graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,43 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from speccompile.errors import RecipeError
 from speccompile.export.feature_draft import layer_config
-from speccompile.export.heads_file import read_heads, write_heads
+from speccompile.export.feature_source import dims_from_config
+from speccompile.export.heads_file import CONFIG, read_heads, write_heads
 from speccompile.export.layers import copy_weights, init_linear, join_heads, split_heads
 from speccompile.speculators.dflash.config import DflashTraining
 from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config
-from speccompile.speculators.dflash.layouts import LAYERS
-from speccompile.speculators.dflash.model import BlockAttention, BlockLayer, CandidateSelector, DynamicConv
-from speccompile.training_contract import Drafted, Selection, TargetNeeds, TargetParts, TrainingBatch, chosen_mask
+from speccompile.speculators.dflash.layouts import LAYERS, METHOD
+from speccompile.speculators.dflash.model import BlockAttention, BlockLayer, CandidateSelector, DynamicConv, Fusion
+from speccompile.training_contract import (
+    Drafted,
+    Selection,
+    TargetNeeds,
+    TargetParts,
+    TrainingBatch,
+    chosen_mask,
+    layer_sizes,
+)
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
-class BlockHeads(nn.Module):
-    """The drafter without embeddings and LM head, which are the target's; parameters have the checkpoint's names."""
+class BlockHeads(Fusion):
+    """The drafter without embeddings and LM head, which are the target's; parameters have the checkpoint's names.
+
+    Called, it makes features of the target's streams.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.config, self.drafter = dict(config), drafter_from_config("config.json", config)
-        self.read_layers = tuple(config[NESTED][LAYERS])
-        layer, width = layer_config(config), int(config["hidden_size"])
-        self.fc = nn.Linear(len(self.read_layers) * int(config["target_hidden_size"]), width, bias=False)
-        self.hidden_norm, self.norm = (LlamaRMSNorm(width, layer.rms_norm_eps) for _ in range(2))
-        self.layers = nn.ModuleList(BlockLayer(layer, self.drafter) for _ in range(int(config["num_hidden_layers"])))
+        layers = tuple(config[NESTED][LAYERS])
+        dims = replace(dims_from_config(Path(CONFIG), config, METHOD, 1), layers=layers)
+        super().__init__(config, dims)
+        self.config, self.drafter, self.read_layers = dict(config), drafter_from_config(CONFIG, config), layers
+        layer = layer_config(config)
+        self.norm = LlamaRMSNorm(dims.hidden_size, layer.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(layer, self.drafter) for _ in range(dims.num_layers))
         self.rotary = LlamaRotaryEmbedding(layer)
         if rank := self.drafter.selector_rank:
-            vocab = int(config["vocab_size"])
-            self.candidate_selector = CandidateSelector(width, vocab, vocab, rank)
-
-    def fuse(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the features of positions that the target has read: [..., target hidden] each -> [..., hidden]."""
-        return self.hidden_norm(self.fc(torch.cat(tuple(streams), -1)))
+            self.candidate_selector = CandidateSelector(dims.hidden_size, dims.vocab_size, dims.vocab_size, rank)
 
     def pair_scores(self, states: torch.Tensor, before: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.candidate_selector(states[None], before[None, :, None], candidates[None])
@@ -171,7 +179,7 @@ class TrainableBlocks(nn.Module):
         """Returns the drafts; a block whose root is at t reads features before t, and imitates what follows t."""
         count, nodes = batch.tokens.shape
         device, num = batch.tokens.device, self.num_positions
-        features = self.heads.fuse([batch.layers[i].float() for i in self.heads.read_layers])
+        features = self.heads([batch.layers[i].float() for i in self.heads.read_layers])
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         # A root at the text's last positions would have drafts without a label.
         last = max(1, nodes - num + 1)
@@ -193,7 +201,7 @@ class TrainableBlocks(nn.Module):
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns the likeliest walk over one block."""
-        features = self.heads.fuse([batch.layers[i].float() for i in self.heads.read_layers])
+        features = self.heads([batch.layers[i].float() for i in self.heads.read_layers])
         root_positions = torch.full((1, 1), batch.tokens.shape[1] - 1)
         states = self._blocks(features, batch.tokens[:, -1:], root_positions, num)[0, 0]
         logits = states @ self.lm_head.T
@@ -221,7 +229,7 @@ def config_from_training(
     Raises:
         RecipeError: the sizes do not go with the target's.
     """
-    heads, num = int(target["num_attention_heads"]), int(target["num_hidden_layers"])
+    num = int(target["num_hidden_layers"])
     mask = chosen_mask(training.mask_token_id, target, vocab)
     if hidden % training.conv_group_size and training.conv_kernel_size:
         got, expected = f"{training.conv_group_size}", f"a divisor of the hidden size {hidden}"
@@ -241,14 +249,9 @@ def config_from_training(
     return {
         "architectures": ["DFlash2DraftModel" if training.selector_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": hidden,
-        "target_hidden_size": hidden,
-        "intermediate_size": training.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
+        **layer_sizes(target, hidden, training.intermediate_size),
         "num_hidden_layers": training.num_layers,
         "num_target_layers": num,
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
-        "head_dim": int(target.get("head_dim") or hidden // heads),
         "hidden_act": "silu",
         "attention_bias": False,
         "max_position_embeddings": int(target.get("max_position_embeddings") or 2048),

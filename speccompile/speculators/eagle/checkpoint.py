@@ -6,7 +6,7 @@ The first layer has no norm before its attention, and there is no LM head: the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from speccompile.doctor.decoder_rows import (
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, finding, flag, unchanged
 from speccompile.export.feature_source import FeatureSource, count_weights
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 
@@ -65,10 +65,6 @@ def _ours(case: Case) -> dict[str, Any]:
     }
 
 
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
-
-
 FORMATS = (
     Format(
         "eagle/ours",
@@ -93,7 +89,7 @@ FORMATS = (
         ignored=(r"rotary_emb\.inv_freq$", r"layers\.0\.input_layernorm\.weight$", r"(^|\.)lm_head\.weight$"),
         derive=_derive,
         ours=_ours,
-        config=_config,
+        config=unchanged,
         reads=(*decoder_reads(), "sliding_window", "use_sliding_window"),
     ),
 )

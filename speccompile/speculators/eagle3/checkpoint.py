@@ -31,7 +31,7 @@ from speccompile.speculators.eagle3.layouts import (
     layer_ids,
     mask_token,
 )
-from speccompile.speculators.eagle3.speculators_config import windows_of
+from speccompile.speculators.eagle3.speculators_config import layer_of, windows_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -119,11 +119,12 @@ class _Eagle3Source(FeatureSource):
         num, asked = self.target.num_layers, job.options.layers
         layers = layers_of_target(job.model, job.config, asked, num, context.weights)
         self.dims: FeatureDims = replace(self.dims, layers=layers)
-        windows = windows_of(self.config, self.dims.num_layers)
+        layer = layer_of(self.case.config)
+        windows = windows_of(layer, self.dims.num_layers)
         self.windows = windows or ()
         if windows is None:
             where = f"{self.folder / 'config.json'} (layer_types or sliding_window)"
-            got = f"{self.config.get('layer_types')!r} and a window of {self.config.get('sliding_window')!r} tokens"
+            got = f"{layer.get('layer_types')!r} and a window of {layer.get('sliding_window')!r} tokens"
             todo = "`speccompile doctor` says what readers make of it."
             raise CheckpointError(where, got, f"the kind of each of {self.dims.num_layers} layers", todo)
 
@@ -143,7 +144,7 @@ class DraftSource(_Eagle3Source):
             CheckpointError: the config names none, though it must, or one that the target does not have.
         """
         options: DraftOptions = self.job.options
-        has_masks, token = mask_token(self.config)
+        has_masks, token = mask_token({**self.case.config, **self.config})
         if not options.is_parallel and (options.max_parallel == 1 or not has_masks):
             return None
         if type(token) is not int or not 0 <= token < self.dims.vocab_size:

@@ -29,15 +29,15 @@ from speccompile.doctor.decoder_rows import (
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, finding, flag, lookup, unchanged
 from speccompile.speculators.eagle3.speculators_config import (
     SCOPE,
     check_config,
     check_residual,
     check_windows,
     config_from_ours,
+    layer_of,
     masks_from_sizes,
-    ours_from_config,
     window_config,
 )
 
@@ -164,33 +164,32 @@ def layer_ids(config: Mapping[str, Any]) -> Any:
     return config.get(IDS[0]) if config.get(IDS[0]) is not None else inner
 
 
-def _ours(case: Case) -> dict[str, Any]:
-    config, sizes = case.config, case.sizes
-    ids, outputs = layer_ids(config), config.get(OUTPUTS)
+def _canonical_config(case: Case) -> dict[str, Any]:
+    config, sizes, layer = case.config, case.sizes, layer_of(case.config)
+    stated = {
+        IDS[0]: layer_ids(config),
+        OUTPUTS: config.get(OUTPUTS),
+        "fc_norm": bool(sizes["has_fc_norm"]) or None,
+        "norm_output": bool(config.get("norm_output")) or None,
+        "qk_norm": bool(sizes["has_qk_norm"]) or None,
+        "head_rank": sizes.get("head_rank") or None,
+        "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
+    }
     return {
-        **decoder_config(config),
+        **decoder_config(layer),
         "model_type": "llama",
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": sizes["num_layers"],
         "vocab_size": sizes["vocab"],
         "draft_vocab_size": sizes["draft_vocab"],
         "target_hidden_size": sizes["target_hidden"],
-        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_before_fc": bool(sizes["has_input_norm"]),
-        **({"fc_norm": True} if sizes["has_fc_norm"] else {}),
-        **({"norm_output": True} if config.get("norm_output") else {}),
-        **({"head_rank": sizes["head_rank"]} if sizes.get("head_rank") else {}),
         "tie_word_embeddings": False,
         **masks_from_sizes(sizes, MASK_TOKENS[0]),
-        **window_config(config),
-        **({IDS[0]: ids} if ids is not None else {}),
-        **({OUTPUTS: outputs} if outputs is not None else {}),
-        **({"qk_norm": True} if sizes["has_qk_norm"] else {}),
+        **window_config(layer),
+        **{name: value for name, value in stated.items() if value is not None},
     }
-
-
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
 
 
 def _complete(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
@@ -283,8 +282,8 @@ FORMATS = (
         _CHECKS,
         marks=(r"^midlayer\.",),
         prefixes=("", "model."),
-        ours=_ours,
-        config=_config,
+        ours=_canonical_config,
+        config=unchanged,
         reads=(*decoder_reads(), *_OWN, OUTPUTS),
         **_PARTS,
     ),
@@ -296,7 +295,7 @@ FORMATS = (
         _rows("layers.0"),
         (*_CHECKS, Check("eagle3.config", check_config), Check("eagle3.residual", check_residual)),
         config_marks=(("speculators_model_type", "eagle3"), ("speculators_model_type", "peagle")),
-        ours=ours_from_config,
+        ours=_canonical_config,
         reads=(*decoder_reads(SCOPE), *_OWN, f"{SCOPE}sliding_window", f"{SCOPE}use_sliding_window"),
         config=config_from_ours,
         **_PARTS,
@@ -310,8 +309,8 @@ FORMATS = (
         _CHECKS,
         marks=(_NUMBERED, r"^(d2t|t2d)$"),
         prefixes=("", "model."),
-        ours=_ours,
-        config=_config,
+        ours=_canonical_config,
+        config=unchanged,
         reads=(*decoder_reads(), *_OWN, OUTPUTS),
         **_PARTS,
     ),

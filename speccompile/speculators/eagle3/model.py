@@ -20,6 +20,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.feature_draft import FeatureBody, fill_weights, layer_config, widen_projections
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.eagle3.layouts import MASK_HIDDEN
@@ -118,7 +119,7 @@ def make_body(
         weights: by the names of the canonical layout; None: random ones.
         has_masks: it reads masks (P-EAGLE).
     """
-    tokens = target_tokens(dims, weights)
+    tokens = target_tokens(dims.draft_vocab_size, dims.vocab_size, weights)
     with torch.device("meta"):
         body = Eagle3Body(config, dims, tokens)
     fill_weights(body, weights, {"embed_tokens.weight": embeddings})
@@ -147,13 +148,3 @@ def make_fusion(config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[s
         fusion = Fusion(config, dims)
     fill_weights(fusion, weights)
     return fusion.eval()
-
-
-def target_tokens(dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
-    """Returns [draft_vocab] int64: the target's token of each draft token, evenly spaced with random weights."""
-    num, vocab = dims.draft_vocab_size, dims.vocab_size
-    if num == vocab and (weights is None or "d2t" not in weights):
-        return None
-    if weights is None:
-        return torch.arange(num) * vocab // num
-    return weights["d2t"].to(torch.int64) + torch.arange(num)

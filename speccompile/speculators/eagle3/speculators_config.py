@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from speccompile.doctor.decoder_rows import decoder_config
+from speccompile.doctor.decoder_rows import decoder_config, speculators_format
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Sizes, Target, finding, lookup
 from speccompile.errors import CheckpointError
 
 SCOPE = "transformer_layer_config."
-VERSION = "0.3.0"  # of the format that is written
-NUM_DRAFTS = 3  # vLLM's default
+PROPOSAL = {"speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}  # vLLM's defaults
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 PEAGLE = "peagle"  # of `speculators_model_type`
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def check_config(case: Case) -> Iterator[Finding]:
@@ -69,6 +68,12 @@ def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | 
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
+def layer_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config that describes the layers."""
+    nested = config.get("transformer_layer_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
 def window_config(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     has_some = isinstance(kinds, list) and SLIDING in kinds
@@ -78,8 +83,7 @@ def window_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_windows(case: Case) -> Iterator[Finding]:
     """Yields a finding for windows that readers of the config would take in different ways."""
     num = case.sizes.get("num_layers") or 1
-    held = case.config.get("transformer_layer_config")
-    layer = held if isinstance(held, Mapping) else case.config
+    layer = layer_of(case.config)
     if windows_of(layer, num) is None:
         got = f"layer_types {layer.get('layer_types')!r} and sliding_window {layer.get('sliding_window')!r}"
         expected = f"{num} of {FULL} and {SLIDING}, and a window where one slides"
@@ -89,30 +93,8 @@ def check_windows(case: Case) -> Iterator[Finding]:
 
 def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:
     """Returns what a config in our layout says of the masks: nothing where there are none."""
-    return {"parallel_drafting": True, name: sizes["mask_token"]} if sizes["has_masks"] else {}
-
-
-def ours_from_config(case: Case) -> dict[str, Any]:
-    """Returns the config in our layout."""
-    config, sizes = case.config, case.sizes
-    layer = config["transformer_layer_config"]
-    ours = {
-        **decoder_config(layer),
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": sizes["num_layers"],
-        "draft_vocab_size": sizes["draft_vocab"],
-        "target_hidden_size": sizes["target_hidden"],
-        "norm_before_residual": bool(config.get("norm_before_residual")),
-        "norm_before_fc": bool(sizes["has_input_norm"]),
-        "tie_word_embeddings": False,
-        "base_model_name_or_path": lookup(config, "speculators_config.verifier.name_or_path"),
-        **masks_from_sizes(sizes, "ptd_token_id"),
-        **window_config(layer),
-        **({"fc_norm": True} if sizes["has_fc_norm"] else {}),
-        **({"norm_output": True} if config.get("norm_output") else {}),
-    }
-    return ours if config.get(_LAYERS) is None else {**ours, _LAYERS: config[_LAYERS]}
+    token = sizes["mask_token"]
+    return {"parallel_drafting": True, name: None if token == -1 else token} if sizes["has_masks"] else {}
 
 
 def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
@@ -128,41 +110,18 @@ def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[s
         if config.get(key):
             expected = "what readers of the format know"
             raise CheckpointError(f"config.json ({key})", repr(config[key]), expected, "Keep it in our own layout.")
-    name = target.name if target is not None else config.get("base_model_name_or_path")
-    if not name:
-        todo = "Give the target with --target."
-        raise CheckpointError("config.json (base_model_name_or_path)", "nothing", "the target's name", todo)
     layer = {k: v for k, v in decoder_config(config).items() if v is not None} | window_config(config)
-    kept = {_LAYERS: config[_LAYERS]} if config.get(_LAYERS) is not None else {}
+    kept = {key: config[key] for key in (LAYERS, "fc_norm", "norm_output") if config.get(key)}
     hidden, target_hidden = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
     token = config.get("ptd_token_id") if config.get("parallel_drafting") else None
-    kind = "eagle3" if token is None else PEAGLE
+    kind, architecture = ("eagle3", "Eagle3Speculator") if token is None else (PEAGLE, "PEagleSpeculator")
     return {
-        "architectures": ["Eagle3Speculator" if token is None else "PEagleSpeculator"],
-        "speculators_model_type": kind,
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": NUM_DRAFTS,
-                    "accept_tolerance": 0.0,
-                    "verifier_accept_k": 1,
-                }
-            ],
-            "verifier": {
-                "name_or_path": name,
-                "architectures": list(target.config.get("architectures") or []) if target is not None else [],
-            },
-        },
+        "architectures": [architecture],
+        **speculators_format(kind, "0.3.0", target, PROPOSAL, config.get("base_model_name_or_path")),
         "transformer_layer_config": {**layer, "model_type": "llama", "tie_word_embeddings": False},
         "draft_vocab_size": config["draft_vocab_size"],
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "norm_before_fc": bool(config.get("norm_before_fc", False)),
-        **({"fc_norm": True} if config.get("fc_norm") else {}),
-        **({"norm_output": True} if config.get("norm_output") else {}),
         **({} if token is None else {"mask_token_id": token}),
         "target_hidden_size": None if hidden == target_hidden else target_hidden,
         **kept,

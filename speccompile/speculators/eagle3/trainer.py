@@ -22,7 +22,7 @@ from speccompile.export.layers import copy_weights, init_linear
 from speccompile.speculators.eagle3.config import Eagle3Training
 from speccompile.speculators.eagle3.layouts import EMBEDDINGS, IDS, MASK_TOKENS
 from speccompile.speculators.eagle3.model import Eagle3Body, Fusion
-from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch, chosen_mask
+from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch, chosen_mask, layer_sizes
 
 _MASK_ROW = "mask_embedding"  # the parameter that is a row of the embeddings in a checkpoint
 
@@ -192,7 +192,7 @@ def config_from_training(training: Eagle3Training, parts: TargetParts) -> dict[s
         RecipeError: the sizes do not go with the target's.
     """
     (vocab, hidden), target = parts.lm_head.shape, parts.config
-    heads, num_draft = int(target["num_attention_heads"]), training.draft_vocab_size or vocab
+    num_draft = training.draft_vocab_size or vocab
     if num_draft > vocab:
         expected = f"at most {vocab}, as the target has"
         raise RecipeError("training.heads.draft_vocab_size", f"{num_draft}", expected, "Lower it.")
@@ -206,13 +206,8 @@ def config_from_training(training: Eagle3Training, parts: TargetParts) -> dict[s
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": hidden,
-        "target_hidden_size": hidden,
-        "intermediate_size": training.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
+        **layer_sizes(target, hidden, training.intermediate_size),
         "num_hidden_layers": training.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
-        "head_dim": int(target.get("head_dim") or hidden // heads),
         "hidden_act": "silu",
         "rms_norm_eps": float(target.get("rms_norm_eps", 1e-5)),
         "rope_theta": 10000.0,

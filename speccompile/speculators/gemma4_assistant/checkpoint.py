@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, read_text_config, stated_size
+from speccompile.checkpoints.checkpoint import read_text_config, stated_size
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES, SLIDING, gemma4_kinds
 from speccompile.checkpoints.mamba_sizes import FULL
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, cache_names
 from speccompile.doctor.decoder_rows import times
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, finding, flag, unchanged
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
@@ -59,14 +57,6 @@ def _check_heads(case: Case) -> Iterator[Finding]:
             todo = "Config and weights are of different assistants: fetch the folder again."
             got = f"a norm of {list(header.shape)} columns"
             yield finding("error", case.where(key), got, f"[{width}], as the config says of its kind", todo)
-
-
-def _ours(case: Case) -> dict[str, Any]:
-    return dict(case.config)
-
-
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
 
 
 def _rows() -> tuple[Row, ...]:
@@ -111,8 +101,7 @@ FORMATS = (
         marks=(r"^(pre|post)_projection\.weight$",),
         config_marks=(("model_type", MODEL_TYPE),),
         derive=_derive,
-        ours=_ours,
-        config=_config,
+        config=unchanged,
         reads=("text_config",),  # transformers reads it
     ),
 )
@@ -170,29 +159,25 @@ def head_dims(where: str, text: Mapping[str, Any], num_layers: int) -> tuple[int
     return tuple(found)
 
 
-def read_sizes(folder: Path) -> AssistantSizes:
-    """Returns the sizes in a folder's config.json.
+def sizes_of(case: Case) -> AssistantSizes:
+    """Returns the sizes of a checkpoint.
 
     Raises:
-        CheckpointError: not the config of an assistant, or a size is missing or wrong.
+        CheckpointError: not an assistant, or a size is missing or wrong.
     """
-    path, config = folder / "config.json", read_config(folder)
-    kind, text = config.get("model_type"), config.get("text_config")
-    if kind != MODEL_TYPE or not isinstance(text, Mapping):
-        todo = "Give the assistant's own checkpoint, not the target's."
-        raise CheckpointError(f"{path} (model_type)", repr(kind), f"{MODEL_TYPE!r} with a text_config", todo)
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
-    vocab, inner, layers, wide, heads = (stated_size(folder, text, name) for name in names)
-    is_ordered = config.get("use_ordered_embeddings") is True
+    case.check_type(MODEL_TYPE)
+    text, num_layers = case.config.get("text_config") or {}, case.size("num_layers")
+    heads = stated_size(case.folder, text, "num_attention_heads")
+    widths = head_dims(str(case.folder / "config.json"), text, num_layers)
     return AssistantSizes(
         model_type=MODEL_TYPE,
-        vocab_size=vocab,
-        hidden_size=stated_size(folder, config, "backbone_hidden_size"),
-        inner_size=inner,
-        num_layers=layers,
-        intermediate_size=wide,
-        query_widths=tuple(heads * width for width in head_dims(str(path), text, layers)),
-        num_centroids=stated_size(folder, config, "num_centroids", default=2048) if is_ordered else 0,
+        vocab_size=case.size("vocab"),
+        hidden_size=case.size("target_hidden"),
+        inner_size=case.size("hidden"),
+        num_layers=num_layers,
+        intermediate_size=case.size("inner"),
+        query_widths=tuple(heads * width for width in widths),
+        num_centroids=case.size("num_centroids") if case.sizes["is_ordered"] else 0,
         num_drafts=NUM_DRAFTS,
     )
 
@@ -223,13 +208,13 @@ class AssistantSource(SpeculatorSource):
     role = "heads"
     formats = FORMATS
     needs_tables = True
+    output_check = staticmethod(check_heads)
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         # As many as the target has: its rows are read in place.
         self.max_rows = min(context.max_seq_len, self.target.max_positions)
-        self.config = read_config(self.folder)
-        sizes = read_sizes(self.folder)
+        sizes, self.config = sizes_of(self.case), self.case.config
         self.form = DraftForm.from_options(job.options, NUM_DRAFTS)
         self.dims: AssistantSizes = replace(sizes, num_drafts=self.form.depth)
         sources, text = source_layers(context), self.config["text_config"]
@@ -263,9 +248,6 @@ class AssistantSource(SpeculatorSource):
         plain = self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
         caches = tuple(name for layer in self.layers.values() for name in cache_names(layer))
         return replace(reading_spec(plain, self.target, caches), max_rows=self.max_rows)
-
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, AssistantSizes]:
         """Reads or makes the weights, and traces the graph."""

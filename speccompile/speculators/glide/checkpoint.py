@@ -8,16 +8,13 @@ its queries have the target's heads.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec, cache_names
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import (
     PLAIN_LAYER,
     decoder_config,
@@ -28,19 +25,27 @@ from speccompile.doctor.decoder_rows import (
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag, lookup
-from speccompile.export.checks import check_candidates
+from speccompile.doctor.layouts import (
+    Case,
+    Check,
+    Format,
+    Row,
+    Size,
+    Sizes,
+    config_of_sizes,
+    finding,
+    flag,
+    lookup,
+    unchanged,
+)
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
-from speccompile.graph_kinds.borrowed import reading_spec
-from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
+from speccompile.graph_kinds.decoder import candidate_spec
+from speccompile.speculators.glide.sizes import PUBLISHED_THETA, GlideDims
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from speccompile.speculators.glide.model import GlideSizes
-
 _LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
-PUBLISHED_THETA = 10000.0  # of the queries' positions, whatever the target's is
 _OWN_KEYS = r"cross_attn\.(k|v)_proj\."
 
 
@@ -104,25 +109,25 @@ def _check_positions(case: Case) -> Iterator[Finding]:
         yield finding("warning", where, "nothing", expected, todo)
 
 
-def _ours(case: Case) -> dict[str, Any]:
-    sizes = case.sizes
-    large_kv_heads = sizes["large_kv_heads"] or (case.target.dims.num_kv_heads if case.target else 0)
+_OWN_SIZES = (
+    Size("vocab", ("vocab_size",), stored=((r"embed_tokens\.weight$", 0),)),
+    Size("num_layers", ("num_hidden_layers",), count=r"^model\.layers\.(\d+)\."),
+    Size("target_hidden", ("large_hidden_size",)),
+    Size("large_heads", ("large_num_attention_heads",)),
+    Size("large_head_dim", ("large_head_dim",), default=0, least=0),
+    Size("large_kv_heads", ("large_num_key_value_heads",), default=0, least=0),
+    flag("is_tied", "tie_word_embeddings"),
+)
+
+
+def _canonical_config(case: Case) -> dict[str, Any]:
+    kv_heads = case.sizes["large_kv_heads"] or (case.target.dims.num_kv_heads if case.target else None)
     return {
         **decoder_config(case.config),
         "model_type": "llama",
-        "num_hidden_layers": sizes["num_layers"],
-        "vocab_size": sizes["vocab"],
-        "tie_word_embeddings": bool(sizes["is_tied"]),
-        "large_hidden_size": sizes["target_hidden"],
-        "large_num_attention_heads": sizes["large_heads"],
-        "large_head_dim": sizes["large_head_dim"],
+        **config_of_sizes(_OWN_SIZES, {**case.sizes, "large_kv_heads": kv_heads}),
         "large_rope_theta": case.config.get("large_rope_theta", PUBLISHED_THETA),
-        **({"large_num_key_value_heads": large_kv_heads} if large_kv_heads else {}),
     }
-
-
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
 
 
 FORMATS = (
@@ -130,16 +135,7 @@ FORMATS = (
         "glide/ours",
         "GLIDE drafter (ColossalAI)",
         "glide",
-        (
-            *decoder_sizes(),
-            Size("vocab", ("vocab_size",), stored=((r"embed_tokens\.weight$", 0),)),
-            Size("num_layers", ("num_hidden_layers",), count=r"^model\.layers\.(\d+)\."),
-            Size("target_hidden", ("large_hidden_size",)),
-            Size("large_heads", ("large_num_attention_heads",)),
-            Size("large_head_dim", ("large_head_dim",), default=0, least=0),
-            Size("large_kv_heads", ("large_num_key_value_heads",), default=0, least=0),
-            flag("is_tied", "tie_word_embeddings"),
-        ),
+        (*decoder_sizes(), *_OWN_SIZES),
         (
             Row("model.embed_tokens.weight", ("vocab", "hidden")),
             *decoder_rows(_LAYER, _OVER),
@@ -157,91 +153,44 @@ FORMATS = (
             Check("glide.positions", _check_positions),
         ),
         marks=(r"cross_attn\.",),
-        config_marks=(),
         ignored=(r"rotary_emb\.inv_freq$", _OWN_KEYS),
         derive=_derive,
-        ours=_ours,
-        config=_config,
+        ours=_canonical_config,
+        config=unchanged,
         reads=("rms_norm_eps", "rope_theta", "rope_parameters.rope_theta", "large_rope_theta"),
         fixed=PLAIN_LAYER,
     ),
 )
 
 
-@dataclass(frozen=True)
-class GlideDims(ModelDims):
-    """Sizes of a drafter; the fields before are those of its self-attention, and `max_positions` is the target's.
-
-    Args:
-        target_kv_heads: key heads of the target's caches.
-        target_rope_theta: base of the positions in the target's caches.
-    """
-
-    intermediate_size: int = 0
-    target_heads: int = 0
-    target_kv_heads: int = 0
-    target_head_dim: int = 0
-    target_layer: int = 0
-    is_tied: bool = True
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    target_rope_theta: float = PUBLISHED_THETA
-
-    def decoder_spec(self, name: str, target: ModelDims) -> GraphSpec:
-        return reading_spec(decoder_spec(name, self), target, cache_names(self.target_layer))
-
-    def counts(self) -> WeightCounts:
-        """Returns the weights of the graph."""
-        hidden, cross = self.hidden_size, self.target_heads * self.target_head_dim
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = hidden * (attention + 2 * cross + 3 * self.intermediate_size)
-        table = self.vocab_size * hidden
-        plain = (2 * self.num_layers + 1) * hidden + table
-        linear = self.num_layers * layer + table
-        num_params = linear + plain - (table if self.is_tied else 0)
-        return WeightCounts(num_params, linear, plain, num_head=table, is_tied=self.is_tied)
-
-
-def read_sizes(folder: Path, target: ModelDims) -> GlideDims:
-    """Returns the sizes in a folder's config.json.
+def dims_for_target(case: Case, target: ModelDims) -> GlideDims:
+    """Returns the sizes of a checkpoint; its cross-attention has those of the target.
 
     Raises:
         CheckpointError: a size is missing or wrong.
     """
-    config = read_config(folder)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    hidden, inner, layers, heads, vocab = (stated_size(folder, config, name) for name in names)
+    config, last = case.config, target.attention_layers[-1]
     rope = config.get("rope_parameters") or config
-    last = target.attention_layers[-1]
     return GlideDims(
         model_type="glide",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocab_size=case.size("vocab"),
+        hidden_size=case.size("hidden"),
+        num_layers=case.size("num_layers"),
+        num_heads=case.size("num_heads"),
+        num_kv_heads=case.size("num_kv_heads"),
+        head_dim=case.size("head_dim"),
         max_positions=target.max_positions,
-        intermediate_size=inner,
+        intermediate_size=case.size("inner"),
+        target_hidden_size=target.hidden_size,
         target_heads=target.num_heads,
         target_kv_heads=target.per_layer[last].num_kv_heads,
         target_head_dim=target.per_layer[last].head_dim,
         target_layer=last,
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=bool(case.sizes["is_tied"]),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         target_rope_theta=float(config.get("large_rope_theta") or PUBLISHED_THETA),
     )
-
-
-def with_params(dims: GlideDims) -> GlideDims:
-    return replace(dims, num_params=dims.counts().num_params)
-
-
-def stated_target(path: Path) -> tuple[int | None, int | None]:
-    """Returns (hidden size, query heads) of the target that a config.json names; None where it does not."""
-    config = read_config(path)
-    return config.get("large_hidden_size"), config.get("large_num_attention_heads")
 
 
 class GlideSource(SpeculatorSource):
@@ -256,14 +205,14 @@ class GlideSource(SpeculatorSource):
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         self.options: CandidateOptions = job.options
-        self.dims: GlideDims = read_sizes(self.folder, self.target)
+        self.dims = dims_for_target(self.case, self.target)
         # As many as the target has: its rows are read in place.
         self.max_rows = min(context.max_seq_len, self.target.max_positions)
-        hidden, heads = (None, None) if self.is_random else stated_target(self.folder)
+        stated = {} if self.is_random else self.case.sizes
         agreement = (
             ("a vocabulary of {}", self.dims.vocab_size, self.target.vocab_size),
-            ("a target's hidden size of {}", hidden, self.target.hidden_size),
-            ("a number of the target's heads of {}", heads, self.target.num_heads),
+            ("a target's hidden size of {}", stated.get("target_hidden"), self.target.hidden_size),
+            ("a number of the target's heads of {}", stated.get("large_heads"), self.target.num_heads),
         )
         check_agreement(job.model, agreement, made="the drafter that was trained")
 
@@ -274,9 +223,6 @@ class GlideSource(SpeculatorSource):
     def _plain_spec(self) -> GraphSpec:
         return replace(self.dims.decoder_spec(self.job.name, self.target), max_rows=self.max_rows)
 
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_candidates(engine)
-
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
         """Reads or makes the weights, and traces the graph."""
         from speccompile.export.cached_draft import export_cached_draft
@@ -285,27 +231,6 @@ class GlideSource(SpeculatorSource):
         progress("load weights")
         # Padding comes after the last row that a sequence may use.
         num_positions = self.max_rows + self.context.max_draft_nodes + 1
-        drafter = make_drafter(_sizes_from_dims(self.dims, self.target), self.read_weights(), num_positions)
-        return export_cached_draft(drafter, self._plain_spec(), progress), with_params(self.dims)
-
-
-def _sizes_from_dims(dims: GlideDims, target: ModelDims) -> GlideSizes:
-    """Returns the sizes of the torch module."""
-    from speccompile.speculators.glide.model import GlideSizes
-
-    return GlideSizes(
-        hidden_size=dims.hidden_size,
-        intermediate_size=dims.intermediate_size,
-        num_layers=dims.num_layers,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        vocab_size=dims.vocab_size,
-        target_hidden_size=target.hidden_size,
-        target_heads=dims.target_heads,
-        target_kv_heads=dims.target_kv_heads,
-        target_head_dim=dims.target_head_dim,
-        rms_norm_eps=dims.rms_norm_eps,
-        rope_theta=dims.rope_theta,
-        target_rope_theta=dims.target_rope_theta,
-    )
+        drafter = make_drafter(self.dims, self.read_weights(), num_positions)
+        graph = export_cached_draft(drafter, self._plain_spec(), progress)
+        return graph, replace(self.dims, num_params=self.dims.counts().num_params)

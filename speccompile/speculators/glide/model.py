@@ -9,7 +9,6 @@ code, which takes the target's last cache and skips the cross-attention while it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,6 +26,7 @@ from speccompile.export.layers import (
     rotate,
     split_heads,
 )
+from speccompile.speculators.glide.sizes import GlideDims
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
 
@@ -34,36 +34,10 @@ RANDOM_SEED = 0
 LM_HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True)
-class GlideSizes:
-    """Sizes.
-
-    Args:
-        target_heads: query heads of the target, which the cross-attention has, too.
-        target_kv_heads: key heads of the target's cache.
-        target_rope_theta: base of the positions in the target's cache.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    target_hidden_size: int
-    target_heads: int
-    target_kv_heads: int
-    target_head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    target_rope_theta: float = 10000.0
-
-
 class CrossAttention(nn.Module):
     """Projections with the target's heads; keys and values are the target's."""
 
-    def __init__(self, sizes: GlideSizes) -> None:
+    def __init__(self, sizes: GlideDims) -> None:
         super().__init__()
         width = sizes.target_heads * sizes.target_head_dim
         self.q_proj = nn.Linear(sizes.hidden_size, width, bias=False)
@@ -90,7 +64,7 @@ class Text(Protocol):
 class GlideLayer(nn.Module):
     """Self-attention, cross-attention, MLP, each added to the residual."""
 
-    def __init__(self, sizes: GlideSizes, index: int) -> None:
+    def __init__(self, sizes: GlideDims, index: int) -> None:
         super().__init__()
         width, eps, self.index = sizes.hidden_size, sizes.rms_norm_eps, index
         self.head_dim, self.target_head_dim = sizes.head_dim, sizes.target_head_dim
@@ -115,7 +89,7 @@ class GlideLayer(nn.Module):
 class GlideModel(nn.Module):
     """Embeddings, layers and norm, under the names of the checkpoint."""
 
-    def __init__(self, sizes: GlideSizes) -> None:
+    def __init__(self, sizes: GlideDims) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         self.layers = nn.ModuleList(GlideLayer(sizes, index) for index in range(sizes.num_layers))
@@ -125,7 +99,7 @@ class GlideModel(nn.Module):
 class Glide(nn.Module):
     """The drafter, as it is trained and as it is compiled; its LM head is its embeddings."""
 
-    def __init__(self, sizes: GlideSizes) -> None:
+    def __init__(self, sizes: GlideDims) -> None:
         super().__init__()
         self.sizes, self.model = sizes, GlideModel(sizes)
         init_linear(self)
@@ -155,7 +129,7 @@ class WholeText:
 
     def __init__(
         self,
-        sizes: GlideSizes,
+        sizes: GlideDims,
         positions: torch.Tensor,
         target: KeyValues,
         target_mask: torch.Tensor | None = None,
@@ -254,7 +228,7 @@ class CompiledGlide(nn.Module):
         return (nn.functional.linear(states, self.lm_head), *step.updated)
 
 
-def make_drafter(sizes: GlideSizes, weights: Mapping[str, torch.Tensor] | None, num_positions: int) -> CompiledGlide:
+def make_drafter(sizes: GlideDims, weights: Mapping[str, torch.Tensor] | None, num_positions: int) -> CompiledGlide:
     """Returns the drafter in float32.
 
     Args:

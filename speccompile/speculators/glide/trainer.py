@@ -13,7 +13,8 @@ from torch import nn
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import copy_weights
 from speccompile.speculators.glide.config import GlideTraining
-from speccompile.speculators.glide.model import Glide, GlideSizes, WholeText
+from speccompile.speculators.glide.model import Glide, WholeText
+from speccompile.speculators.glide.sizes import GlideDims
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
@@ -78,34 +79,10 @@ class TrainableGlide(nn.Module):
         return torch.stack(drafted)
 
     def save(self, folder: Path) -> None:
-        write_heads(folder, config_from_sizes(self.drafter.sizes), self.drafter.state_dict())
+        write_heads(folder, self.drafter.sizes.config(), self.drafter.state_dict())
 
 
-def config_from_sizes(sizes: GlideSizes) -> dict[str, Any]:
-    """Returns the config.json of a drafter of these sizes."""
-    return {
-        "architectures": ["GlideLlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": sizes.rms_norm_eps,
-        "rope_theta": sizes.rope_theta,
-        "vocab_size": sizes.vocab_size,
-        "tie_word_embeddings": True,
-        "large_hidden_size": sizes.target_hidden_size,
-        "large_num_attention_heads": sizes.target_heads,
-        "large_head_dim": sizes.target_head_dim,
-        "large_num_key_value_heads": sizes.target_kv_heads,
-        "large_rope_theta": sizes.target_rope_theta,
-    }
-
-
-def begin_drafter(sizes: GlideSizes, parts: TargetParts) -> Glide:
+def begin_drafter(sizes: GlideDims, parts: TargetParts) -> Glide:
     """Returns a drafter with the target's embeddings, norm and last layers, whose attention both attentions copy."""
     drafter = Glide(sizes)
     with torch.no_grad():
@@ -138,7 +115,9 @@ class GlideTrainer:
         kv_heads = int(target.get("num_key_value_heads") or heads)
         head_dim = int(target.get("head_dim") or hidden // heads)
         theta = float((target.get("rope_parameters") or target).get("rope_theta", 10000.0))
-        sizes = GlideSizes(
+        sizes = GlideDims(
+            model_type="glide",
+            max_positions=0,
             hidden_size=hidden,
             intermediate_size=config.intermediate_size or int(target.get("intermediate_size") or 4 * hidden),
             num_layers=config.num_layers,

@@ -15,20 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, read_dims, stated_size
+from speccompile.checkpoints.checkpoint import read_dims, stated_size
 from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent
-from speccompile.checkpoints.tensor_files import TensorFiles
 from speccompile.checkpoints.text_towers import text_config
 from speccompile.core.dims import LayerDims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.doctor import Checkpoint, make_case, open_checkpoint, open_known
+from speccompile.doctor.decoder_rows import speculators_format
+from speccompile.doctor.doctor import open_checkpoint
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Target
+from speccompile.doctor.layouts import Case, Check, Format, Target, unchanged
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.feature_source import check_window, dims_from_config
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 METHOD = "mtp"
 PREFIX = f"{METHOD}."
 SCOPE, SPECULATORS_SCOPE = "layer_config", "transformer_layer_config"
-_NUM_DRAFTS = 3  # vLLM's default
+_PROPOSAL = {"speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}  # vLLM's defaults
 _CHECKS = (
     *COMMON,
     Check("mtp.layer", check_layer),
@@ -106,10 +106,6 @@ def _numbered_prefix(config: Mapping[str, Any]) -> str:
     return f"model.layers.{text_config(config).get('num_hidden_layers')}."
 
 
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
-
-
 def _speculators_config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
     """Returns the config of the speculators format.
 
@@ -121,23 +117,9 @@ def _speculators_config(config: Mapping[str, Any], target: Target | None) -> dic
         if config[name] != usual[name]:
             where, todo = f"config.json ({name})", "Keep it in our own layout."
             raise CheckpointError(where, repr(config[name]), f"{usual[name]}, as readers of the format assume", todo)
-    if target is None:
-        todo = "Give the target with --target."
-        raise CheckpointError("config.json", "no target's name", "the target that the format names", todo)
-    method = {"proposal_type": "greedy", "speculative_tokens": _NUM_DRAFTS}
     return {
         "architectures": ["MTPDraftModel"],
-        "speculators_model_type": METHOD,
-        "speculators_version": "0.3.0",
-        "speculators_config": {
-            "algorithm": METHOD,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**method, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": list(target.config.get("architectures") or []),
-            },
-        },
+        **speculators_format(METHOD, "0.3.0", target, _PROPOSAL),
         SPECULATORS_SCOPE: dict(config[SCOPE]),
         "num_nextn_predict_layers": 1,
     }
@@ -168,7 +150,7 @@ FORMATS = (
         config_marks=(("model_type", METHOD),),
         prefixes=(PREFIX, ""),
         ours=_ours_from(SCOPE),
-        config=_config,
+        config=unchanged,
         reads=(SCOPE, *CHOICES),  # transformers reads the layer's config
         **_PARTS,
     ),
@@ -226,12 +208,6 @@ FORMATS = (
 )
 
 
-def _random_case(folder: Any) -> Case:
-    config, files = read_config(folder), TensorFiles({}, {})
-    layout = next((f for f in FORMATS if f.is_in(config, ())), FORMATS[2])
-    return make_case(Checkpoint(folder, config, files, layout), layout)
-
-
 def section_for_target(folder: Path) -> dict[str, Any] | None:
     """See `Method.default_section`: where the target's files have a module that can be built."""
     from speccompile.speculators.mtp.config import MtpConfig, MtpMethod
@@ -259,13 +235,12 @@ class DraftSource(SpeculatorSource):
     """
 
     formats = FORMATS
+    config_layout = FORMATS[2]  # a config without weights is a target's
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        case = _random_case(self.folder) if self.is_random else open_known(self.folder, FORMATS, None)
-        self.case, options = case, self._options
-        assert case.layout.ours is not None
-        stated = case.layout.ours(case)
+        case, options = self.case, self._options
+        stated = case.canonical_config()
         asked = {"norms": options.norms, "concat": options.concat, "chaining": options.chaining}
         self.config: dict[str, Any] = stated | {name: value for name, value in asked.items() if value != "auto"}
         self._check_hidden(stated["target_hidden"])

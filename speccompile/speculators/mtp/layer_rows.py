@@ -221,7 +221,7 @@ def fuse_experts(config: Mapping[str, Any], tensors: dict[str, Any]) -> None:
 
 def check_layer(case: Case) -> Iterator[Finding]:
     """Yields findings where the keys are not those of the architecture that the config names."""
-    layer = case.layout.ours(case)["layer_config"] if case.layout.ours is not None else {}
+    layer = case.canonical_config()["layer_config"]
     family, sizes = layer.get("model_type"), case.sizes
     todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
     width = times(2 if family in GATED else 1, sizes["o_width"])
@@ -242,9 +242,7 @@ def check_layer(case: Case) -> Iterator[Finding]:
 
 def check_conventions(case: Case) -> Iterator[Finding]:
     """Yields a finding for each convention of a config that has a value of its own."""
-    if case.layout.ours is None:
-        return
-    ours = case.layout.ours(case)
+    ours = case.canonical_config()
     for name, known in CHOICES.items():
         if ours[name] not in known:
             todo = "Correct config.json."
@@ -253,9 +251,7 @@ def check_conventions(case: Case) -> Iterator[Finding]:
 
 def check_norms(case: Case) -> Iterator[Finding]:
     """Yields a warning where the weights of a norm look like the other form."""
-    if case.layout.ours is None:
-        return
-    ours, key = case.layout.ours(case), case.key_of(NORM_HIDDEN)
+    ours, key = case.canonical_config(), case.key_of(NORM_HIDDEN)
     if case.reads_values and key is not None and case.files.headers[key].dtype in ("F32", "F16", "BF16"):
         mean = float(case.files.tensor(key).float().mean())
         # Weights of released modules scatter around 0 where they are 1 + w, and around 1 or above elsewhere; a hint.
