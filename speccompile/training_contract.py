@@ -176,7 +176,6 @@ def layer_sizes(target: Mapping[str, Any], hidden: int, inner: int) -> dict[str,
     """Returns the sizes of a layer like the target's, by their keys in config.json.
 
     Args:
-        target: its config.json.
         inner: width of the MLP; 0: the target's, or 4 times its hidden size where it states none.
     """
     heads = int(target["num_attention_heads"])

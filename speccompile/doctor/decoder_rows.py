@@ -123,11 +123,6 @@ def speculators_format(
 ) -> dict[str, Any]:
     """Returns what a config in the speculators format (vLLM project) has beside the layers.
 
-    Args:
-        kind: of the speculator, as the format names it.
-        method: of the proposal, with its `speculative_tokens`.
-        name: of the target where none is given.
-
     Raises:
         CheckpointError: the target has no name.
     """

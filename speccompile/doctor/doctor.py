@@ -242,12 +242,7 @@ def open_known(
 
 
 def open_config(folder: Path, formats: Sequence[Format], default: Format) -> Case:
-    """Returns a speculator by its config alone, for weights that are made.
-
-    Args:
-        folder: with its config.json.
-        formats: layouts that the config may name.
-        default: the layout of a config that names none.
+    """Returns a speculator by its config alone, for random weights; `default` is the layout of one that names none.
 
     Raises:
         CheckpointError: it has a size that cannot be.

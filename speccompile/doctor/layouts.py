@@ -231,12 +231,7 @@ def unchanged(config: Mapping[str, Any], target: Target | None) -> dict[str, Any
 
 
 def config_of_sizes(table: Iterable[Size], sizes: Mapping[str, int | None]) -> dict[str, Any]:
-    """Returns the part of a config that states sizes, each under its first key; those that are not known are left out.
-
-    Args:
-        table: sizes whose first key is at the top of the config.
-        sizes: by name.
-    """
+    """Returns the part of a config that states sizes, each under its first key; unknown ones are left out."""
     known = [(size, sizes[size.name]) for size in table if size.keys and sizes.get(size.name) is not None]
     return {size.keys[0]: bool(value) if size.is_flag else value for size, value in known}
 

@@ -12,7 +12,6 @@ from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
 from speccompile.doctor.doctor import (
     check_kind,
     check_method,
@@ -28,6 +27,8 @@ from speccompile.export.checks import check_candidates
 
 if TYPE_CHECKING:
     import torch
+
+    from speccompile.core.protocols import Engine
 
 _log = logging.getLogger(__name__)
 

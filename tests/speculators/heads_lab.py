@@ -100,7 +100,8 @@ def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
     from torch.nn.functional import cross_entropy
     from transformers import LlamaForCausalLM
 
-    from speccompile.speculators.medusa.model import HeadsSizes, MedusaHeads
+    from speccompile.speculators.medusa.model import MedusaHeads
+    from speccompile.speculators.medusa.sizes import HeadsSizes
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 
     model, states, labels = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), [], []

@@ -283,6 +283,7 @@ def test_another_target_is_refused(pair: tuple[Path, Any, Any], tmp_path: Path) 
         config = json.loads((folder / "assistant/config.json").read_text())
         config["text_config"] |= change
         (made / "config.json").write_text(json.dumps(config))
+        (made / "model.safetensors").symlink_to(folder / "assistant/model.safetensors")
         (tmp_path / "target").unlink(missing_ok=True)
         (tmp_path / "target").symlink_to(folder / "target")
         with pytest.raises(RecipeError, match=message):
@@ -295,5 +296,5 @@ def test_another_target_is_refused(pair: tuple[Path, Any, Any], tmp_path: Path) 
     )
     with pytest.raises(RecipeError, match="a gemma3_text model"):
         AssistantSource(GraphJob("heads", str(folder / "assistant"), options=FormOptions()), context)
-    with pytest.raises(CheckpointError, match="Give the assistant's own checkpoint"):
+    with pytest.raises(CheckpointError, match=r"a causal language model .* expected a speculator's checkpoint"):
         source(folder, "target")

@@ -16,10 +16,11 @@ from speccompile.core import registry, specs  # noqa: E402
 from speccompile.core.dims import ModelDims  # noqa: E402
 from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
 from speccompile.core.sampling import draw, warp  # noqa: E402
+from speccompile.doctor.doctor import open_config  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
 from speccompile.export.heads import export_heads  # noqa: E402
 from speccompile.export.tree_drafters import Chain  # noqa: E402
-from speccompile.speculators.mlp.checkpoint import PREFIX, HeadsSource, read_sizes  # noqa: E402
+from speccompile.speculators.mlp.checkpoint import FORMATS, PREFIX, HeadsSource, sizes_of  # noqa: E402
 from speccompile.speculators.mlp.config import MlpConfig as Config  # noqa: E402
 from speccompile.speculators.mlp.model import MlpExpander, MlpHeads, random_heads  # noqa: E402
 from speccompile.speculators.mlp.sizes import HeadsSizes  # noqa: E402
@@ -344,7 +345,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_not_unpickled(tmp_path):
 def test_a_config_that_is_wrong_is_refused(changed, got, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config(**changed)))
     with pytest.raises(CheckpointError, match=got):
-        read_sizes(tmp_path)
+        sizes_of(open_config(tmp_path, FORMATS, FORMATS[0]))
 
 
 def test_a_speculator_of_another_target_is_refused(tmp_path):

@@ -6,7 +6,7 @@ The layout is our own: an adapter and a norm. Needs no torch before the export.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import check_method, check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Target, finding
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, finding, unchanged
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
@@ -39,10 +39,6 @@ def _check_layers(case: Case) -> Iterator[Finding]:
         expected = f"1 to {target.dims.num_layers - 1}, the layers of {target.name} but its last"
         todo = "It was trained for another target: give the model that it belongs to."
         yield finding("error", case.where_in_config("num_exit_layers"), str(asked), expected, todo)
-
-
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
 
 
 FORMATS = (
@@ -66,7 +62,7 @@ FORMATS = (
         (*COMMON, Check("early_exit.layers", _check_layers)),
         marks=(r"^adapter_norm\.weight$",),
         config_marks=(("model_type", MODEL_TYPE),),
-        config=_config,
+        config=unchanged,
         reads=("rms_norm_eps",),
         fixed={"hidden_act": ("silu", "swish")},
     ),

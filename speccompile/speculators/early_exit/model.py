@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ class ExitSizes:
 
     def config_from_sizes(self) -> dict[str, Any]:
         return {"model_type": MODEL_TYPE, **asdict(self)}
-
-
-def sizes_from_config(config: dict[str, Any]) -> ExitSizes:
-    return ExitSizes(**{f.name: config[f.name] for f in fields(ExitSizes)})
 
 
 class ExitHead(nn.Module):

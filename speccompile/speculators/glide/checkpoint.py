@@ -205,7 +205,7 @@ class GlideSource(SpeculatorSource):
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         self.options: CandidateOptions = job.options
-        self.dims = dims_for_target(self.case, self.target)
+        self.dims: GlideDims = dims_for_target(self.case, self.target)
         # As many as the target has: its rows are read in place.
         self.max_rows = min(context.max_seq_len, self.target.max_positions)
         stated = {} if self.is_random else self.case.sizes

@@ -9,24 +9,19 @@ that copies may be stored or left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.target_tables import read_tables
-from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import GraphSpec
-from speccompile.doctor.doctor import open_known
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
-from speccompile.errors import CheckpointError, RecipeError
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, config_of_sizes, finding, flag
+from speccompile.errors import RecipeError
 from speccompile.export.checks import check_head_candidates
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
-from speccompile.graph_kinds.heads import candidate_heads_spec
+from speccompile.speculators.medusa.sizes import HeadsSizes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -69,17 +64,11 @@ def _check_map(case: Case) -> Iterator[Finding]:
         yield finding("error", case.where_in_config("truncated_vocab_size"), got, "no token_map", todo)
 
 
-def _ours(case: Case) -> dict[str, Any]:
-    sizes, config = case.sizes, case.config
-    return {
-        "model_type": "medusa",
-        "medusa_num_heads": sizes["num_heads"],
-        "medusa_num_layers": sizes["num_layers"],
-        "hidden_size": sizes["hidden"],
-        "vocab_size": sizes["vocab"],
-        "original_lm_head": bool(sizes["uses_target_head"]),
-        "base_model_name_or_path": config.get("base_model_name_or_path") or config.get("_name_or_path") or "",
-    }
+def _canonical_config(case: Case) -> dict[str, Any]:
+    config = case.config
+    name = config.get("base_model_name_or_path") or config.get("_name_or_path") or ""
+    sizes = config_of_sizes(_V1_SIZES, case.sizes)
+    return {"model_type": "medusa", **sizes, "base_model_name_or_path": name}
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
@@ -156,7 +145,7 @@ def _v1(name: str, label: str, prefixes: tuple[str, ...], *, has_others: bool) -
         prefixes=prefixes,
         has_others=has_others,
         derive=_derive,
-        ours=_ours,
+        ours=_canonical_config,
         config=_config,
         probe=_PROBE,
     )
@@ -189,10 +178,11 @@ FORMATS = (
         ),
         (*_CHECKS, Check("medusa.token_map", _check_map)),
         marks=(_VLLM_BLOCK, _VLLM_HEAD),
+        config_marks=(("architectures", ["MedusaModel"]),),
         prefixes=("", "medusa_heads."),
         derive=_derive,
         ignored=(r"^token_map$",),
-        ours=_ours,
+        ours=_canonical_config,
         config=_vllm_config,
         complete=_drop_target_head,
         probe=_PROBE,
@@ -200,75 +190,15 @@ FORMATS = (
 )
 
 
-_HEADS, _LAYERS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
-
-
-@dataclass(frozen=True)
-class GraphSizes:
-    """Sizes of the heads in a graph.
-
-    Args:
-        uses_target_lm_head: all heads end in the target's LM head.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    num_layers: int
-    uses_target_lm_head: bool
-    num_drafts: int
-    num_candidates: int
-    num_params: int = 0
-
-    def spec(self, name: str) -> GraphSpec:
-        return candidate_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_candidates)
-
-    def counts(self) -> WeightCounts:
-        """Returns the weights of the graph, in which heads that share an LM head have one copy of it."""
-        blocks = self.num_drafts * self.num_layers
-        heads = 1 if self.uses_target_lm_head else self.num_drafts
-        linear = blocks * self.hidden_size**2 + heads * self.vocab_size * self.hidden_size
-        return WeightCounts(linear + blocks * self.hidden_size, linear, blocks * self.hidden_size)
-
-
-def read_sizes(
-    folder: Path, target: ModelDims, *, has_weights: bool, num_drafts: int | None, num_candidates: int
-) -> GraphSizes:
-    """Returns the sizes of a checkpoint; what its config leaves out is read from its weights or the target.
-
-    Args:
-        has_weights: the folder has weights, whose headers are read. Their number of heads counts: published
-            configs are known to state another.
-        num_drafts: heads wanted in the graph; None: all.
+def sizes_of(case: Case) -> HeadsSizes:
+    """Returns the sizes of a checkpoint.
 
     Raises:
-        CheckpointError: no Medusa heads, or their number cannot be found.
+        CheckpointError: a size is missing or wrong.
     """
-    known: dict[str, Any] = {}
-    if has_weights:
-        case = open_known(folder, FORMATS, None)
-        known = {name: size for name, size in case.sizes.items() if size is not None}
-    config = read_config(folder)
-    num_heads = known.get("num_heads") or _first(config, _HEADS)
-    if not isinstance(num_heads, int):
-        todo = "Give the speculator's own config."
-        raise CheckpointError(f"{folder / 'config.json'} ({_HEADS[0]})", "nothing", "a number of heads", todo)
-    uses_target = known.get("uses_target_head", config.get("original_lm_head", False))
-    return GraphSizes(
-        model_type="medusa",
-        vocab_size=known.get("vocab") or config.get("vocab_size") or target.vocab_size,
-        hidden_size=known.get("hidden") or config.get("hidden_size") or target.hidden_size,
-        num_heads=num_heads,
-        num_layers=known.get("num_layers") or _first(config, _LAYERS) or 1,
-        uses_target_lm_head=bool(uses_target),
-        num_drafts=num_drafts or num_heads,
-        num_candidates=num_candidates,
-    )
-
-
-def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
+    uses_target_head = bool(case.sizes["uses_target_head"])
+    hidden, vocab = case.size("hidden"), case.size("vocab")
+    return HeadsSizes(hidden, vocab, case.size("num_heads"), case.size("num_layers"), uses_target_head)
 
 
 class HeadsSource(SpeculatorSource):
@@ -280,16 +210,18 @@ class HeadsSource(SpeculatorSource):
 
     role = "heads"
     formats = FORMATS
+    output_check = staticmethod(check_head_candidates)
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
         options: HeadsOptions = job.options
-        self.dims: GraphSizes = read_sizes(
-            self.folder,
-            self.target,
-            has_weights=not self.is_random,
-            num_drafts=options.num_heads,
-            num_candidates=min(options.num_candidates, self.target.vocab_size),
+        target: Sizes = {"hidden": self.target.hidden_size, "vocab": self.target.vocab_size}
+        known = {name: size for name, size in self.case.sizes.items() if size is not None}
+        # Old configs leave out what is the target's.
+        sizes = sizes_of(replace(self.case, sizes={**target, **known}))
+        num_candidates = min(options.num_candidates, self.target.vocab_size)
+        self.dims: HeadsSizes = replace(
+            sizes, num_drafts=options.num_heads or sizes.num_heads, num_candidates=num_candidates
         )
         self.needs_tables = self.dims.uses_target_lm_head
         if options.num_heads is not None:  # published configs state a wrong number; the recipe overrides it
@@ -313,20 +245,13 @@ class HeadsSource(SpeculatorSource):
     def spec(self) -> GraphSpec:
         return self.dims.spec(self.job.name)
 
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_head_candidates(engine)
-
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GraphSizes]:
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
         """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
-        from speccompile.speculators.medusa.model import HeadsSizes, MedusaDrafter, make_heads
+        from speccompile.speculators.medusa.model import MedusaDrafter, make_heads
 
         progress("load weights")
         lm_head = read_tables(self.context).lm_head if self.needs_tables else None
-        dims = self.dims
-        sizes = HeadsSizes(
-            dims.hidden_size, dims.vocab_size, dims.num_drafts, dims.num_layers, dims.uses_target_lm_head
-        )
-        drafter = MedusaDrafter(make_heads(sizes, self.read_weights()), dims.num_candidates, lm_head).eval()
+        drafter = MedusaDrafter(make_heads(self.dims, self.read_weights()), self.dims.num_candidates, lm_head).eval()
         graph = export_heads(drafter, self.spec(), progress)
         return graph, replace(self.dims, num_params=self.dims.counts().num_params)

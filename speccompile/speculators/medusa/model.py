@@ -9,8 +9,6 @@ the root, and gives candidates for the token i + 1 positions after the root. Aft
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,34 +16,9 @@ from torch.nn import functional
 
 from speccompile.export.attention import gather_nodes
 from speccompile.export.candidates import top_tokens
+from speccompile.speculators.medusa.sizes import HeadsSizes
 
 RANDOM_SEED = 0
-
-
-@dataclass(frozen=True)
-class HeadsSizes:
-    """Sizes of the heads.
-
-    Args:
-        uses_target_lm_head: the heads' last layer is the target's LM head, and not in the checkpoint.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    num_layers: int
-    uses_target_lm_head: bool
-
-    def config_from_sizes(self) -> dict[str, Any]:
-        """Returns the config.json of a checkpoint, with the published names."""
-        return {
-            "model_type": "medusa",
-            "medusa_num_heads": self.num_heads,
-            "medusa_num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "original_lm_head": self.uses_target_lm_head,
-        }
 
 
 class ResidualBlock(nn.Module):
@@ -66,7 +39,7 @@ class MedusaHeads(nn.ModuleList):
     def __init__(self, sizes: HeadsSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        for _ in range(sizes.num_heads):
+        for _ in range(sizes.num_drafts or sizes.num_heads):
             stack: list[nn.Module] = [ResidualBlock(sizes.hidden_size) for _ in range(sizes.num_layers)]
             if not sizes.uses_target_lm_head:
                 stack.append(nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False))
@@ -86,7 +59,7 @@ class MedusaHeads(nn.ModuleList):
         """Returns [vocab, hidden] of each head: its own, or the target's for all."""
         if self.sizes.uses_target_lm_head:
             assert target_lm_head is not None
-            return (target_lm_head,) * self.sizes.num_heads
+            return (target_lm_head,) * len(self)
         return tuple(stack[self.sizes.num_layers].weight for stack in self)
 
     def forward(self, hidden: torch.Tensor, target_lm_head: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,7 +96,6 @@ def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None) ->
     """Returns the heads in float32.
 
     Args:
-        sizes: `num_heads` of the graph: the checkpoint may have more.
         weights: by the names of our layout; None: random ones, the same every time.
     """
     with torch.device("meta"):

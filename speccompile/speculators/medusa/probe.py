@@ -8,7 +8,8 @@ import torch
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention, Reading
 from speccompile.export.probes import hidden_convention, hidden_of, read_case
-from speccompile.speculators.medusa.model import HeadsSizes, MedusaHeads
+from speccompile.speculators.medusa.checkpoint import sizes_of
+from speccompile.speculators.medusa.model import MedusaHeads
 from speccompile.training_contract import TargetParts, TrainingBatch
 
 
@@ -16,15 +17,9 @@ class MedusaProbe:
     """See `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
-        config, weights = read_case(case)
+        _, weights = read_case(case)
         self.num_layers, self.lm_head = int(parts.config["num_hidden_layers"]), parts.lm_head
-        sizes = HeadsSizes(
-            config["hidden_size"],
-            config["vocab_size"],
-            config["medusa_num_heads"],
-            config["medusa_num_layers"],
-            config["original_lm_head"],
-        )
+        sizes = sizes_of(case)
         with torch.device("meta"):
             self.heads = MedusaHeads(sizes)
         self.heads.load_state_dict({name: weights[name] for name in self.heads.state_dict()}, assign=True)

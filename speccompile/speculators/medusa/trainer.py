@@ -12,7 +12,8 @@ from torch import nn
 
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.medusa.config import MedusaTraining
-from speccompile.speculators.medusa.model import HeadsSizes, MedusaHeads
+from speccompile.speculators.medusa.model import MedusaHeads
+from speccompile.speculators.medusa.sizes import HeadsSizes
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
@@ -43,7 +44,7 @@ class TrainableMedusa(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Writes the published layout of Medusa v1 in safetensors."""
-        write_heads(folder, self.heads.sizes.config_from_sizes(), self.heads.state_dict())
+        write_heads(folder, self.heads.sizes.config(), self.heads.state_dict())
 
 
 class MedusaTrainer:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.jobs import GraphJob, SourceContext
-from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, config_of_sizes, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
@@ -31,42 +28,25 @@ if TYPE_CHECKING:
 PREFIX = "speculator."
 
 
-def read_sizes(folder: Path, num_drafts: int | None = None) -> HeadsSizes:
-    """Returns the sizes in a folder's config.json.
-
-    Args:
-        num_drafts: heads wanted in the graph; None: all.
+def sizes_of(case: Case) -> HeadsSizes:
+    """Returns the sizes of a checkpoint.
 
     Raises:
-        CheckpointError: not the config of an MLP speculator, or a size is missing or wrong.
+        CheckpointError: not an MLP speculator, or a size is missing or wrong.
     """
-    path, config = folder / "config.json", read_config(folder)
-    kind = config.get("model_type")
-    if kind != MODEL_TYPE:
-        todo = "Give the speculator's own checkpoint, not the target's."
-        raise CheckpointError(f"{path} (model_type)", repr(kind), repr(MODEL_TYPE), todo)
-    sizes = {name: stated_size(folder, config, name) for name in ("emb_dim", "vocab_size", "n_predict")}
-    inner = stated_size(folder, config, "inner_dim", default=sizes["emb_dim"])
-    flags = {name: _flag(path, config, name) for name in ("tie_weights", "scale_input")}
-    if flags["tie_weights"] and sizes["n_predict"] < 2:
-        raise CheckpointError(f"{path} (n_predict)", "1 with tie_weights", "at least 2", "Download the file again.")
+    case.check_type(MODEL_TYPE)
+    if fault := next(_check_number(case), None):
+        raise CheckpointError(fault.where, fault.got, fault.expected, fault.todo)
     return HeadsSizes(
         model_type=MODEL_TYPE,
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["emb_dim"],
-        inner_size=inner,
-        num_heads=sizes["n_predict"],
-        num_drafts=num_drafts or sizes["n_predict"],
-        is_tied=flags["tie_weights"],
-        scales_input=flags["scale_input"],
+        vocab_size=case.size("vocab"),
+        hidden_size=case.size("hidden"),
+        inner_size=case.size("inner"),
+        num_heads=case.size("num_heads"),
+        num_drafts=case.size("num_heads"),
+        is_tied=bool(case.sizes["is_tied"]),
+        scales_input=bool(case.sizes["scales_input"]),
     )
-
-
-def _flag(path: Path, config: dict[str, Any], name: str) -> bool:
-    value = config.get(name, False)
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{path} ({name})", repr(value), "true or false", "Download the file again.")
-    return value
 
 
 _WIDTHS = "top_k_tokens_per_head"
@@ -115,19 +95,20 @@ def _check_first_copies(case: Case) -> Iterator[Finding]:
             yield finding("error", case.where_in_config("tie_weights"), got, "true", todo)
 
 
-def _ours(case: Case) -> dict[str, Any]:
-    sizes, config = case.sizes, case.config
-    known = {
-        "model_type": MODEL_TYPE,
-        "emb_dim": sizes["hidden"],
-        "inner_dim": sizes["inner"],
-        "n_predict": sizes["num_heads"],
-        "vocab_size": sizes["vocab"],
-        "tie_weights": bool(sizes["is_tied"]),
-        "scale_input": bool(sizes["scales_input"]),
-    }
+_SIZES = (
+    Size("hidden", ("emb_dim",), stored=((r"^proj\.0\.weight$", 1),)),
+    Size("inner", ("inner_dim",), default=0, least=0),
+    Size("num_heads", ("n_predict",)),
+    Size("vocab", ("vocab_size",), stored=((r"^head\.0\.weight$", 0),)),
+    flag("is_tied", "tie_weights"),
+    flag("scales_input", "scale_input"),
+)
+
+
+def _canonical_config(case: Case) -> dict[str, Any]:
     kept = ("architectures", _WIDTHS, "n_candidates", "base_model_name_or_path")
-    return {**{k: config[k] for k in kept if k in config}, **known}
+    others = {k: case.config[k] for k in kept if k in case.config}
+    return {**others, "model_type": MODEL_TYPE, **config_of_sizes(_SIZES, case.sizes)}
 
 
 def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
@@ -145,14 +126,7 @@ FORMATS = (
         "mlp/ours",
         "MLP speculator (IBM)",
         "mlp",
-        (
-            Size("hidden", ("emb_dim",), stored=((r"^proj\.0\.weight$", 1),)),
-            Size("inner", ("inner_dim",), default=0, least=0),
-            Size("num_heads", ("n_predict",)),
-            Size("vocab", ("vocab_size",), stored=((r"^head\.0\.weight$", 0),)),
-            flag("is_tied", "tie_weights"),
-            flag("scales_input", "scale_input"),
-        ),
+        _SIZES,
         _rows(),
         (
             *COMMON,
@@ -164,7 +138,7 @@ FORMATS = (
         config_marks=(("model_type", MODEL_TYPE),),
         prefixes=(PREFIX, ""),
         derive=_derive,
-        ours=_ours,
+        ours=_canonical_config,
         config=_config,
         reads=(_WIDTHS, "n_candidates"),
         probe="speccompile.speculators.mlp.probe:MlpProbe",
@@ -181,10 +155,11 @@ class HeadsSource(SpeculatorSource):
 
     role = "heads"
     formats = FORMATS
+    output_check = staticmethod(check_heads)
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        sizes = read_sizes(self.folder)
+        sizes = sizes_of(self.case)
         self.form = DraftForm.from_options(job.options, sizes.num_heads)
         self.dims: HeadsSizes = replace(sizes, num_drafts=self.form.depth)
         self._check_sizes()
@@ -206,9 +181,6 @@ class HeadsSource(SpeculatorSource):
 
     def spec(self) -> GraphSpec:
         return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
-
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
         """Reads or makes the weights, and traces the graph."""

@@ -10,8 +10,8 @@ import torch
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention, Reading
 from speccompile.export.probes import hidden_convention, hidden_of, read_case
+from speccompile.speculators.mlp.checkpoint import sizes_of
 from speccompile.speculators.mlp.model import heads_from_weights
-from speccompile.speculators.mlp.sizes import MODEL_TYPE, HeadsSizes
 from speccompile.training_contract import TargetParts, TrainingBatch
 
 _SCALE = "scale_input"
@@ -21,12 +21,10 @@ class MlpProbe:
     """See `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
-        config, self.weights = read_case(case)
+        _, self.weights = read_case(case)
         self.num_layers = int(parts.config["num_hidden_layers"])
-        num, stated = config["n_predict"], config[_SCALE]
-        sizes = (config["vocab_size"], config["emb_dim"], config["inner_dim"])
-        self.sizes = HeadsSizes(MODEL_TYPE, *sizes, num, num, config["tie_weights"], stated)
-        self.max_drafts = num
+        self.sizes = sizes_of(case)
+        self.max_drafts, stated = self.sizes.num_heads, self.sizes.scales_input
         todo = f"Correct {_SCALE} in config.json: {{value}}."
         scale = Convention(_SCALE, case.where_in_config(_SCALE), stated, (not stated,), todo)
         self.conventions = (scale, hidden_convention(case))

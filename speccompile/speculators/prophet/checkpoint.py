@@ -8,20 +8,17 @@ its own, and is as wide as its target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.target_tables import read_tables
 from speccompile.core.jobs import GraphJob, SourceContext
-from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import PLAIN_LAYER, decoder_rows, decoder_sizes, derive_decoder
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding, flag
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, config_of_sizes, finding, flag, unchanged
 from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
@@ -46,20 +43,19 @@ def _check_width(case: Case) -> Iterator[Finding]:
         yield finding("error", where, got, f"{wanted}, the target's hidden size", todo)
 
 
-def _ours(case: Case) -> dict[str, Any]:
-    sizes = case.sizes
-    return {
-        **case.config,
-        "model_type": MODEL_TYPE,
-        "num_key_value_heads": sizes["num_kv_heads"],
-        "head_dim": sizes["head_dim"],
-        "uses_target_embeddings": bool(sizes["uses_target"]),
-        "tie_word_embeddings": bool(sizes["is_tied"]),
-    }
+_OWN_SIZES = (
+    Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
+    Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
+    Size("target_hidden", ("target_hidden_size",), stored=((r"^input_proj\.weight$", 1),)),
+    Size("horizon", ("horizon",)),
+    flag("uses_target", "uses_target_embeddings"),
+    flag("is_tied", "tie_word_embeddings"),
+)
 
 
-def _config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    return dict(config)
+def _canonical_config(case: Case) -> dict[str, Any]:
+    heads = {"num_key_value_heads": case.sizes["num_kv_heads"], "head_dim": case.sizes["head_dim"]}
+    return {**case.config, "model_type": MODEL_TYPE, **heads, **config_of_sizes(_OWN_SIZES, case.sizes)}
 
 
 FORMATS = (
@@ -67,15 +63,7 @@ FORMATS = (
         "prophet/ours",
         "Prophet drafter",
         "prophet",
-        (
-            *decoder_sizes(),
-            Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
-            Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
-            Size("target_hidden", ("target_hidden_size",), stored=((r"^input_proj\.weight$", 1),)),
-            Size("horizon", ("horizon",)),
-            flag("uses_target", "uses_target_embeddings"),
-            flag("is_tied", "tie_word_embeddings"),
-        ),
+        (*decoder_sizes(), *_OWN_SIZES),
         (
             Row("input_proj.weight", ("hidden", "target_hidden")),
             *decoder_rows("layers.{layer}", (("layer", "num_layers", 0),)),
@@ -87,29 +75,26 @@ FORMATS = (
         marks=(r"^input_proj\.weight$",),
         config_marks=(("model_type", MODEL_TYPE),),
         derive=_derive,
-        ours=_ours,
-        config=_config,
+        ours=_canonical_config,
+        config=unchanged,
         reads=("rms_norm_eps", "rope_theta"),
         fixed=PLAIN_LAYER,
     ),
 )
 
 
-def read_sizes(folder: Path) -> ProphetSizes:
-    """Returns the sizes in a folder's config.json.
+def sizes_of(case: Case) -> ProphetSizes:
+    """Returns the sizes of a checkpoint.
 
     Raises:
-        CheckpointError: not the config of a Prophet, or a size is missing.
+        CheckpointError: not a Prophet, or a size is missing.
     """
-    path, config = folder / "config.json", read_config(folder)
-    if config.get("model_type") != MODEL_TYPE:
-        got, todo = repr(config.get("model_type")), "Give the speculator's own checkpoint, not the target's."
-        raise CheckpointError(f"{path} (model_type)", got, repr(MODEL_TYPE), todo)
-    names = [f.name for f in fields(ProphetSizes) if f.name not in ("num_params", "model_type")]
-    missing = [name for name in names if config.get(name) is None]
-    if missing:
-        todo = "Fetch the folder again; `speccompile doctor` lists every fault."
-        raise CheckpointError(f"{path} ({missing[0]})", "nothing", "a size of the transformer", todo)
+    case.check_type(MODEL_TYPE)
+    config, names = case.canonical_config(), [f.name for f in fields(ProphetSizes) if f.name != "num_params"]
+    for name in names:
+        if config.get(name) is None:
+            todo = "Fetch the folder again; `speccompile doctor` lists every fault."
+            raise CheckpointError(case.where_in_config(name), "nothing", "a size of the transformer", todo)
     return ProphetSizes(**{name: config[name] for name in names})
 
 
@@ -122,10 +107,11 @@ class ProphetSource(SpeculatorSource):
 
     role = "heads"
     formats = FORMATS
+    output_check = staticmethod(check_heads)
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        self.dims: ProphetSizes = read_sizes(self.folder)
+        self.dims: ProphetSizes = sizes_of(self.case)
         self.needs_tables = self.dims.uses_target_embeddings
         self.form = DraftForm.from_options(job.options, context.max_draft_nodes)
         sizes, target = self.dims, self.target
@@ -138,9 +124,6 @@ class ProphetSource(SpeculatorSource):
 
     def spec(self) -> GraphSpec:
         return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
-
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_heads(engine)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ProphetSizes]:
         """Reads or makes the weights, and traces the graph."""
