@@ -35,8 +35,8 @@ def block(result: Records) -> str:
         f"({MAX_CHOSEN} active), drafters to two layers of a kind (P-EAGLE: four). Plans, and pairs marked narrow, "
         f"have smaller widths too: at most {MAX_WIDTH} (1024 where heads need it), and {MAX_KV_HEADS} K and V heads.",
         "",
-        "| family | speculator | target's sizes, layers | `method` | ONNX Runtime | TensorRT-RTX |",
-        "|---|---|---|---|---|---|",
+        "| family | speculator | target's sizes, layers | `method` | builds |",
+        "|---|---|---|---|---|",
         *(_row(pair, result[pair.name]) for pair in PAIRS),
         "",
         "| pair | refused for |",
@@ -53,18 +53,16 @@ def _row(pair: Pair, held: Mapping[str, Mapping[str, Any]]) -> str:
     kinds = text.get("layers_block_type") or ()
     num = len(kinds) or text.get("num_hidden_layers") or text["n_layer"]
     few = f", {pair.max_experts} experts" if pair.max_experts < MAX_EXPERTS else ""
-    first, second = (held.get(backend) for backend in ("onnxruntime", "tensorrt"))
-    is_open = first is not None and first["outcome"] == "built"
-    cells = f"{_cell(first)} | {_cell(second) if is_open else '-'}"
-    return f"| {pair.family} | {pair.speculator} | {pair.model}, {num}{few} | `{pair.method}` | {cells} |"
+    return f"| {pair.family} | {pair.speculator} | {pair.model}, {num}{few} | `{pair.method}` | {_cell(held)} |"
 
 
-def _cell(record: Mapping[str, Any] | None) -> str:
-    if record is None:
-        return "not run"
-    if record["outcome"] != "built":
-        return str(record["outcome"])
-    return "narrow" if record.get("is_narrow") else "yes"
+def _cell(held: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns `yes` where both backends build a pair, `narrow` where only narrow layers were built, or what failed."""
+    first, second = (held.get(backend, {}).get("outcome", "not run") for backend in ("onnxruntime", "tensorrt"))
+    if first != "built":
+        return str(first)
+    narrow = "narrow" if held["onnxruntime"].get("is_narrow") else ""
+    return (narrow or "yes") if second == "built" else f"ONNX Runtime{', ' * bool(narrow)}{narrow}"
 
 
 def _reasons(result: Records) -> list[str]:
