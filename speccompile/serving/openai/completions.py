@@ -23,8 +23,7 @@ from speccompile.serving.openai.requests import (
     sampling_from_body,
     structured_from_body,
 )
-from speccompile.serving.openai.server import Api, OpenAIServer
-from speccompile.serving.openai.stream import DONE, event_from_json
+from speccompile.serving.openai.server import DONE, Api, OpenAIServer, event_from_json
 
 MAX_CHOICES = 128  # of one request
 

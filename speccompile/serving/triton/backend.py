@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.errors import SpecCompileError
-from speccompile.serving.triton.parent import end_with_parent
+import numpy as np
+
+from speccompile.errors import RuntimeFault, SpecCompileError
 from speccompile.serving.triton.settings import settings_from_args
 
+PARENT_POLL_S = 1.0
 _PARTS = {
     "engine": ("speccompile.serving.triton.engine_part", "EnginePart"),
     "preprocessing": ("speccompile.serving.triton.trtllm.tokenizer_parts", "Preprocessing"),
@@ -28,6 +33,7 @@ class TritonPythonModel:
         pb = importlib.import_module("triton_python_backend_utils")
         end_with_parent()
         try:
+            check_tensors(pb)
             settings, _ = settings_from_args(args)
             module, name = _PARTS[settings.part]
             self._part = getattr(importlib.import_module(module), name)(pb, args)
@@ -45,3 +51,45 @@ class TritonPythonModel:
         part = getattr(self, "_part", None)
         if part is not None:
             part.finalize()
+
+
+def check_tensors(pb: Any) -> None:
+    """Sends an array through the memory of the server's Python stub and compares it.
+
+    A stub that was compiled for numpy 1 reads the strides of a numpy 2 dtype at the wrong offset: [1, 2, 3, 4]
+    arrives as [1, 1, 1, 1] (Triton 2.51).
+
+    Raises:
+        RuntimeFault: the array came back changed.
+    """
+    sent = np.arange(1, 5, dtype=np.int32)
+    read = pb.Tensor.from_dlpack("probe", pb.Tensor("probe", sent).to_dlpack()).as_numpy()
+    if not np.array_equal(sent, read):
+        raise RuntimeFault(
+            f"numpy {np.__version__} in the server's Python stub",
+            f"{read.tolist()} where {sent.tolist()} was sent",
+            "tensors that arrive as they were sent",
+            "This stub was built for numpy 1: install 'numpy<2' in the environment that the model runs in.",
+        )
+
+
+def end_with_parent(poll_s: float = PARENT_POLL_S) -> threading.Thread:
+    """Starts a thread that ends this process, at once and with status 1, when its parent has ended.
+
+    Triton's stub watches its server as well, yet a model was once seen running 180 s after its server was killed.
+
+    Args:
+        poll_s: seconds between two looks.
+
+    Returns:
+        The thread, a daemon.
+    """
+    thread = threading.Thread(target=_watch, args=(os.getppid(), poll_s), name="speccompile-parent", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(parent: int, poll_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(poll_s)
+    os._exit(1)

@@ -21,7 +21,6 @@ from speccompile.runtime.engine import load
 from speccompile.runtime.requests import Busy, StepOutput
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.serving.triton.metrics import Metrics
-from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID, Reply
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.response_building import Answer
@@ -66,7 +65,6 @@ class EnginePart:
     """
 
     def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
-        check_tensors(pb)
         self._pb = pb
         settings, config = settings_from_args(args)
         self._settings = settings

@@ -12,8 +12,7 @@ from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions
-from speccompile.serving.page.routes import page_routes, policy_from_html
-from speccompile.serving.page.trace import kinds_from_step_output
+from speccompile.serving.page.routes import kinds_from_step_output, page_routes, policy_from_html
 from tests.serving.asgi_lab import get, post
 from tests.serving.mock_service import serving, text_of
 

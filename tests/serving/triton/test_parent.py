@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHILD = """
 import time
-from speccompile.serving.triton.parent import end_with_parent
+from speccompile.serving.triton.backend import end_with_parent
 end_with_parent(0.02)
 print("up", flush=True)
 time.sleep(600)

@@ -19,7 +19,6 @@ import numpy as np
 
 from speccompile.errors import SpecCompileError
 from speccompile.serving.triton.contract import FAILURE
-from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID
 from speccompile.serving.triton.request_parsing import check_parameters
 from speccompile.serving.triton.settings import settings_from_args
@@ -71,7 +70,6 @@ class BlsPart:
     """See the module."""
 
     def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
-        check_tensors(pb)
         self._pb = pb
         self._settings, config = settings_from_args(args)
         self._has_batch = int(config["max_batch_size"]) > 0

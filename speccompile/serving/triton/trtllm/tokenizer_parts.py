@@ -15,7 +15,6 @@ from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.errors import BundleError, RuntimeFault, SpecCompileError
 from speccompile.runtime.text import text_of_tokens
 from speccompile.serving.triton.contract import Tensor
-from speccompile.serving.triton.probe import check_tensors
 from speccompile.serving.triton.request_parsing import Arrays, text_from_value
 from speccompile.serving.triton.settings import settings_from_args
 from speccompile.serving.triton.trtllm.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
@@ -31,7 +30,6 @@ class TokenizerPart:
     inputs: Sequence[Tensor] = ()
 
     def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
-        check_tensors(pb)
         settings, config = settings_from_args(args)
         self._pb, self._has_batch = pb, int(config["max_batch_size"]) > 0
         self._tokenizer = load_tokenizer(Path(settings.tokenizer), BundleError, "Write the model repository again.")
