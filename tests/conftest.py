@@ -115,26 +115,8 @@ def _keep_tables() -> None:
     _schemas.op_signature_from_function = functools.lru_cache(2000)(_schemas.op_signature_from_function)
     load = functools.cache(lambda num_namespaces, load=utils._materialize_cpp_cia_ops: load())
     utils._materialize_cpp_cia_ops = lambda: load(len(ops._dir))
-    _try_rules_of_the_same_operator_alone()
     # In a graph of one or two layers most shapes occur once: to keep the results of operators takes longer.
     config.fake_tensor_cache_enabled = False
-
-
-def _try_rules_of_the_same_operator_alone() -> None:
-    """Spares onnxscript's optimizer rules whose last node is of another operator: it tries each at every node."""
-    from onnxscript.rewriter import _rewrite_rule
-
-    try_rewrite = _rewrite_rule.RewriteRule.try_rewrite
-
-    def try_if_it_can_match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
-        wanted = self._target_pattern.output_nodes[0].op_identifier()
-        if wanted is None or wanted == node.op_identifier():
-            return try_rewrite(self, model, graph, node, **options)
-        # Else a whole graph lives as long as the rule.
-        self._matcher._graph = self._matcher._match = self._matcher._current_node = None
-        return None
-
-    _rewrite_rule.RewriteRule.try_rewrite = try_if_it_can_match  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session", autouse=True)

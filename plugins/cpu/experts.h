@@ -151,13 +151,6 @@ void add_forms_of_experts(OpTable& table) {
     table.push_back(custom_op<ExpertLinear<Form, true>>());
 }
 
-inline void add_expert_ops(OpTable& table) {
-    add_forms_of_experts<FormF32>(table);
-    add_forms_of_experts<FormBf16>(table);
-    add_forms_of_experts<FormInt8>(table);
-    add_forms_of_experts<FormInt4>(table);
-    add_forms_of_experts<FormInt8Min>(table);
-    add_forms_of_experts<FormInt4Min>(table);
-}
+void add_expert_ops(OpTable& table);  // experts.cpp, compiled by itself
 
 }  // namespace speccompile::cpu

@@ -115,13 +115,15 @@ void add_forms_of_linear(OpTable& table) {
     table.push_back(custom_op<PackedLinear<Form, true, true>>());
 }
 
+// Compiled by themselves, beside each other: linear_floats.cpp, linear_int8.cpp, linear_int4.cpp.
+void add_float_linears(OpTable& table);
+void add_int8_linears(OpTable& table);
+void add_int4_linears(OpTable& table);
+
 inline void add_linear_ops(OpTable& table) {
-    add_forms_of_linear<FormF32>(table);
-    add_forms_of_linear<FormBf16>(table);
-    add_forms_of_linear<FormInt8>(table);
-    add_forms_of_linear<FormInt4>(table);
-    add_forms_of_linear<FormInt8Min>(table);
-    add_forms_of_linear<FormInt4Min>(table);
+    add_float_linears(table);
+    add_int8_linears(table);
+    add_int4_linears(table);
 }
 
 }  // namespace speccompile::cpu

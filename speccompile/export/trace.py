@@ -12,13 +12,14 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx import defs
-from onnxscript import optimizer, values
+from onnxscript import values
 from torch import fx, nn
 
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention, candidates, recurrent, sampling
 from speccompile.export.decompose import decompose_if_needed, promote_without_running, without_grad
+from speccompile.export.simplify import simplify
 from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
@@ -61,6 +62,7 @@ def trace_module(
                 dynamic_shapes=dims,
                 custom_translation_table=_translations(),
                 verbose=False,
+                optimize=False,
             )
         except torch.onnx.OnnxExporterError as fault:
             raise ExportError(
@@ -71,26 +73,10 @@ def trace_module(
             ) from fault
     assert program is not None
     model = program.model
-    _free_rules()
+    simplify(model)
     _declare_io(model, spec)
     _drop_metadata(model)
     return model
-
-
-def _free_rules() -> None:
-    """Give onnxscript's rewrite rules a graph of a few nodes.
-
-    Each keeps a reference to its last visited node for the life of the process, and so a whole graph with its weights:
-    gigabytes that the next export would lack. The rule of two slices visits slices alone.
-    """
-    x, *outputs = (ir.Value(name=n, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2])) for n in "xabc")
-    bounds = [
-        ir.Value(name=n, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1])) for n in ("from", "to", "of")
-    ]
-    nodes = [ir.Node("", "Neg", [x], outputs=outputs[:1])]
-    nodes += [ir.Node("", "Slice", [x, *bounds], outputs=[out]) for out in outputs[1:]]
-    graph = ir.Graph([x, *bounds], outputs, nodes=nodes, opset_imports={"": OPSET})
-    optimizer.optimize(ir.Model(graph, ir_version=IR_VERSION))
 
 
 @contextmanager

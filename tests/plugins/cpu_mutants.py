@@ -56,11 +56,14 @@ def mutated_library(folder: Path, mutants: Mutants, *families: str) -> Path:
 
 
 def keep_families(table: Path, *families: str) -> None:
-    """Removes the other families of kernels from library.cpp."""
+    """Removes the other families of kernels from library.cpp, and the files that are theirs alone."""
     text = table.read_text()
     for name, header in FAMILIES.items():
         for line in (f"    add_{name}(table);\n", f'#include "{header}"\n'):
             assert text.count(line) == 1, line
             text = text if name in families else text.replace(line, "")
+        if name not in families:
+            for file in table.parent.glob(f"{header.removesuffix('.h')}*.cpp"):
+                file.unlink()
     assert text.count("add_") == len(families), "a family of library.cpp that is not listed here"
     table.write_text(text)

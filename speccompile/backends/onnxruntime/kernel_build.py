@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fno-gnu-unique"),
-    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wno-psabi"),
+    *("-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
 )
 _COMPILE_S = 600
 
@@ -74,7 +75,7 @@ def sources_digest(folder: Path) -> str:
 
 
 def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
-    """Compiles the library in one process of the compiler; docs/explanation/kernels.md has a measured time.
+    """Compiles the library, each of its files beside the others; docs/explanation/kernels.md has a measured time.
 
     Args:
         compiler: a C++17 compiler.
@@ -82,17 +83,31 @@ def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[s
     Returns:
         None, or why there is no library: the compiler's first errors.
     """
+    files = sorted(sources.glob("*.cpp"))
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+        with (
+            tempfile.TemporaryDirectory(dir=dest.parent) as scratch,
+            ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool,
+        ):
+            objects = [Path(scratch) / f"{file.stem}.o" for file in files]
+            flags = (compiler, *FLAGS, *target)
+            jobs = [(*flags, "-c", str(file), "-o", str(made)) for file, made in zip(files, objects, strict=True)]
             made = Path(scratch) / dest.name
-            command = [compiler, *FLAGS, *target, "-o", str(made), str(sources / "library.cpp")]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
-            if done.returncode != 0:
-                errors = [line for line in done.stderr.splitlines() if "error" in line]
-                return " | ".join(errors[:3])[:500] or f"{compiler} ended with {done.returncode}"
-            made.chmod(0o600)
-            made.replace(dest)
+            link = (*flags, "-shared", *map(str, objects), "-o", str(made))
+            fault = next(filter(None, pool.map(_run, jobs)), None) or _run(link)
+            if fault is None:
+                made.chmod(0o600)
+                made.replace(dest)
+            return fault
     except (OSError, subprocess.TimeoutExpired) as fault:
         return f"{compiler}: {fault}"
-    return None
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """Returns why a compiler failed; None: it did not."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
+    if done.returncode == 0:
+        return None
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    return " | ".join(errors[:3])[:500] or f"{command[0]} ended with {done.returncode}"
