@@ -19,7 +19,7 @@ BEGIN, END = "<!-- begin: written by bench/peers/page.py -->", "<!-- end: writte
 NAMES = {"speccompile": "speccompile", "llama.cpp": "llama.cpp", "openvino": "OpenVINO GenAI",
          "ort-genai": "ONNX Runtime GenAI", "transformers": "transformers"}  # fmt: skip
 QUALITIES = ("KL", "same top token", "perplexity")
-BUSY = "**Other work ran beside this measurement: these figures stand here until a quiet machine gives others.**"
+BUSY = "**The machine was not idle: figures of a quiet machine will replace these.**"
 FORMS = {"stored": "the file itself"}
 MODES = {"ngram": "lookup", "draft_model": "draft model"}
 Row = Mapping[str, Any]
@@ -97,7 +97,7 @@ def _notes(result: Mapping[str, Any], quality: Mapping[str, Any]) -> list[str]:
         f"{env['num_prompts']} prompts of {env['max_new_tokens']} new tokens, medians of {env['repeats']} interleaved "
         "rounds with half of their 95 % confidence intervals.",
         f"Versions: {versions}.",
-        f"Distances are over {quality['num_positions']} positions of answers to such prompts, beside float32 "
+        f"Distances are over {quality['num_positions']} positions of answers to such prompts, against float32 "
         "arithmetic on the file's own weights."
         if quality["rows"]
         else "Distances were not measured yet.",

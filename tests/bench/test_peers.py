@@ -188,15 +188,15 @@ def test_the_page_has_a_line_for_each_engine_with_quality_beside_speed(result):
     text = " ".join(lines)
     assert "2.50 ms of a plain token are the binding's" in text and "would make 100 tokens/s" in text
     assert "M, Q8_0; " in text and "C, 2 threads" in text and "llama-cpp-python 1" in text
-    assert "Left out: openvino: no room." in text and "2048 positions" in text and "Other work" not in text
+    assert "Left out: openvino: no room." in text and "2048 positions" in text and "not idle" not in text
     assert max(map(len, lines)) <= 400
 
 
 def test_figures_of_a_busy_machine_are_marked(result):
-    assert "**Other work ran beside this measurement" in module("page").block(result, QUALITY)
+    assert "**The machine was not idle" in module("page").block(result, QUALITY)
     result["runs"].pop()
     result["runs"][0]["environment"]["load_average_before"] = [1.5, 0, 0]
-    assert "**Other work ran beside this measurement" in module("page").block(result, QUALITY)
+    assert "**The machine was not idle" in module("page").block(result, QUALITY)
 
 
 def test_the_generated_part_alone_is_replaced(tmp_path, result):
