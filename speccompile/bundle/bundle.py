@@ -10,6 +10,7 @@ from typing import Any
 
 from speccompile.bundle.format import (
     MANIFEST,
+    REBUILD,
     SCHEMA_VERSION,
     check_files,
     check_no_foreign_files,
@@ -18,7 +19,6 @@ from speccompile.bundle.format import (
 )
 from speccompile.bundle.manifest_checks import check_types
 from speccompile.bundle.manifest_records import GraphRecord, ImageRecord, RecipeRecord
-from speccompile.bundle.rules import REBUILD, record_from_json
 from speccompile.bundle.spec_checks import check_specs
 from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.extras import todo_for_checkpoint
@@ -48,7 +48,7 @@ class Bundle:
 
     @property
     def recipe(self) -> RecipeRecord:
-        return record_from_json(RecipeRecord, self.manifest["recipe"])
+        return RecipeRecord.model_validate(self.manifest["recipe"])
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Bundle:
     def images(self) -> ImageRecord | None:
         """How images of prompts are prepared; None: the bundle has no vision tower."""
         record = self.manifest.get("images")
-        return None if record is None or VISION not in self.graphs else record_from_json(ImageRecord, record)
+        return None if record is None or VISION not in self.graphs else ImageRecord.model_validate(record)
 
     def push_to_hub(
         self,
@@ -94,7 +94,7 @@ class Bundle:
         return push_bundle(self.path, self.manifest, name, private=private, message=message, bench=bench)
 
     def graph(self, name: str) -> GraphRecord:
-        return record_from_json(GraphRecord, self.graphs[name])
+        return GraphRecord.model_validate(self.graphs[name])
 
     def graph_path(self, name: str) -> Path:
         return self.path / self.graph(name).file

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from speccompile.bundle.rules import REBUILD
 from speccompile.common.json_reader import read_json_object
 from speccompile.errors import BundleError
 
 SCHEMA_VERSION = 3
+REBUILD = "Build the bundle again, or copy it again from where it was built."
 MANIFEST = "manifest.json"
 # Made after the bundle, by `speccompile verify`; the manifest does not list them.
 CERTIFICATE, CERTIFICATE_PAGE = "certificate.json", "certificate.html"

@@ -8,19 +8,44 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
-from speccompile.bundle.manifest_records import MANIFEST_RULE
-from speccompile.bundle.rules import MAX_COUNT, REBUILD, check_value
-from speccompile.common.json_reader import finite_number, shown, whole_number
+from pydantic import ValidationError
+
+from speccompile.bundle.format import REBUILD
+from speccompile.bundle.manifest_records import Manifest, closed_keys
+from speccompile.common.json_reader import expected_of_fault, finite_number, shown, whole_number
 from speccompile.errors import BundleError
+
+_MAX_COUNT = 2**31 - 1
+# What is expected in JSON's words, by pydantic's type of error.
+_WORDS = {
+    **dict.fromkeys(("model_type", "dict_type"), "an object"),
+    "list_type": "a list",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
+}
 
 
 def check_types(where: str, manifest: Mapping[str, Any]) -> None:
-    """Refuses a manifest in which a value that is read has a wrong type or is out of bounds.
+    """Refuses a manifest in which a value that is read has a wrong type or is out of range.
 
     Raises:
         BundleError: the first such value, with its key.
     """
-    check_value(where, "", manifest, MANIFEST_RULE)
+    try:
+        Manifest.model_validate(manifest)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+        parts = [part for part in fault["loc"] if part != "[key]"]
+        got, expected = shown(fault["input"]), _WORDS.get(fault["type"]) or expected_of_fault(fault)
+        if fault["type"] == "missing":
+            got, expected = "no value", f"the key {parts[-1]}"
+        if fault["type"] == "extra_forbidden":
+            *parts, unknown = parts
+            got, expected = f"an unknown key {shown(unknown)}", f"the keys {', '.join(closed_keys(parts))}"
+        path = ".".join(map(str, parts))
+        path = path if path.isprintable() and len(path) <= 200 else shown(path)
+        raise BundleError(f"{where} ({path})", got, expected, REBUILD) from error
 
 
 def check_fields(where: str, config: type[Any], values: Mapping[str, Any], todo: str = REBUILD) -> None:
@@ -54,5 +79,5 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return finite_number(value) is not None
     if hint is int:
-        return whole_number(value, -MAX_COUNT, 2**64) is not None
+        return whole_number(value, -_MAX_COUNT, 2**64) is not None
     return isinstance(value, hint) if hint in (str, bool, type(None)) else True

@@ -1,39 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a manifest that the runtime reads: records with a type and a rule for each key, declared once."""
+"""The parts of a manifest that the runtime reads: types and ranges of each key, declared once."""
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
-from speccompile.bundle.rules import (
-    ANY_OBJECT,
-    DIM,
-    FLAG,
-    NUMBER,
-    PATH,
-    POSITIVE,
-    TEXT,
-    THREADS,
-    TIME,
-    Rule,
-    an_object,
-    closed,
-    is_path,
-    list_of,
-    map_of,
-    one_of,
-    recorded,
-    rule_from_record,
-    whole,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator, with_config
+from typing_extensions import TypedDict
+
+from speccompile.common.json_reader import whole_number
 from speccompile.core.specs import GraphSpec, Probe, spec_from_json
 
+_MAX_COUNT = 2**31 - 1
+_MAX_NAME_BYTES = 255
+_OPEN, _CLOSED = (ConfigDict(strict=True, allow_inf_nan=False, extra=extra) for extra in ("allow", "forbid"))
 
-@dataclass(frozen=True, kw_only=True)
-class EngineRecord:
+
+def _text(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a text without null characters")
+    return value
+
+
+def _path(value: str) -> str:
+    if any(len(part.encode()) > _MAX_NAME_BYTES for part in _text(value).split("/")):
+        raise ValueError("a relative path")
+    return value
+
+
+def _dim(value: Any) -> Any:
+    if not (isinstance(value, str) and "\0" not in value) and whole_number(value, 0, _MAX_COUNT) is None:
+        raise ValueError("a size, or a dim by name")
+    return value
+
+
+def _threads(value: Any) -> Any:
+    if value != "auto" and whole_number(value, 1, 1024) is None:
+        raise ValueError("'auto', or threads from 1 to 1024")
+    return value
+
+
+def _num_nodes(value: str) -> str:
+    if not (value.isascii() and value.isdigit() and len(value) <= 6):
+        raise ValueError("a number of nodes")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_text)]
+PathText = Annotated[str, AfterValidator(_path)]
+Dim = Annotated[Any, AfterValidator(_dim)]
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+SmallCount = Annotated[int, Field(ge=0, le=1024)]
+NumBytes = Annotated[int, Field(ge=0, le=2**56)]
+Time = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Steps = dict[Annotated[str, AfterValidator(_num_nodes)], Time]  # milliseconds by number of nodes
+
+
+class Record(BaseModel):
+    """A section whose unknown keys are ignored: a key with a default may be missing or null."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class EngineRecord(Record):
     """The recipe's `engine` section of a bundle.
 
     Args:
@@ -41,16 +77,15 @@ class EngineRecord:
         max_draft_nodes: draft tokens scored in one step at most.
     """
 
-    backend: str = recorded(TEXT)
-    device: str = recorded(TEXT, default="cpu")
-    max_batch_size: int = recorded(whole(1, 1024))
-    max_seq_len: int = recorded(whole(1))
-    max_draft_nodes: int = recorded(whole(0, 1024))
-    threads: int | Literal["auto"] = recorded(THREADS, default="auto")
+    backend: Text
+    device: Text = "cpu"
+    max_batch_size: Annotated[int, Field(ge=1, le=1024)]
+    max_seq_len: Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+    max_draft_nodes: SmallCount
+    threads: Annotated[Any, AfterValidator(_threads)] = "auto"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetRecord:
+class TargetRecord(Record):
     """The recipe's `target` section of a bundle.
 
     Args:
@@ -58,96 +93,138 @@ class TargetRecord:
         lora: folder or hub id of the adapter in its weights, if any.
     """
 
-    model: str | None = recorded(TEXT, default=None)
-    weights: str = recorded(TEXT, default="checkpoint")
-    lora: str | None = recorded(TEXT, default=None)
+    model: Text | None = None
+    weights: Text = "checkpoint"
+    lora: Text | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeRecord:
-    """The resolved recipe of a bundle.
+@with_config(_OPEN)
+class SpeculatorSection(TypedDict):
+    """`method` and the fields of its `Config`, as they were when the bundle was built."""
 
-    Args:
-        speculator: `method` and the fields of its `Config`, as they were when the bundle was built.
-        decoding: defaults of a request.
-    """
+    method: Text
 
-    engine: EngineRecord = recorded(rule_from_record(EngineRecord))
-    speculator: Mapping[str, Any] = recorded(an_object(method=TEXT))
-    decoding: Mapping[str, Any] = recorded(ANY_OBJECT, default_factory=dict)
-    target: TargetRecord = recorded(rule_from_record(TargetRecord), default=TargetRecord())
+
+class RecipeRecord(Record):
+    """The resolved recipe of a bundle."""
+
+    engine: EngineRecord
+    speculator: SpeculatorSection
+    decoding: dict[str, Any] = {}
+    target: TargetRecord = TargetRecord()
 
     @property
     def method(self) -> str:
-        return str(self.speculator["method"])
+        return self.speculator["method"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DimsRecord:
+class DimsRecord(Record):
     """Sizes of a graph's model.
 
     Args:
         max_positions: most positions of the model; 0: not recorded, or without a bound.
     """
 
-    max_positions: int = recorded(whole(0), default=0)
+    max_positions: Count = 0
 
 
-_TENSOR = closed(name=TEXT, dims=list_of(DIM), dtype=TEXT, may_probe=one_of(*typing.get_args(Probe)))
-_SPEC = closed(
-    name=TEXT, inputs=list_of(_TENSOR), outputs=list_of(_TENSOR), caches=list_of(TEXT), vocab_size=whole(0),
-    may_max_rows=whole(0), may_draft_vocab=whole(0),
-    may_borrowed=list_of(closed(name=TEXT, cache=TEXT, may_owner=TEXT)),
-    may_rows_written_ahead=whole(0, 1024), may_reads_prompts=FLAG, may_scores=one_of("one", "nodes"),
-    may_num_candidates=whole(0), may_num_drafts=whole(0), may_mask_token=whole(0), may_gives_probs=FLAG,
-    may_tail=one_of("none", "verify", "candidates"),
-    may_states=list_of(TEXT), may_max_pending=whole(0, 1025), may_conv_history=whole(0, 1024),
-    may_state_trees=FLAG, may_image_tokens=whole(0, 65536), may_window=whole(0),
-)  # fmt: skip
+@with_config(_CLOSED)
+class TensorRow(TypedDict):
+    """One input or output, as `GraphSpec` writes it."""
+
+    name: Text
+    dims: list[Dim]
+    dtype: Text
+    probe: NotRequired[Probe | None]
 
 
-def _is_count(key: Any) -> bool:
-    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 6
+@with_config(_CLOSED)
+class BorrowedRow(TypedDict):
+    """One cache of another graph, as `GraphSpec` writes it."""
+
+    name: Text
+    cache: Text
+    owner: NotRequired[Text | None]
 
 
-_STEPS = Rule("milliseconds by number of nodes", lambda v: isinstance(v, dict) and all(map(_is_count, v)), items=TIME)
+@with_config(_CLOSED)
+class SpecRow(TypedDict):
+    """Inputs and outputs, as `GraphSpec` writes them."""
+
+    name: Text
+    inputs: list[TensorRow]
+    outputs: list[TensorRow]
+    caches: list[Text]
+    vocab_size: Count
+    max_rows: NotRequired[Count | None]
+    draft_vocab: NotRequired[Count | None]
+    borrowed: NotRequired[list[BorrowedRow] | None]
+    rows_written_ahead: NotRequired[SmallCount | None]
+    reads_prompts: NotRequired[bool | None]
+    scores: NotRequired[Literal["one", "nodes"] | None]
+    num_candidates: NotRequired[Count | None]
+    num_drafts: NotRequired[Count | None]
+    mask_token: NotRequired[Count | None]
+    gives_probs: NotRequired[bool | None]
+    tail: NotRequired[Literal["none", "verify", "candidates"] | None]
+    states: NotRequired[list[Text] | None]
+    max_pending: NotRequired[Annotated[int, Field(ge=0, le=1025)] | None]
+    conv_history: NotRequired[SmallCount | None]
+    state_trees: NotRequired[bool | None]
+    image_tokens: NotRequired[Annotated[int, Field(ge=0, le=65536)] | None]
+    window: NotRequired[Count | None]
 
 
-_DISTANCE = an_object(kl=TIME, top1=TIME, may_perplexity_change=NUMBER, may_perplexity_error=TIME)
+@with_config(_OPEN)
+class DistanceRow(TypedDict):
+    """As `backends.distance.Distance` writes it."""
+
+    kl: Time
+    top1: Time
+    perplexity_change: NotRequired[float | None]
+    perplexity_error: NotRequired[Time | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphRecord:
+@with_config(_OPEN)
+class TuningRow(TypedDict):
+    """What a backend measured; it alone reads the other keys."""
+
+    threads: NotRequired[SmallCount | None]
+    step_ms: NotRequired[Steps | None]
+
+
+@with_config(_OPEN)
+class CalibrationRow(TypedDict):
+    """The text over which int4 weights were chosen."""
+
+    texts: NotRequired[Text | None]
+    num_tokens: NotRequired[Count | None]
+    num_linears: NotRequired[Count | None]
+
+
+class GraphRecord(Record):
     """One graph of a bundle.
 
     Args:
-        spec: its inputs and outputs, as JSON: see `graph_spec`.
-        tuning: measured by the backend that compiled it; except for `threads` and `step_ms` only that backend reads it.
         max_rows: of its caches; 0: not recorded.
-        form_distances: of quantised forms from float32, see `backends.distance.Distance`.
-        calibration: of int4 weights: the text over which they were chosen.
+        form_distances: of quantised forms from float32, by form.
     """
 
-    file: str = recorded(PATH)
-    spec: Mapping[str, Any] = recorded(_SPEC)
-    role: str = recorded(TEXT, default="")
-    tuning: Mapping[str, Any] = recorded(
-        an_object(may_threads=whole(0, 1024), may_step_ms=_STEPS), default_factory=dict
-    )
-    max_rows: int = recorded(whole(0), default=0)
-    op_histogram: Mapping[str, Any] = recorded(ANY_OBJECT, default_factory=dict)
-    dims: DimsRecord = recorded(rule_from_record(DimsRecord), default=DimsRecord())
-    form_distances: Mapping[str, Any] = recorded(map_of(_DISTANCE), default_factory=dict)
-    calibration: Mapping[str, Any] = recorded(
-        an_object(may_texts=TEXT, may_num_tokens=whole(0), may_num_linears=whole(0)), default_factory=dict
-    )
+    file: PathText
+    spec: SpecRow
+    role: Text = ""
+    tuning: TuningRow = TuningRow()
+    max_rows: Count = 0
+    op_histogram: dict[str, Any] = {}
+    dims: DimsRecord = DimsRecord()
+    form_distances: dict[Text, DistanceRow] = {}
+    calibration: CalibrationRow = CalibrationRow()
 
     def graph_spec(self) -> GraphSpec:
         return spec_from_json(self.spec)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageRecord:
+class ImageRecord(Record):
     """How images of prompts are prepared for the vision tower, and which tokens stand for them.
 
     Args:
@@ -156,22 +233,50 @@ class ImageRecord:
         scale: factor of the values 0 to 255.
     """
 
-    image_size: int = recorded(whole(1, 8192))
-    num_tokens: int = recorded(whole(1, 65536))
-    begin_token_id: int = recorded(whole(0))
-    image_token_id: int = recorded(whole(0))
-    end_token_id: int = recorded(whole(0))
-    resample: int = recorded(whole(0, 5))
-    scale: float = recorded(POSITIVE)
-    mean: Sequence[float] = recorded(list_of(NUMBER))
-    std: Sequence[float] = recorded(list_of(POSITIVE))
+    image_size: Annotated[int, Field(ge=1, le=8192)]
+    num_tokens: Annotated[int, Field(ge=1, le=65536)]
+    begin_token_id: Count
+    image_token_id: Count
+    end_token_id: Count
+    resample: Annotated[int, Field(ge=0, le=5)]
+    scale: Positive
+    mean: Sequence[float]
+    std: Sequence[Positive]
 
 
-MANIFEST_RULE = an_object(
-    recipe=rule_from_record(RecipeRecord), versions=ANY_OBJECT, graphs=map_of(rule_from_record(GraphRecord)),
-    eos_token_ids=list_of(whole(0)),
-    files=Rule("an object", lambda v: isinstance(v, dict) and all(map(is_path, v)), items=an_object(
-        sha256=TEXT, size_bytes=whole(0, 2**56))),
-    stages=list_of(an_object(name=TEXT, may_seconds=TIME, may_peak_rss_bytes=whole(0, 2**56))),
-    may_tokenizer=PATH, may_bos_token_id=whole(0), may_images=rule_from_record(ImageRecord),
-)  # fmt: skip
+@with_config(_OPEN)
+class FileRow(TypedDict):
+    """Digest and size of a file."""
+
+    sha256: Text
+    size_bytes: NumBytes
+
+
+@with_config(_OPEN)
+class StageRow(TypedDict):
+    """Time and memory of a stage of the build."""
+
+    name: Text
+    seconds: NotRequired[Time | None]
+    peak_rss_bytes: NotRequired[NumBytes | None]
+
+
+class Manifest(Record):
+    """All that is read of a manifest."""
+
+    recipe: RecipeRecord
+    versions: dict[str, Any]
+    graphs: dict[Text, GraphRecord]
+    eos_token_ids: list[Count]
+    files: dict[PathText, FileRow]
+    stages: list[StageRow]
+    tokenizer: PathText | None = None
+    bos_token_id: Count | None = None
+    images: ImageRecord | None = None
+
+
+def closed_keys(path: Sequence[int | str]) -> list[str]:
+    """Returns the keys of the closed section at a path of the manifest, e.g. ("graphs", "target", "spec")."""
+    name = next((part for part in reversed(path) if isinstance(part, str)), "")
+    rows = {"inputs": TensorRow, "outputs": TensorRow, "borrowed": BorrowedRow}
+    return sorted(rows.get(name, SpecRow).__annotations__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from speccompile.bundle.rules import REBUILD
+from speccompile.bundle.format import REBUILD
 from speccompile.core.specs import GraphSpec, compacted_cache_name, updated_cache_name
 from speccompile.errors import BundleError
 

@@ -239,7 +239,7 @@ def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] 
     Returns:
         (network, needs) or None, and the reason.
     """
-    name, section = bundle.recipe.method, bundle.recipe.speculator
+    name, section = bundle.recipe.method, dict(bundle.recipe.speculator)
     method = registry.method(name)
     if not method.trainer or method.TrainingConfig is None:
         return None, f"method {name} has no network in torch to compare with"
@@ -260,7 +260,7 @@ def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] 
         parts = reference.target.parts(torch.zeros(reference.target.dims.vocab_size, dtype=torch.int64))
         trainable = trainer.make(config, parts, folder).eval()
         if section.get("lora"):
-            merge_lora(trainable.model, open_lora(section["lora"]))
+            merge_lora(trainable.model, open_lora(str(section["lora"])))
         return (trainable, trainer.needs(config, reference.target.config)), ""
     except (SpecCompileError, TypeError, ValueError, KeyError) as fault:
         return None, f"the network of {folder} cannot be made in torch: {fault}"

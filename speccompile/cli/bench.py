@@ -112,7 +112,7 @@ def bench_command(
     requests = _read_requests(prompts, categories, limit, knows_chats(opened.tokenizer_folder))
     lengths = read_lengths(context_lengths, opened.recipe.engine.max_seq_len, max_new_tokens)
     chosen = _choose_modes(modes, opened, method)
-    num_threads = threads or int(opened.graph("target").tuning.get("threads", 1))
+    num_threads = threads or opened.graph("target").tuning.get("threads") or 1
     tokens = _token_ids(opened, requests)
     prompts_read = [Sample(ids, request.category) for ids, request in zip(tokens, requests, strict=True)]
     samples = samples_from_prompts(prompts_read, lengths)

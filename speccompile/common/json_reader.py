@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,12 @@ def finite_number(value: Any) -> float | None:
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def expected_of_fault(fault: Mapping[str, Any]) -> str:
+    """Returns what was expected, of one of the errors that pydantic lists."""
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return message.removeprefix("Input should be ").removeprefix("a valid ")
 
 
 def kind_of(value: Any) -> str:

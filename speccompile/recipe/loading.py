@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from speccompile.checkpoints.folders import HUB_GGUF, hint
 from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.extras import todo_for_checkpoint
-from speccompile.common.json_reader import shown
+from speccompile.common.json_reader import expected_of_fault, shown
 from speccompile.core import registry
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, Recipe, recipe_model
@@ -214,13 +214,8 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         dotted = ".".join(path)
         todo = f"Add it to the recipe, or give --set {dotted}=VALUE.{ending}"
         return RecipeError(raw.where(path), "no value", f"the key {dotted}", todo)
-    expected = " or ".join(dict.fromkeys(_expectation(f) for f in group))
+    expected = " or ".join(dict.fromkeys(expected_of_fault(f) for f in group))
     return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + ending)
-
-
-def _expectation(fault: Mapping[str, Any]) -> str:
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    return message.removeprefix("Input should be ").removeprefix("a valid ")
 
 
 def _known_keys(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:

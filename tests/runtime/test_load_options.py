@@ -19,7 +19,8 @@ SECTION = {"method": "draft_model", "model": "small"}
 def bundle(backend: str = "onnxruntime", file: str = "graphs/target/graph.onnx") -> Bundle:
     sizes = {"max_batch_size": 1, "max_seq_len": 32, "max_draft_nodes": 4}
     recipe = {"engine": {"backend": backend, "device": "cpu", **sizes}, "speculator": SECTION}
-    return Bundle(Path("made"), {"recipe": recipe, "graphs": {"target": {"file": file, "spec": {}}}})
+    spec = {"name": "target", "inputs": [], "outputs": [], "caches": [], "vocab_size": 8}
+    return Bundle(Path("made"), {"recipe": recipe, "graphs": {"target": {"file": file, "spec": spec}}})
 
 
 def test_a_backend_that_reads_other_files_is_refused():
