@@ -195,8 +195,7 @@ def test_the_page_has_a_line_for_each_engine_with_quality_beside_speed(result):
 def test_figures_of_a_busy_machine_are_marked(result):
     assert "**The machine was not idle" in module("page").block(result, QUALITY)
     result["runs"].pop()
-    result["runs"][0]["environment"]["load_average_before"] = [1.5, 0, 0]
-    assert "**The machine was not idle" in module("page").block(result, QUALITY)
+    assert "**The machine was not idle" not in module("page").block(result, QUALITY)
 
 
 def test_the_generated_part_alone_is_replaced(tmp_path, result):
