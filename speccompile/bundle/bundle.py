@@ -17,9 +17,8 @@ from speccompile.bundle.format import (
     digest_from_manifest,
     read_json,
 )
-from speccompile.bundle.manifest_checks import check_types
+from speccompile.bundle.manifest_checks import check_specs, check_types
 from speccompile.bundle.manifest_records import GraphRecord, ImageRecord, RecipeRecord
-from speccompile.bundle.spec_checks import check_specs
 from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.extras import todo_for_checkpoint
 from speccompile.common.json_reader import shown

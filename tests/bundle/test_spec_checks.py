@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.bundle.spec_checks import check_specs
+from speccompile.bundle.manifest_checks import check_specs
 from speccompile.core.specs import BorrowedCache, GraphSpec, TensorSpec, spec_from_json
 from speccompile.errors import BundleError
 
