@@ -51,7 +51,7 @@ def api_routes(server: OpenAIServer) -> APIRouter:
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # as hosts of containers ask
     @router.get("/health")
     def health() -> JSONResponse:
-        """200 while requests are taken, 503 once the server shuts down; no answer while the engine hangs in a step."""
+        """Returns 200 while the server takes requests, 503 after its shutdown began; waits while the engine hangs."""
         stats = server.service.stats()
         status = "ok" if stats["is_open"] else stats["fault"] or "shutting down"
         return JSONResponse({"status": status, "model": server.model_name}, 200 if stats["is_open"] else 503)

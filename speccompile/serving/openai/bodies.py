@@ -33,7 +33,7 @@ _TYPES: Mapping[Kind, Any] = {
 
 
 class Body(BaseModel):
-    """An object of JSON whose fields are all known."""
+    """A JSON object without undeclared fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     no_op_fields: ClassVar[Mapping[str, NoOp]] = {}  # that are not supported, with the values that change nothing
@@ -55,7 +55,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """`stream_options`: `include_usage` asks for a last chunk that has the usage and no choice.
 
-    With `continuous_usage_stats` beside it, as of vLLM, every chunk has the usage so far.
+    With vLLM's `continuous_usage_stats` as well, every chunk has the usage so far.
     """
 
     no_op_fields: ClassVar = STREAM_OPTIONS
@@ -65,7 +65,7 @@ class StreamOptions(Body):
 
 
 def _sampling_field(kind: Kind, field: BodyField) -> tuple[Any, Any]:
-    """Returns the type and the field of a sampling parameter. None, and a false flag: the bundle's default."""
+    """Returns the type and the field of a sampling parameter. None and false select the bundle's default."""
     if kind is FLAG:
         return bool, Field(False, description=field.description or None)
     bounds: dict[str, Any] = {"ge": field.ge, "le": field.le}
@@ -89,7 +89,7 @@ _SamplingFields: Any = _sampling_fields()
 
 
 class Sampled(_SamplingFields):  # type: ignore[misc]
-    """What completions and chat completions have in common: the sampling parameters, and these fields."""
+    """The fields that completions and chat completions share, the sampling parameters among them."""
 
     no_op_fields: ClassVar = BODY
 
@@ -113,17 +113,17 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to name with each token; None: no logprobs."""
+        """Number of top tokens to return with each token; None: no logprobs."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same with each token of the prompt."""
+        """Number of top tokens to return with each token of the prompt; None: no logprobs."""
         return self.prompt_logprobs
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the body asks about the prompt alone."""
+        """Whether the body requests facts about the prompt only."""
         return False
 
     @model_validator(mode="after")

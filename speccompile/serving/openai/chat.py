@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/chat/completions`: from its body to a request, and its answers."""
+"""`POST /v1/chat/completions`: the request of a body, and the shape of its answer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ChatPrompt:
 
 
 async def prompt_from_chat(server: OpenAIServer, body: ChatBody) -> ChatPrompt:
-    """Returns the prompt of a chat; its images are not decoded.
+    """Returns the prompt of a chat, without decoding its images.
 
     Raises:
         ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
@@ -81,7 +81,7 @@ async def prompt_from_chat(server: OpenAIServer, body: ChatBody) -> ChatPrompt:
 
 
 def chat_from_fields(fields: dict[str, Any]) -> ChatBody:
-    """Returns the chat that a body of another API stands for.
+    """Returns the chat body that another API's body was converted to.
 
     Raises:
         ApiError: a value is out of the chat's range.
@@ -94,7 +94,7 @@ def chat_from_fields(fields: dict[str, Any]) -> ChatBody:
 
 
 class ChatApi(CompletionApi):
-    """See the module."""
+    """Chat completions."""
 
     path, body = "/v1/chat/completions", ChatBody
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"

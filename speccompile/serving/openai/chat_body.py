@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of `POST /v1/chat/completions`, which the bodies of the Responses and Messages APIs are converted to."""
+"""The body of `POST /v1/chat/completions`. Bodies of the Responses and Messages APIs are converted to it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CompletionBody(Sampled):
 
 
 class CompletionApi(Api):
-    """See the module."""
+    """Completions."""
 
     path, body = "/v1/completions", CompletionBody
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
@@ -128,7 +128,7 @@ class CompletionApi(Api):
         return self._chunk([self._choice(choice, {"text": text}, logprobs, event.is_end)])
 
     def _opening(self) -> list[dict[str, Any]]:
-        """Returns the choices that a stream begins with, before there is any text."""
+        """Returns the choices of the first chunks, which have no text."""
         return []
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class CompletionApi(Api):
 
 
 def _echoed(body: Sampled, answer: Answer, tokenizer: Any) -> list[tuple[str, Sequence[int]]]:
-    """Returns the text and the tokens of the prompt of each choice; none where they are not echoed."""
+    """Returns the text and the tokens of each choice's prompt for the echo; an empty list without an echo."""
     if not isinstance(body, CompletionBody) or not body.echo:
         return []
     texts = [

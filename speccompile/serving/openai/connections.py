@@ -43,15 +43,15 @@ _log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How long a connection may hold its socket without doing anything, and how many there may be.
+    """The number of connections, and how long one may be inactive.
 
-    None of the times cuts off an answer that is being made, or one that is read slowly.
+    No limit ends an answer in progress or a client that reads slowly.
 
     Args:
         header_timeout_s: seconds from the first byte of a request (on a new connection: from its start) to the end of
             its header.
         keep_alive_s: seconds that a connection may idle after an answer.
-        write_timeout_s: seconds that a client may take no byte of an answer that waits for it alone.
+        write_timeout_s: seconds without progress of a client that reads an answer.
         max_connections: at once; None: `MAX_CONNECTIONS`, or as many as this process may open files for.
     """
 
@@ -75,12 +75,12 @@ class ConnectionLimits:
             raise RuntimeFault("--max-connections", str(least), expected, todo)
 
     def count(self) -> int:
-        """Returns how many connections there may be, from now on: other files that are open now count."""
+        """Returns the limit, with the files that are open now taken into account."""
         return max(1, min(self.max_connections or MAX_CONNECTIONS, room_for_connections()))
 
 
 def room_for_connections() -> int:
-    """Returns the number of connections that fit the limit on open files, beside those that are open now."""
+    """Returns the number of further connections that fit the limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 20
@@ -101,7 +101,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Returns True while no request is being answered: before the first, between two, in the header of one."""
+        """Whether no request is in progress: before the first, between two, or in a header."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -110,7 +110,7 @@ class Connection(H11Protocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Waits for the rest of a header, not longer than for the whole of it."""
+        """Goes on with the header's timer: it limits the whole header."""
         super().data_received(data)
         if not self.is_waiting:
             self._stop_timer()
@@ -189,10 +189,10 @@ def _late_header_answer() -> bytes:
 
 
 class Acceptor:
-    """Accepts connections as long as there is room for them.
+    """Accepts connections up to the limit.
 
-    With no room left it closes the connection that has waited longest for a request; with none that waits, new ones
-    stay in the kernel's queue. So the process never runs out of files.
+    At the limit it closes the connection that has waited longest for a request. If none waits, new ones stay in the
+    kernel's queue. So the process never runs out of files.
     """
 
     def __init__(self, make: Callable[[], Connection], connections: Collection[Any], limits: ConnectionLimits) -> None:

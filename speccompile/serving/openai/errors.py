@@ -63,7 +63,7 @@ def request_timeout() -> ApiError:
 
 
 def error_from_fault(fault: RuntimeFault) -> ApiError:
-    """Returns the answer to a request that the runtime did not take."""
+    """Returns the error for a request that the runtime refused."""
     if isinstance(fault, Busy):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         is_full = fault.where == "queue"
@@ -78,7 +78,7 @@ def error_from_fault(fault: RuntimeFault) -> ApiError:
 
 
 def error_from_validation(fault: ValidationError) -> ApiError:
-    """Returns the answer to a body that is not what the API takes: its first fault."""
+    """Returns the error for the first fault of a body."""
     errors = fault.errors(include_url=False, include_input=False)
     # An object of a type that is not known lacks fields of those that are.
     first = next((error for error in errors if error["loc"][-1:] == ("type",)), errors[0])

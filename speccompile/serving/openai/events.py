@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer as a stream of typed events, which every API writes in its own shape."""
+"""One answer as a stream of typed events. Each API converts them to its own shape."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Submission(NamedTuple):
     is_prompt_only: bool = False
 
     def in_parts(self) -> Submission:
-        """Returns the same with a reader in any case, so that the end of a choice is an event of its own."""
+        """Returns a copy that has a reader. With a reader, the end of a choice is a separate event."""
         return self if self.make_reader else self._replace(make_reader=lambda: MessageReader(None, None))
 
 
@@ -77,7 +77,7 @@ class Usage:
 
 @dataclass
 class Choice:
-    """One of the outputs of an answer, so far.
+    """One output of an answer, as far as it was read.
 
     Args:
         reader: splits its text into parts; None: the text is its content.
@@ -102,7 +102,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """As OpenAI's API names it."""
+        """OpenAI's name of the reason of its end."""
         reason = FINISH_REASONS[self.last.finish_reason if self.last else None]
         return "tool_calls" if reason == "stop" and self.calls else reason
 
@@ -114,7 +114,7 @@ class Choice:
         return self.parts[-1]
 
     def events(self, step_output: StepOutput) -> list[Event]:
-        """Returns what a step brings. Its log-probabilities are with the first event, its end with the last one."""
+        """Returns the events of a step: the first has its log-probabilities, the last has the end."""
         is_last, logprobs = step_output.finish_reason is not None, step_output.logprobs
         self.logprobs += logprobs
         self.prompt_logprobs = self.prompt_logprobs or step_output.prompt_logprobs
@@ -165,7 +165,7 @@ class Answer:
         self.choices = [Choice(index, reader) for index, reader in enumerate(readers)]
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yields what happens until all choices have ended.
+        """Yields the events until all choices have ended.
 
         Raises:
             ApiError: one of them failed.
@@ -180,7 +180,7 @@ class Answer:
                 yield event
 
     async def finish(self) -> Answer:
-        """Returns this answer, once it is whole.
+        """Returns this answer when all its choices have ended.
 
         Raises:
             ApiError: one of its choices failed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads tool calls that are written as JSON objects, piece by piece as the text arrives."""
+"""Reads tool calls in JSON as the text arrives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallPart:
 
 
 def find_mark(text: str, at: int, marks: Sequence[str], is_last: bool) -> bool | None:
-    """Returns whether one of the marks stands at a place of a text; None: it depends on what follows."""
+    """Returns whether a mark stands at a position of a text; None: the text is too short to decide."""
     if any(text.startswith(mark, at) for mark in marks):
         return True
     return None if not is_last and any(mark.startswith(text[at:]) for mark in marks) else False
@@ -60,7 +60,7 @@ class JsonCall:
         self._has_arguments = self._is_telling = False
 
     def push(self, text: str, is_last: bool = False) -> tuple[CallPart, int]:
-        """Reads a text that goes on with the object.
+        """Reads more text of the object.
 
         Returns:
             What the text adds, and how many characters were read. The others belong to no object, or must come again.
@@ -183,7 +183,7 @@ class JsonCall:
 
 
 def _text(token: str) -> str | None:
-    """Returns the text that a JSON string stands for; None: it is none."""
+    """Returns the value of a JSON string; None: the token is not one."""
     try:
         value = json.loads(token)
     except (ValueError, RecursionError):
@@ -192,7 +192,7 @@ def _text(token: str) -> str | None:
 
 
 def _object(token: str) -> str | None:
-    """Returns the JSON object that arguments stand for which are not written as one; None: for none."""
+    """Returns arguments that are not an object (null, or JSON in a string) as one; None: they are neither."""
     try:
         value = json.loads(token)
         inner = value.strip() if isinstance(value, str) else value

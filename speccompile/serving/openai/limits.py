@@ -25,10 +25,10 @@ _BETWEEN = re.compile(r"[\s,]+")
 
 
 def check_keys(keys: Iterable[str], where: str = "api_keys") -> None:
-    """Refuses what cannot be the key of a request.
+    """Refuses blank keys and several keys in one.
 
     Args:
-        keys: each with neither white space nor commas, which part keys in the environment.
+        keys: without white space and commas, which separate keys in the environment.
 
     Raises:
         RuntimeFault: one of them is blank, or may be several.
@@ -76,7 +76,7 @@ class KeyCheck:
     """Refuses requests without the API key.
 
     Args:
-        app: the application that gets the requests that are let through.
+        app: gets the requests that pass the check.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
@@ -84,7 +84,7 @@ class KeyCheck:
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the `Authorization` header, or at `x-api-key`, which Anthropic's clients send."""
+        """Checks the `Authorization` header, or `x-api-key`, which Anthropic's clients send."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
             return
@@ -106,7 +106,7 @@ class BodyCheck:
     A page of another origin can make a browser send other types than JSON without asking this server first.
 
     Args:
-        app: the application that gets the requests that are let through.
+        app: gets the requests that pass the check.
         timeout_s: seconds that a body may take to arrive.
     """
 
@@ -114,7 +114,7 @@ class BodyCheck:
         self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the headers, then count what comes."""
+        """Checks the headers, then counts the bytes of the body."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -129,7 +129,7 @@ class BodyCheck:
         await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body here, so that one without a length is bounded too."""
+        """Reads the body here: so a body without a length has a limit too."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 messages = await self._read(receive)

@@ -21,7 +21,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Returns the text of a token; bytes that are no character of their own are shown as one replacement."""
+        """Returns the text of a token; a part of a character becomes one replacement character."""
         if self._tokenizer is None:
             return f"token_id:{token}"
         return text_of_token(self._tokenizer, token)
@@ -82,7 +82,7 @@ class TokenTexts:
         return sum(byte & 0xC0 != 0x80 for byte in self.bytes_of(token))
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
-        """Returns where in a text its tokens begin, in characters; one that the tokenizer added has no part of it."""
+        """Returns the character at which each token begins; tokens that the tokenizer added have no text."""
         raw, at, num, offsets = text.encode(), 0, 0, list[int]()
         for token in tokens:
             piece = bytes(self.bytes_of(token))
@@ -98,5 +98,5 @@ class TokenTexts:
 
 
 def _is_inside(raw: Sequence[int]) -> bool:
-    """Returns whether bytes go on with a character that earlier ones began."""
+    """Returns whether the first byte continues a character."""
     return bool(raw) and raw[0] & 0xC0 == 0x80

@@ -10,10 +10,10 @@ from speccompile.serving.openai.tool_reader import CALL, REASONING, TEXT, Delta,
 
 
 class ReasoningReader:
-    """Separates a reasoning at the beginning of a text.
+    """Separates the reasoning at the beginning of a text from the content.
 
-    Its marks are in neither part: neither those of a reasoning that begins twice, nor the end of one that did not
-    begin. Content that follows may have the marks in it.
+    The marks are in neither part, also those of a reasoning that begins twice or ends without a beginning. Content may
+    have the marks in it later.
     """
 
     def __init__(self, markers: Markers, is_open: bool, is_closed: bool = False) -> None:
@@ -37,7 +37,7 @@ class ReasoningReader:
         return reasoning, content
 
     def _read_reasoning(self, is_last: bool) -> tuple[str, bool]:
-        """Returns the next part of the reasoning, and whether more of the text can be read."""
+        """Returns (the next part of the reasoning, whether to read on)."""
         part, mark = self._until((self._begin, self._end), is_last)
         if self._is_start:  # line ends at the beginning of a part are left out
             part = part.lstrip("\n")

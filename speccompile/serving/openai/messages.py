@@ -52,7 +52,7 @@ class UseBlock(Body):
 
 
 class ResultBlock(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     no_op_fields: ClassVar = _CACHED
 
@@ -123,7 +123,7 @@ Turn = Annotated[
 
 
 class ClientTool(Body):
-    """A function of the client; tools that a server would run are not known."""
+    """A function of the client; tools that a server runs are not supported."""
 
     no_op_fields: ClassVar = _CACHED
 
@@ -160,7 +160,7 @@ class ToolRule(Body):
 
 
 class Thinking(Body):
-    """`thinking`, which changes nothing: a model thinks as its chat template has it."""
+    """`thinking`: it has no effect, because the chat template decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -229,7 +229,7 @@ def _joined(content: str | list[TextBlock]) -> str:
 
 
 class MessagesApi(Api):
-    """See the module."""
+    """Messages."""
 
     path, body = "/v1/messages", MessagesBody
 
@@ -265,7 +265,7 @@ class MessagesApi(Api):
         yield _event("message_stop")
 
     def chunk_from_event(self, event: Event, part: Part) -> bytes:
-        """Returns the event of a text that was added to a part."""
+        """Returns the event for a text that was added to a part."""
         names = {CALL: ("input_json_delta", "partial_json"), REASONING: ("thinking_delta", "thinking")}
         kind, key = names.get(part.kind, ("text_delta", "text"))
         return _event("content_block_delta", index=part.index, delta={"type": kind, key: event.text})
@@ -276,7 +276,7 @@ class MessagesApi(Api):
         return {**self._head, "content": content, **self._end(), "usage": usage}
 
     def _end(self) -> dict[str, str | None]:
-        """Returns why the answer ended; nulls before its end."""
+        """Returns the reason of the end; nulls before the end."""
         if (last := self._choice.last) is None:
             return {"stop_reason": None, "stop_sequence": None}
         reason = "tool_use" if self._choice.calls else "end_turn"

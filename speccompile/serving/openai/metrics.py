@@ -99,7 +99,7 @@ def _drafts(report: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _vllm_counters(stats: Mapping[str, Any], model: str) -> Iterator[Metric]:
-    """Yields what tools that read vLLM's metrics look for; drafts are counted when their output has ended."""
+    """Yields the counts that tools for vLLM read; drafts count when their output has ended."""
     tried, kept = stats["num_tried_by_position"], stats["num_accepted_by_position"]
     counts = (
         ("num_drafts", "Steps of a sequence that drafted.", tried[0] if tried else 0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that serves: uvicorn, and an end that loses no answer."""
+"""The server process: uvicorn, with a shutdown that loses no answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Listener:
     """Where to listen, and how long to go on after the signal to stop.
 
     Args:
-        host: an address; 127.0.0.1 is reached from this machine alone.
+        host: an address; only this machine reaches 127.0.0.1.
         port: 0 chooses a free one.
         drain_s: seconds that running requests get at the end.
     """
@@ -40,11 +40,11 @@ class Listener:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that ends in order.
+    """A uvicorn server with an orderly shutdown.
 
-    At SIGTERM or SIGINT it takes no new connection, the service takes no new request, those that run get `drain_s`,
-    the rest an error; then the process ends with 0. A second SIGINT ends the waiting, a third one is uvicorn's: answers
-    are cut off.
+    After SIGTERM or SIGINT it refuses connections, and the service refuses requests. Requests in progress have
+    `drain_s` to finish, then they get an error, and the process ends with 0. A second SIGINT ends the wait. A third one
+    has uvicorn's meaning: it cuts answers off.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, listener: Listener) -> None:
@@ -55,7 +55,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles signals as uvicorn does, but does not raise them again at the end."""
+        """Handles signals as uvicorn does, without raising them again at the end."""
         handled = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
@@ -65,7 +65,7 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the end at the first signal; at a second SIGINT lets requests end with an error."""
+        """Starts the shutdown at the first signal; a second SIGINT ends the requests with an error."""
         if self.should_exit and sig == signal.SIGINT and self._waits:
             self._waits = False
             self._service.end_drain()
@@ -89,7 +89,7 @@ class DrainingServer(uvicorn.Server):
             print(f"serving at {url_from_socket(bound)}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests and connections come to their end."""
+        """Waits for the end of requests and connections."""
         for task in self._accepting:
             task.cancel()
         closing = asyncio.ensure_future(asyncio.to_thread(self._service.close, self._listener.drain_s))
@@ -106,7 +106,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(listener: Listener) -> socket.socket:
-    """Returns a bound socket, so that a port in use is reported before a model is loaded.
+    """Returns a bound socket. Called first, it reports a port in use before a model is loaded.
 
     Raises:
         RuntimeFault: the address cannot be used, or there are not enough files for the connections.
@@ -130,7 +130,7 @@ def url_from_socket(bound: socket.socket) -> str:
 
 
 def run(app: ASGIApp, service: Service, listener: Listener, bound: socket.socket) -> None:
-    """Serve until a signal ends it, or a bug in the service: a process that can serve nothing must not stay.
+    """Serves until a signal, or a bug in the service: a process that cannot serve must end.
 
     Raises:
         RuntimeFault: a bug ended the service.

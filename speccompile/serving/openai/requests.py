@@ -31,7 +31,7 @@ _GUIDED = {
 def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParams:
     """Returns the bundle's defaults, overridden by the fields of the body.
 
-    Without a `seed`, requests that draw get one of their own each, as OpenAI's API has it.
+    Without a `seed` each request gets a random one, as in OpenAI's API.
 
     Raises:
         ApiError: a value is out of range.
@@ -58,7 +58,7 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
 
 
 def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
-    """Refuses a least length that the end of a text could undercut: texts have `max_tokens` where nothing ends them.
+    """Refuses a minimum length if something can end the text earlier. Without an end a text has `max_tokens`.
 
     Raises:
         ApiError: something may end the text before.
@@ -73,7 +73,7 @@ def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
 
 
 def _value(value: Any, kind: Kind) -> Any:
-    """Returns a field's value in its parameter's type; None where the bundle's default holds."""
+    """Returns a field's value in its parameter's type; None selects the bundle's default."""
     if kind is BIASES:
         return _biases(value) if value else None
     if kind is FLAG:
@@ -91,7 +91,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 
 def structured_from_body(body: Sampled) -> tuple[str, StructuredOutputs] | None:
-    """Returns the field that asks for a constraint, and the constraint; None: the text is free.
+    """Returns the field with a constraint, and the constraint; None: the text is free.
 
     Raises:
         ApiError: several fields ask for one, or one of them is wrong.
@@ -211,7 +211,7 @@ def request_from_tokens(
 
 
 async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
-    """Returns the token ids of a text; those of a long one in a thread, so that other requests go on.
+    """Returns the token ids of a text. A long text is encoded in a thread, while other requests go on.
 
     Args:
         special: with the special tokens that the tokenizer puts around it.

@@ -61,7 +61,7 @@ class CallItem(Body):
 
 
 class ResultItem(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     no_op_fields: ClassVar = CallItem.no_op_fields
 
@@ -90,7 +90,7 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that may be called; tools that a server would run are not known."""
+    """A function that may be called; tools that a server runs are not supported."""
 
     no_op_fields: ClassVar = {"defer_loading": NoOp(_NO_TOOLS.reason, (False,))}
 
@@ -199,7 +199,7 @@ class ResponsesBody(Body):
 
 
 def messages_from_items(items: list[Any]) -> list[dict[str, Any]]:
-    """Returns the messages of a chat: reasoning, text and calls that follow one another are one of the assistant's."""
+    """Returns the messages of a chat. Successive reasoning, text and calls become one message of the assistant."""
     messages: list[dict[str, Any]] = []
     is_open = False  # the last message is the assistant's and has no text or calls yet
 
@@ -232,7 +232,7 @@ def _joined(content: str | list[TextPart]) -> str:
 
 
 class ResponsesApi(Api):
-    """See the module."""
+    """Responses."""
 
     path, body = "/v1/responses", ResponsesBody
 
@@ -286,7 +286,7 @@ class ResponsesApi(Api):
         yield self._event(self._status(), response=self._response(self._status(), output))
 
     def chunk_from_event(self, event: Event, part: Part) -> bytes:
-        """Returns the event of a text that was added to a part."""
+        """Returns the event for a text that was added to a part."""
         if part.kind == CALL:
             return self._in_part("function_call_arguments.delta", part, delta=event.text)
         if part.kind == REASONING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an HTTP request over an API to its answer: what all routes share."""
+"""From an HTTP request to its answer: the steps that all APIs share."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class ServerOptions:
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses keys with which every request would be accepted."""
+        """Refuses blank keys, which would accept every request."""
         check_keys(self.api_keys)
 
 
 class OpenAIServer:
-    """What the routes share.
+    """The state that the routes share.
 
     Args:
         service: takes the requests; the caller starts and closes it.
@@ -124,7 +124,7 @@ class OpenAIServer:
         return self._formats
 
     def route(self, api: type[Api]) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """Returns what answers the requests over an API, at once or as a stream."""
+        """Returns the function that answers an API's requests, whole or as a stream."""
 
         async def respond(http: HttpRequest) -> Response:
             try:
@@ -201,7 +201,7 @@ class EventStream(Response):
     """Sends events as they come.
 
     Args:
-        on_close: called at the end too, also when nothing of `events` was ever read.
+        on_close: called at the end, also if nothing of `events` was read.
     """
 
     media_type = "text/event-stream"
@@ -234,7 +234,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Returns the result of some work; None when the client hangs up before it is there: then the work is cancelled."""
+    """Returns the result of some work; None if the client disconnects first, which cancels the work."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnection(http.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)

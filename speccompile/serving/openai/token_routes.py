@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids of texts and chats, texts of token ids, and the version: the routes of vLLM beside OpenAI's."""
+"""Routes that count, encode and decode tokens, and the version."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def token_routes(server: OpenAIServer) -> APIRouter:
 
 
 def _chat_of(raw: bytes) -> tuple[ChatBody | None, bool]:
-    """Returns the chat that is asked for, None where there are no messages, and whether texts of tokens are wanted.
+    """Returns the chat of a body, None if it has no messages, and whether to return the texts of tokens.
 
     Raises:
         ApiError: it does not have the fields and types of a chat.

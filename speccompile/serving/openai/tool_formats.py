@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How families of models write tool calls, and what marks their reasoning."""
+"""The formats of tool calls by family of models, and the marks of their reasoning."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from speccompile.common.structured_outputs import StructuredOutputs
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes calls.
+    """The format of a family's calls.
 
     Args:
-        begin: what begins a call, or a list of calls; the first one is written where a grammar asks for calls.
-        end: what ends it; empty: the JSON alone does.
+        begin: the marks that begin a call or a list of calls; grammars write the first one.
+        end: the mark of its end; empty: the end of the JSON.
         is_bare: a text that begins with an object is a call without any mark.
         quote: around texts in Gemma's own notation; empty: calls are JSON.
         around: white space between the marks and the JSON.
@@ -128,7 +128,7 @@ def grammar_of_calls_or(calls: str, outputs: StructuredOutputs) -> str | None:
 def _arguments(all_parameters: Sequence[Mapping[str, Any]], at: int) -> dict[str, Any]:
     """Returns the schema of a function's arguments, an object, with an identity of its own.
 
-    By that its references mean the same as where it stands alone.
+    So its references have the same meaning as in the schema by itself.
     """
     if not (parameters := all_parameters[at]):
         return {"type": "object", "properties": {}, "additionalProperties": False}

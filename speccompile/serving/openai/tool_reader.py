@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separates tool calls from content, as a text arrives: the same ones however it is cut into parts."""
+"""Separates tool calls from content as a text arrives, independent of how it is cut into parts."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def prefix_length(text: str, marks: Sequence[str]) -> int:
 class ToolReader:
     """Separates tool calls from content.
 
-    What is no call of one of the tools is content to the letter, its marks too. White space around calls is left out,
-    and so is what may become another call where the text is cut off after one.
+    Text that is not a call of one of the tools is content, with its marks. White space around calls is left out. So is
+    an incomplete call after another call.
 
     Args:
         names: of the tools; None: any.
@@ -183,7 +183,7 @@ class ToolReader:
         return True
 
     def _read_notation(self, deltas: list[Delta], opener: int, is_last: bool) -> bool:
-        """Reads a call in Gemma's notation, which is passed on as a whole."""
+        """Reads a call in Gemma's notation, whole."""
         form, body = self._form, self._text[opener:]
         if not may_begin_call(body, self._names):
             return self._refuse(deltas, opener)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools and reasoning of a chat: what the template gets, the grammar of calls that must be made, and the reader."""
+"""Tools and reasoning of a chat: variables of the template, the grammar of required calls, and the reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_CALLS = 16  # of one answer, where a grammar asks for calls
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How the model that is served writes what is no content.
+    """How the model writes tool calls and reasoning.
 
     Args:
         tools: its tool calls; None: not known.
@@ -84,7 +84,7 @@ def formats_from_options(
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """What a chat asks for beyond its messages.
+    """The parts of a chat's request besides its messages.
 
     Args:
         constraint: of its text, with the field that asks for it; None: free.
