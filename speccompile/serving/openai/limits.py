@@ -73,11 +73,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 class KeyCheck:
-    """Refuses requests without the API key.
-
-    Args:
-        app: gets the requests that pass the check.
-    """
+    """Refuses requests without the API key."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -106,7 +102,6 @@ class BodyCheck:
     A page of another origin can make a browser send other types than JSON without asking this server first.
 
     Args:
-        app: gets the requests that pass the check.
         timeout_s: seconds that a body may take to arrive.
     """
 
