@@ -83,8 +83,9 @@ def test_texts_of_the_example_bundles_stay(method: str, example_bundle) -> None:
     assert offline(engine, greedy, prompts) == plain == served(engine, greedy, prompts)
     by_server = served(engine, sampled, prompts)
     assert by_server == offline(engine, sampled, prompts, speculative=False)
-    texts = [*plain, *offline(engine, sampled, prompts), *by_server]
-    check(f"example of {method}", [engine.tokenizer.decode(text) for text in texts])
+    # Drawn drafts are part of their text, and how many there are comes from the costs that the build measured.
+    assert offline(engine, sampled, prompts) == offline(engine, sampled, prompts, batch_size=1)
+    check(f"example of {method}", [engine.tokenizer.decode(text) for text in [*plain, *by_server]])
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples/prompts.jsonl"
