@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pairs.narrow import MAX_KV_HEADS, MAX_WIDTH
-from bench.pairs.rows import MAX_CHOSEN, MAX_DRAFT_VOCAB, MAX_EXPERTS, MAX_VOCAB, PAIRS, TARGET, Pair
+from bench.pairs.rows import MAX_CHOSEN, MAX_DRAFT_VOCAB, MAX_EXPERTS, MAX_VOCAB, PAIRS, Pair
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/pairs.md"
 BEGIN, END = "<!-- begin: written by bench/pairs/main.py -->", "<!-- end: written by bench/pairs/main.py -->"
@@ -35,7 +35,7 @@ def block(result: Records) -> str:
         f"({MAX_CHOSEN} active), drafters to two layers of a kind (P-EAGLE: four). Plans, and pairs marked narrow, "
         f"have smaller widths too: at most {MAX_WIDTH} (1024 where heads need it), and {MAX_KV_HEADS} K and V heads.",
         "",
-        "| family | speculator | target's sizes, layers | `method` | builds |",
+        "| family | speculator | target's sizes | `method` | builds |",
         "|---|---|---|---|---|",
         *(_row(pair, result[pair.name]) for pair in PAIRS),
         "",
@@ -48,12 +48,8 @@ def block(result: Records) -> str:
 
 
 def _row(pair: Pair, held: Mapping[str, Mapping[str, Any]]) -> str:
-    target = pair.configs(is_full=True)[TARGET]
-    text = target.get("text_config", target)
-    kinds = text.get("layers_block_type") or ()
-    num = len(kinds) or text.get("num_hidden_layers") or text["n_layer"]
     few = f", {pair.max_experts} experts" if pair.max_experts < MAX_EXPERTS else ""
-    return f"| {pair.family} | {pair.speculator} | {pair.model}, {num}{few} | `{pair.method}` | {_cell(held)} |"
+    return f"| {pair.family} | {pair.speculator} | {pair.model}{few} | `{pair.method}` | {_cell(held)} |"
 
 
 def _cell(held: Mapping[str, Mapping[str, Any]]) -> str:
