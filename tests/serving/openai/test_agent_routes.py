@@ -76,7 +76,7 @@ def test_a_response_is_the_chats_text(app):
     ],
     ids=["text", "call", "whole call"],
 )
-def test_what_a_limit_cut_off_is_incomplete(app, fields):
+def test_truncated_response_is_incomplete(app, fields):
     status = "incomplete" if "max_output_tokens" in fields else "completed"
     whole = respond(app, **fields)
     assert [whole.status, *(item.status for item in whole.output)] == [status, status]
@@ -247,7 +247,7 @@ def test_a_message_is_streamed_in_blocks(server, app, monkeypatch):
         ("/v1/messages/count_tokens", SAID, "Unknown field `max_tokens`"),
     ],
 )
-def test_what_they_do_not_read_is_refused(app, path, body, message):
+def test_unsupported_agent_fields_are_refused(app, path, body, message):
     reply = post(app, path, body)
     assert reply.status == 400 and message in reply.json()["error"]["message"]
     assert path == "/v1/responses" or reply.json()["type"] == "error"
@@ -315,14 +315,14 @@ def test_an_answer_goes_on_from_a_turn_of_the_assistant(app):
         assert reply.status == 400 and message in reply.json()["error"]["message"]
 
 
-def test_a_template_that_does_not_write_the_last_turn_cannot_be_continued(server, app, monkeypatch):
+def test_continuation_needs_the_last_turn_in_the_template(server, app, monkeypatch):
     monkeypatch.setattr(server, "template", ChatTemplate("{{ messages[0].content }}"))
     turns = [*SAID["messages"], {"role": "assistant", "content": "b"}]
     reply = post(app, "/v1/messages", {**SAID, "messages": turns})
     assert reply.status == 400 and "does not write the text of the last message" in reply.json()["error"]["message"]
 
 
-def test_what_is_sent_back_reaches_the_template(server, app, monkeypatch):
+def test_previous_turns_reach_the_template(server, app, monkeypatch):
     """Reasoning, calls and failed results, in both shapes, are one assistant's message and those of its tools."""
     monkeypatch.setattr(server, "template", ChatTemplate("{{ messages | tojson }}"))
     seen = []

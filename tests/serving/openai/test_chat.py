@@ -135,7 +135,7 @@ def test_images_are_refused_where_the_bundle_has_no_vision_tower(app):
     assert "target.vision: true" in error["message"]
 
 
-def test_pictures_are_decoded_once_the_prompt_is_known_to_fit(monkeypatch):
+def test_images_are_decoded_after_the_length_check(monkeypatch):
     async def read_images(files, engine):
         raise ApiError(400, f"{len(files)} pictures were read")
 

@@ -84,7 +84,7 @@ def test_a_seed_draws_the_same_text_and_no_seed_another(app):
         ({"min_tokens": 0, "stop": "?"}, None),
     ],
 )
-def test_a_least_length_goes_with_texts_that_nothing_ends(app, fields, message):
+def test_min_tokens_needs_texts_without_an_end(app, fields, message):
     """Load testers send both, so that answers have one length."""
     reply = post(app, PATH, {"prompt": "bcd", "max_tokens": 12, "min_tokens": 12, **fields})
     if message is None:
@@ -141,7 +141,7 @@ def test_a_stream_gives_the_same_text_and_its_usage(app):
     assert plain[-1] == "[DONE]" and all("usage" not in event for event in plain[:-1])
 
 
-def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(app):
+def test_continuous_usage_stats(app):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "bcd", "max_tokens": 12, "stream": True, "stream_options": options}
     *events, usage, done = post(app, PATH, body).events()
@@ -292,7 +292,7 @@ def test_an_engine_that_fails_ends_the_request_with_an_error(stream):
         assert post(app, PATH, {"prompt": "b", "max_tokens": 3}).json()["choices"][0]["text"] == text_of("b", 3)
 
 
-def test_a_request_that_takes_too_long_gets_an_error():
+def test_request_timeout_is_an_error():
     with serving() as (app, _, gated):
         gated.gate.clear()
         timer = threading.Timer(0.2, gated.gate.set)
@@ -302,7 +302,7 @@ def test_a_request_that_takes_too_long_gets_an_error():
         timer.join()
 
 
-def test_a_server_that_shuts_down_takes_nothing_more():
+def test_shutdown_refuses_requests():
     with serving() as (app, service, _):
         for reply in (get(app, "/health"), get(app, "/ping"), post(app, "/ping", {})):
             assert reply.json() == {"status": "ok", "model": "mock"}
@@ -313,7 +313,7 @@ def test_a_server_that_shuts_down_takes_nothing_more():
             assert health.status == 503 and health.json()["status"] == "shutting down"
 
 
-def test_a_bug_of_ours_is_a_json_error_without_details(monkeypatch):
+def test_internal_error_is_json_without_details(monkeypatch):
     with serving() as (app, service, _):
         monkeypatch.setattr(service, "submit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):  # the server's log gets it

@@ -116,7 +116,7 @@ async def at_once(scope, receive, send):
 
 
 @pytest.mark.parametrize("app", [in_parts, at_once])
-def test_a_client_that_reads_slowly_is_served_and_one_that_stops_is_not(app):
+def test_slow_reader_is_served_and_stopped_reader_is_not(app):
     def connect(port):
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -141,7 +141,7 @@ def test_a_client_that_reads_slowly_is_served_and_one_that_stops_is_not(app):
     asyncio.run(look())
 
 
-def test_what_is_sent_too_slowly_is_given_up_with_an_error(mock):
+def test_slow_header_gets_an_error(mock):
     async def look():
         async with listening(mock[0], header_timeout_s=0.3) as (_, port):
             silent, _ = await opened(port)
@@ -161,7 +161,7 @@ def test_what_is_sent_too_slowly_is_given_up_with_an_error(mock):
     assert parts == ["header", "body", "header"]
 
 
-def test_an_idle_connection_is_closed_after_its_time_and_not_before(mock):
+def test_idle_connection_closes_after_its_time(mock):
     async def look():
         async with listening(mock[0], keep_alive_s=0.6, header_timeout_s=0.3) as (_, port):
             reader, writer = await opened(port, GET)
@@ -177,7 +177,7 @@ def test_an_idle_connection_is_closed_after_its_time_and_not_before(mock):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_time_out_ends_an_answer_that_is_being_made(mock, stream):
+def test_timeouts_spare_answers_in_progress(mock, stream):
     app, gated = mock
 
     async def look():
@@ -195,7 +195,7 @@ def test_no_time_out_ends_an_answer_that_is_being_made(mock, stream):
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text_of("bcd", 8)
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_error(mock, capfd):
+def test_disconnection_while_sending_is_no_error(mock, capfd):
     async def look():
         async with listening(mock[0]) as (server, port):
             for part in (b"", b'{"prompt'):
@@ -208,7 +208,7 @@ def test_a_client_that_leaves_while_it_sends_is_no_error(mock, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_connection_too_many_takes_the_room_of_the_one_that_waits_longest(mock):
+def test_connection_limit_closes_the_longest_waiting(mock):
     app, gated = mock
 
     async def look():
@@ -231,7 +231,7 @@ def test_a_connection_too_many_takes_the_room_of_the_one_that_waits_longest(mock
     asyncio.run(look())
 
 
-def test_with_every_connection_busy_the_next_one_waits(mock):
+def test_connection_waits_while_all_are_busy(mock):
     app, gated = mock
 
     async def look():
@@ -260,7 +260,7 @@ class Starved(socket.socket):
         return super().accept()
 
 
-def test_a_machine_without_files_is_logged_once_and_the_server_goes_on(mock, monkeypatch, capfd):
+def test_missing_files_are_logged_once(mock, monkeypatch, capfd):
     monkeypatch.setattr(connections, "_RETRY_S", 0.01)
 
     async def look():
@@ -276,7 +276,7 @@ def test_a_machine_without_files_is_logged_once_and_the_server_goes_on(mock, mon
     assert capfd.readouterr().err.count("no connection can be accepted for now: [Errno 24]") == 1
 
 
-def test_idle_connections_beyond_the_limit_on_files_leave_the_server_answering():
+def test_idle_connections_leave_files_for_the_server():
     with live_process(sys.executable, "-m", "tests.serving.small_server", str(FILES)) as server:
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(IDLE)]
         assert [server.ask("GET", "/health")[0] for _ in range(3)] == [200] * 3

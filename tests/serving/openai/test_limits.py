@@ -41,7 +41,7 @@ def test_any_of_the_keys_opens(locked, given):
 
 
 @pytest.mark.parametrize(("given", "status"), [("secret", 200), ("secre", 401), ("", 401), ("Bearer secret", 401)])
-def test_anthropics_clients_send_it_in_a_header_of_its_own(locked, given, status):
+def test_key_in_x_api_key_header(locked, given, status):
     assert get(locked, "/v1/models", headers={"x-api-key": given}).status == status
     assert get(locked, "/v1/models", headers={"x-api-key": given, "authorization": "Basic secret"}).status == status
 
@@ -64,12 +64,12 @@ def test_a_body_in_parts_is_read_whole(locked):
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_what_a_page_can_send_unasked_is_refused(bare, kind):
+def test_non_json_content_types_are_refused(bare, kind):
     assert post(bare, PATH, BODY, headers={"content-type": kind}).status == 415
     assert post(bare, PATH, BODY, headers={"content-type": "application/json; charset=utf-8"}).status == 200
 
 
-def test_other_origins_are_let_in_only_where_they_are_named(bare, locked):
+def test_cors_needs_named_origins(bare, locked):
     asks = {"origin": "https://good.example", "access-control-request-method": "POST"}
     asks["access-control-request-headers"] = "content-type,authorization"
     answer = get(bare, "/v1/models", headers={"origin": "https://good.example"})

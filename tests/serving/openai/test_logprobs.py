@@ -36,7 +36,7 @@ def rows_of(prompt, text):
 
 
 @pytest.mark.parametrize("speculation", ["on", "off"])
-def test_a_completion_tells_them_by_text(app, speculation):
+def test_completion_logprobs_by_text(app, speculation):
     body = {"prompt": "bcd", "max_tokens": 12, "logprobs": 2, "speculation": speculation}
     [choice] = post(app, COMPLETION, body).json()["choices"]
     told, rows = choice["logprobs"], rows_of("abcd", choice["text"])
@@ -46,7 +46,7 @@ def test_a_completion_tells_them_by_text(app, speculation):
         assert top == pytest.approx({ALPHABET[i]: row[i] for i in np.argsort(-row)[:2]}, abs=1e-5)
 
 
-def test_a_chat_tells_them_with_bytes_and_a_stream_in_parts(app):
+def test_chat_logprobs_whole_and_streamed(app):
     body = {"messages": MESSAGES, "max_tokens": 10, "logprobs": True, "top_logprobs": 3, "temperature": 1.0, "seed": 1}
     [choice] = post(app, CHAT, body).json()["choices"]
     entries, text = choice["logprobs"]["content"], choice["message"]["content"]
@@ -70,7 +70,7 @@ def test_offsets_go_on_through_a_stream(app):
         assert [offset for part in parts for offset in part["text_offset"]] == list(range(9))
 
 
-def test_what_is_drawn_from_is_told_where_it_is_asked_for(app):
+def test_processed_logprobs_mode(app):
     body = {"prompt": "b", "max_tokens": 3, "logprobs": 1, "top_k": 1, "temperature": 1.0}
     raw = post(app, COMPLETION, body).json()["choices"][0]["logprobs"]["token_logprobs"]
     drawn = post(app, COMPLETION, {**body, "logprobs_mode": "processed_logprobs"}).json()["choices"][0]["logprobs"]
@@ -107,7 +107,7 @@ class Pieces:
         return self.names[token]
 
 
-def test_bytes_are_those_of_the_token_where_it_is_no_character():
+def test_bytes_of_partial_characters():
     texts = TokenTexts(Pieces())
     assert [texts.bytes_of(token) for token in range(5)] == [
         [0xC3, 0xA9],
@@ -207,7 +207,7 @@ def test_prompt_logprobs_are_told_as_vllm_does(app, path):
     assert reply.status == 400 and reply.json()["error"]["param"] == "prompt_logprobs"
 
 
-def test_the_logits_of_a_long_prompt_are_never_held_all_at_once():
+def test_prompt_logprobs_are_computed_in_chunks():
     with serving(max_seq=300) as (app, _, gated):
         gated.feeds_seen.clear()
         body = {"prompt": "bcd" * 80, "max_tokens": 1, "echo": True, "logprobs": 1}
@@ -220,7 +220,7 @@ def test_the_logits_of_a_long_prompt_are_never_held_all_at_once():
     ("fields", "param"),
     [({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 0, "logprobs": 1}, "max_tokens"), ({"echo": 1}, "echo")],
 )
-def test_without_an_echo_there_is_something_to_tell(app, fields, param):
+def test_zero_max_tokens_needs_echo(app, fields, param):
     reply = post(app, COMPLETION, {"prompt": "b", **fields})
     assert reply.status == 400 and reply.json()["error"]["param"] == param
 

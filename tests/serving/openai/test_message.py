@@ -202,7 +202,7 @@ def test_calls_are_the_same_however_the_text_is_cut(name):
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
-def test_what_is_no_call_is_content_to_the_letter(row):
+def test_text_without_calls_is_content(row):
     form, text, content, calls = ROWS[row]
     for parts in cuts(text):
         message = message_from_deltas(read_parts(form, parts))
@@ -233,7 +233,7 @@ def test_deltas_are_those_of_openai():
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_a_call_that_is_cut_off_shows_what_there_is(size):
+def test_truncated_call_keeps_its_text(size):
     message = message_from_deltas(read(HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', size))
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "b'}
     unnamed = message_from_deltas(read(HERMES, '<tool_call>\n{"na', size))
@@ -285,5 +285,5 @@ def test_families_are_known_by_their_templates():
 
 
 @pytest.mark.parametrize("text", ["", "call:f", "call:f{a", "call:f{a:}", "call:f{:1}", "call:f[1]", "call:f{a:1}x"])
-def test_what_is_no_call_stays_text(text):
+def test_invalid_gemma_call_is_text(text):
     assert call_from_text(text, '<|"|>') is None

@@ -64,7 +64,7 @@ def param_of(read, **change):
     return error.param
 
 
-def test_a_client_that_writes_out_all_defaults_is_answered_as_one_that_does_not():
+def test_explicit_defaults_change_nothing():
     assert chat(messages=[USER, ECHOED, USER], **DEFAULTS) == chat(
         messages=[USER, {"role": "assistant", "content": "c"}, USER]
     )
@@ -74,7 +74,7 @@ def test_a_client_that_writes_out_all_defaults_is_answered_as_one_that_does_not(
 
 
 @pytest.mark.parametrize(("read", "fields"), [(chat, no_op_fields.CHAT), (completion, no_op_fields.COMPLETION)])
-def test_every_field_takes_what_asks_for_nothing_and_names_itself_otherwise(read, fields):
+def test_every_unsupported_field_takes_no_op_values_only(read, fields):
     plain = read()
     for name, field in fields.items():
         labels = {str: ["x", ""], dict: [{}, {"a": "b"}], None: []}[field.kind]
@@ -89,7 +89,7 @@ def test_every_field_takes_what_asks_for_nothing_and_names_itself_otherwise(read
     ("name", "value"),
     [("priority", False), ("store", 0), ("length_penalty", True), ("best_of", True), ("top_logprobs", False)],
 )
-def test_a_truth_value_is_no_number(name, value):
+def test_booleans_are_not_numbers(name, value):
     assert param_of(completion, **{name: value}) == name
 
 
@@ -102,11 +102,11 @@ def test_a_truth_value_is_no_number(name, value):
         ({"weight": 1}, "weight"),
     ],
 )
-def test_a_message_that_holds_more_is_refused_by_its_place(message, param):
+def test_unsupported_message_field_is_named(message, param):
     assert param_of(chat, messages=[USER, {**ECHOED, **message}]) == f"messages.1.{param}"
 
 
-def test_stream_options_that_ask_for_more_are_refused():
+def test_unsupported_stream_options_are_refused():
     options = {"include_obfuscation": True}
     assert param_of(chat, stream=True, stream_options=options) == "stream_options.include_obfuscation"
 

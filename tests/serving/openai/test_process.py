@@ -80,7 +80,7 @@ def test_a_second_interrupt_waits_for_no_request(chat_bundle):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_early", [True, False], ids=["before it listens", "while it serves"])
-def test_a_service_that_a_bug_ended_ends_the_process(monkeypatch, is_early):
+def test_service_fault_ends_the_process(monkeypatch, is_early):
     def wrong():
         raise TypeError("a scheduler that fails")
 
@@ -129,7 +129,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path):
     assert "Address already in use" in done.stderr and "Choose another --host or --port." in done.stderr
 
 
-def test_an_address_that_others_reach_needs_a_key_or_is_warned_of(tmp_path, capsys):
+def test_public_address_without_key_is_warned_of(tmp_path, capsys):
     def run(*options):
         assert main(["serve", str(tmp_path / "none"), "--port", "0", *options]) == 7, "there is no such bundle"
         return capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_what_may_be_several_keys_is_not_taken_for_one(key):
         ("  ", [], VARIABLE),
     ],
 )
-def test_serve_refuses_to_start_without_the_key_that_it_was_given(tmp_path, monkeypatch, variable, options, where):
+def test_serve_refuses_blank_keys(tmp_path, monkeypatch, variable, options, where):
     monkeypatch.delenv(VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(VARIABLE, variable)
@@ -67,7 +67,7 @@ def test_serve_refuses_to_start_without_the_key_that_it_was_given(tmp_path, monk
 
 
 @pytest.mark.parametrize(("variable", "options"), [("a,b", []), ("", ["--api-key", "secret"]), (None, [])])
-def test_serve_goes_on_to_the_bundle_with_good_keys_or_none(tmp_path, monkeypatch, variable, options):
+def test_serve_accepts_valid_keys_or_none(tmp_path, monkeypatch, variable, options):
     monkeypatch.delenv(VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(VARIABLE, variable)
@@ -76,7 +76,7 @@ def test_serve_goes_on_to_the_bundle_with_good_keys_or_none(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
-def test_a_parser_that_there_is_not_is_refused_before_the_model_is_built(tmp_path, option):
+def test_unknown_parser_is_refused_before_the_build(tmp_path, option):
     fault = CliRunner().invoke(app, ["serve", str(tmp_path / "none"), "--port", "0", option, "hermse"]).exception
     assert isinstance(fault, RuntimeFault) and (fault.where, fault.got) == (option, "'hermse'")
 
@@ -85,7 +85,7 @@ def test_a_parser_that_there_is_not_is_refused_before_the_model_is_built(tmp_pat
     "option", ["--timeout-s", "--header-timeout-s", "--body-timeout-s", "--keep-alive-s", "--write-timeout-s"]
 )
 @pytest.mark.parametrize("value", ["-1", "nan"])
-def test_a_time_that_is_none_is_refused_by_the_options_name(tmp_path, option, value):
+def test_invalid_seconds_name_the_option(tmp_path, option, value):
     done = CliRunner().invoke(app, ["serve", str(tmp_path / "none"), option, value])
     message = " ".join(done.output.replace("│", " ").split())
     assert done.exit_code == 2 and f"'{option}'" in message and "is not a number of seconds above 0" in message

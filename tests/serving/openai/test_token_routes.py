@@ -69,6 +69,6 @@ def test_the_version_is_that_of_the_package(app):
         ("/detokenize", {"tokens": "b"}, 400, "tokens"),
     ],
 )
-def test_what_is_no_such_request_is_refused(app, path, body, status, message):
+def test_invalid_token_requests_are_refused(app, path, body, status, message):
     reply = post(app, path, body)
     assert reply.status == status and message in reply.json()["error"]["message"], reply.body

@@ -78,7 +78,7 @@ def check_call(name, arguments):
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "gemma", "functiongemma"])
-def test_a_call_that_must_be_made_is_made_in_every_family(server, app, form, monkeypatch):
+def test_required_call_in_every_family(server, app, form, monkeypatch):
     monkeypatch.setattr(server, "_formats", ChatFormats(TOOL_FORMATS[form]))
     for seed in range(3):
         [choice] = ask(app, tool_choice="required", seed=seed, parallel_tool_calls=False).choices
@@ -119,7 +119,7 @@ def test_with_auto_the_model_decides_and_with_none_it_has_no_tools(app):
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_of_calls_that_the_model_decides_on_one_is_told_where_no_more_are_wanted(is_parallel):
+def test_parallel_tool_calls_false_keeps_one_call(is_parallel):
     body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS, "parallel_tool_calls": is_parallel})
     reader = plan_chat(body, ChatFormats(HERMES), TEMPLATE, None).reader("a")
     text = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
@@ -135,7 +135,7 @@ def test_arguments_of_earlier_calls_are_objects(text, value):
     assert told["content"] == "" and told["tool_calls"][0]["function"] == {"name": "clock", "arguments": value}
 
 
-def test_other_names_are_content_and_a_reasoning_that_the_prompt_ended_may_go_on():
+def test_unknown_tool_names_are_content():
     body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS})
     plan = plan_chat(body, ChatFormats(LLAMA, ("<think>", "</think>")), TEMPLATE, None)
     text = '{"name": "Ada", "parameters": {}}'
@@ -189,7 +189,7 @@ def test_beside_a_format_the_model_may_call(server, app, form, wanted, monkeypat
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_must_be_made_leaves_a_format_to_later_answers(app, choice):
+def test_required_call_overrides_response_format(app, choice):
     [made] = ask(app, tool_choice=choice, response_format=FORMAT, parallel_tool_calls=False).choices
     assert made.finish_reason == "tool_calls" and made.message.content is None
     [free] = ask(app, tool_choice="none", response_format=FORMAT).choices

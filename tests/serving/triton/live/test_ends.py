@@ -81,7 +81,7 @@ def test_text_that_is_not_utf8_is_refused_over_grpc(server):
     stream.close()
 
 
-def test_a_stream_that_fails_on_its_way_says_so_and_is_no_whole_answer(server, prompts, offline):
+def test_failed_stream_ends_with_an_error(server, prompts, offline):
     [whole] = offline(prompts[:1], 950, "--plain")
     for limit in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # one of them lies between the first step output and the last
         stream = Sse(server, {"text_input": prompts[0], **LONG, "timeout_s": limit})
