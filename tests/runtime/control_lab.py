@@ -19,10 +19,7 @@ def sequences(num: int, speculation: str = "auto") -> list[TokenSequence]:
 
 def tell(planner: Planner, active: list[TokenSequence], steps: list[StepOutput], times: StepTimes) -> None:
     """Tells of a step, as the loop does."""
-    if planner.num_rests:
-        planner.rested(active, 1, times.step_s)
-    else:
-        planner.observe(active, steps, times)
+    planner.observe(active, steps, times)
 
 
 class Limits(FixedLength):

@@ -6,7 +6,7 @@ import pytest
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import StepTimes
 from speccompile.drafting.budget import Budget, Outlook
-from speccompile.runtime.comparison import FIRST_STEPS, LEAST_PAUSE, PLAIN, TURN
+from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
 from speccompile.runtime.draft_report import report_from_planner
 from speccompile.runtime.requests import StepOutput
@@ -58,24 +58,24 @@ def test_the_numbers_are_those_of_the_steps_and_give_the_gain(cost: float, share
     assert abs(float(report.sentence.split(", ")[1].split()[0]) - 100 * share) <= 2
 
 
-def test_what_a_budget_leaves_out_is_told_by_its_own_numbers_until_a_probe_measures_it() -> None:
+def test_a_budget_that_drafts_nothing_gives_its_own_numbers_until_a_turn_measures_it() -> None:
     class Shy:
         outlook = Outlook(0.5, 0.125)
 
     controller = Controller(weighs=Shy())
-    run(controller, FIRST_STEPS + 5 * TURN, 0.6, 0.25, is_shy=True)
+    run(controller, 5 * TURN, 0.6, 0.25, is_shy=True)
     expected = "drafts off: a draft token is expected to cost 0.5 of a step here, 12 % are accepted"
     first = report_from_planner(controller, 0, 0)
     assert (first.sentence, first.reason) == (expected, "expected")
     run(controller, 3 * LEAST_PAUSE, 0.6, 0.25, is_shy=True)
     report = report_from_planner(controller, 0, 0)
     assert not report.is_on and report.reason == "measured" and report.cost == pytest.approx(0.6)
-    assert report.accepted == pytest.approx(0.25, abs=0.1)  # of the six draft tokens of a probe
+    assert report.accepted == pytest.approx(0.25, abs=0.1)  # of the draft tokens of a turn
 
 
 def test_without_any_number_no_number_is_told() -> None:
     controller = Controller()
-    run(controller, FIRST_STEPS + 5 * TURN, 0.6, 0.25, is_shy=True)
+    run(controller, 5 * TURN, 0.6, 0.25, is_shy=True)
     sentence = "drafts off: no draft is expected to be worth its time"
     assert report_from_planner(controller, 0, 0).sentence == sentence
 
