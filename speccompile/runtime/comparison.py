@@ -70,7 +70,6 @@ class Comparison:
         """Updates the comparison with a step.
 
         Args:
-            tokens: emitted per sequence, on average.
             drafts: draft tokens that were scored per sequence, on average.
             is_first: it has drafts and the step before it had none, or the other way round: its time is that of no
                 other step.

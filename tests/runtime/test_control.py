@@ -127,6 +127,10 @@ def test_decoding_is_never_slower_than_plain_decoding(batch: int, slow_drafts: f
     assert speed > 0.96 * sim.best()
 
 
+PLAIN_STEP = StepOutput(0, "", [7])
+DRAFTED = [StepOutput(0, "", [7] * (num + 1), 3, num) for num in range(4)]  # by accepted drafts
+
+
 class Ways:
     """Steps of set costs, in plain steps of 2 ms; each of three draft tokens is kept at a rate."""
 
@@ -141,12 +145,12 @@ class Ways:
             is_plain = self.controller.plan(active) == PLAIN
             share, left, kept = rate(at), self.batch, []
             for depth in range(4):
-                more = 0 if is_plain or depth == 3 else int(self.rng.binomial(left, share))
+                more = 0 if is_plain or depth == 3 or not left else int(self.rng.binomial(left, share))
                 kept += [depth] * (left - more)
                 left = more
             took = 1.0 if is_plain else cost(at)
             step_s = 0.002 * took * float(np.exp(self.noise * self.rng.normal()))
-            steps = [StepOutput(i, "", [7] * (k + 1), 0 if is_plain else 3, k) for i, k in enumerate(kept)]
+            steps = [PLAIN_STEP] * self.batch if is_plain else [DRAFTED[k] for k in kept]
             tell(self.controller, active, steps, StepTimes(0.0, step_s, step_s))
             total, tokens = total + took, tokens + (1 if is_plain else tokens_of(share, 3))
             drafted.append(not is_plain)
