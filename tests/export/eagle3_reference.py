@@ -18,7 +18,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """x: [heads, nodes, head_dim], positions: [nodes]."""
     half = x.shape[-1] // 2
-    angles = positions[:, None] * theta ** (-torch.arange(half) / half)
+    angles = positions[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     left, right = x[..., :half], x[..., half:]
     return torch.cat((left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()), -1)
 
@@ -52,10 +52,15 @@ class Oracle:
         """Returns the features of the target's streams, [..., target hidden] each."""
         if "fc_norm.0.weight" in self.tensors:
             streams = [self._norm(x, f"fc_norm.{i}") for i, x in enumerate(streams)]
-        return self._linear(torch.cat(tuple(streams), -1), "fc")
+        joined = torch.cat(tuple(streams), -1)
+        return self._linear(self._norm(joined, "input_norm") if "input_norm.weight" in self.tensors else joined, "fc")
 
     def own(
-        self, embedded: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor
+        self,
+        embedded: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        seen: torch.Tensor | Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Returns own features [nodes, hidden].
 
@@ -63,16 +68,18 @@ class Oracle:
             embedded: [nodes, hidden], of the tokens after the features.
             features: [nodes, hidden].
             positions: [nodes] int64.
-            seen: [nodes, nodes] bool.
+            seen: [nodes, nodes] bool; or one for each layer.
         """
+        num = self.config["num_hidden_layers"]
+        masks = [seen] * num if isinstance(seen, torch.Tensor) else seen
         normed = self._norm(features, f"{self.first}.hidden_norm")
         joined = torch.cat((self._norm(embedded, f"{self.first}.input_layernorm"), normed), -1)
         residual = normed if self.config["norm_before_residual"] else features
-        x = self._finish(self.first, residual, self._attend(self.first, joined, positions, seen))
-        for i in range(1, self.config["num_hidden_layers"]):
+        x = self._finish(self.first, residual, self._attend(self.first, joined, positions, masks[0]))
+        for i in range(1, num):
             layer = f"layers.{i}"
             read = self._norm(x, f"{layer}.input_layernorm")
-            x = self._finish(layer, x, self._attend(layer, read, positions, seen))
+            x = self._finish(layer, x, self._attend(layer, read, positions, masks[i]))
         return self._norm(x, "norm") if self.config.get("norm_output") else x
 
     def _attend(self, layer: str, x: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P-EAGLE drafters of tiny sizes, and their forward in numpy over whole texts, from the public description."""
+"""P-EAGLE drafters of tiny sizes, and their forward in float64 over whole texts, from the public description."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
+from tests.export.eagle3_reference import Oracle, causal
 from tests.speculators.eagle_lab import HIDDEN, STREAMS, VOCAB, fitted, texts_of
 
 MASK, NUM_FITTED, DRAFTED, HEADS = 37, 4, 34, 4
+NORMS = ("input_norm.weight", *(f"fc_norm.{i}.weight" for i in range(3)))
 Arrays = dict[str, np.ndarray]
 
 
@@ -59,48 +61,20 @@ def tensors_of(config: Mapping[str, Any], seed: int = 4) -> Arrays:
     return made | {"d2t": chosen - np.arange(DRAFTED)}
 
 
-def norm(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+def oracle(held: Arrays) -> Oracle:
+    """Returns the drafter in float64."""
+    head_dim = len(held["midlayer.self_attn.q_proj.weight"]) // HEADS
+    config = {
+        "num_hidden_layers": 2, "head_dim": head_dim, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "norm_before_residual": False, "norm_output": False,
+    }  # fmt: skip
+    return Oracle(config, {key: torch.from_numpy(np.asarray(array, np.float64)) for key, array in held.items()})
 
 
 def fuse(held: Arrays, states: np.ndarray, *, is_normed: bool = True) -> np.ndarray:
     """Returns features [rows, hidden] of states [rows, 3 * target hidden]."""
-    if is_normed and "fc_norm.0.weight" in held:
-        parts = np.split(states, 3, axis=-1)
-        states = np.concatenate([norm(x, held[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)], -1)
-    if is_normed and "input_norm.weight" in held:
-        states = norm(states, held["input_norm.weight"])
-    return states @ held["fc.weight"].T
-
-
-def _attend(held: Arrays, layer: str, x: np.ndarray, positions: np.ndarray, head_dim: int, window: int) -> np.ndarray:
-    def project(name: str) -> np.ndarray:
-        rows = x @ held[f"{layer}.self_attn.{name}_proj.weight"].T
-        return rows.reshape(len(x), -1, head_dim).transpose(1, 0, 2)
-
-    half = head_dim // 2
-    angles = positions[:, None] * 10000.0 ** (-np.arange(half) / half)
-
-    def rotate(rows: np.ndarray) -> np.ndarray:
-        left, right = rows[..., :half], rows[..., half:]
-        cos, sin = np.cos(angles), np.sin(angles)
-        return np.concatenate((left * cos - right * sin, right * cos + left * sin), -1)
-
-    q, k, v = rotate(project("q")), rotate(project("k")), project("v")
-    k, v = (part.repeat(len(q) // len(part), axis=0) for part in (k, v))
-    scores = q @ k.transpose(0, 2, 1) / np.sqrt(head_dim)
-    rows = np.arange(len(x))
-    is_seen = (rows[:, None] >= rows) & (rows[:, None] - rows < (window or len(x)))
-    scores = np.where(is_seen, scores, -np.inf)
-    probs = np.exp(scores - scores.max(-1, keepdims=True))
-    mixed = (probs / probs.sum(-1, keepdims=True)) @ v
-    return mixed.transpose(1, 0, 2).reshape(len(x), -1) @ held[f"{layer}.self_attn.o_proj.weight"].T
-
-
-def _mlp(held: Arrays, layer: str, x: np.ndarray) -> np.ndarray:
-    y = norm(x, held[f"{layer}.post_attention_layernorm.weight"])
-    gate, up = (y @ held[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (gate / (1 + np.exp(-gate)) * up) @ held[f"{layer}.mlp.down_proj.weight"].T
+    kept = {key: array for key, array in held.items() if is_normed or key not in NORMS}
+    return oracle(kept).fuse(torch.from_numpy(states.astype(np.float64)).chunk(3, -1)).numpy()
 
 
 def forward(
@@ -128,19 +102,15 @@ def forward(
         mask: token of the masks.
         window: of the first layer's attention, 0: none.
     """
-    held = {key: array.astype(np.float64) for key, array in held.items()}
-    known = fuse(held, states.astype(np.float64))
+    drafter, known = oracle(held), torch.from_numpy(fuse(held, states))
     own = fuse(held, held["mask_hidden"].reshape(1, -1)) if mask_feature is None else mask_feature
-    features = np.concatenate((known[:-1], own.repeat(stale, 0), known[-1:], own.repeat(num_masks, 0)))
-    read = [*tokens[:-1], *[mask] * stale, tokens[-1], *[mask] * num_masks]
-    positions = np.arange(len(read)) + shift * (np.arange(len(read)) >= len(read) - num_masks)
-    head_dim = len(held["midlayer.self_attn.q_proj.weight"]) // HEADS
-    embedded = norm(held["embed_tokens.weight"][read], held["midlayer.input_layernorm.weight"])
-    both = np.concatenate((embedded, norm(features, held["midlayer.hidden_norm.weight"])), -1)
-    x = _mlp(held, "midlayer", features + _attend(held, "midlayer", both, positions, head_dim, window))
-    y = norm(x, held["layers.1.input_layernorm.weight"])
-    x = _mlp(held, "layers.1", x + _attend(held, "layers.1", y, positions, head_dim, 0))
-    return norm(x, held["norm.weight"])[len(read) - 1 - num_masks :]
+    masks = torch.from_numpy(np.asarray(own, np.float64))
+    features = torch.cat((known[:-1], masks.repeat(stale, 1), known[-1:], masks.repeat(num_masks, 1)))
+    read = torch.tensor([*tokens[:-1], *[mask] * stale, tokens[-1], *[mask] * num_masks])
+    num = len(read)
+    positions = torch.arange(num) + shift * (torch.arange(num) >= num - num_masks)
+    embedded, seen = drafter.tensors["embed_tokens.weight"][read], (causal(num, window), causal(num))
+    return drafter.scored(drafter.own(embedded, features, positions, seen))[num - 1 - num_masks :].numpy()
 
 
 def probs_after(held: Arrays, *args: Any, **faults: Any) -> np.ndarray:
