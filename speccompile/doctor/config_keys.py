@@ -74,13 +74,13 @@ _OF_ROTARY = (
 _IMAGES = ("mrope", "mrope_section", "mrope_interleaved")  # positions of images: a text's are the default ones
 
 
-def plain_rotary(held: Mapping[str, Any], kinds: Any) -> dict[str, Any]:
+def plain_rotary(rotary: Mapping[str, Any], kinds: Any) -> dict[str, Any]:
     """Returns the rotary parameters of all layers: those of the one kind that there is, where they are by kind."""
-    by_kind = {kind: rope for kind, rope in held.items() if isinstance(rope, Mapping)}
+    by_kind = {kind: rope for kind, rope in rotary.items() if isinstance(rope, Mapping)}
     used = set(kinds) if isinstance(kinds, list) and kinds else set(by_kind)
     if by_kind and used <= by_kind.keys() and all(by_kind[kind] == by_kind[min(used)] for kind in used):
-        held = by_kind[min(used)]
-    rope = {name: value for name, value in held.items() if name not in _IMAGES}
+        rotary = by_kind[min(used)]
+    rope = {name: value for name, value in rotary.items() if name not in _IMAGES}
     return rope | {name: "default" for name in ("type", "rope_type") if rope.get(name) in _IMAGES}
 
 

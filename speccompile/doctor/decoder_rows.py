@@ -113,8 +113,8 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("hidden_activation") is not None:  # Gemma's name for it
         made.setdefault("hidden_act", config["hidden_activation"])
     for name in ROTARY:
-        if isinstance(held := made.get(name), Mapping):
-            made[name] = plain_rotary(held, config.get("layer_types"))
+        if isinstance(rotary := made.get(name), Mapping):
+            made[name] = plain_rotary(rotary, config.get("layer_types"))
     return made
 
 

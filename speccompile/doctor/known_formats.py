@@ -42,12 +42,12 @@ KNOWN = (
 
 def known_format(config: Mapping[str, Any], keys: Iterable[str]) -> KnownFormat | None:
     """Returns the layout of a checkpoint that is not supported yet; None when it is none of these."""
-    held = list(keys)
+    names = list(keys)
     for known in KNOWN:
         if any(config.get(key) is not None for key in known.config_marks):
             return known
         if any(lookup(config, key) in values for key, values in known.config_values):
             return known
-        if any(re.search(mark, key) for mark in known.marks for key in held):
+        if any(re.search(mark, key) for mark in known.marks for key in names):
             return known
     return None

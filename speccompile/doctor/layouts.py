@@ -179,25 +179,25 @@ class Format:
         if self.config_prefix is not None:
             return self.config_prefix(config)
         patterns = [re.compile(m) for m in self.marks] + [_pattern(row.key) for row in self.rows]
-        held = list(keys)
+        names = list(keys)
         for prefix in sorted(self.prefixes, key=len, reverse=True):
-            if any(k.startswith(prefix) and any(p.search(k[len(prefix) :]) for p in patterns) for k in held):
+            if any(k.startswith(prefix) and any(p.search(k[len(prefix) :]) for p in patterns) for k in names):
                 return prefix
         return self.prefixes[0]
 
     def is_in(self, config: Mapping[str, Any], keys: Iterable[str]) -> bool:
         """Whether a checkpoint has this layout, judged by its marks."""
-        held = list(keys)
-        if any(re.search(pattern, key) for pattern in self.without for key in held):
+        names = list(keys)
+        if any(re.search(pattern, key) for pattern in self.without for key in names):
             return False
         if self.is_named(config):
             return True
-        tails = [k[len(p) :] for p in self.prefixes for k in held if k.startswith(p)]
+        tails = [k[len(p) :] for p in self.prefixes for k in names if k.startswith(p)]
         return any(re.search(mark, tail) for mark in self.marks for tail in tails)
 
     def is_named(self, config: Mapping[str, Any]) -> bool:
-        held = [(lookup(config, key), value) for key, value in self.config_marks]
-        return any(got is not None if value is ANY else got == value for got, value in held)
+        pairs = [(lookup(config, key), value) for key, value in self.config_marks]
+        return any(got is not None if value is ANY else got == value for got, value in pairs)
 
     def expand(self, sizes: Mapping[str, int | None], prefix: str = "") -> dict[str, Expected]:
         """Returns the keys at given sizes."""
@@ -291,8 +291,8 @@ class Case:
 
     def own_keys(self) -> list[str]:
         """Returns the keys of the speculator: neither those of another model in the same files nor ignored ones."""
-        held = [k for k in self.files.headers if k.startswith(self.prefix) or not self.layout.has_others]
-        return [k for k in held if not any(re.search(p, k) for p in self.layout.ignored)]
+        keys = [k for k in self.files.headers if k.startswith(self.prefix) or not self.layout.has_others]
+        return [k for k in keys if not any(re.search(p, k) for p in self.layout.ignored)]
 
     def key_of(self, name: str) -> str | None:
         return next((e.key for e in self.expected.values() if e.name == name and e.key in self.files.headers), None)

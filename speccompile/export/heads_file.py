@@ -36,12 +36,22 @@ def read_heads(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, to
     path = folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(str(path), "no such file", "the weights of a speculator", "Check the folder.")
-    held = load_file(path)
-    missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted))
-    wrong = sorted(k for k in set(held) & set(wanted) if held[k].shape != wanted[k].shape)
+    stored, expected = load_file(path), f"{len(wanted)} tensors as {CONFIG} implies"
     todo = "Config and weights do not belong together: correct config.json, or fetch the folder again."
+    check_tensors(str(path), wanted, stored, expected, todo)
+    return {k: (v.float() if v.is_floating_point() else v) for k, v in stored.items()}
+
+
+def check_tensors(
+    where: str, wanted: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], expected: str, todo: str
+) -> None:
+    """Refuses tensors that are not exactly the wanted ones, in names and shapes.
+
+    Raises:
+        CheckpointError: one is missing, left over or of another shape.
+    """
+    missing, extra = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
+    wrong = sorted(k for k in set(stored) & set(wanted) if stored[k].shape != wanted[k].shape)
     for names, got in ((missing, "missing"), (extra, "left over"), (wrong, "of another shape")):
         if names:
-            expected = f"{len(wanted)} tensors as {CONFIG} implies"
-            raise CheckpointError(str(path), f"{names[0]} {got} ({len(names)} such tensors)", expected, todo)
-    return {k: (v.float() if v.is_floating_point() else v) for k, v in held.items()}
+            raise CheckpointError(where, f"{names[0]} {got} ({len(names)} such tensors)", expected, todo)

@@ -145,9 +145,9 @@ class DraftSource(_BlockSource):
             got, todo = f"ranks up to {options.least_candidates - 1}", "Correct the tree, or raise slot_candidates."
             expected = f"ranks below {self.num_candidates}, the candidates of a slot"
             raise RecipeError("speculator.tree", got, expected, todo)
-        held = {e.name for e in self.case.expected.values() if e.key in self.case.files.headers}
-        self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= held
-        if EMBEDDINGS not in held and self.dims.hidden_size != self.dims.target_hidden_size:
+        stored = {e.name for e in self.case.expected.values() if e.key in self.case.files.headers}
+        self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= stored
+        if EMBEDDINGS not in stored and self.dims.hidden_size != self.dims.target_hidden_size:
             got, expected = f"a hidden size of {self.dims.hidden_size}", f"{self.dims.target_hidden_size}"
             todo = "It has no embeddings of its own, and the target's have another width."
             raise CheckpointError(str(self.folder), got, expected, todo)

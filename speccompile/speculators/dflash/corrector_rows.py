@@ -27,8 +27,8 @@ def corrector_sizes() -> tuple[Size, ...]:
     def size(name: str, field: str, stored: str = "", axis: int = 0, count: str = "") -> Size:
         key = CORRECTOR_KEYS[field][0] if field else ""
         keys = (f"{NESTED}.{key}", key) if key else ()
-        held = ((rf"^{_STEM}\.{stored}$", axis),) if stored else ()
-        return Size(name, keys, held, count, default=0, least=0)
+        stored_in = ((rf"^{_STEM}\.{stored}$", axis),) if stored else ()
+        return Size(name, keys, stored_in, count, default=0, least=0)
 
     return (
         flag("has_corrector", present=rf"^{_STEM}\."),

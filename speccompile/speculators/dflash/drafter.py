@@ -22,8 +22,8 @@ _TODO = "Complete or correct config.json."
 def value_of(config: Mapping[str, Any], name: str) -> Any:
     """Returns a value of `dflash_config`, else of the top level; None where neither has one."""
     nested = config.get(NESTED)
-    held = nested.get(name) if isinstance(nested, Mapping) else None
-    return config.get(name) if held is None else held
+    inner = nested.get(name) if isinstance(nested, Mapping) else None
+    return config.get(name) if inner is None else inner
 
 
 @dataclass(frozen=True)

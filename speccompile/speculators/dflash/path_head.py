@@ -68,14 +68,14 @@ def make_step(head: PathHead, hidden: int, weights: Mapping[str, torch.Tensor] |
     Args:
         weights: by the names of our layout; None: random ones.
     """
-    held = None
+    own = None
     if weights is not None:
         gates = (("token_gates", "i"), ("state_gates", "h"))
-        held = {f"{name}.weight": weights[_GRU.format(side)] for name, side in gates}
-        held["inner.weight"] = weights[_INNER][:, hidden:].contiguous()
+        own = {f"{name}.weight": weights[_GRU.format(side)] for name, side in gates}
+        own["inner.weight"] = weights[_INNER][:, hidden:].contiguous()
     with torch.device("meta"):
         step = PathStep(hidden, head)
-    fill_weights(step, held)
+    fill_weights(step, own)
     return step.eval()
 
 

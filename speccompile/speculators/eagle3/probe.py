@@ -61,9 +61,9 @@ class Eagle3Probe:
             )
         ]
         for name in ("norm_before_residual", "norm_output"):
-            held = bool(self.config.get(name))
+            stated_value = bool(self.config.get(name))
             todo = f"Correct {name} in config.json: {{value}}."
-            found.append(Convention(name, case.where_in_config(name), held, (not held,), todo))
+            found.append(Convention(name, case.where_in_config(name), stated_value, (not stated_value,), todo))
         for name in ("norm_before_fc", "fc_norm"):
             if self.config.get(name):
                 todo = f"Remove the norm's weights, and correct {name} in config.json: {{value}}."
@@ -76,14 +76,14 @@ class Eagle3Probe:
         return (*found, rotary_convention(case), *base_convention(case, self.config, parts.config))
 
     def _weights(self, reading: Reading) -> Weights:
-        held = self.weights
+        weights = self.weights
         if reading["rotary"] != HALVES:
-            held = halved_heads(held, self.dims.head_dim)
+            weights = halved_heads(weights, self.dims.head_dim)
         if reading["concat"] != "embedding_first":
-            held = swapped_inputs(held, _MIXED)
+            weights = swapped_inputs(weights, _MIXED)
         if reading.get("d2t") == "ids":
-            held = ids_as_offsets(held)
-        return held
+            weights = ids_as_offsets(weights)
+        return weights
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
         """See `speccompile.doctor.probe.Probe`."""

@@ -41,11 +41,11 @@ def check_config(case: Case) -> Iterator[Finding]:
 
 def check_residual(case: Case) -> Iterator[Finding]:
     """Yields a finding for a missing switch, whose default differs between the format's readers but for P-EAGLE."""
-    held = case.config.get("norm_before_residual")
-    if held is None and case.config.get("speculators_model_type") == PEAGLE:
+    switch = case.config.get("norm_before_residual")
+    if switch is None and case.config.get("speculators_model_type") == PEAGLE:
         return
-    if not isinstance(held, bool):
-        where, got = case.where_in_config("norm_before_residual"), repr(held)
+    if not isinstance(switch, bool):
+        where, got = case.where_in_config("norm_before_residual"), repr(switch)
         todo = "vLLM takes true, the speculators library false: give what it was trained with, in config.json or --set."
         yield finding("error", where, got, "true or false", todo)
 

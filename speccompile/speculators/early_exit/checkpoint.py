@@ -126,10 +126,10 @@ class ExitSource:
     def digests(self) -> dict[str, str]:
         """Returns the digests of the target's config and weights, and of the head's."""
         weights = self.context.weights
-        held = {f"target/{n}": d for n, d in digests_from_checkpoint(self.folder, weights, WEIGHT_FILES).items()}
+        made = {f"target/{n}": d for n, d in digests_from_checkpoint(self.folder, weights, WEIGHT_FILES).items()}
         if self.head_folder is not None:
-            held |= digests_from_checkpoint(self.head_folder, weights, SPECULATOR_FILES)
-        return held
+            made |= digests_from_checkpoint(self.head_folder, weights, SPECULATOR_FILES)
+        return made
 
     def counts(self) -> WeightCounts | None:
         """Returns None: the target's config.json and the sizes are enough."""
@@ -153,8 +153,8 @@ class ExitSource:
             sizes = ExitSizes(dims.hidden_size, dims.vocab_size, dims.num_layers, dims.adapter_size, dims.rms_norm_eps)
             head = make_head(sizes, weights)
 
-        def prepare(model: Any, held: ModelDims) -> ModelDims:
-            return cut_model(model, held, dims.num_layers, head)
+        def prepare(model: Any, sizes: ModelDims) -> ModelDims:
+            return cut_model(model, sizes, dims.num_layers, head)
 
         graph, made = self.target.export_changed(prepare, progress)
         return graph, replace(dims, num_params=made.num_params)

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from speccompile.checkpoints.config_values import plain_values
 from speccompile.checkpoints.model_config import config_errors
-from speccompile.errors import CheckpointError
 from speccompile.export.adapters import adapt_model
 from speccompile.export.attention import cross_attention
+from speccompile.export.heads_file import check_tensors
 from speccompile.export.tree_drafters import Above, take
 
 IMPLEMENTATION = "speccompile_reader"  # the name under which transformers finds `read_rows`
@@ -240,24 +240,19 @@ def _text_model(fields: Mapping[str, Any]) -> Any:
 def _random(assistant: nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(RANDOM_SEED)
     state = {}
-    for name, held in assistant.state_dict().items():
-        if not held.dtype.is_floating_point:
-            state[name] = torch.arange(held.numel(), dtype=held.dtype).view(held.shape)
-        elif held.dim() > 1:
-            state[name] = torch.empty(held.shape).normal_(0, 0.02, generator=generator)
+    for name, weight in assistant.state_dict().items():
+        if not weight.dtype.is_floating_point:
+            state[name] = torch.arange(weight.numel(), dtype=weight.dtype).view(weight.shape)
+        elif weight.dim() > 1:
+            state[name] = torch.empty(weight.shape).normal_(0, 0.02, generator=generator)
         else:
-            state[name] = torch.ones(held.shape)
+            state[name] = torch.ones(weight.shape)
     return state
 
 
 def _fitted(where: str, assistant: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    wanted, held = assistant.state_dict(), dict(weights)
-    held.setdefault("lm_head.weight", held["model.embed_tokens.weight"])
-    missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted))
-    wrong = sorted(name for name in set(held) & set(wanted) if held[name].shape != wanted[name].shape)
-    for names, got in ((missing, "missing"), (extra, "left over"), (wrong, "of another shape")):
-        if names:
-            todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
-            expected = "the weights of a Gemma 4 assistant of this config"
-            raise CheckpointError(where, f"{names[0]} {got} ({len(names)} such weights)", expected, todo)
-    return {n: t.float() if t.dtype.is_floating_point else t.long() for n, t in held.items()}
+    stored, expected = dict(weights), "the weights of a Gemma 4 assistant of this config"
+    stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])
+    todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
+    check_tensors(where, assistant.state_dict(), stored, expected, todo)
+    return {n: t.float() if t.dtype.is_floating_point else t.long() for n, t in stored.items()}

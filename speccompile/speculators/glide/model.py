@@ -239,9 +239,9 @@ def make_drafter(sizes: GlideDims, weights: Mapping[str, torch.Tensor] | None, n
         drafter = Glide(sizes)
     lm_head = None
     if weights is not None:
-        held = {name: tensor.to(torch.float32) for name, tensor in weights.items()}
-        lm_head = held.pop(LM_HEAD, None)
-        drafter.load_state_dict(held)
+        tensors = {name: tensor.to(torch.float32) for name, tensor in weights.items()}
+        lm_head = tensors.pop(LM_HEAD, None)
+        drafter.load_state_dict(tensors)
         shared = LM_HEAD in weights and torch.equal(weights[LM_HEAD], weights["model.embed_tokens.weight"])
         lm_head = None if shared else lm_head
     return CompiledGlide(drafter, lm_head, num_positions)

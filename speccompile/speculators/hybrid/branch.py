@@ -109,12 +109,12 @@ class Branches:
         estimate = self.estimate
         self._found = [None if f is None else find_branch(tree, slot, f, estimate) for slot, f in enumerate(found)]
         branches = [b or Branch([], [], [], [], int(tree.num_nodes[s])) for s, b in enumerate(self._found)]
-        held = int(tree.num_nodes.max()) - 1
+        num_own = int(tree.num_nodes.max()) - 1
         ranked = [sorted(branch.probs, reverse=True) for branch in branches]
-        most = min(max(map(len, ranked)), self.budget.max_nodes - held)
+        most = min(max(map(len, ranked)), self.budget.max_nodes - num_own)
         gains = [sum(probs[at] for probs in ranked if at < len(probs)) for at in range(most)]
-        num, _, _ = self.budget.best(gains, tree.batch, spent_ms, held=held, expected=expected)
-        return with_branches(tree, branches, num - held) if num > held else tree
+        num, _, _ = self.budget.best(gains, tree.batch, spent_ms, held=num_own, expected=expected)
+        return with_branches(tree, branches, num - num_own) if num > num_own else tree
 
     def learn(self, tree: TokenTree, verdict: Verdict) -> None:
         """Learns from the verdict on the scored tree."""

@@ -136,13 +136,13 @@ class HybridProposer:
         """Returns how many rows no drafter needs again: all go on from the same one."""
         self._make_parts(sequence)
         pairs = [(drafter.proposer, part) for drafter, part in zip(self.drafters, sequence.draft_state, strict=True)]
-        held = [proposer.resume(slot, part, num_rows) for proposer, part in pairs]
-        while (least := min(held)) < max(held):
+        num_kept = [proposer.resume(slot, part, num_rows) for proposer, part in pairs]
+        while (least := min(num_kept)) < max(num_kept):
             for index, (proposer, part) in enumerate(pairs):
-                if held[index] > least:  # some keep one row less than they are given
-                    held[index] = proposer.resume(slot, part, least + 1)
-                if held[index] > least:
-                    held[index] = proposer.resume(slot, part, least)
+                if num_kept[index] > least:  # some keep one row less than they are given
+                    num_kept[index] = proposer.resume(slot, part, least + 1)
+                if num_kept[index] > least:
+                    num_kept[index] = proposer.resume(slot, part, least)
         return least
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:

@@ -107,7 +107,7 @@ def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None) ->
             for parameter in heads.parameters():
                 parameter.normal_(0, sizes.hidden_size**-0.5, generator=generator)
     else:
-        wanted = heads.state_dict()
-        held = {name: nn.Parameter(weights[name].to(torch.float32), requires_grad=False) for name in wanted}
-        heads.load_state_dict(held, assign=True)
+        names = heads.state_dict()
+        parameters = {name: nn.Parameter(weights[name].to(torch.float32), requires_grad=False) for name in names}
+        heads.load_state_dict(parameters, assign=True)
     return heads

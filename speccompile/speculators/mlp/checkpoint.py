@@ -87,8 +87,8 @@ def _check_widths(case: Case) -> Iterator[Finding]:
 
 def _check_first_copies(case: Case) -> Iterator[Finding]:
     if not case.sizes.get("is_tied") and (case.sizes.get("num_heads") or 0) > 1:
-        held = {k[len(case.prefix) :] for k in case.files.headers}
-        stored = sorted(k for k in held if k.startswith(("emb.", "head.")))
+        names = {k[len(case.prefix) :] for k in case.files.headers}
+        stored = sorted(k for k in names if k.startswith(("emb.", "head.")))
         if stored == ["emb.0.weight", "head.0.weight"]:
             got = "false, and the files hold the weights of the first head only"
             todo = "Use --set tie_weights=true if the heads share their weights; else fetch the folder again."

@@ -125,6 +125,6 @@ def heads_from_weights(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor]) -
     """Returns heads in float32 of weights by published name without prefix, shared ones under their first name."""
     with torch.device("meta"):
         heads = MlpHeads(sizes)
-    held = {n: nn.Parameter(weights[n].to(torch.float32), requires_grad=False) for n, _ in heads.named_parameters()}
-    heads.load_state_dict(held, strict=False, assign=True)
+    own = {n: nn.Parameter(weights[n].to(torch.float32), requires_grad=False) for n, _ in heads.named_parameters()}
+    heads.load_state_dict(own, strict=False, assign=True)
     return heads.eval()

@@ -90,8 +90,8 @@ def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
 
 def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
     heads = random_heads(sizes)
-    held = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
-    return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in held.items()})
+    tensors = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
+    return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
 
 
 class MlpTrainer:

@@ -82,8 +82,8 @@ def _ours_from(scope: str) -> Callable[[Case], dict[str, Any]]:
     """Returns the layout's `ours`, whose layer is described in an object of its config; empty: by the config itself."""
 
     def ours(case: Case) -> dict[str, Any]:
-        held = case.config.get(scope) if scope else case.config
-        return config_of_layer(held if isinstance(held, Mapping) else {}, case.config)
+        layer = case.config.get(scope) if scope else case.config
+        return config_of_layer(layer if isinstance(layer, Mapping) else {}, case.config)
 
     return ours
 
@@ -266,8 +266,8 @@ class DraftSource(SpeculatorSource):
             ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size),
         )
         check_agreement(job.model, agreement)
-        held = {e.name for e in case.expected.values() if e.key in case.files.headers}
-        self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= held
+        stored = {e.name for e in case.expected.values() if e.key in case.files.headers}
+        self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= stored
 
     @property
     def _options(self) -> MtpOptions:

@@ -18,11 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speccompile.checkpoints.config_values import plain_values
 from speccompile.checkpoints.model_config import config_errors
 from speccompile.checkpoints.target_tables import TargetTables
-from speccompile.errors import CheckpointError, ExportError
+from speccompile.errors import ExportError
 from speccompile.export import attention
 from speccompile.export.adapters import adapt_model, is_adapted
 from speccompile.export.draft_vocab import cut_linear
 from speccompile.export.feature_draft import FeatureBody, fill_weights
+from speccompile.export.heads_file import check_tensors
 from speccompile.export.layer_changes import replace_layers
 from speccompile.graph_kinds.features import FeatureDims
 from speccompile.speculators.mtp.block_rows import FAMILY
@@ -173,8 +174,8 @@ def make_body(
         _zero_buffers(body)
         return body.eval()
     own = fitted_weights(where, body.module, config, weights)
-    held = {**shared, **{name: weights[name] for name in (EMBEDDINGS, LM_HEAD) if name in weights}}
-    fill_weights(body, {f"module.{name}": tensor for name, tensor in own.items()}, held)
+    tables_and_head = {**shared, **{name: weights[name] for name in (EMBEDDINGS, LM_HEAD) if name in weights}}
+    fill_weights(body, {f"module.{name}": tensor for name, tensor in own.items()}, tables_and_head)
     for name, buffer in body.module.named_buffers():
         buffer.copy_(own[name])
     return body.eval()
@@ -196,17 +197,12 @@ def fitted_weights(
     Raises:
         CheckpointError: one is missing, left over or of another shape.
     """
-    wanted = module.state_dict()
-    held = {name: tensor for name, tensor in weights.items() if name not in (EMBEDDINGS, LM_HEAD)}
-    missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted))
-    wrong = sorted(name for name in set(held) & set(wanted) if held[name].shape != wanted[name].shape)
+    stored = {name: tensor for name, tensor in weights.items() if name not in (EMBEDDINGS, LM_HEAD)}
     todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
-    for names, got in ((missing, "missing"), (extra, "left over"), (wrong, "of another shape")):
-        if names:
-            expected = f"the weights of a layer of {config[_LAYER].get('model_type')}"
-            raise CheckpointError(where, f"{names[0]} {got} ({len(names)} such weights)", expected, todo)
+    expected = f"the weights of a layer of {config[_LAYER].get('model_type')}"
+    check_tensors(where, module.state_dict(), stored, expected, todo)
     shift = stored_offset(config) - module.class_offset
-    return {n: t.float() + shift if shift and is_norm(n) else t.float() for n, t in held.items()}
+    return {n: t.float() + shift if shift and is_norm(n) else t.float() for n, t in stored.items()}
 
 
 def stored_offset(config: Mapping[str, Any]) -> float:

@@ -63,8 +63,8 @@ class TrainableMtp(nn.Module):
     def save(self, folder: Path) -> None:
         """Writes the `mtp.*` layout: the module alone, or the target's files with the module inside."""
         shift = self.module.class_offset - stored_offset(self.config)
-        held = self.module.state_dict()
-        tensors = {PREFIX + name: tensor + shift if is_norm(name) else tensor for name, tensor in held.items()}
+        state = self.module.state_dict()
+        tensors = {PREFIX + name: tensor + shift if is_norm(name) else tensor for name, tensor in state.items()}
         if self.into is None:
             write_heads(folder, self.config, tensors)
         else:

@@ -94,12 +94,12 @@ class Prophet(nn.Module):
 
     def begin(self, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns keys and values of each layer for the target's state, position 0: hidden [batch, target hidden]."""
-        x, held = self.input_proj(hidden)[:, None], []
+        x, past = self.input_proj(hidden)[:, None], []
         positions = torch.zeros(1, 1, dtype=torch.int64, device=x.device)
         for layer in self.layers:
             x, kept = layer(x, positions, None, None)
-            held.append(kept)
-        return held
+            past.append(kept)
+        return past
 
     def step(
         self, index: int, embedded: torch.Tensor, held: list[tuple[torch.Tensor, torch.Tensor]]
@@ -209,8 +209,8 @@ def make_expander(
         torch.manual_seed(RANDOM_SEED)
         heads = Prophet(sizes)
     if weights is not None:
-        held = {k: nn.Parameter(weights[k].to(torch.float32), requires_grad=False) for k in heads.state_dict()}
-        heads.load_state_dict(held, assign=True)
+        parameters = {k: nn.Parameter(weights[k].to(torch.float32), requires_grad=False) for k in heads.state_dict()}
+        heads.load_state_dict(parameters, assign=True)
     heads.requires_grad_(False)
     if sizes.uses_target_embeddings:
         assert tables is not None

@@ -48,9 +48,9 @@ class TrainableProphet(nn.Module):
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns a chain, drafted token by token."""
-        held, token, drafted = self.heads.begin(batch.hidden[:, -1].float()), batch.tokens[0, -1], []
+        past, token, drafted = self.heads.begin(batch.hidden[:, -1].float()), batch.tokens[0, -1], []
         for index in range(num):
-            state, held = self.heads.step(index, self.embeddings[token][None, None], held)
+            state, past = self.heads.step(index, self.embeddings[token][None, None], past)
             token = (state @ self.lm_head.T).argmax(-1)[0]
             drafted.append(token)
         return torch.stack(drafted)
