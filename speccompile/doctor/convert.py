@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.checkpoints.tensor_files import NUMPY_TYPES, TensorFiles, files_from_tensors
-from speccompile.doctor.doctor import Checkpoint, findings_from_case, make_case, ours_from_case
+from speccompile.doctor.doctor import Checkpoint, canonical_from_case, findings_from_case, make_case
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Format, Target
 from speccompile.errors import CheckpointError, RecipeError
@@ -56,7 +56,7 @@ def write_case(folder: Path, layout: Format, case: Case) -> None:
         folder: exists and is empty; the caller publishes it atomically.
         case: one for which `convertible` finds nothing; padding rows of the vocabulary are cut.
     """
-    config, tensors = ours_from_case(case)
+    config, tensors = canonical_from_case(case)
     if _extra_rows(case):
         config, tensors = _cut_vocabulary(case, config, tensors)
     write_speculator(folder, layout, config, tensors, case.target)
@@ -85,7 +85,7 @@ def write_speculator(
     """Write config.json and model.safetensors.
 
     Args:
-        tensors: by the names of our layout; dtypes are kept.
+        tensors: by the names of the canonical layout; dtypes are kept.
         target: the model that the layout's config names.
 
     Raises:
@@ -102,17 +102,17 @@ def write_speculator(
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _named(layout: Format, config: Mapping[str, Any], ours: TensorFiles, folder: Path) -> TensorFiles:
-    probe = make_case(Checkpoint(folder, config, ours, layout), layout)
+def _named(layout: Format, config: Mapping[str, Any], stored: TensorFiles, folder: Path) -> TensorFiles:
+    probe = make_case(Checkpoint(folder, config, stored, layout), layout)
     expected = layout.expand(probe.sizes, layout.prefixes[0])
     kept: dict[str, torch.Tensor] = {}
-    left = set(ours.headers)
+    left = set(stored.headers)
     for want in expected.values():
-        if want.name not in ours.headers:
+        if want.name not in stored.headers:
             continue
         left.discard(want.name)
         if not want.fallback or want.row.may_differ:
-            kept[want.key] = ours.tensor(want.name)
+            kept[want.key] = stored.tensor(want.name)
     if left:
         got, todo = f"{sorted(left)[0]} ({len(left)} such)", "Choose a layout that has it."
         raise CheckpointError(layout.label, got, "tensors that the layout has", todo)

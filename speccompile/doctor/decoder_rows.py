@@ -72,7 +72,7 @@ def decoder_rows(
 
     Args:
         layer: template of their prefix, without the last dot.
-        name: `layer` in our layout; the same by default.
+        name: `layer` in the canonical layout; the same by default.
         qkv_input: size from which queries, keys and values are projected.
     """
 

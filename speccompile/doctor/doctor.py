@@ -286,19 +286,19 @@ def check_speculator(
 def read_speculator(
     folder: Path, formats: Sequence[Format], *, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout of the method, whatever layout the folder has.
+    """Returns config and weights in the canonical layout of the method, whatever layout the folder has.
 
     Returns:
-        The config, and tensors by the names of our layout; mapped from the files, shared ones as one tensor.
+        The config, and tensors by the names of the canonical layout; mapped from the files, shared ones as one tensor.
 
     Raises:
         CheckpointError: the first fault, with a hint at the doctor.
     """
-    return ours_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
+    return canonical_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
 
 
-def ours_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in our layout; see `read_speculator`. The case must be free of errors."""
+def canonical_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns config and weights in the canonical layout; see `read_speculator`. The case must be free of errors."""
     import torch
 
     layout = case.layout

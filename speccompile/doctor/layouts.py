@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint layouts as tables: the sizes a config gives, and a row for every kind of key. Needs no torch.
 
-A layout declares its keys; each row also has the key's name in our layout of the same method, so that one table serves
-to find, check, read, write and convert.
+A layout declares its keys; each row also has the key's name in the canonical layout of the same method, so that one
+table serves to find, check, read, write and convert.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Row:
     Args:
         key: template; names in braces are numbered, see `over`.
         over: (name in braces, size, first number): it counts from there up to the size.
-        name: template of the key in our layout; the same as `key` by default.
+        name: template of the key in the canonical layout; the same as `key` by default.
         need: name of a size; without it, or with 0, the key must not be there. "!" before it negates that.
-        fallback: template of the key in our layout whose tensor is used where it is missing (shared weights).
+        fallback: template of the key in the canonical layout whose tensor is used where it is missing (shared weights).
         is_derived: a missing one is computed by the layout's `complete`.
         table: the target's (`target_tables.EMBEDDINGS` or `LM_HEAD`) of which it is a copy, or which stands in for it.
     """
@@ -143,9 +143,9 @@ class Format:
         has_others: keys without the prefix belong to another model in the same files.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
         ignored: patterns of keys without meaning: buffers, copies.
-        ours: the layout's config as that of our layout.
+        ours: the layout's config as that of the canonical layout.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
-        complete: computes missing derived tensors from the config and tensors of our layout.
+        complete: computes missing derived tensors from the config and tensors of the canonical layout.
         reads: keys of the config that are read beside those of sizes, a dot leads into an object; None: the config is
             another model's as well, and not compared.
         fixed: values that keys may have whose meaning is fixed here, by the last part of their name.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from speccompile.doctor.doctor import ours_from_case
+from speccompile.doctor.doctor import canonical_from_case
 from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention
 from speccompile.errors import CheckpointError
@@ -23,7 +23,7 @@ _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias", "q_n
 
 def read_case(case: Case) -> tuple[dict[str, Any], Weights]:
     """Returns config and weights of a checkpoint in our layout, floats in float32."""
-    config, tensors = ours_from_case(case)
+    config, tensors = canonical_from_case(case)
     return config, {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
 
 

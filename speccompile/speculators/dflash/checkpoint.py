@@ -139,8 +139,8 @@ class DraftSource(_BlockSource):
             todo = "Draft fewer tokens with speculator.num_draft_tokens or tree."
             raise RecipeError("speculator.num_draft_tokens", got, f"at most {most}, the drafter's block", todo)
         self.num_drafts = max(min(options.num_drafts, most, context.max_draft_nodes), 1)
-        wanted = options.num_candidates or self.drafter.num_candidates or _NUM_CANDIDATES
-        self.num_candidates = min(wanted, self.dims.draft_vocab_size)
+        num_candidates = options.num_candidates or self.drafter.num_candidates or _NUM_CANDIDATES
+        self.num_candidates = min(num_candidates, self.dims.draft_vocab_size)
         if self.num_candidates < options.least_candidates:
             got, todo = f"ranks up to {options.least_candidates - 1}", "Correct the tree, or raise slot_candidates."
             expected = f"ranks below {self.num_candidates}, the candidates of a slot"

@@ -89,7 +89,7 @@ class LatticeCorrector(nn.Module):
         """Returns scores [batch, slots, candidates before, candidates]; all rows of slot 0 are alike.
 
         Args:
-            embedded: [batch, slots, candidates, width], the target's embeddings of the candidates, likeliest first.
+            embedded: [batch, slots, candidates, width], the target's embeddings of candidates, by falling probability.
             log_probs: [batch, slots, candidates], of the drafter's softmax over the whole vocabulary.
             hidden: [batch, slots, width], what the LM head reads.
             anchors: [batch, width], the feature of the newest position that the target has read.
@@ -101,8 +101,8 @@ class LatticeCorrector(nn.Module):
         for layer in self.layers:
             x = layer(x, bias)
         x, anchor = self.output_norm(x), self.anchor_norm(self.context_proj(anchors))
-        beside = anchor[:, None, None].expand_as(x)
-        x = functional.silu(self.factor_input_proj(torch.cat((x, beside, x * beside), -1)))
+        root_rows = anchor[:, None, None].expand_as(x)
+        x = functional.silu(self.factor_input_proj(torch.cat((x, root_rows, x * root_rows), -1)))
         into = self._unit(self.in_head(x))
         out_of = self._unit(self.out_head(x))[:, :-1]
         root = self._unit(self.anchor_out_head(anchor))[:, None, None].expand(-1, -1, num, -1)

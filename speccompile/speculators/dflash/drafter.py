@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a drafter computes, as its config.json in our layout (z-lab's) says. Needs no torch.
+"""How a drafter computes, as its config.json in the canonical layout (z-lab's) says. Needs no torch.
 
 What is given in `dflash_config` comes before the same key at the top level.
 """
@@ -242,13 +242,13 @@ def variant_of(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
     if is_lilicorr and is_domino:
         return "projector_type", "Domino beside LiLiCorr", "one of them"
     head = "LiLiCorr" if is_lilicorr else "Domino"
-    beside = (*(_BESIDE if is_lilicorr or is_domino else ()), *((_SLOTS,) if is_lilicorr else ()))
-    for name, known, label, expected in (*_VARIANTS, *beside):
+    conflicts = (*(_BESIDE if is_lilicorr or is_domino else ()), *((_SLOTS,) if is_lilicorr else ()))
+    for name, known, label, expected in (*_VARIANTS, *conflicts):
         if (value := value_of(config, name)) not in known:
-            is_beside = (name, known, label, expected) in beside
-            return name, f"{value!r}: {label}{f' beside {head}' if is_beside else ''}", expected
+            is_conflict = (name, known, label, expected) in conflicts
+            return name, f"{value!r}: {label}{f' beside {head}' if is_conflict else ''}", expected
     if value_of(config, "markov_rank") and value_of(config, "selector_rank"):
         return "markov_rank", "a Markov head beside a candidate selector", "one of them"
-    if beside and config.get("draft_vocab_size") not in (None, 0, config.get("vocab_size")):
+    if conflicts and config.get("draft_vocab_size") not in (None, 0, config.get("vocab_size")):
         return "draft_vocab_size", f"{config['draft_vocab_size']} tokens beside {head}", "the target's vocabulary"
     return None

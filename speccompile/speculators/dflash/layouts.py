@@ -157,7 +157,7 @@ def _rows() -> tuple[Row, ...]:
     )
 
 
-def _ours(case: Case) -> dict[str, Any]:
+def _canonical_config(case: Case) -> dict[str, Any]:
     """Returns our config of one in z-lab's layout, or DSpark's."""
     config, sizes = case.config, case.sizes
     own: dict[str, Any] = {name: value_of(config, name) for name in _OWN}
@@ -177,7 +177,7 @@ def _ours(case: Case) -> dict[str, Any]:
     return made
 
 
-def _ours_from_speculators(case: Case) -> dict[str, Any]:
+def _canonical_from_speculators(case: Case) -> dict[str, Any]:
     """Returns our config of one in the speculators format."""
     config, sizes = case.config, case.sizes
     own: dict[str, Any] = {name: config.get(name) for name in _OWN}
@@ -359,7 +359,7 @@ FORMATS = (
         CHECKS,
         config_marks=tuple(("speculators_model_type", kind) for kind in _TYPES),
         ignored=(r"rotary_emb\.inv_freq$", r"^verifier_(lm_head|norm)\.weight$"),
-        ours=_ours_from_speculators,
+        ours=_canonical_from_speculators,
         config=_config_of_speculators,
         reads=(
             *decoder_reads(f"{SCOPE}."),
@@ -383,7 +383,7 @@ FORMATS = (
             *((key, "domino") for key in ("projector_type", f"{NESTED}.projector_type")),
         ),
         prefixes=("", "model."),
-        ours=_ours,
+        ours=_canonical_config,
         config=unchanged,
         reads=(*decoder_reads(), *_OF_LAYERS, *_HERE, *(f"{NESTED}.{name}" for name in _HERE)),
         derive=_derive,

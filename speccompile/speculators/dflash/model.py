@@ -283,13 +283,13 @@ class BlockDraft(nn.Module):
         tokens: torch.Tensor,
         best: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the likeliest candidates and their scores by LiLiCorr's layers, which read `num_ranked` of each slot.
+        """Returns the most probable candidates and LiLiCorr's scores; its layers read `num_ranked` of each slot.
 
         Args:
             hidden: [batch, slots, hidden].
             logits: [batch, slots, vocab].
-            tokens: [batch, slots, num_ranked] int64, the likeliest first.
-            best: [batch, slots, 1], the probability of the likeliest; those of others may be too small for a number.
+            tokens: [batch, slots, num_ranked] int64, the most probable first.
+            best: [batch, slots, 1], the highest probability; those of others may be too small for a number.
         """
         chosen, num = torch.gather(logits, 2, tokens), self.num_candidates
         log_probs = chosen - chosen[:, :, :1] + best.log()
@@ -321,7 +321,7 @@ def make_draft(
     """Returns the drafter with its weights.
 
     Args:
-        weights: by the names of our layout; None: random ones.
+        weights: by the names of the canonical layout; None: random ones.
         shared: the target's embeddings and LM head, for a drafter without.
     """
     tokens = target_tokens(dims.draft_vocab_size, dims.vocab_size, weights)

@@ -58,7 +58,7 @@ class PathStep(nn.Module):
 
 
 def block_weights(weights: Mapping[str, torch.Tensor], hidden: int, name: str) -> dict[str, torch.Tensor]:
-    """Returns the weights of `PathTerms` by names after `name`, of a checkpoint in our layout."""
+    """Returns the weights of `PathTerms` by names after `name`, of a checkpoint in the canonical layout."""
     return {f"{name}.inner.weight": weights[_INNER][:, :hidden].contiguous(), f"{name}.rows.weight": weights[_OUTER]}
 
 
@@ -66,7 +66,7 @@ def make_step(head: PathHead, hidden: int, weights: Mapping[str, torch.Tensor] |
     """Returns the step with its weights.
 
     Args:
-        weights: by the names of our layout; None: random ones.
+        weights: by the names of the canonical layout; None: random ones.
     """
     own = None
     if weights is not None:
@@ -79,7 +79,7 @@ def make_step(head: PathHead, hidden: int, weights: Mapping[str, torch.Tensor] |
     return step.eval()
 
 
-def likeliest_path(
+def most_probable_path(
     step: PathStep,
     embedded: torch.Tensor,
     terms: torch.Tensor,
@@ -87,7 +87,7 @@ def likeliest_path(
     candidates: torch.Tensor,
     base: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the tokens of the likeliest walk over a block, [batch, slots].
+    """Returns the tokens of the most probable walk over a block, [batch, slots].
 
     Args:
         candidates: [batch, slots, candidates] int64.

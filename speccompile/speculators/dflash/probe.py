@@ -26,7 +26,7 @@ from speccompile.graph_kinds.blocks import block_draft_spec
 from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config, published_layers
 from speccompile.speculators.dflash.layouts import AUX_LAYERS, EMBEDDINGS, LAYERS, LM_HEAD, METHOD
 from speccompile.speculators.dflash.model import BlockDraft, make_draft, make_fusion
-from speccompile.speculators.dflash.path_head import likeliest_path, make_step
+from speccompile.speculators.dflash.path_head import make_step, most_probable_path
 from speccompile.speculators.dflash.trainer import fill_blocks
 from speccompile.training_contract import TargetParts, TrainingBatch
 
@@ -116,8 +116,8 @@ class DflashProbe:
             candidates, scores = draft.scored(tokens, hidden, logits, ranked)
         if draft.drafter.path:
             step = make_step(draft.drafter.path, self.dims.hidden_size, self.weights)
-            return likeliest_path(step, *draft.terms(tokens, hidden, candidates), candidates, scores[:, :, 0])
-        # The likeliest walk: a slot's scores are those after the candidate that was taken before it.
+            return most_probable_path(step, *draft.terms(tokens, hidden, candidates), candidates, scores[:, :, 0])
+        # The most probable walk: a slot's scores are those after the candidate that was taken before it.
         taken, each = torch.zeros(len(roots), dtype=torch.int64), torch.arange(len(roots))
         drafts = []
         for slot in range(num):

@@ -200,7 +200,7 @@ class TrainableBlocks(nn.Module):
 
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
-        """Returns the likeliest walk over one block."""
+        """Returns the most probable walk over one block."""
         features = self.heads([batch.layers[i].float() for i in self.heads.read_layers])
         root_positions = torch.full((1, 1), batch.tokens.shape[1] - 1)
         states = self._blocks(features, batch.tokens[:, -1:], root_positions, num)[0, 0]

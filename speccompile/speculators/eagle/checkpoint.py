@@ -54,7 +54,7 @@ def _check_head(case: Case) -> Iterator[Finding]:
         yield finding("error", case.where(key), "an LM head", "none: the target's head reads the features", todo)
 
 
-def _ours(case: Case) -> dict[str, Any]:
+def _canonical_config(case: Case) -> dict[str, Any]:
     sizes = case.sizes
     return {
         **decoder_config(case.config),
@@ -88,7 +88,7 @@ FORMATS = (
         without=(r"(^|\.)midlayer\.", r"hidden_norm", r"(^|\.)(d2t|t2d)$", r"cross_attn", r"(^|\.)norm\.weight$"),
         ignored=(r"rotary_emb\.inv_freq$", r"layers\.0\.input_layernorm\.weight$", r"(^|\.)lm_head\.weight$"),
         derive=_derive,
-        ours=_ours,
+        ours=_canonical_config,
         config=unchanged,
         reads=(*decoder_reads(), "sliding_window", "use_sliding_window"),
     ),

@@ -53,7 +53,7 @@ def make_body(
     """Returns the drafter with its weights.
 
     Args:
-        weights: by the names of our layout; None: random ones.
+        weights: by the names of the canonical layout; None: random ones.
     """
     with torch.device("meta"):
         body = EagleBody(config, dims)

@@ -116,8 +116,8 @@ class _Eagle3Source(FeatureSource):
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
-        num, asked = self.target.num_layers, job.options.layers
-        layers = layers_of_target(job.model, job.config, asked, num, context.weights)
+        num, stated = self.target.num_layers, job.options.layers
+        layers = layers_of_target(job.model, job.config, stated, num, context.weights)
         self.dims: FeatureDims = replace(self.dims, layers=layers)
         layer = layer_of(self.case.config)
         windows = windows_of(layer, self.dims.num_layers)

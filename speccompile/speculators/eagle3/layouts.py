@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE-3 and P-EAGLE drafters on disk. Needs no torch.
 
-Layouts: the first release's (ours), numbered layers, and vLLM's speculators format. P-EAGLE's files have these keys
-with several layers, and the states that stand for the target's in a mask: `mask_hidden`, [1, 1, fused] or [1, fused],
-which passes through the same norms and `fc`. Their config names the mask's token. `d2t` holds offsets: draft token i
-is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where the
-vocabularies are one. DeepSpec's files have norms of queries and keys in the first layer, and their config names the
+Layouts: the first release's (the canonical one), numbered layers, and vLLM's speculators format. P-EAGLE's files have
+these keys with several layers, and the states that stand for the target's in a mask: `mask_hidden`, [1, 1, fused] or
+[1, fused], which passes through the same norms and `fc`. Their config names the mask's token. `d2t` holds offsets:
+draft token i is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where
+the vocabularies are one. DeepSpec's files have norms of queries and keys in the first layer, and their config names the
 target's layers by their outputs (`target_layer_ids`), which may be more than three. The LM head of a drafter that was
 trained here may be two products, `lm_head_down.weight` [rank, hidden] and then `lm_head.weight` [draft_vocab, rank]: no
-published layout has that, so it stays in ours.
+published layout has that, so it stays in the canonical one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from speccompile.speculators.eagle3.speculators_config import (
     check_config,
     check_residual,
     check_windows,
-    config_from_ours,
+    config_from_canonical,
     layer_of,
     masks_from_sizes,
     window_config,
@@ -297,7 +297,7 @@ FORMATS = (
         config_marks=(("speculators_model_type", "eagle3"), ("speculators_model_type", "peagle")),
         ours=_canonical_config,
         reads=(*decoder_reads(SCOPE), *_OWN, f"{SCOPE}sliding_window", f"{SCOPE}use_sliding_window"),
-        config=config_from_ours,
+        config=config_from_canonical,
         **_PARTS,
     ),
     Format(

@@ -92,12 +92,12 @@ def check_windows(case: Case) -> Iterator[Finding]:
 
 
 def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:
-    """Returns what a config in our layout says of the masks: nothing where there are none."""
+    """Returns what a config in the canonical layout says of the masks: nothing where there are none."""
     token = sizes["mask_token"]
     return {"parallel_drafting": True, name: None if token == -1 else token} if sizes["has_masks"] else {}
 
 
-def config_from_ours(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
+def config_from_canonical(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
     """Returns the config of the speculators format.
 
     Args:

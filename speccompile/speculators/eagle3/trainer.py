@@ -119,8 +119,8 @@ class TrainableEagle3(nn.Module):
         if self.mask_token is None:
             self._fill(own, read_heads(folder, own))
             return
-        wanted = {name: tensor for name, tensor in own.items() if name != _MASK_ROW}
-        read = read_heads(folder, {**wanted, EMBEDDINGS: self.embeddings})
+        others = {name: tensor for name, tensor in own.items() if name != _MASK_ROW}
+        read = read_heads(folder, {**others, EMBEDDINGS: self.embeddings})
         table = read.pop(EMBEDDINGS)
         read[_MASK_ROW] = table[self.mask_token].clone()
         if not torch.equal(table, self._table(read[_MASK_ROW]).to(torch.bfloat16).float()):

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
-    asked, target = case.sizes.get("num_exit_layers"), case.target
-    if target is not None and asked is not None and not 1 <= asked < target.dims.num_layers:
+    num_layers, target = case.sizes.get("num_exit_layers"), case.target
+    if target is not None and num_layers is not None and not 1 <= num_layers < target.dims.num_layers:
         expected = f"1 to {target.dims.num_layers - 1}, the layers of {target.name} but its last"
         todo = "It was trained for another target: give the model that it belongs to."
-        yield finding("error", case.where_in_config("num_exit_layers"), str(asked), expected, todo)
+        yield finding("error", case.where_in_config("num_exit_layers"), str(num_layers), expected, todo)
 
 
 FORMATS = (
@@ -103,14 +103,14 @@ class ExitSource:
         head = {} if self.head_folder is None else _read_head(self.head_folder, context.target)
         self.dims = self._read_dims(options.num_exit_layers, head)
 
-    def _read_dims(self, asked: int | None, head: dict[str, Any]) -> ExitDims:
+    def _read_dims(self, of_recipe: int | None, head: dict[str, Any]) -> ExitDims:
         target = self.context.target
         assert target is not None
         trained, is_random = head.get("num_exit_layers"), self.context.weights == "random"
-        if asked is not None and trained is not None and asked != trained and not is_random:
+        if of_recipe is not None and trained is not None and of_recipe != trained and not is_random:
             todo = "Leave speculator.num_exit_layers out, or give another head."
-            raise RecipeError("speculator.num_exit_layers", f"{asked}", f"{trained}, as the head was trained", todo)
-        num = asked or trained or max(target.num_layers // 2, 1)
+            raise RecipeError("speculator.num_exit_layers", f"{of_recipe}", f"{trained}, as the head was trained", todo)
+        num = of_recipe or trained or max(target.num_layers // 2, 1)
         if not 1 <= num < target.num_layers:
             expected = f"1 to {target.num_layers - 1}, the target's layers but its last"
             raise RecipeError("speculator.num_exit_layers", f"{num}", expected, "Lower it.")

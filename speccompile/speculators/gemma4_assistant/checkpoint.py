@@ -2,7 +2,7 @@
 """Gemma 4's assistants as they are published, and as the source of a graph. Needs no torch before the export.
 
 A Gemma 4 text model of a few layers without keys and values, whose projections lead from and to the target's width.
-With ordered embeddings the LM head computes the logits of the tokens of the likeliest centroids alone.
+With ordered embeddings the LM head computes the logits of the tokens of the most probable centroids alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The assistant in torch, as its graph computes it.
 
 x = pre_projection(concat[the target's embedding of the last token, the hidden state]); layers that attend to the
-target's last full and last sliding K and V; logits = lm_head(norm(x)), of all tokens or of those of the likeliest
+target's last full and last sliding K and V; logits = lm_head(norm(x)), of all tokens or of those of the most probable
 centroids; the next hidden state is post_projection(norm(x)). The hidden state is the target's after its final norm,
 then the assistant's own. The position is that of the root for all drafts of a step. The layers are transformers' own.
 """

@@ -232,7 +232,7 @@ def make_drafter(sizes: GlideDims, weights: Mapping[str, torch.Tensor] | None, n
     """Returns the drafter in float32.
 
     Args:
-        weights: by their names in our layout; None: random ones, the same every time.
+        weights: by their names in the canonical layout; None: random ones, the same every time.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)

@@ -66,7 +66,7 @@ def find_branch(tree: TokenTree, slot: int, found: Candidates, estimate: Accepta
 
 
 def with_branches(tree: TokenTree, branches: Sequence[Branch], num: int) -> TokenTree:
-    """Returns a tree with the likeliest nodes of the branches after its own."""
+    """Returns a tree with the most probable nodes of the branches after its own."""
     kept = [sorted(sorted(range(len(b.tokens)), key=b.probs.__getitem__, reverse=True)[:num]) for b in branches]
     num_nodes: Ints = np.array([b.num_nodes + len(nodes) for b, nodes in zip(branches, kept, strict=True)])
     if not any(kept):

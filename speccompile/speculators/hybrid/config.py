@@ -94,12 +94,12 @@ class HybridMethod(Method):
         Raises:
             RecipeError: two of them read different layers.
         """
-        wanted = [method.target_outputs(part) for method, part in config.parts]
-        layers = [outputs.hidden_layers for outputs in wanted if outputs.hidden_layers]
+        needs = [method.target_outputs(part) for method, part in config.parts]
+        layers = [outputs.hidden_layers for outputs in needs if outputs.hidden_layers]
         if any(other != layers[0] for other in layers[1:]):
             got, todo = "two drafters that read different layers of the target", "Leave one of the drafters out."
             raise RecipeError("speculator.drafters", got, "the same layers", todo)
-        return TargetOutputs(any(outputs.hidden for outputs in wanted), layers[0] if layers else ())
+        return TargetOutputs(any(outputs.hidden for outputs in needs), layers[0] if layers else ())
 
     def graph_jobs(self, config: HybridConfig) -> tuple[GraphJob, ...]:
         return tuple(job for method, part in config.parts for job in method.graph_jobs(part))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Medusa heads on disk, and as the source of a graph. Needs no torch before the export.
 
-Layouts: the first release (ours), inside a base model's files, ModelOpt's and vLLM's. Head i has `num_layers` blocks
-x + SiLU(W x + b) and an LM head after them. An old release builds the blocks of a head as one module repeated, so
-that copies may be stored or left out.
+Layouts: the first release (the canonical one), inside a base model's files, ModelOpt's and vLLM's. Head i has
+`num_layers` blocks x + SiLU(W x + b) and an LM head after them. An old release builds the blocks of a head as one
+module repeated, so that copies may be stored or left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _OVER_HEADS = (("head", "num_heads", 0),)
 _LATER = (*_OVER_HEADS, ("layer", "num_layers", 1))
 _TARGET_HEAD = "lm_head.weight"  # the target's, not one of the heads
-_NAMES = "{head}.{layer}.linear."  # of a block in our layout
+_NAMES = "{head}.{layer}.linear."  # of a block in the canonical layout
 
 
 def _derive(sizes: Sizes) -> None:
@@ -108,11 +108,11 @@ def _rows(block: str, lm_head: str) -> tuple[Row, ...]:
         ("weight", ("hidden", "hidden"), False),
         ("bias", ("hidden",), True),
     )
-    first, ours = block.replace("{layer}", "0"), _NAMES.replace("{layer}", "0")
+    first, canonical = block.replace("{layer}", "0"), _NAMES.replace("{layer}", "0")
     return (
-        *(Row(first + tail, dims, _OVER_HEADS, ours + tail, is_zero=zero) for tail, dims, zero in parts),
+        *(Row(first + tail, dims, _OVER_HEADS, canonical + tail, is_zero=zero) for tail, dims, zero in parts),
         *(
-            Row(block + tail, dims, _LATER, _NAMES + tail, fallback=ours + tail, may_differ=True)
+            Row(block + tail, dims, _LATER, _NAMES + tail, fallback=canonical + tail, may_differ=True)
             for tail, dims, _ in parts
         ),
         Row(lm_head, ("vocab", "hidden"), _OVER_HEADS, "{head}.{num_layers}.weight", need="!uses_target_head"),

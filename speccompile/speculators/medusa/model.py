@@ -96,7 +96,7 @@ def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None) ->
     """Returns the heads in float32.
 
     Args:
-        weights: by the names of our layout; None: random ones, the same every time.
+        weights: by the names of the canonical layout; None: random ones, the same every time.
     """
     with torch.device("meta"):
         heads = MedusaHeads(sizes)

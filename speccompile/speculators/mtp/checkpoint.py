@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction modules on disk, and as the source of a graph. Needs no torch before the export.
 
-Layouts: ours and those of Qwen3-Next and Qwen3.5 (`mtp.*`, alone or in the target's files), DeepSeek-V3's and GLM's
-(the layer after the target's last one, in the target's files), and vLLM's speculators format. Embeddings and LM head
-are the target's where the module stores none.
+Layouts: the canonical one and those of Qwen3-Next and Qwen3.5 (`mtp.*`, alone or in the target's files), DeepSeek-V3's
+and GLM's (the layer after the target's last one, in the target's files), and vLLM's speculators format. Embeddings and
+LM head are the target's where the module stores none.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ _CHECKS = (
 )
 
 
-def _ours_from(scope: str) -> Callable[[Case], dict[str, Any]]:
-    """Returns the layout's `ours`, whose layer is described in an object of its config; empty: by the config itself."""
+def _canonical_from(scope: str) -> Callable[[Case], dict[str, Any]]:
+    """Returns the layout's `ours`; `scope` is the object of its config that describes the layer, or empty."""
 
-    def ours(case: Case) -> dict[str, Any]:
+    def canonical_config(case: Case) -> dict[str, Any]:
         layer = case.config.get(scope) if scope else case.config
         return config_of_layer(layer if isinstance(layer, Mapping) else {}, case.config)
 
-    return ours
+    return canonical_config
 
 
 def config_of_layer(config: Mapping[str, Any], stated: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -149,7 +149,7 @@ FORMATS = (
         module_rows({}, "layers.0."),
         config_marks=(("model_type", METHOD),),
         prefixes=(PREFIX, ""),
-        ours=_ours_from(SCOPE),
+        ours=_canonical_from(SCOPE),
         config=unchanged,
         reads=(SCOPE, *CHOICES),  # transformers reads the layer's config
         **_PARTS,
@@ -161,7 +161,7 @@ FORMATS = (
         module_sizes(f"{SPECULATORS_SCOPE}."),
         module_rows(_SPECULATORS_NAMES, "mtp_layers.0."),
         config_marks=(("speculators_model_type", METHOD),),
-        ours=_ours_from(SPECULATORS_SCOPE),
+        ours=_canonical_from(SPECULATORS_SCOPE),
         reads=(SPECULATORS_SCOPE, *CHOICES),
         config=_speculators_config,
         **_PARTS,
@@ -175,7 +175,7 @@ FORMATS = (
         marks=(r"^(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden)\.weight$",),
         prefixes=(PREFIX,),
         has_others=True,
-        ours=_ours_from(""),
+        ours=_canonical_from(""),
         **_PARTS,
     ),
     Format(
@@ -188,7 +188,7 @@ FORMATS = (
         marks=(r"^layers\.0\.eh_proj\.weight$",),
         prefixes=(PREFIX,),
         has_others=True,
-        ours=_ours_from(""),
+        ours=_canonical_from(""),
         derive=derive_blocks,
         complete=stack_experts,
         probe=_PROBE,
@@ -202,7 +202,7 @@ FORMATS = (
         marks=(r"^model\.layers\.\d+\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight$",),
         config_prefix=_numbered_prefix,
         has_others=True,
-        ours=_ours_from(""),
+        ours=_canonical_from(""),
         **_PARTS,
     ),
 )
@@ -241,8 +241,8 @@ class DraftSource(SpeculatorSource):
         super().__init__(job, context)
         case, options = self.case, self._options
         stated = case.canonical_config()
-        asked = {"norms": options.norms, "concat": options.concat, "chaining": options.chaining}
-        self.config: dict[str, Any] = stated | {name: value for name, value in asked.items() if value != "auto"}
+        of_recipe = {"norms": options.norms, "concat": options.concat, "chaining": options.chaining}
+        self.config: dict[str, Any] = stated | {name: value for name, value in of_recipe.items() if value != "auto"}
         self._check_hidden(stated["target_hidden"])
         layer = self.config[SCOPE]
         if "layer_types" not in layer:

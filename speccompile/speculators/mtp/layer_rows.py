@@ -150,7 +150,7 @@ def module_rows(names: Mapping[str, str], layer: str) -> tuple[Row, ...]:
     """Returns the keys of a module.
 
     Args:
-        names: key in the layout by the name in ours, of the parts beside the layer.
+        names: key in the layout by the canonical name, of the parts beside the layer.
         layer: prefix of the layer's keys with its dot; empty where it has none.
     """
 
@@ -242,20 +242,22 @@ def check_layer(case: Case) -> Iterator[Finding]:
 
 def check_conventions(case: Case) -> Iterator[Finding]:
     """Yields a finding for each convention of a config that has a value of its own."""
-    ours = case.canonical_config()
+    config = case.canonical_config()
     for name, known in CHOICES.items():
-        if ours[name] not in known:
+        if config[name] not in known:
             todo = "Correct config.json."
-            yield finding("error", case.where_in_config(name), repr(ours[name]), " or ".join(known), todo)
+            yield finding("error", case.where_in_config(name), repr(config[name]), " or ".join(known), todo)
 
 
 def check_norms(case: Case) -> Iterator[Finding]:
     """Yields a warning where the weights of a norm look like the other form."""
-    ours, key = case.canonical_config(), case.key_of(NORM_HIDDEN)
+    config, key = case.canonical_config(), case.key_of(NORM_HIDDEN)
     if case.reads_values and key is not None and case.files.headers[key].dtype in ("F32", "F16", "BF16"):
         mean = float(case.files.tensor(key).float().mean())
         # Weights of released modules scatter around 0 where they are 1 + w, and around 1 or above elsewhere; a hint.
-        if (ours["norms"] == "1+w" and mean > 0.75) or (ours["norms"] == "w" and mean < 0.1):
-            other = "w" if ours["norms"] == "1+w" else "1+w"
+        if (config["norms"] == "1+w" and mean > 0.75) or (config["norms"] == "w" and mean < 0.1):
+            other = "w" if config["norms"] == "1+w" else "1+w"
             todo = f"If nothing is accepted, give speculator.norms: {other}; some conversions store the other form."
-            yield finding("warning", case.where(key), f"a mean of {mean:.2f}", f"weights read as {ours['norms']}", todo)
+            yield finding(
+                "warning", case.where(key), f"a mean of {mean:.2f}", f"weights read as {config['norms']}", todo
+            )

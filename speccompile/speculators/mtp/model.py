@@ -158,7 +158,7 @@ def make_body(
     """Returns the module with its weights.
 
     Args:
-        weights: by the names of our layout; None: random ones.
+        weights: by the names of the canonical layout; None: random ones.
         tables: the target's, for a module that stores none.
 
     Raises:
@@ -192,7 +192,7 @@ def fitted_weights(
     """Returns the weights of a module in float32, those of norms as its classes read them.
 
     Args:
-        weights: by the names of our layout; embeddings and LM head are left out.
+        weights: by the names of the canonical layout; embeddings and LM head are left out.
 
     Raises:
         CheckpointError: one is missing, left over or of another shape.

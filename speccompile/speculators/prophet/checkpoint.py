@@ -36,11 +36,11 @@ def _derive(sizes: Sizes) -> None:
 
 
 def _check_width(case: Case) -> Iterator[Finding]:
-    width, wanted = case.sizes.get("hidden"), case.sizes.get("target_hidden")
-    if case.sizes["uses_target"] and width != wanted:
+    width, target_width = case.sizes.get("hidden"), case.sizes.get("target_hidden")
+    if case.sizes["uses_target"] and width != target_width:
         where, got = case.where_in_config("hidden_size"), f"{width} with the target's embeddings"
         todo = "Correct config.json: a narrower drafter has embeddings of its own."
-        yield finding("error", where, got, f"{wanted}, the target's hidden size", todo)
+        yield finding("error", where, got, f"{target_width}, the target's hidden size", todo)
 
 
 _OWN_SIZES = (

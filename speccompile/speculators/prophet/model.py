@@ -203,7 +203,7 @@ def make_expander(
     """Returns the drafter in float32.
 
     Args:
-        weights: by the names of our layout; None: random ones, the same every time.
+        weights: by the names of the canonical layout; None: random ones, the same every time.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)

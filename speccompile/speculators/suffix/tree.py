@@ -53,7 +53,9 @@ class SuffixTree:
         self._kids: list[list[int] | None] = [[]]  # the most frequent first; None: a leaf
         self._unused: list[int] = []
         self._text, self._next = array("q"), array("q")  # by index - base: token, and index of the one after it or -1
-        self._base = self._first = 0  # index of the first token held, and of the first one whose runs are counted
+        self._base = self._first = (
+            0  # index of the first token that is kept, and of the first one whose runs are counted
+        )
         self._cursors: WeakSet[Cursor] = WeakSet()
 
     @property
@@ -282,7 +284,7 @@ class SuffixTree:
     def branches(
         self, cursor: Cursor, tokens: Sequence[int], num: int, most_depth: int, least: float
     ) -> tuple[list[int], list[int], list[float]]:
-        """Returns the most probable continuations as a tree, the likeliest path first.
+        """Returns the most probable continuations as a tree, the most probable path first.
 
         Args:
             least: paths less probable than this are left out.
