@@ -145,14 +145,33 @@ def drawn_chains(
     Returns:
         The features, and for each draft the position in the flattened tokens [batch * nodes]; -1 after the text's end.
     """
-    count, nodes = tokens.shape
-    generator, starts = torch.Generator().manual_seed(seed % 2**31), max(1, round((nodes - 1) * share))
-    drawn = [torch.randperm(nodes - 1, generator=generator)[:starts] for _ in range(count)]
-    first = torch.stack(drawn).to(tokens.device)
+    last = tokens.shape[1] - 1
+    first = drawn_positions(tokens, last, round(last * share), seed)
     own = torch.stack(chain_features(advance, tokens, features, first, num, mask), 2)
-    ahead = first[..., None] + 1 + torch.arange(num, device=tokens.device)
-    rows = torch.arange(count, device=tokens.device)[:, None, None]
-    return own.flatten(0, 1), torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
+    return own.flatten(0, 1), labels_of(tokens, first + 1, num)
+
+
+def drawn_positions(tokens: torch.Tensor, most: int, num: int, seed: int) -> torch.Tensor:
+    """Returns different positions below `most` of each row of tokens [batch, nodes], [batch, num]; at least one."""
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    drawn = [torch.randperm(most, generator=generator)[: max(1, num)] for _ in tokens]
+    return torch.stack(drawn).to(tokens.device)
+
+
+def labels_of(tokens: torch.Tensor, roots: torch.Tensor, num: int) -> torch.Tensor:
+    """Returns the positions in the flattened tokens [batch * nodes] whose distributions chains of drafts imitate.
+
+    Args:
+        tokens: [batch, nodes].
+        roots: [batch, starts] int64; the first label is that of the root itself.
+
+    Returns:
+        [batch * starts, num] int64, -1 after the end of a row.
+    """
+    count, nodes = tokens.shape
+    ahead = roots[..., None] + torch.arange(num, device=roots.device)
+    rows = torch.arange(count, device=roots.device)[:, None, None]
+    return torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
 
 
 @torch.no_grad()

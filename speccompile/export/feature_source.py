@@ -16,7 +16,7 @@ from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_features
-from speccompile.export.speculator_source import SpeculatorSource, check_agreement
+from speccompile.export.speculator_source import SpeculatorSource
 from speccompile.graph_kinds.features import FeatureDims, fusion_spec
 
 if TYPE_CHECKING:
@@ -52,11 +52,7 @@ class FeatureSource(SpeculatorSource):
         check_config({**rotary, "model_type": method}, context.max_seq_len)
         self.max_rows = context.max_seq_len
         self.dims: FeatureDims = dims_from_config(self.folder, self.config, method, context.max_seq_len)
-        agreement = (
-            ("target states of {}", self.dims.target_hidden_size, self.target.hidden_size),
-            ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size),
-        )
-        check_agreement(job.model, agreement)
+        self.check_target("target states of {}", self.dims.target_hidden_size)
 
 
 class FusionGraph(SpeculatorSource):

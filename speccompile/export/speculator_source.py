@@ -63,6 +63,20 @@ class SpeculatorSource:
         elif self.formats:
             check_method(self.folder, self.formats[0].method)
 
+    def check_target(self, text: str, hidden: int, made: str = "the speculator that was trained") -> None:
+        """Checks that width and vocabulary are the target's.
+
+        Args:
+            text: with a place for the width, as "a hidden size of {}".
+            made: what to choose, for the message.
+
+        Raises:
+            RecipeError: one is not.
+        """
+        width = (text, hidden, self.target.hidden_size)
+        vocab = ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size)
+        check_agreement(self.job.model, (width, vocab), made)
+
     @property
     def is_random(self) -> bool:
         return self.context.weights == "random"

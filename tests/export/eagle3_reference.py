@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -37,10 +37,10 @@ class Oracle:
     tensors: Mapping[str, torch.Tensor]
     first: str = "midlayer"
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return norm(x, self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
 
-    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x @ self.tensors[f"{name}.weight"].T
 
     def target_tokens(self) -> torch.Tensor:
@@ -51,9 +51,9 @@ class Oracle:
     def fuse(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the features of the target's streams, [..., target hidden] each."""
         if "fc_norm.0.weight" in self.tensors:
-            streams = [self._norm(x, f"fc_norm.{i}") for i, x in enumerate(streams)]
+            streams = [self.norm(x, f"fc_norm.{i}") for i, x in enumerate(streams)]
         joined = torch.cat(tuple(streams), -1)
-        return self._linear(self._norm(joined, "input_norm") if "input_norm.weight" in self.tensors else joined, "fc")
+        return self.linear(self.norm(joined, "input_norm") if "input_norm.weight" in self.tensors else joined, "fc")
 
     def own(
         self,
@@ -72,43 +72,47 @@ class Oracle:
         """
         num = self.config["num_hidden_layers"]
         masks = [seen] * num if isinstance(seen, torch.Tensor) else seen
-        normed = self._norm(features, f"{self.first}.hidden_norm")
-        joined = torch.cat((self._norm(embedded, f"{self.first}.input_layernorm"), normed), -1)
+        normed = self.norm(features, f"{self.first}.hidden_norm")
+        joined = torch.cat((self.norm(embedded, f"{self.first}.input_layernorm"), normed), -1)
         residual = normed if self.config["norm_before_residual"] else features
-        x = self._finish(self.first, residual, self._attend(self.first, joined, positions, masks[0]))
+        x = self._finish(self.first, residual, self.attend(self.first, joined, positions, masks[0]))
         for i in range(1, num):
             layer = f"layers.{i}"
-            read = self._norm(x, f"{layer}.input_layernorm")
-            x = self._finish(layer, x, self._attend(layer, read, positions, masks[i]))
-        return self._norm(x, "norm") if self.config.get("norm_output") else x
+            read = self.norm(x, f"{layer}.input_layernorm")
+            x = self._finish(layer, x, self.attend(layer, read, positions, masks[i]))
+        return self.norm(x, "norm") if self.config.get("norm_output") else x
 
-    def _attend(self, layer: str, x: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: str, x: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         config = self.config
 
         def project(name: str) -> torch.Tensor:
             stem = f"{layer}.self_attn.{name}"
-            rows = self._linear(x, f"{stem}_proj").unflatten(-1, (-1, config["head_dim"])).transpose(0, 1)
-            return self._norm(rows, f"{stem}_norm") if f"{stem}_norm.weight" in self.tensors else rows  # DeepSpec's
+            rows = self.linear(x, f"{stem}_proj").unflatten(-1, (-1, config["head_dim"])).transpose(0, 1)
+            return self.norm(rows, f"{stem}_norm") if f"{stem}_norm.weight" in self.tensors else rows  # DeepSpec's
 
         q, k = (rotate(project(name), positions, config["rope_theta"]) for name in "qk")
         k, v = (part.repeat_interleave(len(q) // len(part), 0) for part in (k, project("v")))
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return self._linear(mixed.transpose(0, 1).flatten(1), f"{layer}.self_attn.o_proj")
+        return self.linear(mixed.transpose(0, 1).flatten(1), f"{layer}.self_attn.o_proj")
+
+    def inner(self, layer: str, x: torch.Tensor) -> torch.Tensor:
+        """Returns what the MLP's last product reads, of the stream after the attention."""
+        y = self.norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (self.linear(y, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        return functional.silu(gate) * up
 
     def _finish(self, layer: str, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x = residual + attended
-        y = self._norm(x, f"{layer}.post_attention_layernorm")
-        gate, up = (self._linear(y, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-        return x + self._linear(functional.silu(gate) * up, f"{layer}.mlp.down_proj")
+        return x + self.linear(self.inner(layer, x), f"{layer}.mlp.down_proj")
 
     def scored(self, own: torch.Tensor) -> torch.Tensor:
         """Returns what the LM head's last product reads."""
-        x = own if self.config.get("norm_output") else self._norm(own, "norm")
-        return self._linear(x, "lm_head_down") if "lm_head_down.weight" in self.tensors else x
+        x = own if self.config.get("norm_output") else self.norm(own, "norm")
+        return self.linear(x, "lm_head_down") if "lm_head_down.weight" in self.tensors else x
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
         """Returns [nodes, draft vocab]."""
-        return self._linear(self.scored(own), "lm_head")
+        return self.linear(self.scored(own), "lm_head")
 
 
 def causal(num: int, window: int = 0) -> torch.Tensor:

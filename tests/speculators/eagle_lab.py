@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests import store
-from tests.export.eagle3_reference import Oracle, causal, norm, rotate
+from tests.export.eagle3_reference import Oracle, causal
 from tests.pipeline import fakes
 
 VOCAB, HIDDEN, DRAFTED, LAYERS = 40, 32, 24, 7
@@ -190,20 +190,13 @@ def eagle_forward(
         Own features, and the input of the last layer's down projection with the residual it adds to.
     """
     t, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    x = torch.cat((t["embed_tokens.weight"][tokens], features), -1) @ t["fc.weight"].T + t.get("fc.bias", 0)
-    eps, theta = config["rms_norm_eps"], config["rope_theta"]
-    for i in range(config["num_hidden_layers"]):
-        part = {k.removeprefix(f"layers.{i}."): v for k, v in t.items() if k.startswith(f"layers.{i}.")}
-        y = norm(x, part["input_layernorm.weight"], eps) if i else x
-        q, k, v = ((y @ part[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1) for n in "qkv")
-        q, k = rotate(q, positions, theta), rotate(k, positions, theta)
-        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).flatten(1)
-        x = x + mixed @ part["self_attn.o_proj.weight"].T
-        y = norm(x, part["post_attention_layernorm.weight"], eps)
-        gate, up = (y @ part[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        inner, before = torch.nn.functional.silu(gate) * up, x
-        x = x + inner @ part["mlp.down_proj.weight"].T
+    drafter = Oracle({**config, "head_dim": 8}, t)
+    x = drafter.linear(torch.cat((t["embed_tokens.weight"][tokens], features), -1), "fc") + t.get("fc.bias", 0)
+    for layer in (f"layers.{i}" for i in range(config["num_hidden_layers"])):
+        read = x if layer == "layers.0" else drafter.norm(x, f"{layer}.input_layernorm")
+        before = x + drafter.attend(layer, read, positions, mask)
+        inner = drafter.inner(layer, before)
+        x = before + drafter.linear(inner, f"{layer}.mlp.down_proj")
     return x, inner, before
 
 

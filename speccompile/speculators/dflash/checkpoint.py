@@ -19,7 +19,7 @@ from speccompile.core.specs import CANDIDATES, GraphSpec
 from speccompile.doctor.doctor import open_config, open_known
 from speccompile.errors import BuildError, CheckpointError, RecipeError
 from speccompile.export.feature_source import FusionGraph, count_weights, dims_from_config
-from speccompile.export.speculator_source import SpeculatorSource, check_agreement
+from speccompile.export.speculator_source import SpeculatorSource
 from speccompile.graph_kinds.blocks import (
     NEXT_STATES,
     PAIR_SCORES,
@@ -116,11 +116,7 @@ class _BlockSource(SpeculatorSource):
         num, weights = self.target.num_layers, context.weights
         layers = layers_of_target(job.model, job.config, job.options.layers, num, weights)
         self.dims: FeatureDims = replace(dims, layers=layers)
-        agreement = (
-            ("target states of {}", dims.target_hidden_size, self.target.hidden_size),
-            ("a vocabulary of {} tokens", dims.vocab_size, self.target.vocab_size),
-        )
-        check_agreement(job.model, agreement)
+        self.check_target("target states of {}", dims.target_hidden_size)
 
 
 class DraftSource(_BlockSource):

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from speccompile.errors import RecipeError
+from speccompile.export.chains import drawn_positions, labels_of
 from speccompile.export.feature_draft import layer_config
 from speccompile.export.feature_source import dims_from_config
 from speccompile.export.heads_file import CONFIG, read_heads, write_heads
@@ -177,22 +178,12 @@ class TrainableBlocks(nn.Module):
 
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; a block whose root is at t reads features before t, and imitates what follows t."""
-        count, nodes = batch.tokens.shape
-        device, num = batch.tokens.device, self.num_positions
+        num, nodes = self.num_positions, batch.tokens.shape[1]
         features = self.heads([batch.layers[i].float() for i in self.heads.read_layers])
-        generator = torch.Generator().manual_seed(batch.seed % 2**31)
         # A root at the text's last positions would have drafts without a label.
-        last = max(1, nodes - num + 1)
-        drawn = max(1, round(nodes * self.starts))
-        root_positions = torch.stack([torch.randperm(last, generator=generator)[:drawn] for _ in range(count)]).to(
-            device
-        )
-        states = self._blocks(features, torch.gather(batch.tokens, 1, root_positions), root_positions, num).flatten(
-            0, 1
-        )
-        ahead = root_positions[..., None] + torch.arange(num, device=device)
-        rows = torch.arange(count, device=device)[:, None, None]
-        labels = torch.where(ahead < nodes, rows * nodes + ahead, -1).flatten(0, 1)
+        roots = drawn_positions(batch.tokens, max(1, nodes - num + 1), round(nodes * self.starts), batch.seed)
+        states = self._blocks(features, torch.gather(batch.tokens, 1, roots), roots, num).flatten(0, 1)
+        labels = labels_of(batch.tokens, roots, num)
         before = batch.tokens.flatten()[labels.clamp(min=0)]
         drafter = self.heads.drafter
         selection = Selection(drafter.num_candidates, before, self.heads.pair_scores) if drafter.is_paired else None

@@ -20,7 +20,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, config_of_sizes, finding, flag
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_head_candidates
-from speccompile.export.speculator_source import SpeculatorSource, check_agreement
+from speccompile.export.speculator_source import SpeculatorSource
 from speccompile.speculators.medusa.sizes import HeadsSizes
 
 if TYPE_CHECKING:
@@ -229,12 +229,8 @@ class HeadsSource(SpeculatorSource):
         self._check_sizes(options.least_heads)
 
     def _check_sizes(self, least_heads: int) -> None:
-        sizes, target, model = self.dims, self.target, self.job.model
-        agreement = (
-            ("a hidden size of {}", sizes.hidden_size, target.hidden_size),
-            ("a vocabulary of {} tokens", sizes.vocab_size, target.vocab_size),
-        )
-        check_agreement(model, agreement, made="the heads that were trained")
+        sizes, model = self.dims, self.job.model
+        self.check_target("a hidden size of {}", sizes.hidden_size, made="the heads that were trained")
         if sizes.num_drafts > sizes.num_heads:
             expected = f"at most {sizes.num_heads}, the heads of {model}"
             raise RecipeError("speculator.num_heads", str(sizes.num_drafts), expected, "Lower it.")

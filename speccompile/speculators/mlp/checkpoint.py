@@ -18,7 +18,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, config_of_sizes, finding, flag
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
-from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
+from speccompile.export.speculator_source import SpeculatorSource, check_room
 from speccompile.graph_kinds.heads import DraftForm
 from speccompile.speculators.mlp.sizes import MODEL_TYPE, WEIGHTS, HeadsSizes
 
@@ -165,12 +165,8 @@ class HeadsSource(SpeculatorSource):
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        sizes, target = self.dims, self.target
-        agreement = (
-            ("a hidden size of {}", sizes.hidden_size, target.hidden_size),
-            ("a vocabulary of {} tokens", sizes.vocab_size, target.vocab_size),
-        )
-        check_agreement(self.job.model, agreement)
+        sizes = self.dims
+        self.check_target("a hidden size of {}", sizes.hidden_size)
         if sizes.num_drafts > sizes.num_heads:
             expected = f"at most {sizes.num_heads}, the heads of {self.job.model}"
             if self.form.choices:

@@ -32,7 +32,7 @@ from speccompile.doctor.layouts import Case, Check, Format, Target, unchanged
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.checks import check_candidates
 from speccompile.export.feature_source import check_window, dims_from_config
-from speccompile.export.speculator_source import SpeculatorSource, check_agreement
+from speccompile.export.speculator_source import SpeculatorSource
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 from speccompile.speculators.mtp.block_rows import (
     FAMILY,
@@ -261,11 +261,7 @@ class DraftSource(SpeculatorSource):
             rows = (LayerDims(1, width, is_latent=True),)
             self.dims = replace(self.dims, num_kv_heads=1, head_dim=width, layer_dims=rows)
         self.dims = replace(self.dims, num_layers=1)  # of a module's blocks one has a cache
-        agreement = (
-            ("target states of {}", self.dims.hidden_size, self.target.hidden_size),
-            ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size),
-        )
-        check_agreement(job.model, agreement)
+        self.check_target("target states of {}", self.dims.hidden_size)
         stored = {e.name for e in case.expected.values() if e.key in case.files.headers}
         self.needs_tables = not {EMBEDDINGS, LM_HEAD} <= stored
 

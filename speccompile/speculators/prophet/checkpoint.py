@@ -21,7 +21,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, config_of_sizes, finding, flag, unchanged
 from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_heads
-from speccompile.export.speculator_source import SpeculatorSource, check_agreement, check_room
+from speccompile.export.speculator_source import SpeculatorSource, check_room
 from speccompile.graph_kinds.heads import DraftForm
 from speccompile.speculators.prophet.sizes import MODEL_TYPE, ProphetSizes
 
@@ -114,12 +114,7 @@ class ProphetSource(SpeculatorSource):
         self.dims: ProphetSizes = sizes_of(self.case)
         self.needs_tables = self.dims.uses_target_embeddings
         self.form = DraftForm.from_options(job.options, context.max_draft_nodes)
-        sizes, target = self.dims, self.target
-        agreement = (
-            ("a target of hidden size {}", sizes.target_hidden_size, target.hidden_size),
-            ("a vocabulary of {} tokens", sizes.vocab_size, target.vocab_size),
-        )
-        check_agreement(job.model, agreement)
+        self.check_target("a target of hidden size {}", self.dims.target_hidden_size)
         check_room(self.form.depth, context)
 
     def spec(self) -> GraphSpec:
