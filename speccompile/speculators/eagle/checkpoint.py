@@ -23,7 +23,7 @@ from speccompile.doctor.decoder_rows import (
 )
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
-from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, finding, flag, unchanged
+from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, config_of_sizes, finding, flag, unchanged
 from speccompile.export.feature_source import FeatureSource, count_weights
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 
@@ -54,15 +54,15 @@ def _check_head(case: Case) -> Iterator[Finding]:
         yield finding("error", case.where(key), "an LM head", "none: the target's head reads the features", todo)
 
 
+_OWN_SIZES = (
+    Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
+    Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
+    flag("has_bias", "bias", present=r"^fc\.bias$"),
+)
+
+
 def _canonical_config(case: Case) -> dict[str, Any]:
-    sizes = case.sizes
-    return {
-        **decoder_config(case.config),
-        "model_type": "eagle",
-        "num_hidden_layers": sizes["num_layers"],
-        "vocab_size": sizes["vocab"],
-        "bias": bool(sizes["has_bias"]),
-    }
+    return {**decoder_config(case.config), "model_type": "eagle", **config_of_sizes(_OWN_SIZES, case.sizes)}
 
 
 FORMATS = (
@@ -70,12 +70,7 @@ FORMATS = (
         "eagle/ours",
         "EAGLE-1 or 2 drafter",
         "eagle",
-        (
-            *decoder_sizes(),
-            Size("vocab", ("vocab_size",), stored=((r"^embed_tokens\.weight$", 0),)),
-            Size("num_layers", ("num_hidden_layers",), count=r"^layers\.(\d+)\."),
-            flag("has_bias", "bias", present=r"^fc\.bias$"),
-        ),
+        (*decoder_sizes(), *_OWN_SIZES),
         (
             Row("embed_tokens.weight", ("vocab", "hidden"), table=EMBEDDINGS),
             Row("fc.weight", ("hidden", "two_hidden")),
