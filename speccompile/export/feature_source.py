@@ -38,7 +38,6 @@ class FeatureSource(SpeculatorSource):
         RecipeError: the sizes do not match the target's.
     """
 
-    num_streams = 1  # target states per position
     needs_tables = True
     has_windows = False  # its layers' attention may have a window
 
