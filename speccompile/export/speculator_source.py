@@ -64,11 +64,7 @@ class SpeculatorSource:
             check_method(self.folder, self.formats[0].method)
 
     def check_target(self, text: str, hidden: int, made: str = "the speculator that was trained") -> None:
-        """Checks that width and vocabulary are the target's.
-
-        Args:
-            text: with a place for the width, as "a hidden size of {}".
-            made: what to choose, for the message.
+        """Checks that width and vocabulary are the target's; `text` has a place for the width.
 
         Raises:
             RecipeError: one is not.
