@@ -25,7 +25,7 @@ from speccompile.core.protocols import Batch
 from speccompile.core.sampling import draw, warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import Floats, TokenTree
-from speccompile.drafting.lookup import LooksUp
+from speccompile.drafting.proposer import looks_up
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.spec_engine import SpecEngine
@@ -161,7 +161,7 @@ def choose_prompt(
     prompt, rows = min(found, key=lambda pair: max(joint_of(pair[1]).values()))
     if not repeats:
         return prompt, rows
-    joint, again = joint_of(rows), prompt if isinstance(engine.proposer, LooksUp) else []
+    joint, again = joint_of(rows), prompt if looks_up(engine.proposer) else []
     texts = sorted(joint, key=joint.__getitem__, reverse=True)[:MOST_PROMPTS]
     made = [[*prompt, *text, *again] for text in texts]
     return min(
@@ -226,7 +226,7 @@ def check_sampled(
     """Draws texts with many seeds, plain and with drafts, and tests their first tokens by chi-square."""
     if not gives_logits(engine):
         return not_run(SAMPLED, "the target keeps its logits to itself (engine.logits: false)")
-    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, repeats=isinstance(engine.proposer, LooksUp))
+    prompt, rows = choose_prompt(engine, prompts, PROMPT_TOKENS, repeats=looks_up(engine.proposer))
     asked = [
         SamplingParams(NUM_TOKENS + 1, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, seed=seed, ignore_eos=True)
         for seed in range(num_samples)

@@ -74,12 +74,15 @@ class DraftRows(Scorer, Protocol):
 
 
 @runtime_checkable
-class DropsDrafts(Protocol):
-    """A proposer of several drafters, some of which cannot catch up."""
+class LooksUp(Protocol):
+    """A proposer that can find drafts in the text alone, without a graph."""
 
-    def drop_draft(self, sequence: TokenSequence) -> None:
-        """Leaves a sequence to the drafters that catch up: the others have no further part in it."""
-        ...
+    looks_up: bool
+
+
+def looks_up(proposer: object) -> bool:
+    """Returns whether a proposer can find drafts in the text alone."""
+    return isinstance(proposer, LooksUp) and proposer.looks_up
 
 
 class DraftProposer:

@@ -152,23 +152,6 @@ def test_a_drafter_that_did_not_read_the_prompt_has_no_part():
     assert hybrid.propose(batch).nodes == 4
 
 
-def test_a_drafter_whose_drafts_were_dropped_has_no_part_and_is_not_told():
-    hybrid, free, costly, batch = scripted([0.0], 1.0, catches_up=False)
-    hybrid.prefill(0, batch.sequences[0], np.zeros((1, 1), dtype=np.int64), 1, {})
-    hybrid.skip(batch, Verdict(np.array([[0]]), np.array([0]), np.array([5])), {})
-    assert costly.told == [("skip", [0])]
-    hybrid.drop_draft(batch.sequences[0])
-    assert batch.sequences[0].has_draft and costly.told.pop() == ("flush",)
-    hybrid.skip(batch, Verdict(np.array([[0]]), np.array([0]), np.array([5])), {})
-    assert costly.told == [("skip", [0])] and hybrid.propose(batch).nodes == 1
-    free.foreseen = [2.0]
-    assert hybrid.propose(batch).tokens[0, 1] == 7
-    alone = HybridProposer(hybrid.drafters[1:], MethodContext(1, 64, 8, {}))
-    alone.start(0, batch.sequences[0])
-    alone.drop_draft(batch.sequences[0])
-    assert not batch.sequences[0].has_draft
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_drafters_go_on_from_the_row_that_all_of_them_have(order):
     """One of them needs a row less than it is given, as features do, and another lacks many."""

@@ -25,7 +25,6 @@ from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
-from speccompile.drafting.lookup import LooksUp, Lookup
 from speccompile.speculators.hybrid.branch import Branches
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer, choose
 from speccompile.speculators.hybrid.merge import merge_trees
@@ -107,6 +106,7 @@ class HybridProposer:
         self.caches: tuple[CacheRows, ...] = tuple(c for drafter in drafters for c in drafter.proposer.caches)
         self._held = [index for index, drafter in enumerate(drafters) if not drafter.proposer.catches_up]
         self._free = [index for index, drafter in enumerate(drafters) if drafter.costs is None]
+        self.looks_up = bool(self._free)
         self._costly = [(index, drafter.costs) for index, drafter in enumerate(drafters) if drafter.costs is not None]
         most = context.max_draft_nodes
         self.budget = Budget(most, most, 1, context.costs.get("target"))
@@ -288,12 +288,6 @@ class HybridProposer:
             if any(part.has_draft for part in parts):
                 self.drafters[index].proposer.skip(PartBatch(batch, parts), verdict, outputs)
 
-    def drop_draft(self, sequence: TokenSequence) -> None:
-        self.flush()  # what they still have of the target's outputs will be void
-        sequence.has_draft = self.catches_up
-        for index in self._held:
-            sequence.draft_state[index].has_draft = False
-
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
         """Corrects the costs of all; a drafter's own ones count its own drafting alone."""
         self.budget.observe(num_slots, num_nodes, times)
@@ -306,16 +300,6 @@ class HybridProposer:
             assert costs is not None
             costs.observe(num_slots, *self._run, self._seconds[self._ran])
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
-
-    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
-        """See `speccompile.drafting.lookup.LooksUp`: the longest draft of those that look up."""
-        best = Lookup([], 1.0)
-        for index in self._free:
-            proposer = self.drafters[index].proposer
-            if isinstance(proposer, LooksUp):
-                found = proposer.look_up(sequence.draft_state[index], length, num_slots)
-                best = max(best, found, key=lambda lookup: len(lookup.tokens))
-        return best
 
     def flush(self) -> None:
         """Reads what is left of the target's outputs for every drafter that needs it."""

@@ -17,7 +17,6 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emi
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.grammars import num_allowed
-from speccompile.drafting.lookup import Lookup, lookup_from_chain
 
 if TYPE_CHECKING:
     from speccompile.speculators.ngram.config import NgramConfig
@@ -78,7 +77,7 @@ class NgramState:
 class NgramProposer:
     """See `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
-    catches_up = True
+    catches_up = looks_up = True
     caches = ()
 
     def __init__(self, config: NgramConfig, context: MethodContext) -> None:
@@ -145,20 +144,6 @@ class NgramProposer:
         if len(rows) == 1:
             return TokenTree.chain(tokens)
         return TokenTree.chain(tokens, np.array([len(row) for row in rows], dtype=np.int64))
-
-    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
-        """See `speccompile.drafting.lookup.LooksUp`."""
-        state: NgramState = sequence.draft_state
-        text = sequence.tokens[:length]
-        position, size = state.index.find(text)
-        if size == 0:
-            return Lookup([], 1.0)
-        tokens = _draft(text, position, self.max_drafts)[1:]
-        if self.budget.weighs_time:
-            prob = state.estimate.prob(FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1)
-            return lookup_from_chain(self.budget, tokens, [prob**num for num in range(1, len(tokens) + 1)], num_slots)
-        per_match = self.config.tokens_per_match
-        return Lookup(tokens[: size * (TOKENS_PER_MATCH if per_match == "auto" else per_match)], 1.0)
 
     def _restrict(self, slot: int, sequence: TokenSequence) -> None:
         root, *drafts = self._rows[slot]

@@ -14,7 +14,6 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emi
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.candidates import Candidates, tree_from_candidates
 from speccompile.drafting.grammars import FORCED, drafts_within
-from speccompile.drafting.lookup import Lookup, first_path, lookup_from_chain
 from speccompile.speculators.suffix.tree import Cursor, SuffixTree
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class SuffixState:
 class SuffixProposer:
     """See `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
-    catches_up = True
+    catches_up = looks_up = True
     caches = ()
 
     def __init__(self, config: SuffixConfig, context: MethodContext) -> None:
@@ -112,12 +111,6 @@ class SuffixProposer:
         for depth, token in enumerate(forced):
             chain.add(depth, [token], [FORCED])
         return chain
-
-    def look_up(self, sequence: TokenSequence, length: int, num_slots: int) -> Lookup:
-        found = self._find(sequence, sequence.tokens[:length], self.max_drafts)
-        path = first_path(found)
-        tokens, paths = [found.tokens[c] for c in path], [found.paths[c] for c in path]
-        return lookup_from_chain(self.budget, tokens, paths, num_slots)
 
     def _find(self, sequence: TokenSequence, text: list[int], most: int) -> Candidates:
         """Returns the drafts after `text`, the tokens of a sequence or the first ones of these.
