@@ -274,18 +274,21 @@ def test_the_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _compile_once(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a compiler without optimisation (5 s of CPU time and not 20), or takes what it made of the same sources."""
-    sources, out = Path(command[-1]).parent, Path(command[command.index("-o") + 1])
-    options = ["-O0" if option == "-O3" else option for option in command[: command.index("-o")]]
+    """Compiles without optimisation (5 s of CPU time and not 20), or takes what it made of the same sources; links."""
+    if "-c" not in command:
+        return RUN(command, **given)
+    start = command.index("-c")
+    source, out = Path(command[start + 1]), Path(command[-1])
+    options = ["-O0" if option == "-O3" else option for option in command[:start]]
 
     def make(folder: Path) -> None:
-        done = RUN([*options, "-o", str(folder / "library.so"), command[-1]], **given)
+        done = RUN([*options, "-c", str(source), "-o", str(folder / "part.o")], **given)
         assert done.returncode == 0, done.stderr
 
-    texts = {path.name: path.read_text() for path in sorted(sources.iterdir()) if path.is_file()}
+    texts = {path.name: path.read_text() for path in sorted(source.parent.iterdir()) if path.is_file()}
     kept = out.with_suffix(".kept")
-    store.fetch("wheel_kernels", {"options": options, "sources": texts}, kept, make)
-    (kept / "library.so").replace(out)
+    store.fetch("wheel_kernels", {"file": source.name, "options": options, "sources": texts}, kept, make)
+    (kept / "part.o").replace(out)
     return subprocess.CompletedProcess(command, 0, "", "")
 
 

@@ -140,7 +140,7 @@ class Bench:
 
     def check_texts(self) -> None:
         for handle, tokens, reason in zip(self.handles, self.outputs, self.reasons, strict=True):
-            wanted = self.texts[tuple(handle.requests[0].prompt), handle.request.sampling]
+            wanted = self.texts[tuple(handle.requests[0].prompt), handle.requests[0].sampling]
             assert tokens == (wanted if reason == "length" else wanted[: len(tokens)]), f"request {handle.number}"
 
 
