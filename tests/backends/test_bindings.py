@@ -28,9 +28,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The nodes and rows of every binding that is made."""
     found, make = [], bindings.Binding.__init__
 
-    def init(self: Any, engine: Any, sizes: dict[str, int], first_slot: int) -> None:
-        found.append((sizes["nodes"], engine.view_rows))
-        make(self, engine, sizes, first_slot)
+    def init(self: Any, io: Any, first_slot: int, num_nodes: int, views: Any, max_length: int | None) -> None:
+        found.append((num_nodes, views[0][1]))
+        make(self, io, first_slot, num_nodes, views, max_length)
 
     monkeypatch.setattr(bindings.Binding, "__init__", init)
     return found

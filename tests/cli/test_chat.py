@@ -104,7 +104,7 @@ def test_a_terminal_has_a_prompt_and_colours(engine, monkeypatch):
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(tty, write_through=True))
         reader.start()
         os.write(own, b"abc\n/exit\n")
-        code = main(["chat", "bundle", "--max-new-tokens", "6"])
+        code = main(["chat", "bundle", "--max-new-tokens", "60"])  # the controller begins with plain steps
         sys.stdout.flush()
     os.close(other)
     reader.join(10)

@@ -60,7 +60,7 @@ def serve(monkeypatch, tmp_path):
         service._is_open = True  # all requests are there when the thread starts, so that calls come in the same order
         sinks = [Sink() for _ in PROMPTS]
         for prompt, sink in zip(PROMPTS, sinks, strict=True):
-            service.submit(Request(prompt, GREEDY), sink)
+            service.submit(Request(prompt, GREEDY, speculation="on"), sink)
         lab.cuda.calls.clear()
         lab.cuda.fails_at = fails_at
         if execute is not None:
