@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folds constants and removes no-ops from a traced graph, in time that grows with its nodes.
 
-torch's exporter would call onnxscript's optimizer, whose rule for two slices walks the whole graph at every slice: two
-thirds of the export of a model of 30 layers.
+torch's exporter would call onnxscript's optimizer, whose rule for two slices walks the whole graph at every slice: that
+is 18 of 44 s of the export of a model of 30 layers.
 """
 
 from __future__ import annotations

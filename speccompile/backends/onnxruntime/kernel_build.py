@@ -92,7 +92,7 @@ def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[s
         ):
             objects = [Path(scratch) / f"{file.stem}.o" for file in files]
             flags = (compiler, *FLAGS, *target)
-            jobs = [(*flags, "-c", str(file), "-o", str(made)) for file, made in zip(files, objects, strict=True)]
+            jobs = [(*flags, "-c", str(file), "-o", str(part)) for file, part in zip(files, objects, strict=True)]
             made = Path(scratch) / dest.name
             link = (*flags, "-shared", *map(str, objects), "-o", str(made))
             fault = next(filter(None, pool.map(_run, jobs)), None) or _run(link)
