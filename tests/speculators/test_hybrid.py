@@ -142,6 +142,11 @@ def test_what_a_drafter_missed_counts():
     assert hybrid.propose(batch).tokens[0, 1] == 7
 
 
+def test_drafts_are_found_in_the_text_where_a_drafter_runs_no_graph():
+    hybrid, *_ = scripted([0.0], 1.0)
+    assert hybrid.looks_up and not HybridProposer(hybrid.drafters[1:], MethodContext(1, 64, 8, {})).looks_up
+
+
 def test_a_drafter_that_did_not_read_the_prompt_has_no_part():
     hybrid, _, costly, batch = scripted([0.0], 1.0, catches_up=False)
     assert hybrid.catches_up and hybrid.propose(batch).nodes == 1
