@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.onnxruntime.tune import measure_graph
+from speccompile.benchmark.tables import equal_texts
 from speccompile.bundle.bundle import read_bundle
 from speccompile.bundle.format import digest_from_manifest, weights_beside
-from speccompile.cli.bench_tables import equal_texts
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAIN, AUTO = {"speculator.tree": "chain"}, {"speculator.tree": "auto"}

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from speccompile import load
-from speccompile.cli.bench_summary import Ratio
-from speccompile.cli.bench_tables import figure, ratio_text
+from speccompile.benchmark.summary import Ratio
+from speccompile.benchmark.tables import figure, ratio_text
 from speccompile.common.chats import read_chats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import speccompile
 from bench.greedy_equality import open_target
+from bench.peers.peers import convert_checkpoint, peer_environment, read_peers
 from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.bundle.bundle import Bundle
 from speccompile.bundle.calibration import read_texts
 from speccompile.certificate.checkpoint import Reference
 from speccompile.checkpoints.folders import resolve_checkpoint
-from speccompile.cli.bench_peers import convert_checkpoint, peer_environment, read_peers
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
 
 HERE = Path(__file__).resolve().parent

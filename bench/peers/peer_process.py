@@ -6,7 +6,7 @@ A worker runs in the peer's own environment, so this imports the standard librar
     python WORKER describe               prints {"forms": {precision: {"name": own name, "modes": [...]}}, ...}
     python WORKER convert FROM TO FORM   writes a checkpoint in the peer's format into the new folder TO
     python WORKER logits                 JSON in: target, form, threads, texts, starts, out; writes the npz file `out`
-    python WORKER                        JSON lines in, JSON lines out, as speccompile.cli.bench_worker
+    python WORKER                        JSON lines in, JSON lines out, as speccompile.benchmark.worker
 
 with `plain`, `draft_model` and `ngram` (prompt lookup) as modes: what speculation methods are called in recipes.
 """

@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import speccompile
 from bench.greedy_equality import open_target
-from speccompile.backends.distance import Distance, compare, distance_from_rows
-from speccompile.cli.bench_peers import (
+from bench.peers.peers import (
     Peer,
     convert_checkpoint,
     peer_environment,
@@ -40,6 +39,7 @@ from speccompile.cli.bench_peers import (
     read_peers,
     source_of,
 )
+from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.common.chats import read_chats
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
 from speccompile.errors import BuildError

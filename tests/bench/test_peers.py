@@ -110,7 +110,7 @@ def test_a_command_that_fails_gives_the_end_of_its_log(tmp_path):
 
 
 def test_every_peer_has_a_worker_and_pinned_packages():
-    from speccompile.cli.bench_peers import PEERS
+    from bench.peers.peers import PEERS
 
     install = module("install")
     assert tuple(install.WORKERS) == PEERS
@@ -121,7 +121,7 @@ def test_every_peer_has_a_worker_and_pinned_packages():
 
 
 def report(busy=False):
-    """Returns what `bench --peers --json` writes of two engines and two kinds of text."""
+    """Returns what `compare` returns of two engines and two kinds of text."""
     speeds = {("speccompile", "plain"): 100.0, ("speccompile", "ngram"): 150.0, ("llama.cpp", "plain"): 80.0}
 
     def row(engine, mode):
@@ -145,9 +145,9 @@ def report(busy=False):
 def result(tmp_path, monkeypatch):
     """Returns what compare.py writes of two bundles, the second measured beside other work."""
     compare, reports = module("compare"), [report(), report(busy=True)]
-    monkeypatch.setattr(compare, "measure", lambda *_: reports.pop(0))
+    monkeypatch.setattr(compare, "compare", lambda *_: reports.pop(0))
     file = tmp_path / "new" / "x.json"
-    compare.main(["a", "b", "--model", "M, Q8_0", "--out", str(file), "--", "--repeats", "5"])
+    compare.main(["a", "b", "--model", "M, Q8_0", "--out", str(file), "--repeats", "5"])
     return json.loads(file.read_text())
 
 
@@ -172,7 +172,9 @@ def test_distances_are_of_the_answers_alone_and_rows_of_padded_vocabularies_are_
 
 
 def test_a_comparison_keeps_rows_by_kind_and_no_paths_of_the_machine(result):
-    assert result["command"].endswith("-- --repeats 5") and result["model"] == "M, Q8_0" and len(result["runs"]) == 2
+    assert (
+        result["command"].endswith("x.json --repeats 5") and result["model"] == "M, Q8_0" and len(result["runs"]) == 2
+    )
     run = result["runs"][0]
     assert run["rows"][1]["by_kind"] == {"code": 150.0, "rewriting": 225.0} and "/here" not in json.dumps(result)
     assert "tokens_per_s_all" not in run["rows"][0] and run["left_out"] == {"openvino": "no\nroom"}

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import speccompile
+from speccompile.benchmark.reference import find_reference
 from speccompile.bundle.bundle import read_bundle
 from speccompile.certificate.checkpoint import open_reference
-from speccompile.cli.bench_reference import find_reference
 from speccompile.cli.main import app
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import SpecCompileError

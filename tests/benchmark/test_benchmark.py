@@ -4,15 +4,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import typer
 from rich.console import Console
 
+from speccompile.benchmark import measure, plot, rounds
+from speccompile.benchmark import reference as benchmark_reference
+from speccompile.benchmark.reference import find_reference, not_run, reference_of_round
+from speccompile.benchmark.rounds import open_workers, run_rounds
+from speccompile.benchmark.samples import Sample
+from speccompile.benchmark.summary import QUANTILES, ratio_of_rounds, spread_of, summary_from_runs
+from speccompile.benchmark.tables import equal_texts, figure, print_report
 from speccompile.bundle.manifest_records import TargetRecord
-from speccompile.cli import bench, bench_plot, bench_reference, bench_rounds
-from speccompile.cli.bench_reference import find_reference, not_run, reference_of_round
-from speccompile.cli.bench_rounds import open_workers, run_rounds
-from speccompile.cli.bench_summary import QUANTILES, ratio_of_rounds, spread_of, summary_from_runs
-from speccompile.cli.bench_tables import equal_texts, figure, print_report
 from speccompile.errors import RecipeError, RuntimeFault
 
 SECONDS = {"plain": 0.2, "speculative": 0.1}  # per token
@@ -41,10 +42,8 @@ for line in sys.stdin:
 
 @pytest.fixture
 def fake_worker(monkeypatch):
-    real = bench_rounds.subprocess.Popen
-    monkeypatch.setattr(
-        bench_rounds.subprocess, "Popen", lambda command, **kw: real([sys.executable, "-c", WORKER], **kw)
-    )
+    real = rounds.subprocess.Popen
+    monkeypatch.setattr(rounds.subprocess, "Popen", lambda command, **kw: real([sys.executable, "-c", WORKER], **kw))
 
 
 @pytest.mark.parametrize("groups", [[["plain"], ["speculative"]], [["plain", "speculative"]]])
@@ -134,9 +133,9 @@ def test_a_figure_has_as_many_digits_as_are_of_use(value, spread, text):
 def test_unknown_modes_are_wrong_usage_by_the_name_of_the_option():
     bundle = SimpleNamespace(recipe=SimpleNamespace(method="ngram", target=TargetRecord(model="none")))
     for wanted in ("plan", "plain,plain", ","):
-        with pytest.raises(typer.BadParameter, match="expected some of plain, speculative") as caught:
-            bench._choose_modes(wanted, bundle, None)
-        assert caught.value.param_hint == "--modes"
+        with pytest.raises(RecipeError, match="expected some of plain, speculative, transformers") as caught:
+            measure.choose_modes(wanted, bundle, None)
+        assert (caught.value.where, caught.value.exit_code) == ("--modes", 2)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +154,12 @@ def test_a_worker_that_dies_says_why_and_the_others_are_ended(fake_worker, mode,
 
 
 def test_methods_of_also_are_checked_before_anything_is_loaded():
-    assert bench._read_methods(" ngram, suffix") == ["ngram", "suffix"] and bench._read_methods(None) == []
+    assert measure.read_methods(" ngram, suffix") == ["ngram", "suffix"] and measure.read_methods(None) == []
     with pytest.raises(RecipeError, match="eagle4"):
-        bench._read_methods("ngram,eagle4")
+        measure.read_methods("ngram,eagle4")
     for names in ("ngram,ngram", "none"):
         with pytest.raises(RuntimeFault, match=r"--also: got .*; expected speculation methods, each once"):
-            bench._read_methods(names)
+            measure.read_methods(names)
 
 
 @pytest.fixture
@@ -180,8 +179,8 @@ def job(bundle):
 @pytest.fixture
 def cached(fake_worker, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(bench_reference.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(bench_reference, "version", lambda name: "1.0")
+    monkeypatch.setattr(benchmark_reference.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(benchmark_reference, "version", lambda name: "1.0")
 
 
 def test_the_reference_is_decoded_once_and_again_when_something_changed(cached, bundle, job, tmp_path):
@@ -204,7 +203,7 @@ def test_a_reference_that_cannot_be_run_is_no_reference(cached, bundle, job, mon
     bundle.recipe = SimpleNamespace(method="ngram", target=TargetRecord(model="/gone"))
     bundle.manifest["recipe"]["target"].clear()
     assert find_reference(bundle, job).record["not_run"] == "the checkpoint /gone is not at hand"
-    monkeypatch.setattr(bench_reference.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(benchmark_reference.importlib.util, "find_spec", lambda name: None)
     assert "torch and transformers not installed" in find_reference(bundle, job).record["not_run"]
     assert reference_of_round([{"tokens": [4]}]).texts == [[4]]
 
@@ -250,9 +249,9 @@ def test_a_speculative_text_that_is_not_its_plain_one_is_told():
 def test_a_busy_machine_is_told():
     modes = {"plain": {"wait_share": 0.31}, "openvino fp32 plain": {"wait_share": None}}
     environment = {"num_cores": 2, "load_average_after": [7.25, 1.0, 1.0]}
-    [line] = bench._warnings(environment, modes)
+    [line] = measure._warnings(environment, modes)
     assert line.startswith("threads that decode waited for a CPU in 31% of their time (2 cores, load average 7.2): ")
-    assert bench._warnings({**environment, "load_average_after": None}, {"plain": {"wait_share": 0.05}}) == []
+    assert measure._warnings({**environment, "load_average_after": None}, {"plain": {"wait_share": 0.05}}) == []
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
@@ -261,8 +260,8 @@ def test_a_plot_has_a_panel_for_each_group(tmp_path, suffix):
     report = report_of({"plain": [100.0, 101.0], "speculative": [120.0, 130.0]})
     report["by_context"] = {"128": {"modes": report["modes"]}, "384": {"modes": report["modes"]}}
     file = tmp_path / f"plot{suffix}"
-    bench_plot.check_plot(file)
-    bench_plot.draw_report(report, file)
+    plot.check_plot(file)
+    plot.draw_report(report, file)
     content = file.read_bytes()
     if suffix == ".png":
         assert content.startswith(b"\x89PNG")
@@ -272,13 +271,13 @@ def test_a_plot_has_a_panel_for_each_group(tmp_path, suffix):
 
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(tmp_path, monkeypatch):
     with pytest.raises(RuntimeFault, match=r"--plot: got .*a\.pdf; expected a name that ends in \.svg or \.png"):
-        bench_plot.check_plot(tmp_path / "a.pdf")
+        plot.check_plot(tmp_path / "a.pdf")
     with pytest.raises(RuntimeFault, match=r"no folder .*none"):
-        bench_plot.check_plot(tmp_path / "none/a.svg")
-    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda name: None)
+        plot.check_plot(tmp_path / "none/a.svg")
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeFault, match=r"no package matplotlib; expected matplotlib\. Install it: pip"):
-        bench_plot.check_plot(tmp_path / "a.svg")
-    bench_plot.check_plot(None)
+        plot.check_plot(tmp_path / "a.svg")
+    plot.check_plot(None)
 
 
 @pytest.mark.parametrize(
@@ -298,5 +297,5 @@ def test_assistants_are_draft_models_alone(section, method, draft):
     target = SimpleNamespace(model="large", lora=None)
     recipe = SimpleNamespace(speculator=section, method=section["method"], target=target)
     bundle = SimpleNamespace(recipe=recipe, path="made", eos_token_ids=(1,))
-    job = bench._job(["plain"], bundle, method, 1, [[2]], 4, 4)
+    job = measure.job_of_bundle(bundle, method, [Sample([2], None)], measure.Settings(threads=1))
     assert (job["draft"], job["draft_lora"]) == draft

@@ -9,30 +9,14 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from speccompile.cli.bench_rounds import Runs
+from speccompile.benchmark.rounds import Runs
 
 Texts = Sequence[Sequence[int]]
 
 # 97.5 % quantiles of Student's distribution, by degrees of freedom from 1 on; the last one serves for more.
 QUANTILES = (
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-    2.23,
-    2.20,
-    2.18,
-    2.16,
-    2.14,
-    2.13,
-    2.12,
-    2.11,
-    2.10,
+    *(12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26),
+    *(2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10),
 )
 MEDIAN_ERROR = 1.2533  # times a mean's: the standard error of a median, sqrt(pi / 2), of numbers spread normally
 ALONE = {"speculative": "plain", "transformers-assisted": "transformers"}

@@ -13,21 +13,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from speccompile.cli import bench
-from speccompile.cli.bench_categories import (
+from speccompile.benchmark.rounds import run_rounds
+from speccompile.benchmark.samples import (
     TEXTS,
     Sample,
     figures_by_group,
     groups_from_samples,
-    read_categories,
     read_lengths,
     samples_from_prompts,
 )
-from speccompile.cli.bench_peers import PRECISIONS, Peer, comparison_rows
-from speccompile.cli.bench_rounds import run_rounds
-from speccompile.cli.bench_summary import summary_from_runs
-from speccompile.cli.bench_tables import figure, print_report
-from speccompile.cli.bench_worker import decode_with
+from speccompile.benchmark.summary import summary_from_runs
+from speccompile.benchmark.tables import figure, print_report
+from speccompile.benchmark.worker import decode_with
+from speccompile.cli.bench import read_categories
 from speccompile.cli.main import main
 from speccompile.cli.prompts import read_requests
 from speccompile.common.chats import read_chats
@@ -44,7 +42,7 @@ NUM_TOKENS = 16
 
 
 class InProcess:
-    """What `bench_rounds.Worker` is, around an engine of this process."""
+    """What `benchmark.rounds.Worker` is, around an engine of this process."""
 
     modes = MODES
 
@@ -131,7 +129,7 @@ def test_a_model_with_a_template_gets_conversations() -> None:
 
 @pytest.mark.parametrize(("names", "has_template"), [("code,json", False), ("maths,code", True)])
 def test_limits_count_within_a_category(names: str, has_template: bool) -> None:
-    found = bench._read_requests(None, names, 2, has_template)
+    found = read_categories(names, has_template, 2)
     first, second = sorted(names.split(","))
     assert [request.category for request in found] == [first, first, second, second]
 
@@ -174,11 +172,7 @@ def one_result(total_s: float) -> dict[str, Any]:
 
 def test_every_mode_is_a_row_and_nothing_is_cut_in_80_columns() -> None:
     names = ("plain", "speculative", "transformers", "transformers-assisted", "draft_model plain", "ngram speculative")
-    peers = ("openvino 16bit draft_model", "llama.cpp int8 plain")
-    report = report_of((*names, *peers), ["copy-edit", "json"])
-    known = [Peer(n, "", "", {p: {"name": p} for p in PRECISIONS}, [], {}) for n in ("openvino", "llama.cpp")]
-    rows = comparison_rows(report["modes"], "hybrid", "int8", known)
-    report["peers"] = {"rows": rows, "versions": {peer.name: {} for peer in known}}
+    report = report_of(names, ["copy-edit", "json"])
     out = io.StringIO()
     print_report(Console(file=out, width=80), report)
     told = out.getvalue()
@@ -188,8 +182,5 @@ def test_every_mode_is_a_row_and_nothing_is_cut_in_80_columns() -> None:
     before = [line.partition(speed)[0].rstrip() for line in tables if speed in line]
     for name in names:  # of all prompts and of two categories: a row each
         assert sum(text == name or text.endswith(f" {name}") for text in before) >= 3, name
-    assert set(peers) <= {" ".join(text.split()) for text in before}
     assert "copy-edit" in told and "context" not in told  # of one context there is no table
-    assert "weights: openvino 16bit has 16bit, llama.cpp int8 has int8\n" in told
-    assert "llama.cpp int8 plain: 0.02 ms of a token are outside of the engine" in told  # 1 ms of 50 tokens
     assert "left out: openvino int4: no kernel" in told and told.rstrip().endswith("busy")

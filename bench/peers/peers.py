@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
+from speccompile.benchmark.tables import equal_texts, figure, new_table, ratio_text
 from speccompile.errors import BuildError, RuntimeFault
 
 if TYPE_CHECKING:
@@ -110,7 +113,7 @@ def read_precisions(wanted: str | None, bundle: Bundle) -> list[str]:
     chosen = [name.strip() for name in (wanted or precision_from_bundle(bundle)).split(",") if name.strip()]
     if not chosen or any(name not in PRECISIONS for name in chosen):
         expected = f"some of {', '.join(PRECISIONS)}"
-        raise RuntimeFault("--peer-precisions", repr(wanted), expected, "Correct the option.")
+        raise RuntimeFault("--precisions", repr(wanted), expected, "Correct the option.")
     return list(dict.fromkeys(chosen))
 
 
@@ -185,7 +188,7 @@ def peer_jobs(
 
     Args:
         precisions: of their forms, in this order; a peer without one is named in `left_out`.
-        job: of the bundle's own modes; see `bench_worker`. `target` and `draft` are checkpoints or None.
+        job: of the bundle's own modes, see `benchmark.worker`; `target` and `draft` are checkpoints or None.
     """
     jobs = []
     for precision in precisions:
@@ -213,6 +216,26 @@ def peer_jobs(
             draft_tokens = {"draft_tokens": job["assistant_tokens"], "optional": True}
             jobs.append({**job, **own, **process, **draft_tokens})
     return jobs
+
+
+def jobs_of_peers(
+    bundle: Bundle, installed: Sequence[Peer], precisions: str | None, job: Mapping[str, Any], models: Path,
+    left_out: dict[str, str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Returns the jobs of the peers on the checkpoint that a bundle was built from; see `peer_jobs`.
+
+    Raises:
+        RuntimeFault: the bundle has an adapter, or its checkpoint is gone.
+    """
+    target = bundle.recipe.target
+    if (lora := target.lora or job.get("draft_lora")) is not None:
+        todo = "Merge it with PEFT and build the merged checkpoint."
+        raise RuntimeFault("--peers", f"a bundle with the adapter {lora}", "a checkpoint as it is", todo)
+    if target.weights != "checkpoint" or target.model is None or not Path(target.model).exists():
+        got = f"no trained checkpoint's folder at {target.model}"
+        todo = "Put it where it was at the build (of a GGUF file: speccompile convert)."
+        raise RuntimeFault("--peers", got, "the checkpoint that the bundle was built from", todo)
+    return peer_jobs(installed, read_precisions(precisions, bundle), job, models, left_out)
 
 
 def comparison_rows(
@@ -246,3 +269,36 @@ def comparison_rows(
         mine = ours.get(made["mode"]) if made["precision"] == precision else None
         made["of_ours"] = None if mine is None else made["tokens_per_s"] / mine
     return sorted(rows, key=lambda made: (PRECISIONS.index(made["precision"]), made["engine"] != "speccompile"))
+
+
+def print_rows(
+    console: Console, rows: Sequence[Mapping[str, Any]], peers: Sequence[Peer], reference: str | None
+) -> None:
+    """Prints the table of all engines, the weights of the peers, and their time outside of their engines.
+
+    Args:
+        reference: the mode whose texts the others are compared with; None: transformers' in float32.
+    """
+    table = new_table("engine", "mode", "tokens/s", "of\nours", "of plain", "first\nms", "texts")
+    table.columns[0].no_wrap = False  # the longest name is wrapped where 80 columns are too few
+    for row in rows:
+        table.add_row(
+            f"{row['engine']} {row['precision']}",
+            row["mode"],
+            figure(row["tokens_per_s"], row["tokens_per_s_spread"]),
+            ratio_text(row["of_ours"], None),
+            ratio_text(row["of_plain"], row["of_plain_spread"]),
+            f"{row['first_token_ms']:.1f}",
+            "reference" if row["name"] == reference else equal_texts(row),
+        )
+    console.print(table)
+    names = {peer.name for peer in peers}
+    others = [row for row in rows if row["engine"] in names]
+    forms = dict.fromkeys(f"{row['engine']} {row['precision']} has {row['form']}" for row in others)
+    notes = [f"weights: {', '.join(forms)}"] if forms else []
+    for row in others:
+        if (share := row["outside_engine_share"]) is not None:
+            outside_ms = 1e3 * share / row["tokens_per_s"]
+            notes.append(f"{row['name']}: {outside_ms:.2f} ms of a token are outside of the engine")
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)

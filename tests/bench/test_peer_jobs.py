@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other engines in a benchmark, with workers that are small scripts: nothing is installed and nothing is fetched."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,20 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from speccompile.bundle.manifest_records import TargetRecord
-from speccompile.cli import bench, bench_peers
-from speccompile.cli.bench_peers import (
+from bench.peers import peers as peers_module
+from bench.peers.peers import (
+    Peer,
     comparison_rows,
     convert_checkpoint,
+    jobs_of_peers,
     peer_jobs,
     precision_from_bundle,
+    print_rows,
     read_peers,
     read_precisions,
     source_of,
 )
-from speccompile.cli.bench_rounds import open_workers, run_rounds
-from speccompile.cli.bench_summary import summary_from_runs
+from speccompile.benchmark.rounds import open_workers, run_rounds
+from speccompile.benchmark.summary import summary_from_runs
+from speccompile.bundle.manifest_records import TargetRecord
 from speccompile.errors import BuildError, RuntimeFault
 
 # Answers with the form that it was converted to; "16bit" cannot be converted, and "int4" cannot be loaded.
@@ -50,7 +55,7 @@ for line in sys.stdin:
                       "peak_rss_bytes": 5}),
           flush=True)
 """
-FORMS = {p: {"name": p.upper(), "modes": ["plain", "draft_model", "ngram"]} for p in bench_peers.PRECISIONS}
+FORMS = {p: {"name": p.upper(), "modes": ["plain", "draft_model", "ngram"]} for p in peers_module.PRECISIONS}
 
 
 @pytest.fixture
@@ -144,7 +149,7 @@ def gguf(folder, monkeypatch):
             return subprocess.CompletedProcess(command, 0)
         return real(command, **options)
 
-    monkeypatch.setattr(bench_peers.subprocess, "run", run)
+    monkeypatch.setattr(peers_module.subprocess, "run", run)
     (folder / "m.gguf").write_bytes(b"GGUF")
     return folder / "m.gguf"
 
@@ -180,7 +185,7 @@ def test_what_is_no_gguf_file_has_no_stored_form(folder, job):
 
 def test_peers_take_turns_and_what_does_not_work_is_left_out(folder, job):
     peers, left_out = read_peers("openvino", folder)
-    jobs = peer_jobs(peers, bench_peers.PRECISIONS, job, folder / "models", left_out)
+    jobs = peer_jobs(peers, peers_module.PRECISIONS, job, folder / "models", left_out)
     assert [j["prefix"] for j in jobs] == ["openvino fp32 ", "openvino int8 ", "openvino int4 "]
     with open_workers(jobs, lambda j, error: left_out.update({j["prefix"].strip(): str(error)})) as workers:
         turns = []
@@ -205,7 +210,7 @@ def test_without_a_draft_model_no_peer_drafts_with_one(folder, job):
 
 def test_a_precision_that_a_peer_lacks_is_named(folder, job):
     peers, left_out = read_peers("openvino", folder)
-    poor = bench_peers.Peer("openvino", peers[0].python, peers[0].worker, {"fp32": FORMS["fp32"]}, [], {})
+    poor = Peer("openvino", peers[0].python, peers[0].worker, {"fp32": FORMS["fp32"]}, [], {})
     assert peer_jobs([poor], ["int8"], job, folder / "models", left_out) == []
     assert left_out == {"openvino int8": "the peer has no such form"}
 
@@ -284,4 +289,22 @@ def test_the_precision_of_a_bundle_is_that_of_its_weights(checkpoint, quantizati
 def test_a_bundle_without_its_checkpoint_cannot_be_compared(tmp_path, target):
     bundle = SimpleNamespace(recipe=SimpleNamespace(target=target, method="none"))
     with pytest.raises(RuntimeFault, match="no trained checkpoint's folder at"):
-        bench._jobs_of_peers({}, bundle, [], None, tmp_path, {})
+        jobs_of_peers(bundle, [], None, {}, tmp_path, {})
+
+
+def test_the_table_has_a_row_for_each_mode_and_nothing_is_cut_in_80_columns():
+    names = ("plain", "speculative", "ngram speculative", "openvino 16bit draft_model", "llama.cpp int8 plain")
+    modes = summary_from_runs({name: [run_of([1] * 50, 0.03), run_of([1] * 50, 0.04)] for name in names})["modes"]
+    modes["llama.cpp int8 plain"]["outside_engine_share"] = 0.001
+    forms = {name: {"name": name.upper()} for name in peers_module.PRECISIONS}
+    peers = [Peer(name, "", "", forms, [], {}) for name in ("openvino", "llama.cpp")]
+    out = io.StringIO()
+    print_rows(Console(file=out, width=80), comparison_rows(modes, "hybrid", "int8", peers), peers, None)
+    table, note, text = out.getvalue().partition("weights: ")
+    rows = [" ".join(line.split()) for line in table.splitlines()]
+    assert "…" not in table and all(len(line) <= 80 for line in table.splitlines()) and note
+    for name in ("speccompile int8 plain", "speccompile int8 hybrid", "speccompile int8 ngram",
+                 "openvino 16bit draft_model", "llama.cpp int8 plain"):  # fmt: skip
+        assert sum(row.startswith(f"{name} ") for row in rows) == 1, name
+    assert text.startswith("openvino 16bit has 16BIT, llama.cpp int8 has INT8\n")
+    assert "\nllama.cpp int8 plain: 0.03 ms of a token are outside of the engine\n" in text  # 1 ‰ at 28.6 tokens/s

@@ -22,8 +22,8 @@ class Worker:
     """A process of modes. Between its turns it is stopped, so that threads which spin cost the others nothing.
 
     Args:
-        job: see `bench_worker`. Three keys are read here: `prefix` stands before the names of its modes in results;
-            `command` runs another program that talks as `bench_worker` does; `environment` is that program's.
+        job: see `benchmark.worker`. Three keys are read here: `prefix` stands before the names of its modes in results;
+            `command` runs another program that talks as that does; `environment` is that program's.
 
     Raises:
         RuntimeFault: the process cannot load its model: the error that it met, or the end of what it printed.
@@ -34,7 +34,7 @@ class Worker:
         self.modes: list[str] = [self._prefix + mode for mode in job["modes"]]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            job.get("command", [sys.executable, "-m", "speccompile.cli.bench_worker"]),
+            job.get("command", [sys.executable, "-m", "speccompile.benchmark.worker"]),
             env=job.get("environment"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from speccompile.cli.bench_summary import Ratio
+from speccompile.benchmark.summary import Ratio
 
 Row = Mapping[str, Any]
 GROUPS = {"by_category": "category", "by_context": "context"}
@@ -35,22 +35,17 @@ def equal_texts(row: Row) -> str:
 
 def print_report(console: Console, report: Row) -> None:
     """Prints the tables of a report, and what is to be known of them."""
-    rows = report.get("peers", {}).get("rows", [])
-    peers = {row["name"] for row in rows if row["engine"] in report["peers"]["versions"]}
-    own = {name: row for name, row in report["modes"].items() if name not in peers}
-    console.print(_table(own, report["reference"].get("source")))
+    console.print(_table(report["modes"], report["reference"].get("source")))
     for kind, title in GROUPS.items():
         if len(groups := report.get(kind, {})) > 1:
             console.print(_table_of_groups(title, groups))
-    if rows:
-        console.print(_table_of_peers(rows, report["reference"].get("source")))
     for line in _notes(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in [*(f"left out: {name}: {why}" for name, why in report["left_out"].items()), *report["warnings"]]:
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _new_table(name: str, *titles: str) -> Table:
+def new_table(name: str, *titles: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in (name, *titles):
         table.add_column(title, justify="left" if title in (name, "mode") else "right", no_wrap=True)
@@ -58,7 +53,7 @@ def _new_table(name: str, *titles: str) -> Table:
 
 
 def _table(modes: Mapping[str, Row], reference: str | None) -> Table:
-    table = _new_table("mode", "tokens/s", "with\nprefill", "tokens\na step", "of plain", "texts")
+    table = new_table("mode", "tokens/s", "with\nprefill", "tokens\na step", "of plain", "texts")
     for name, row in modes.items():
         table.add_row(
             name,
@@ -72,28 +67,12 @@ def _table(modes: Mapping[str, Row], reference: str | None) -> Table:
 
 
 def _table_of_groups(title: str, groups: Mapping[str, Row]) -> Table:
-    table = _new_table(f"{title}\n(prompts)", "mode", "tokens/s", "tokens\na step", "of plain", "texts")
-    for group, told in groups.items():
-        for at, (name, row) in enumerate(told["modes"].items()):
+    table = new_table(f"{title}\n(prompts)", "mode", "tokens/s", "tokens\na step", "of plain", "texts")
+    for group, figures in groups.items():
+        for at, (name, row) in enumerate(figures["modes"].items()):
             speed = figure(row["tokens_per_s"], row["tokens_per_s_spread"])
             cells = [speed, f"{row['mean_acceptance_length']:.2f}", ratio_text(row["of_plain"], row["of_plain_spread"])]
-            table.add_row("" if at else f"{group} ({told['num_prompts']})", name, *cells, equal_texts(row))
-    return table
-
-
-def _table_of_peers(rows: Sequence[Row], reference: str | None) -> Table:
-    table = _new_table("engine", "mode", "tokens/s", "of\nours", "of plain", "first\nms", "texts")
-    table.columns[0].no_wrap = False  # the longest name is wrapped where 80 columns are too few
-    for row in rows:
-        table.add_row(
-            f"{row['engine']} {row['precision']}",
-            row["mode"],
-            figure(row["tokens_per_s"], row["tokens_per_s_spread"]),
-            ratio_text(row["of_ours"], None),
-            ratio_text(row["of_plain"], row["of_plain_spread"]),
-            f"{row['first_token_ms']:.1f}",
-            "reference" if row["name"] == reference else equal_texts(row),
-        )
+            table.add_row("" if at else f"{group} ({figures['num_prompts']})", name, *cells, equal_texts(row))
     return table
 
 
@@ -110,7 +89,6 @@ def _notes(report: Row) -> Iterator[str]:
     else:
         engine = f"{reference['engine']} {reference['versions']['transformers']}"
         yield f"texts: equal to {engine}'s greedy ones in float32; in brackets the mean index of the first other token."
-    yield from _notes_of_peers(report.get("peers", {"rows": [], "versions": {}}))
     for name, row in report["modes"].items():
         if (why := row.get("drafts")) is not None:
             yield f"{name}: {why}"
@@ -122,14 +100,3 @@ def _notes(report: Row) -> Iterator[str]:
     for name, value in report["ratios"].items():
         if name != "speculative/plain":  # in the table
             yield f"{name}: {ratio_text(value, report['ratio_spreads'][name])}"
-
-
-def _notes_of_peers(peers: Row) -> Iterator[str]:
-    rows = [row for row in peers["rows"] if row["engine"] in peers["versions"]]
-    forms = dict.fromkeys(f"{row['engine']} {row['precision']} has {row['form']}" for row in rows)
-    if forms:
-        yield f"weights: {', '.join(forms)}"
-    for row in rows:
-        if (share := row.get("outside_engine_share")) is not None:
-            lost_ms = 1e3 * share / row["tokens_per_s"]
-            yield f"{row['name']}: {lost_ms:.2f} ms of a token are outside of the engine: its caller and sampler"

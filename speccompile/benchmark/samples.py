@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance and speed by kind of text and by length of context."""
+"""Prompts by kind of text and by length of context, and the figures of each group."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speccompile.cli.bench_rounds import Runs
-from speccompile.cli.bench_summary import Texts, summary_from_runs
-from speccompile.cli.prompts import Request, read_requests
-from speccompile.common.chats import CHATS
+from speccompile.benchmark.rounds import Runs
+from speccompile.benchmark.summary import Texts, summary_from_runs
 from speccompile.errors import RuntimeFault
 
 TEXTS = Path(__file__).with_name("categories.jsonl")  # to be continued: for models without a chat template
-ALL = "all"
 _FIGURES = (
     *("tokens_per_s", "tokens_per_s_spread", "mean_acceptance_length", "num_tokens"),
     *("of_plain", "of_plain_spread", "num_texts", "num_equal", "mean_first_difference"),
@@ -32,25 +29,6 @@ class Sample:
 
     ids: list[int]
     category: str | None
-
-
-def read_categories(names: str, has_template: bool, limit: int | None = None) -> list[Request]:
-    """Returns the prompts of some categories, one category after the other.
-
-    Args:
-        has_template: conversations, by the model's chat template; else texts to be continued.
-
-    Raises:
-        RuntimeFault: there is no such category.
-    """
-    requests = read_requests(CHATS if has_template else TEXTS)
-    known = list(dict.fromkeys(str(request.category) for request in requests))
-    chosen = known if names.strip() == ALL else [name.strip() for name in names.split(",") if name.strip()]
-    if not chosen or any(name not in known for name in chosen):
-        kind = "with" if has_template else "without"
-        expected = f"{ALL}, or some of {', '.join(known)} (of a model {kind} a chat template)"
-        raise RuntimeFault("--categories", repr(names), expected, "Correct the option.")
-    return [one for name in known if name in chosen for one in [r for r in requests if r.category == name][:limit]]
 
 
 def read_lengths(text: str | None, max_seq_len: int, max_new_tokens: int) -> list[int]:
@@ -108,20 +86,20 @@ def groups_from_samples(samples: Sequence[Sample], lengths: Sequence[int]) -> di
 def figures_by_group(
     runs: Runs, groups: Mapping[str, Mapping[str, Iterable[int]]], reference: Texts | None, eos_token_ids: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the figures of every mode and the ratios in each group; see `bench_summary.summary_from_runs`.
+    """Returns the figures of every mode and the ratios in each group; see `summary_from_runs`.
 
     Args:
         groups: the prompts' indices by kind of group and its name, see `groups_from_samples`.
         reference: the right text of each prompt; None: not run.
     """
-    told: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for kind, members in groups.items():
-        told[kind] = {}
+        figures[kind] = {}
         for name, indices in members.items():
             chosen = list(indices)
             part = {mode: [[one[i] for i in chosen] for one in rounds] for mode, rounds in runs.items()}
             right = None if reference is None else [reference[i] for i in chosen]
             found = summary_from_runs(part, right, eos_token_ids)
             modes = {mode: {key: row[key] for key in _FIGURES} for mode, row in found["modes"].items()}
-            told[kind][name] = {**found, "num_prompts": len(chosen), "modes": modes}
-    return told
+            figures[kind][name] = {**found, "num_prompts": len(chosen), "modes": modes}
+    return figures

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.cli.bench_rounds import Worker
+from speccompile.benchmark.rounds import Worker
 from speccompile.errors import SpecCompileError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def find_reference(
     They are kept by the digests of the checkpoint and its adapter, the prompts, the number of tokens and the versions.
 
     Args:
-        job: `prompts`, `max_new_tokens` and all else that `bench_worker` reads.
+        job: `prompts`, `max_new_tokens` and all else that `benchmark.worker` reads.
     """
     if (why := why_no_transformers(bundle)) is not None:
         return not_run(why)
