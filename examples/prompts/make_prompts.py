@@ -2,8 +2,8 @@
 """Writes prompts of five kinds as JSON lines with `messages`, each of them once: same seed, same file.
 
 A template of `templates/*.yaml` is one user turn, or a list of turns (user, assistant, user, ...). Its marks are
-filled: `{{city}}` is a random entry of the list `city` (the same within a prompt, another one than `{{city2}}`), and may
-hold marks itself; `{{3..40}}` is a whole number of these bounds; `{{short|long}}` is one of the texts.
+filled: `{{city}}` is a random entry of the list `city` (the same within a prompt, another one than `{{city2}}`), and
+may hold marks itself; `{{3..40}}` is a whole number of these bounds; `{{short|long}}` is one of the texts.
 
     python examples/prompts/make_prompts.py prompts.jsonl --num 6000 --seed 0
 """
