@@ -48,7 +48,7 @@ class Settings:
         method: None: the recipe's.
         also: more methods, each of them in a process of its own.
         threads: None: as tuned.
-        assistant_tokens: draft length of transformers' assisted decoding.
+        assistant_tokens: draft length of the mode `transformers-assisted`, at least 1.
     """
 
     modes: str = "all"
