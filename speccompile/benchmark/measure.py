@@ -46,7 +46,7 @@ class Settings:
     Args:
         modes: of `MODES`, comma-separated; `all`: those that can run here.
         method: None: the recipe's.
-        also: more methods, each of them in a process of its own.
+        also: more methods; each runs beside plain decoding in a process of its own.
         threads: None: as tuned.
         assistant_tokens: draft length of the mode `transformers-assisted`, at least 1.
     """
