@@ -45,7 +45,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With --unmarked, a module whose every test has a marker is not even imported."""
     if not config.getoption("--unmarked") or collection_path.suffix != ".py":
         return None
-    return bool(tiers.markers_of(collection_path.relative_to(TESTS).as_posix())) or None
+    return bool(tiers.markers_of_module(collection_path)) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,7 +61,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        names = tiers.markers_of(item.path.relative_to(TESTS).as_posix(), getattr(item, "fixturenames", ()))
+        names = tiers.markers_of(item.path, getattr(item, "fixturenames", ()))
         for name in sorted(names):
             item.add_marker(name)
     if config.getoption("--unmarked"):

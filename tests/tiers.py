@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test needs, as markers: by its path under tests/, by its fixtures, or by a `pytestmark` of its own.
+"""What a test needs, as markers: from the imports of its module, from `pytestmark`, or from its fixtures.
 
 A test without a marker needs numpy and little time; `make check` runs those. See tests/README.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).parent
 
 MARKERS = {
     "distribution": "statistics: thousands of random draws or steps",
@@ -18,96 +22,8 @@ MARKERS = {
     "live": "starts servers, browsers or other child processes that take seconds",
 }
 
-# Patterns of paths under tests/ whose every test needs this; others say so with `pytestmark` or through a fixture.
-PATHS: dict[str, tuple[str, ...]] = {
-    "distribution": ("runtime/test_control*.py", "runtime/test_recurrent*.py"),
-    "export": (
-        "backends/test_borrowed.py",
-        "backends/test_cuda_engine.py",
-        "backends/test_cuda_finish.py",
-        "backends/test_cuda_states.py",
-        "backends/test_engines.py",
-        "backends/test_experts.py",
-        "backends/test_not_finite.py",
-        "backends/test_padded_vocab.py",
-        "backends/test_stored.py",
-        "backends/test_tune.py",
-        "bench/test_gpu_kernels.py",
-        "bench/test_gpu_ort_cuda.py",
-        "bench/test_greedy_equality.py",
-        "bench/test_pad_checkpoint.py",
-        "bench/test_pairs.py",
-        "certificate/test_probe.py",
-        "certificate/test_tokenizers.py",
-        "e2e/*",
-        "examples/test_eagle_recipe.py",
-        "examples/test_hybrid.py",
-        "checkpoints/*",
-        "cli/test_doctor.py",
-        "doctor/*",
-        "export/*",
-        "golden/*",
-        "ops/test_states_torch.py",
-        "passes/test_attach_candidates.py",
-        "passes/test_polygraphy.py",
-        "passes/test_tensorrt_numbers.py",
-        "pipeline/test_draft_vocab_build.py",
-        "pipeline/test_hybrid_build.py",
-        "pipeline/test_hybrid_plans.py",
-        "pipeline/test_lora_build.py",
-        "pipeline/test_low_rank_build.py",
-        "pipeline/test_packed_build.py",
-        "pipeline/test_real_build.py",
-        "pipeline/test_stored_build.py",
-        "pipeline/test_windowed_build.py",
-        "plugin_methods/*",
-        "serving/openai/test_client.py",
-        "serving/test_readme.py",
-        "speculators/test_eagle_graphs.py",
-        "speculators/test_dflash_graphs.py",
-        "speculators/test_mask_graphs.py",
-        "speculators/test_peagle_graphs.py",
-        "speculators/test_early_exit.py",
-        "speculators/test_gemma4_assistant.py",
-        "speculators/test_glide.py",
-        "speculators/test_mtp.py",
-        "speculators/test_*_heads.py",
-        "training/*",
-    ),
-    "fuzz": ("fuzz/*",),
-    "plan": (
-        "backends/test_block_drafter.py",
-        "backends/tensorrt/test_build_gates.py",
-        "backends/tensorrt/test_builder.py",
-        "backends/tensorrt/test_bundle.py",
-        "backends/tensorrt/test_engine.py",
-        "backends/tensorrt/test_loop.py",
-        "backends/tensorrt/test_methods.py",
-        "backends/tensorrt/test_plugin*.py",
-        "backends/tensorrt/test_predictions.py",
-        "ops/tensorrt/*",
-        "passes/test_tensorrt_*.py",
-        "pipeline/test_hybrid_plans.py",
-        "plugins/test_compile.py",
-        "plugins/test_cpu_*.py",
-        "plugins/test_driver.py",
-        "plugins/test_kv_rollback.py",
-        "plugins/test_launches.py",
-        "plugins/test_spec_verify.py",
-    ),
-    "mutant": ("plugins/test_mutants.py", "plugins/test_races.py"),
-    "live": (
-        "cli/test_endings.py",
-        "pipeline/test_interrupted.py",
-        "serving/openai/test_connections.py",
-        "serving/openai/test_process.py",
-        "serving/load/*",
-        "doctor/vllm/*",
-        "serving/page/test_browser.py",
-        "serving/ray/*",
-        "serving/triton/live/*",
-    ),
-}
+# A module that imports one of these when it is loaded, itself or through a helper under tests/, has the marker.
+IMPORTS = {"torch": "export", "transformers": "export", "tests.fuzz.mutate": "fuzz"}
 
 FIXTURES = {
     "chat_bundle": ("export", "live"),
@@ -119,8 +35,49 @@ FIXTURES = {
     "pair": ("export",),
 }
 
+# Statements at the left margin alone: what a function imports, its test pays for.
+_IMPORT = re.compile(r"^(?:import ([\w.]+)|from ([\w.]+) import (\([^)]*\)|.*))", re.MULTILINE)
+_MARKS = re.compile(r"^pytestmark = (\[[^\]]*\]|.*)", re.MULTILINE)
+_MARK = re.compile(r"pytest\.mark\.(\w+)")
 
-def markers_of(path: str, fixtures: Iterable[str] = ()) -> set[str]:
-    """Returns the names of the markers that a test gets from its path under tests/ and from its fixtures."""
-    by_path = {marker for marker, patterns in PATHS.items() if any(fnmatchcase(path, p) for p in patterns)}
-    return by_path.union(*(FIXTURES.get(name, ()) for name in fixtures))
+
+@cache
+def markers_of_module(path: Path) -> frozenset[str]:
+    """Returns the markers of every test of a file under tests/, which is not imported for that.
+
+    They are those of its imports and its `pytestmark`, and those of the `conftest.py` of its folders.
+    """
+    files = [path, *(folder / "conftest.py" for folder in path.parents if TESTS in folder.parents)]
+    texts = [file.read_text() for file in files if file.exists()]
+    named = {name for text in texts for marks in _MARKS.findall(text) for name in _MARK.findall(marks)}
+    imported = {name for file in files if file.exists() for name in _imports_of(file)}
+    return frozenset((named & MARKERS.keys()) | {IMPORTS[name] for name in IMPORTS.keys() & imported})
+
+
+def _imports_of(path: Path) -> set[str]:
+    """Returns the modules that a file and the helpers under tests/ that it imports name at the left margin."""
+    seen, waiting = set[str](), [path]
+    while waiting:
+        for name in _direct_imports(waiting.pop()):
+            if name not in seen:
+                seen.add(name)
+                helper = TESTS.parent / f"{name.replace('.', '/')}.py"
+                if name.startswith("tests.") and helper.exists():
+                    waiting.append(helper)
+    return seen
+
+
+@cache
+def _direct_imports(path: Path) -> frozenset[str]:
+    def names() -> Iterator[str]:
+        for module, package, members in _IMPORT.findall(path.read_text()):
+            yield (module or package).partition(".")[0]
+            yield module or package
+            yield from (f"{package}.{name}" for name in re.findall(r"\w+", members))
+
+    return frozenset(names())
+
+
+def markers_of(path: Path, fixtures: Iterable[str] = ()) -> frozenset[str]:
+    """Returns the names of the markers that a test gets from its file under tests/ and from its fixtures."""
+    return markers_of_module(path).union(*(FIXTURES.get(name, ()) for name in fixtures))

@@ -28,6 +28,8 @@ from speccompile.core.protocols import Engine
 from speccompile.core.specs import LENGTHS, GraphSpec, TensorSpec, spec_from_json, updated_cache_name
 from speccompile.errors import BuildError, RuntimeFault
 
+pytestmark = pytest.mark.plan
+
 VOCAB, WIDTH, BLOCK, MAX_ROWS = 31, 4, 6, 320
 CACHES = tuple(
     TensorSpec(name, ("batch", 1, "max_seq", 8), "float32") for name in ("block_k_cache.0", "block_v_cache.0")

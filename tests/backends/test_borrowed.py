@@ -28,7 +28,7 @@ from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
 ROWS, SLOTS = 512, 3
-pytestmark = pytest.mark.usefixtures("cheap_measurements")
+pytestmark = [pytest.mark.usefixtures("cheap_measurements"), pytest.mark.export]
 KINDS = ("reference", "onnxruntime", "cuda", "tensorrt")
 DRAFTER = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 16,

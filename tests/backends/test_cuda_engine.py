@@ -26,6 +26,8 @@ from speccompile.speculators.draft_model.config import DraftModelConfig, DraftMo
 from tests.backends.fake_ort import REFUSAL, FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 
+pytestmark = pytest.mark.export
+
 TOKENS = np.random.default_rng(7).integers(0, 97, 400)
 
 

@@ -18,6 +18,8 @@ from speccompile.passes.pad_integers import INTEGERS_PADDED, PAD_INTEGERS
 from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
 from speccompile.passes.shapes_on_device import NO_CROSSINGS, SHAPES_ON_DEVICE, host_values
 
+pytestmark = pytest.mark.export
+
 
 def session(model):
     options = ort.SessionOptions()

@@ -29,6 +29,8 @@ from tests.backends.hybrid_lab import DIMS, MAX_ROWS, NUM_DRAFTS, VOCAB, Hybrid,
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.trt_lab import Lab
 
+pytestmark = pytest.mark.export
+
 SLOTS, ROWS = 3, 104
 Lowered = tuple[Path, GraphSpec, Path]
 

@@ -12,6 +12,8 @@ from speccompile.errors import RuntimeFault
 from tests.cpu import least_rows
 from tests.plugins.cpu_lab import needs_compiler
 
+pytestmark = pytest.mark.export
+
 FORMS = [
     *(("none", "fp32"), ("none", "packed")),
     *(("int8", "rowq8"), ("int8", "blocks32"), ("int8", "packed")),

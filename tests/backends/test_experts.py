@@ -29,6 +29,8 @@ from tests.export.families import VOCAB
 from tests.export.harness import make_checkpoint
 from tests.plugins.cpu_lab import needs_compiler
 
+pytestmark = pytest.mark.export
+
 MAX_SEQ, NUM_TOKENS = 32, 19
 _ROUTED = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 40, "decoder_sparse_step": 1}
 _SIZES = {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": 2, "num_hidden_layers": 1}  # layers are alike

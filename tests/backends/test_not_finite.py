@@ -20,6 +20,8 @@ from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from tests.runtime.test_service import Sink
 
+pytestmark = pytest.mark.export
+
 BAD = 91
 PROMPT = [5, 9, 5, 9, 5, 9]
 DISTS = [

@@ -29,7 +29,7 @@ from tests.speculators.distribution_check import LEAST, PROMPT, Warp, decode_man
 
 WIDE, NARROW = 97, 89
 ROWS, SLOTS, NODES = 40, 20, 8
-pytestmark = pytest.mark.usefixtures("cheap_measurements")
+pytestmark = [pytest.mark.usefixtures("cheap_measurements"), pytest.mark.export]
 PAIRS = [(WIDE, NARROW), (NARROW, WIDE)]  # (target's vocabulary, draft's)
 CHAIN: dict[str, Any] = {"num_draft_tokens": 2}
 TREE: dict[str, Any] = {"tree": {"widths": [2, 1]}, "num_candidates": 2}

@@ -21,6 +21,8 @@ pytest.importorskip("torch")
 
 from tests.checkpoints.gguf_lab import write_model
 
+pytestmark = pytest.mark.export
+
 # By a name: the model, and the block types of its matrices.
 FILES: dict[str, tuple[str, Any]] = {
     "Q4_1, head Q8_0": ("llama", {"token_embd": "Q8_0", "": "Q4_1"}),

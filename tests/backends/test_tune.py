@@ -14,6 +14,8 @@ from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.bundle.format import weights_beside
 from speccompile.errors import BuildError
 
+pytestmark = pytest.mark.export
+
 
 @pytest.mark.parametrize(("role", "node_counts"), [("target", NODE_COUNTS), ("draft", (1, 4))])
 def test_a_graph_is_measured_in_a_child(compiled: Any, role: str, node_counts: tuple[int, ...]) -> None:

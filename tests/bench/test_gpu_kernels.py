@@ -13,6 +13,8 @@ from bench.gpu_check import kernels
 from speccompile.ops.spec_verify import spec_verify
 from tests.plugins import host_lab
 
+pytestmark = pytest.mark.export
+
 
 def _cases():  # type: ignore[no-untyped-def]
     return kernels.check_cases(vocabs=(500,), batches=(2,))

@@ -12,6 +12,8 @@ from tests import store
 from tests.backends.fake_ort import FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 
+pytestmark = pytest.mark.export
+
 PROMPTS = [row["prompt_ids"] for row in decoding.golden_rows()[:4]]
 
 

@@ -3,8 +3,12 @@
 
 import json
 
+import pytest
+
 from bench.pairs import main
 from bench.pairs.rows import Pair, _mlp
+
+pytestmark = pytest.mark.export
 
 TINY = {"model_type": "llama", "vocab_size": 9000, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip

@@ -10,6 +10,8 @@ from tests.common.test_tokenizer_file import CUT, FILLED
 from tests.mock_lm import VOCAB
 from tests.pipeline import fakes
 
+pytestmark = pytest.mark.export
+
 
 @pytest.fixture
 def checkpoint(tmp_path):

@@ -29,6 +29,8 @@ from speccompile.errors import CheckpointError
 from tests.export.families import CONFIGS, VOCAB
 from tests.export.harness import make_checkpoint
 
+pytestmark = pytest.mark.export
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:

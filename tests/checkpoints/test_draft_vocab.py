@@ -14,6 +14,8 @@ from speccompile.graph_kinds.draft_vocab import DraftVocab
 from speccompile.speculators.draft_model.config import DraftModelConfig
 from speccompile.speculators.mtp.config import MtpConfig
 
+pytestmark = pytest.mark.export
+
 VOCAB, END = 32, 31
 
 

@@ -25,6 +25,8 @@ from speccompile.export import attention
 from speccompile.export.weights import load_model
 from tests.checkpoints.gguf_lab import MODELS, write_file, write_model
 
+pytestmark = pytest.mark.export
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -17,6 +17,8 @@ from speccompile.errors import CheckpointError, ExportError
 from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.recipe.predict import predict
 
+pytestmark = pytest.mark.export
+
 _COMMON = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "intermediate_size": 48,

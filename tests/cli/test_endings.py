@@ -17,6 +17,8 @@ import typer
 from speccompile.cli.main import app, main
 from tests.pipeline import fakes
 
+pytestmark = pytest.mark.live
+
 ROOT = Path(__file__).parents[2]
 # A build that waits in the compiler until a signal comes.
 BUILD = """

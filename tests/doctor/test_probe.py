@@ -20,6 +20,8 @@ from speccompile.doctor.probe import (
     text_of,
 )
 
+pytestmark = pytest.mark.export
+
 NUM_DRAFTS, TEXTS, STARTS = 4, 3, 64
 
 

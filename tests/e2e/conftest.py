@@ -15,6 +15,8 @@ from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, method_of, sources
 
+pytestmark = pytest.mark.export
+
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples/models"
 SLOTS = 8  # of `lab`

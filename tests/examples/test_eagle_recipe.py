@@ -8,6 +8,8 @@ import pytest
 
 from tests.examples.test_recipes import command
 
+pytestmark = pytest.mark.export
+
 RECIPE = Path(__file__).parents[2] / "recipes/llama3.1-8b-eagle3.yaml"
 # Of the drafter: attention over two vectors, MLP, LM head of 32000 tokens, norms; and the target's embeddings.
 LAYER = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336

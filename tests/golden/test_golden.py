@@ -20,6 +20,8 @@ from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback
 
+pytestmark = pytest.mark.export
+
 FOLDER = Path(__file__).parent
 CONFIG = {
     "vocab_size": 97,

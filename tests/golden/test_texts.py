@@ -17,6 +17,8 @@ from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
 from tests.golden.method_fakes import MAKERS, TARGET, Letters, make_engine
 
+pytestmark = pytest.mark.export
+
 FILE = Path(__file__).parent / "texts.json"
 NUM = 24
 PROMPTS = [

@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES  # noqa: E402
 from tests.ops.state_lab import assert_near, body_run, conv_layer, delta_layer, fresh, random_step  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_the_delta_rule_is_that_of_transformers(key_heads: int) -> None:

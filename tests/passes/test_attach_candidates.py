@@ -25,6 +25,8 @@ from tests import store
 from tests.export.families import CONFIGS
 from tests.rtx import load_rtx
 
+pytestmark = pytest.mark.export
+
 CONFIG = {**CONFIGS["llama2"], "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 1}
 ROWS, NUM = 40, 5
 TOKENS = np.array([[3, 1, 4, 1, 5]])

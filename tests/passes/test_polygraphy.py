@@ -26,6 +26,8 @@ from speccompile.passes.save import save_model
 from tests import store
 from tests.export.families import CONFIGS
 
+pytestmark = pytest.mark.export
+
 CONFIG = {**CONFIGS["llama2"], "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 1}
 ROWS = 40
 # ONNX Runtime copies a cache that is not bound to one address, as the engine binds it.

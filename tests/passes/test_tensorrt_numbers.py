@@ -18,6 +18,8 @@ from tests.export.families import CONFIGS, VOCAB
 from tests.export.harness import chain_parents, logits_of, make_checkpoint, paths_of
 from tests.passes.half_lab import Stepper, emulated, lowered, neutral_session, session_of
 
+pytestmark = [pytest.mark.export, pytest.mark.plan]
+
 MAX_ROWS = 32
 MAX_SEQ_LEN = 24
 # Of logits of order 1; two orders of float32 sums. Seen at most 7e-6.

@@ -23,6 +23,8 @@ from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS
 from tests.rtx import load_rtx
 
+pytestmark = pytest.mark.plan
+
 load_rtx()
 
 CONFIG: dict[str, Any] = {

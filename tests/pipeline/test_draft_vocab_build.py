@@ -22,6 +22,8 @@ pytest.importorskip("onnxruntime")
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 WORDS = (1, 3, 4, 5, 7, 9, 12, 20)
 KEPT = [1, 2, 3, 4, 5, 7, 9, 12]  # 1 and 2 end a text; of the equally frequent others the lowest six
 PROMPTS = [[3, 5, 7, 5, 7], [4, 9]]

@@ -29,6 +29,8 @@ from speccompile.certificate.caches import check_caches  # noqa: E402
 from speccompile.certificate.faults import check_faults  # noqa: E402
 from speccompile.certificate.greedy import plain_texts  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 NUM_TOKENS = 40
 NGRAM = {"method": "ngram", "num_draft_tokens": 4, "tokens_per_match": 1}
 TREE = {"method": "suffix", "depth": 4, "num_draft_tokens": 4, "tree": "auto", "tokens_per_match": 1}

@@ -17,6 +17,8 @@ from speccompile.pipeline import build
 from tests import store
 from tests.pipeline import fakes
 
+pytestmark = [pytest.mark.export, pytest.mark.plan]
+
 CONFIG = {
     "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 32, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -22,6 +22,8 @@ from speccompile.pipeline import build
 from tests.pipeline import fakes
 from tests.pipeline.fakes import make_plan
 
+pytestmark = pytest.mark.live
+
 CHILD = Path(__file__).with_name("build_child.py")
 RunChild = Callable[[Path, Path, Path, str], subprocess.CompletedProcess[str]]
 STAGES = (

@@ -20,6 +20,8 @@ import onnx_ir as ir  # noqa: E402
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 RANK, HIDDEN = 32, 64
 
 

@@ -20,6 +20,8 @@ pytest.importorskip("onnxruntime")
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 
 def test_a_packed_checkpoint_builds_as_the_plain_one(tmp_path: Path) -> None:
     from safetensors.torch import save_file

@@ -20,6 +20,8 @@ from speccompile.errors import BuildError, ExportError
 from speccompile.pipeline import build
 from tests.pipeline import fakes, kept_exports
 
+pytestmark = pytest.mark.export
+
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 

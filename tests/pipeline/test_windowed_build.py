@@ -20,6 +20,8 @@ pytest.importorskip("onnxruntime")
 import speccompile
 from speccompile import SamplingParams
 
+pytestmark = pytest.mark.export
+
 MAX_SEQ, WINDOW, HIDDEN = 600, 20, 32
 ROWS = 256  # 19 of a window, 128 of a chunk, 3 x 9 of a step: 174, rounded up
 

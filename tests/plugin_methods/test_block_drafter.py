@@ -35,6 +35,8 @@ from tests.e2e.conftest import build_bundle
 from tests.e2e.test_mlp import write_target
 from tests.pipeline import fakes
 
+pytestmark = pytest.mark.export
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1], [8], [8, 2, 8, 1, 8], [30, 4, 9, 9]]
 HIDDEN, VOCAB, BLOCK, HEAD_DIM = 64, fakes.VOCAB, 4, 8
 HOME = "tests.plugin_methods.block_drafter"

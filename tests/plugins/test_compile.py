@@ -21,6 +21,8 @@ from speccompile.backends.tensorrt.variants import VARIANTS
 from speccompile.errors import BuildError
 from tests import store
 
+pytestmark = pytest.mark.plan
+
 NVCC = kernels.find_nvcc()
 RUN = subprocess.run
 ARCHS = ("sm_80", "sm_90", "sm_120")

@@ -26,6 +26,8 @@ from tests.plugins.cpu_lab import (
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen
 
+pytestmark = pytest.mark.plan
+
 NAME = "NormGatedPackedLinearBf16"
 NUM_IN, NUM_OUT = 1102, 74  # three stretches of 512, the last pairs no whole step; two panels, the last one in part
 NUM_ROWS = 170  # 11 blocks of 15 or 16 rows, in two chunks; so many that the panels share stretches of the activations

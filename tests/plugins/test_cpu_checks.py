@@ -16,7 +16,7 @@ from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from tests.plugins.cpu_lab import Arrays, library, linear_case, linear_model, needs_compiler, rows_for, run, session_of
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.plan]
 
 
 def shorter(array: Any, axis: int) -> Any:

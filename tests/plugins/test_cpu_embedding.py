@@ -28,7 +28,7 @@ from tests.plugins.cpu_lab import (
     twin_of,
 )
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.plan]
 FORMS = ["F32", "Bf16", "Int8", "Int4", "Int8Min", "Int4Min"]
 SIZES = [(1, 2), (33, 70), (128, 96), (257, 34)]
 

@@ -30,7 +30,7 @@ from tests.plugins.cpu_lab import (
     twin_of,
 )
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.plan]
 NAMES = [op.name for op in EXPERT_LINEARS]
 SIZES = [(1, 2), (33, 70), (128, 96), (257, 34)]  # one, beyond one group and one panel, none of them padded, odd
 

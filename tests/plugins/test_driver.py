@@ -13,6 +13,8 @@ import pytest
 
 from tests.plugins import host_lab
 
+pytestmark = pytest.mark.plan
+
 SOURCE = Path(__file__).with_name("fake_libcuda.cpp")
 OPTIONS = ("-shared", "-Wl,-soname,libcuda.so.1", "-Wno-missing-field-initializers")
 

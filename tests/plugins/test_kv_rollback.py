@@ -10,6 +10,8 @@ from speccompile.backends.tensorrt.launches import MAX_CACHES, rollback_launches
 from speccompile.ops.kv_rollback import kv_rollback
 from tests.plugins import host_lab
 
+pytestmark = pytest.mark.plan
+
 
 def _path(rng: np.random.Generator, batch: int, depth: int) -> np.ndarray:
     path = np.full((batch, depth), -1)

@@ -13,6 +13,8 @@ from speccompile.backends.tensorrt.launches import KVRollbackArgs, SpecVerifyArg
 from speccompile.errors import RuntimeFault
 from tests.plugins import host_lab
 
+pytestmark = pytest.mark.plan
+
 
 def test_argument_structs_are_those_of_the_kernels() -> None:
     kernels = host_lab.kernels()

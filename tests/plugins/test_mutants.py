@@ -18,6 +18,8 @@ from tests.plugins.cases import wide_case
 from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
 from tests.plugins.verify_cases import KINDS, block_case, grandchild_case
 
+pytestmark = pytest.mark.mutant
+
 SCAN, WALK, DIST = "spec_verify/scan.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 LAYOUT, VERDICT, ROLL = "spec_verify/layout.cuh", "spec_verify/kernel.cuh", "kv_rollback/kernel.cuh"
 

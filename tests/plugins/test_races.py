@@ -19,6 +19,8 @@ from tests.plugins import host_lab
 from tests.plugins.cases import CHAIN, TREE, assert_same, wide_case
 from tests.plugins.mutants import Mutants, Swap, chosen, write_mutants
 
+pytestmark = pytest.mark.mutant
+
 CUTS = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"temperature": 0})
 COMMON, WALK, DIST = "common.cuh", "spec_verify/walk.cuh", "spec_verify/dist.cuh"
 WITHOUT = "(void)0;"

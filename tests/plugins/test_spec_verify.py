@@ -15,6 +15,8 @@ from tests.ops.op_lab import same, verify_case, zero_residual_case
 from tests.plugins import host_lab
 from tests.plugins.cases import CHAIN, TREE, as_dtype, assert_same, in_dtype, wide_case
 
+pytestmark = pytest.mark.plan
+
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
 VOCABS = (1, 2, 5, 97, 255, 256, 257, 1025)  # a chunk has 256 entries, a warp four chunks
 DTYPES = ("float32", "float16", "bfloat16")

@@ -24,6 +24,8 @@ from speccompile.runtime.sequences import TokenSequence
 from tests.runtime.control_lab import sequences, tell
 from tests.runtime.test_scheduler import Bench
 
+pytestmark = pytest.mark.distribution
+
 MAX_DRAFTS = 8
 # Milliseconds of a step by the number of nodes of all sequences: dear from 8 on, then slowly rising, as seen on a CPU.
 POINTS = ((1, 1.72), (2, 2.0), (4, 2.41), (6, 2.8), (7, 2.9), (8, 7.2), (16, 8.5), (40, 16), (64, 26), (600, 250))

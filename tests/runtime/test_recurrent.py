@@ -27,6 +27,8 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
 
+pytestmark = pytest.mark.distribution
+
 SLOTS, CHUNK = 4, 7
 GREEDY = SamplingParams(max_new_tokens=14)
 

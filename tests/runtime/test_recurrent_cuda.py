@@ -16,6 +16,8 @@ from tests.backends.hybrid_lab import MAX_ROWS, NUM_DRAFTS, Hybrid, hybrid_model
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.runtime.test_recurrent import run_rounds
 
+pytestmark = pytest.mark.distribution
+
 
 class OnCuda(Hybrid):
     """The target lowered for CUDA over a fake device; plain decoding stays on the CPU.

@@ -21,6 +21,8 @@ from speccompile.speculators.draft_model.config import DraftModelConfig
 from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
 from tests.runtime.test_recurrent import GREEDY, Bench, Script, numbers, run_rounds
 
+pytestmark = pytest.mark.distribution
+
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:

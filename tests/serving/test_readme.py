@@ -16,6 +16,8 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
 from tests import store
 
+pytestmark = pytest.mark.export
+
 pytest.importorskip("openai")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

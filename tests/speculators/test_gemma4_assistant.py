@@ -39,6 +39,8 @@ pytest.importorskip("onnxruntime")
 import speccompile  # noqa: E402
 from speccompile import SamplingParams  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 NUM_DRAFTS, NUM_TOKENS = 3, 24
 MAX_RELATIVE_DIFFERENCE = 1e-4
 PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB, n).tolist() for seed, n in enumerate((9, 2, 6))]

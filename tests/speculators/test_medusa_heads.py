@@ -17,6 +17,8 @@ from speccompile.speculators.medusa.config import MedusaMethod  # noqa: E402
 from tests.pipeline import fakes  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 HIDDEN, VOCAB, NUM_HEADS, NUM_LAYERS = 24, fakes.VOCAB, 3, 2
 
 

@@ -27,7 +27,7 @@ from speccompile.speculators.mlp.sizes import HeadsSizes  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
 VOCAB, HIDDEN, INNER = 97, 20, 12
-pytestmark = pytest.mark.usefixtures("cheap_measurements")
+pytestmark = [pytest.mark.usefixtures("cheap_measurements"), pytest.mark.export]
 VARIANTS = {"plain": (3, False, False), "tied": (3, True, False), "scaled": (2, False, True), "both": (5, True, True)}
 # (hidden, inner, vocabulary, heads, tied, scaled) of the published speculators.
 PUBLISHED = {

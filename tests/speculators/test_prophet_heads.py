@@ -17,6 +17,8 @@ from speccompile.speculators.prophet.config import ProphetMethod  # noqa: E402
 from tests.pipeline import fakes  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
+pytestmark = pytest.mark.export
+
 TARGET, WIDTH, VOCAB, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 16, fakes.VOCAB, 4, 2, 4, 20
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 1], [1, 0, 0]]
 TREES = {"choices": (CHOICES, 2), "auto": ("auto", 1)}

@@ -13,6 +13,8 @@ import pytest
 
 from tests.pipeline import fakes
 
+pytestmark = pytest.mark.export
+
 HEADS = {
     "medusa": {"num_heads": 3, "num_layers": 1, "lm_head": "own"},
     "mlp": {"num_heads": 3, "inner_size": 12},

@@ -23,6 +23,8 @@ from tests.backends.tensorrt.lab import SETTINGS
 from tests.export.families import CONFIGS
 from tests.rtx import load_rtx
 
+pytestmark = pytest.mark.plan
+
 load_rtx()
 ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 # What runs inside the compiled region or is our plugin; every other layer that names a cache would move it.

@@ -15,6 +15,8 @@ from speccompile.backends.tensorrt import builder
 from speccompile.errors import BuildError
 from tests.backends.tensorrt.lab import leftovers, linear_request, misbehaving
 
+pytestmark = pytest.mark.plan
+
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed: NO PLAN IS BUILT"
 )

@@ -23,6 +23,8 @@ from tests.backends.tensorrt.lab import misbehaving
 from tests.backends.tensorrt.plan_bytes import read_weights_bytes
 from tests.pipeline import fakes
 
+pytestmark = pytest.mark.plan
+
 SIZES = "max_seq_len: 48, max_draft_nodes: 7, max_batch_size: 2"
 needs_no_gpu = pytest.mark.skipif(bool(find_compute_capabilities()), reason="there is a GPU here: it would run")
 

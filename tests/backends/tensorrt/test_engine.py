@@ -18,6 +18,8 @@ from speccompile.errors import BundleError, RuntimeFault
 from speccompile.graph_kinds.decoder import candidate_spec
 from tests.backends.tensorrt.trt_lab import Lab, profiles_of
 
+pytestmark = pytest.mark.plan
+
 TOKENS = np.random.default_rng(7).integers(0, 97, 400)
 
 

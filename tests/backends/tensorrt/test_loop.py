@@ -22,6 +22,8 @@ from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.backends.tensorrt.trt_lab import Lab
 
+pytestmark = pytest.mark.plan
+
 ROWS, SPARE, SLOTS = 160, 8, 3
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1] * 40, [8, 2, 8], [5], [9, 9, 3, 1] * 8]
 GREEDY = SamplingParams(max_new_tokens=18)

@@ -17,6 +17,8 @@ from speccompile.core.jobs import CompileOptions
 from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, ROWS, config_of, forms, method_of, sources
 
+pytestmark = pytest.mark.plan
+
 OPTIONS = Config(variant="tensorrt_rtx", plugins="none")
 
 

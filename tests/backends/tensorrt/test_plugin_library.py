@@ -15,6 +15,8 @@ import pytest
 from speccompile.backends.tensorrt.import_helper import installed_variants
 from speccompile.backends.tensorrt.kernels import find_nvcc
 
+pytestmark = pytest.mark.plan
+
 ROOT = Path(__file__).parents[3]
 _PLACES = ("/usr/include", "/usr/include/*-linux-gnu", "/usr/local/tensorrt/include", "/usr/local/TensorRT*/include")
 

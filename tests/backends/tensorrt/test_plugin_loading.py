@@ -16,6 +16,8 @@ from speccompile.errors import BuildError
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from tests.backends.tensorrt.trt_lab import Lab
 
+pytestmark = pytest.mark.plan
+
 ROWS = 64
 SPEC = tensorrt_spec(
     verified_spec(decoder_spec("target", ModelDims("llama", 97, 64, 2, 4, 2, 16, ROWS))), "float16", ROWS

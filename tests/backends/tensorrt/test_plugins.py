@@ -16,6 +16,8 @@ from speccompile.backends.tensorrt.variants import Variant
 from speccompile.errors import BuildError
 from tests.backends.tensorrt import plugin_graphs as graphs
 
+pytestmark = pytest.mark.plan
+
 
 @pytest.fixture(scope="module")
 def variant() -> Variant:

@@ -11,6 +11,8 @@ from speccompile.backends.tensorrt.sizes import predict_sizes
 from speccompile.cli.main import app
 from speccompile.core.jobs import WeightCounts
 
+pytestmark = pytest.mark.plan
+
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
 VOCAB, LAYERS = 32000, 2

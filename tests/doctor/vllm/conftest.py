@@ -5,4 +5,8 @@ elsewhere they are not collected.
 
 import os
 
+import pytest
+
+pytestmark = pytest.mark.live
+
 collect_ignore_glob = [] if os.environ.get("SPECCOMPILE_VLLM") else ["test_*.py"]

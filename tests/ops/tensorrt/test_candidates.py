@@ -10,6 +10,8 @@ from speccompile.ops.candidates import node_probs, top_tokens
 from tests.ops.op_lab import session_of
 from tests.ops.tensorrt.lab import Parsed, body_model, random_feeds
 
+pytestmark = pytest.mark.plan
+
 ROWS = ((1,), (2,), (4,))
 
 

@@ -12,6 +12,8 @@ from speccompile.ops.tensorrt.dists import block_sizes
 from tests.ops.op_lab import session_of
 from tests.ops.tensorrt.lab import body_model, mutated, random_feeds
 
+pytestmark = pytest.mark.plan
+
 VOCABS = [1, 2, 63, 64, 65, 257, 4096, 4097, 9000]
 EDGE = 1e-6  # a draw, or a top_p, this close to a running sum may fall on either side of it
 PLAIN_EDGE = 1e-9  # per token, where ONNX Runtime sums a whole row in a few lanes

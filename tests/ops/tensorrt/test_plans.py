@@ -12,6 +12,8 @@ from speccompile.errors import PassError
 from speccompile.ops.registry import attach_functions
 from tests.ops.tensorrt.lab import TYPES, Parsed, Shape, body_model
 
+pytestmark = pytest.mark.plan
+
 NODES = 8
 Profile = dict[str, tuple[Shape, Shape, Shape]]
 

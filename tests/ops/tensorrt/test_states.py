@@ -19,6 +19,8 @@ from tests.ops.op_lab import model_of, session_of
 from tests.ops.state_lab import Layer, Run, Slots, assert_near, conv_layer, delta_layer, random_step
 from tests.ops.tensorrt.lab import Parsed, Shape
 
+pytestmark = pytest.mark.plan
+
 NODES = 8
 LAYERS = {
     "delta rule": delta_layer(),

@@ -15,6 +15,8 @@ from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, e
 from tests.ops.op_lab import is_at_boundary, same, session_of, verify_case
 from tests.ops.tensorrt.lab import body_model, mutated
 
+pytestmark = pytest.mark.plan
+
 KINDS = list(itertools.product(("greedy", "sampled", "mixed"), (True, False), (True, False)))
 BATCH, MUTANT_BATCH = 20000, 5000
 

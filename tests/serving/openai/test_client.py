@@ -14,6 +14,8 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
 from tests.runtime.grammar_lab import SCHEMAS, is_valid
 
+pytestmark = pytest.mark.export
+
 openai = pytest.importorskip("openai")
 
 LINES = (Path(__file__).parents[3] / "examples/prompts.jsonl").read_text().splitlines()

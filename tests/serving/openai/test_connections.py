@@ -23,6 +23,8 @@ from speccompile.serving.openai.server import ServerOptions
 from tests.serving.live_server import live_process
 from tests.serving.mock_service import serving, text_of
 
+pytestmark = pytest.mark.live
+
 GET = b"GET /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 FILES, IDLE = 128, 200

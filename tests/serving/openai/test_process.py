@@ -22,6 +22,8 @@ from speccompile.serving.openai.process import Listener, bind, run, url_from_soc
 from tests.serving.live_server import PROGRAM, Live, live_server
 from tests.serving.mock_service import serving
 
+pytestmark = pytest.mark.live
+
 PATH = "/v1/completions"
 BODY = {"prompt": "class Stack:\n", "max_tokens": 400, "stream": True, "ignore_eos": True}
 

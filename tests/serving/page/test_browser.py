@@ -18,9 +18,12 @@ from tests.serving.live_server import live_server
 
 DOCS = Path(__file__).parents[3] / "docs/assets"
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-pytestmark = pytest.mark.skipif(
-    None in PROGRAMS.values(), reason="THE PAGE IS NOT TESTED: no browser; apt-get install chromium chromium-driver"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        None in PROGRAMS.values(), reason="THE PAGE IS NOT TESTED: no browser; apt-get install chromium chromium-driver"
+    ),
+    pytest.mark.live,
+]
 webdriver = pytest.importorskip("selenium.webdriver")
 WAIT_S = 60
 # Elements whose text has less contrast than WCAG's 4.5 : 1 to its background.

@@ -16,7 +16,10 @@ import pytest
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.engine import load
 
-pytestmark = pytest.mark.skipif("SPECCOMPILE_TEST_RAY" not in os.environ, reason="run by make test-ray")
+pytestmark = [
+    pytest.mark.skipif("SPECCOMPILE_TEST_RAY" not in os.environ, reason="run by make test-ray"),
+    pytest.mark.live,
+]
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 openai = pytest.importorskip("openai")
 

@@ -12,6 +12,8 @@ from ray.serve.config import AutoscalingConfig
 
 from speccompile.serving.ray import Replica, Settings, build, deployment_options
 
+pytestmark = pytest.mark.live
+
 
 def test_a_number_of_replicas_is_fixed_or_scaled():
     fixed = deployment_options(Settings(bundle="b", num_replicas=3, num_gpus=1))

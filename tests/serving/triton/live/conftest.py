@@ -17,6 +17,8 @@ import pytest
 
 from bench.triton_server import TritonServer, serving
 
+pytestmark = pytest.mark.live
+
 ROOT = Path(__file__).parents[4]
 LAUNCHER = os.environ.get("SPECCOMPILE_TRITON", "")
 # The engine that answers offline is in the usual environment: another process, another numpy.
