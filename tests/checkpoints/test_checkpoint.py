@@ -17,12 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from speccompile.bundle.tokenizers import TOKENIZER_FILES
-from speccompile.checkpoints.checkpoint import (
-    check_checkpoint,
-    count_params,
-    list_tensors,
-    read_dims,
-)
+from speccompile.checkpoints.checkpoint import check_checkpoint, count_params, list_tensors, read_dims
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError

@@ -54,6 +54,7 @@ def test_a_file_is_built_once_and_found_by_its_contents(tmp_path: Path, cache: P
     assert prepare(str(path), options).path != first.path
 
 
+@pytest.mark.export
 def test_target_and_draft_of_files_decode_as_transformers_does(tmp_path: Path) -> None:
     target = write_model(tmp_path / "target.gguf", "qwen2", "Q4_1", tokenizer=TOKENIZER)
     write_model(tmp_path / "draft.gguf", "llama", "Q8_0", tokenizer=TOKENIZER)
