@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 from speccompile.backends.memory import read_peak_rss, reset_peak_rss
 
 Progress = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,6 +63,7 @@ class StageLog:
             row["skipped"] = stage.skipped
         row |= {} if stage.note is None else {"note": stage.note}
         self.rows.append(row)
+        _log.info("%s: %.1f s%s", name, seconds, f", not run: {stage.skipped}" if stage.skipped else "")
 
     def skip(self, *names: str) -> None:
         for name in names:

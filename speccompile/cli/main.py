@@ -26,7 +26,8 @@ from speccompile.cli import (
 )
 from speccompile.cli.endings import is_stdout_broken, print_ending, sigterm_unwinds, stdout_error
 from speccompile.cli.help_pages import WIDTH, TidyCommand, TidyGroup
-from speccompile.cli.output import print_error, show_warnings
+from speccompile.cli.options import with_log_level
+from speccompile.cli.output import print_error, show_logs
 from speccompile.errors import SpecCompileError
 
 _EPILOG = (
@@ -59,13 +60,15 @@ def _options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     del version
-    show_warnings()
+    show_logs()
 
 
 for _command in (build, verify, generate, chat, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
     _command.register(app)
 for _info in app.registered_commands:
     _info.cls = TidyCommand
+    assert _info.callback is not None
+    _info.callback = with_log_level(_info.callback)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from speccompile.errors import SpecCompileError
 
 _BAR_CELLS = 24
 _NOT_RUN = "not run: "
+LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 def print_error(error: SpecCompileError) -> None:
@@ -128,18 +129,28 @@ def _listening(show: Callable[[str], None]) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Warnings(logging.Handler):
-    """Writes records as `print_warning` does, to the stderr of the moment."""
+class _Logs(logging.Handler):
+    """Writes records to the stderr of the moment: warnings as `print_warning` does, details with their module."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_warning(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            print_warning(record.getMessage())
+        else:
+            module = record.name.removeprefix("speccompile.")
+            typer.echo(f"{record.levelname.lower()}: {module}: {record.getMessage()}", err=True)
 
 
-def show_warnings() -> None:
-    """Print what the package's modules log as warnings or worse; to call it again changes nothing."""
+def show_logs(level: str = "warning") -> None:
+    """Print what the package's modules log at this level or above.
+
+    Args:
+        level: one of `LOG_LEVELS`.
+    """
     logger = logging.getLogger("speccompile")
-    if not any(isinstance(handler, _Warnings) for handler in logger.handlers):
-        logger.addHandler(_Warnings(level=logging.WARNING))
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Logs)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Logs(level=level.upper()))
+    logger.setLevel(level.upper())
 
 
 def quiet_libraries() -> None:

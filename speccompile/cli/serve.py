@@ -12,12 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.cli.options import MAX_THREADS, LogLevel, usable_threads
 from speccompile.common.extras import install_command
 from speccompile.errors import RuntimeFault
 
 LOOPBACK = "127.0.0.1"
-LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 def register(app: typer.Typer) -> None:
@@ -88,7 +87,7 @@ def serve_command(
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
-    log_level: Annotated[str, typer.Option(help="error, warning, info or debug.")] = "info",
+    log_level: LogLevel = None,
 ) -> None:
     """Serve a bundle or a model: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /.
 
@@ -108,15 +107,13 @@ def serve_command(
     wanted = next((name for name in SPECULATION if name == speculation), None)
     if wanted is None:
         raise typer.BadParameter(f"--speculation is one of {', '.join(SPECULATION)}")
-    if log_level not in LOG_LEVELS:
-        raise typer.BadParameter(f"--log-level is one of {', '.join(LOG_LEVELS)}")
     keys = tuple(api_key) if api_key else keys_from_environment(os.environ)
     check_keys(keys, "--api-key")
     check_parsers(tool_call_parser, reasoning_parser)
     if not keys and not is_loopback(host):
         typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)
     limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
-    listener = Listener(host, port, drain_s, log_level, limits)
+    listener = Listener(host, port, drain_s, log_level or "info", limits)
     bound = bind(listener)
     engine, name = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
     service = Service(engine, ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted))

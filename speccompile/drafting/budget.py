@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +23,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.step_costs import OnlineCosts
 
+_log = logging.getLogger(__name__)
 TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 
 FIRST_PLAIN, PLAIN_STEPS = 8, 32  # of a row of plain steps, the first correct the costs, and then one of so many
@@ -107,7 +109,13 @@ class Budget:
         more_ms = scores[min(round(self._drafts), self.max_nodes)] - scores[0]
         more_ms += self._runs * self.costs.draft_ms(num_slots, num_slots)
         self.outlook = Outlook(more_ms / self._drafts / scores[0], min(accepted / self._drafts, 1.0))
-        return _is_worth(accepted, more_ms, 1.0, scores[0])
+        is_worth = _is_worth(accepted, more_ms, 1.0, scores[0])
+        if _log.isEnabledFor(logging.DEBUG):
+            cost, share = self.outlook
+            _log.debug(
+                "drafts %s: %.2f of a step each, %.0f %% accepted", "on" if is_worth else "off", cost, 100 * share
+            )
+        return is_worth
 
     def spend(self, num_slots: int, num_nodes: int) -> float:
         """Records a draft run of `num_nodes` nodes (over all sequences) and returns its milliseconds."""

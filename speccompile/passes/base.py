@@ -7,6 +7,7 @@ the runner checks both, so a table in the wrong order fails at its first wrong e
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import onnx_ir as ir
 
 from speccompile.errors import PassError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class PassTrace:
     num_nodes_after: int
     time_ms: float
 
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes_before} -> {self.num_nodes_after} nodes"
+        return f"{self.name}: {self.num_rewrites} rewrites, {nodes}, {self.time_ms:.1f} ms"
+
     def json_from_trace(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -102,5 +109,7 @@ def run_pipeline(
         before, start = count_nodes(model), time.perf_counter()
         num_rewrites = entry.run(model)
         elapsed_ms = (time.perf_counter() - start) * 1e3
-        traces.append(PassTrace(entry.name, num_rewrites, before, count_nodes(model), elapsed_ms))
+        trace = PassTrace(entry.name, num_rewrites, before, count_nodes(model), elapsed_ms)
+        _log.debug("%s", trace, extra={"model": model, "trace": trace})
+        traces.append(trace)
     return traces

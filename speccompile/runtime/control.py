@@ -13,6 +13,7 @@ Only batches whose text does not depend on drafts may have a controller, as its 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from speccompile.runtime.comparison import LEAST_PAUSE, METHOD_DEFAULT, PLAIN, C
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
 
+_log = logging.getLogger(__name__)
 READING_MEMORY = 4096  # decoded tokens after which half of what was read before is forgotten: requests change
 
 
@@ -173,7 +175,10 @@ class Controller:
             is_first = self._is_plain != self._was_plain
             num, tokens = len(steps), 1 + num_accepted / len(steps)
             read_s = 0.0 if self._is_plain else self._read_s_per_token(num) * tokens * num
+            was_on = self._at.is_on
             self._at.observe(times.step_s + read_s, tokens, num_drafts / num, is_first=is_first)
+            if self._at.is_on != was_on:
+                _log.info("drafts %s at batch %d: gain %.2f", "off" if was_on else "on", num, self._at.gain)
         self._was_plain = self._is_plain
 
     def read(self, num_tokens: int, draft_s: float | None) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
@@ -23,6 +24,7 @@ from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 
+_log = logging.getLogger(__name__)
 FORCED_LENGTH = 4  # of chains, and depth of trees, where a request forces drafts and the planner gives no length
 
 
@@ -83,7 +85,14 @@ def run_step(
     if planner:
         proposer.observe(tree.batch, tree.nodes, times)
         planner.observe(batch.sequences, steps, times)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%d sequences: %d drafts, %d accepted, %.2f ms", *_counts(steps), times.step_s * 1e3)
     return steps, times
+
+
+def _counts(steps: Sequence[StepOutput]) -> tuple[int, int, int]:
+    """Returns the number of sequences, of draft tokens and of accepted ones."""
+    return len(steps), sum(step.num_draft_tokens for step in steps), sum(step.num_accepted for step in steps)
 
 
 def _plan(verifier: Verifier, batch: SequenceBatch, limit: int | None) -> tuple[bool, bool]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.cli.main import app
 from tests.cli.conftest import Run
 from tests.pipeline import fakes
 
@@ -230,3 +231,17 @@ def test_results_that_cannot_be_written_are_noticed_before_the_work(run: Run, tm
     for json_out, got in (("no/out.json", "no folder"), (".", "a folder")):
         code, _, err = run(command, "no-bundle", "--prompts", "prompts.jsonl", "--json", json_out)
         assert code == 6 and got in err
+
+
+def test_every_command_logs_as_much_as_is_asked(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "info: " not in run("build", recipe, "-o", "made")[2]
+    code, _, err = run("build", recipe, "-o", "made", "--log-level", "info")
+    assert code == 0 and "info: bundle.stages: check graphs: " in err
+    monkeypatch.setenv("SPECCOMPILE_LOG", "info")
+    assert "info: bundle.stages: " in run("build", recipe, "-o", "made")[2]
+    code, _, err = run("inspect", "made", "--log-level", "loud")
+    assert code == 2 and "one of error, warning, info, debug" in err
+    monkeypatch.delenv("SPECCOMPILE_LOG")
+    for command in app.registered_commands:
+        code, out, _ = run(str(command.name), "--help=log-level")
+        assert code == 0 and "--log-level" in out and "SPECCOMPILE_LOG" in out, command.name

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a pass is checked before and after it runs."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_ensured_property_is_checked_after_the_rewrite() -> None:
         Pass("lazy", lambda m: 0, ensures=(HAS_NO_NEG,)).run(make_model())
 
 
-def test_trace_counts_rewrites_and_nodes() -> None:
+def test_trace_counts_rewrites_and_nodes(caplog: pytest.LogCaptureFixture) -> None:
     def drop(model: ir.Model) -> int:
         nodes = list(model.graph)
         model.graph.outputs[0] = model.graph.inputs[0]
@@ -51,7 +52,9 @@ def test_trace_counts_rewrites_and_nodes() -> None:
 
     model = make_model()
     assert histogram_from_model(model) == {"Neg": 2}
-    (trace,) = run_pipeline(model, [Pass("drop", drop, ensures=(HAS_NO_NEG,))])
+    with caplog.at_level(logging.DEBUG, "speccompile.passes"):
+        (trace,) = run_pipeline(model, [Pass("drop", drop, ensures=(HAS_NO_NEG,))])
+    assert caplog.messages == [f"drop: 2 rewrites, 2 -> 0 nodes, {trace.time_ms:.1f} ms"]
     assert (trace.num_rewrites, trace.num_nodes_before, trace.num_nodes_after) == (2, 2, 0)
     assert count_nodes(model) == 0
 

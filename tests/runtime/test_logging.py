@@ -2,10 +2,20 @@
 """Recoveries are logged below the package's logger; the command line prints warnings."""
 
 import logging
+import re
+
+import pytest
 
 from speccompile.bundle.stage_cache import StageCache
-from speccompile.cli.output import show_warnings
+from speccompile.cli.output import show_logs
+from speccompile.core.protocols import StepTimes
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.comparison import PLAIN
+from speccompile.runtime.control import Controller
+from speccompile.runtime.requests import StepOutput
+from tests.golden.method_fakes import make_engine
+from tests.runtime.control_lab import sequences
 from tests.runtime.scheduler_lab import Bench
 
 
@@ -41,13 +51,45 @@ def test_a_damaged_entry_of_the_cache_and_one_that_is_evicted_are_named(caplog, 
 
 def test_the_command_line_prints_warnings_once_and_the_library_nothing(capsys):
     logger = logging.getLogger("speccompile")
-    before = list(logger.handlers)
+    before, level = list(logger.handlers), logger.level
     assert any(isinstance(handler, logging.NullHandler) for handler in before)
     try:
-        show_warnings()
-        show_warnings()
+        show_logs()
+        show_logs()
         logging.getLogger("speccompile.toy").warning("a %s", "thing")
         logging.getLogger("speccompile.toy").info("a detail")
         assert capsys.readouterr().err == "warning: a thing\n"
+        show_logs("info")
+        logging.getLogger("speccompile.toy").info("a detail")
+        logging.getLogger("speccompile.toy").debug("a smaller one")
+        assert capsys.readouterr().err == "info: toy: a detail\n"
     finally:
         logger.handlers[:] = before
+        logger.setLevel(level)
+
+
+@pytest.fixture
+def debug(caplog):
+    """Returns a function that gives the messages of a module so far."""
+    caplog.set_level(logging.DEBUG, "speccompile")
+    return lambda name: [record.message for record in caplog.records if record.name == f"speccompile.{name}"]
+
+
+def test_each_step_and_each_decision_to_draft_is_logged(debug):
+    engine = make_engine("eagle3")
+    [generation] = engine.generate(["abc"], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    steps = debug("runtime.loop")
+    assert len(steps) == generation.stats["num_steps"]
+    drafts, accepted = (generation.stats[key] for key in ("num_draft_tokens", "num_accepted"))
+    found = [tuple(map(int, re.findall(r"(\d+) (?:sequences|drafts|accepted)", line))) for line in steps]
+    assert found[0][0] == 1 and sum(row[1] for row in found) == drafts > 0 and sum(row[2] for row in found) == accepted
+    assert any(line.startswith("drafts on: ") and "of a step each" in line for line in debug("drafting.budget"))
+
+
+def test_a_change_between_drafts_and_none_is_logged(debug):
+    controller, active = Controller(), sequences(1)
+    for _ in range(200):
+        num = 0 if controller.plan(active) == PLAIN else 2
+        step = StepOutput(0, "", [1] * (1 + num), num_draft_tokens=num, num_accepted=num)
+        controller.observe(active, [step], StepTimes(0.0, 1e-3, 1e-3))
+    assert debug("runtime.control") == ["drafts on at batch 1: gain 3.00"]
