@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.engine import OrtEngine, load_engine
 from speccompile.backends.writing import lower_and_save
 from speccompile.core import specs
@@ -49,9 +50,7 @@ def open_ways(shape: str, threads: int, folder: Path) -> dict[Way, OrtEngine]:
             path.parent.mkdir()
             lower_and_save(model, onnxruntime_table(spec, quantization, PACKED, packs_experts=is_packed), path)
             settings = {"threads": threads}
-            engines[quantization, is_packed] = load_engine(
-                path, spec, max_slots=1, max_rows=MAX_ROWS, settings=settings
-            )
+            engines[quantization, is_packed] = load_engine(LoadJob(path, spec, max_rows=MAX_ROWS, tuning=settings))
     return engines
 
 

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.tune import measure_graph
 from speccompile.benchmark.tables import equal_texts
 from speccompile.bundle.bundle import read_bundle
@@ -104,7 +105,7 @@ def retune(bundle: Path, known: dict[str, dict[str, Any]] | None) -> None:
             others = weights_beside(path, map(opened.graph_path, graphs))
             digest = hashlib.sha256(path.read_bytes()).hexdigest() + f" {others}"
             if digest not in known:
-                known[digest] = measure_graph(path, opened.graph_spec(name), None, others)
+                known[digest] = measure_graph(LoadJob(path, opened.graph_spec(name), others_bytes=others))
             record["tuning"] = known[digest]
     opened.manifest["digest"] = digest_from_manifest(opened.manifest)
     (bundle / "manifest.json").write_text(json.dumps(opened.manifest, indent=1) + "\n")

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.engine import OrtEngine, session_options
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.bundle.bundle import read_bundle
@@ -47,8 +48,9 @@ class ProfiledGraph:
         register_kernels(options)
         if prefix is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(prefix)
-        self.session = ort.InferenceSession(str(opened.graph_path(graph)), options, providers=["CPUExecutionProvider"])
-        self.engine = OrtEngine(self.session, opened.graph_spec(graph), 1, rows)
+        path = opened.graph_path(graph)
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.engine = OrtEngine(LoadJob(path, opened.graph_spec(graph), max_rows=rows), self.session)
 
     def step(self, nodes: int, rows: int) -> float:
         """Runs one step after `rows` rows of context; returns its milliseconds."""

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, LoadJob
 from speccompile.bundle.bundle import Bundle, read_bundle
 from speccompile.bundle.choices import complete_plan
 from speccompile.bundle.folder_records import BUNDLE
 from speccompile.bundle.format import weights_beside
 from speccompile.bundle.graphs import (
+    BuildContext,
     Graph,
     compile_graph,
     compile_options,
@@ -60,13 +62,14 @@ def build(
             backend.prepare()
         with log.stage("check checkpoints"):
             plan = complete_plan(plan)
-            graphs = _check_checkpoints(plan, backend, log)
+            context = BuildContext(plan, backend, cache, log)
+            graphs = _check_checkpoints(context)
         graphs_folder = folder / "graphs"
         graphs_folder.mkdir()
         records: dict[str, Any] = {}
         for index, graph in enumerate(graphs):
             name = graph.job.name
-            graphs[index], records[name] = compile_graph(graph, plan, backend, graphs_folder / name, cache, log)
+            graphs[index], records[name] = compile_graph(context, graph, graphs_folder / name)
         if graphs[0].dims.attention_layers:  # without caches there is nothing to compact
             with log.stage(f"compile {ROLLBACK}"):
                 options = compile_options(plan, graphs[0].max_rows)
@@ -80,17 +83,20 @@ def build(
                     files[name], records[name]["shared_bytes"] = share_weights(files[plan.target.name], files[name])
         for name, record in records.items():
             record["file"] = files[name].relative_to(folder).as_posix()
+        threads = None if plan.engine.threads == "auto" else plan.engine.threads
+        in_turn = [files[graph.job.name] for graph in graphs if graph.job.name != VISION]  # an image is read once
+        jobs: list[LoadJob] = []
         for graph in graphs:
             record = records[graph.job.name]
-            spec, file = spec_from_json(record["spec"]), folder / record["file"]
-            in_turn = [other for other in graphs if other.job.name != VISION]  # an image is read once, before all steps
-            others = weights_beside(file, [files[other.job.name] for other in in_turn])
-            record["tuning"] = tune_graph(graph, spec, plan, backend, file, others, cache, log)
+            spec, file = spec_from_json(record["spec"]), files[graph.job.name]
+            job = LoadJob(file, spec, max_rows=record["max_rows"], device=plan.engine.device, threads=threads)
+            job = replace(job, others_bytes=weights_beside(file, in_turn))
+            record["tuning"] = tune_graph(context, graph, job)
+            jobs.append(replace(job, tuning=record["tuning"]))
         with log.stage("check graphs") as stage:
-            for graph in graphs:
-                record = records[graph.job.name]
-                record["checks"] = _check_compiled(graph, plan, backend, folder, record)
-                stage.skipped = stage.skipped or record["checks"].get("skipped")
+            for graph, job in zip(graphs, jobs, strict=True):
+                checks = records[graph.job.name]["checks"] = _check_compiled(context, graph, job)
+                stage.skipped = stage.skipped or checks.get("skipped")
         log.current = "bundle"
         progress(log.current)
         write_bundle_files(folder, plan, graphs[0].source.folder, records, log.rows)
@@ -103,7 +109,8 @@ def _check_device(plan: BuildPlan, backend: Backend) -> None:
         raise RecipeError("engine.device", plan.engine.device, expected, "Choose another device or backend.")
 
 
-def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list[Graph]:
+def _check_checkpoints(context: BuildContext) -> list[Graph]:
+    plan, backend, log = context.plan, context.backend, context.log
     log.step(plan.target.name)
     target = find_graph(plan, plan.target, None, backend)
     check_tokenizer(target.source.folder, target.dims, plan.weights)
@@ -118,13 +125,7 @@ def _check_checkpoints(plan: BuildPlan, backend: Backend, log: StageLog) -> list
     return graphs
 
 
-def _check_compiled(
-    graph: Graph, plan: BuildPlan, backend: Backend, folder: Path, record: dict[str, Any]
-) -> dict[str, Any]:
-    path, spec = folder / record["file"], spec_from_json(record["spec"])
-    if (skipped := backend.why_unchecked(path)) is not None:
+def _check_compiled(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, Any]:
+    if (skipped := context.backend.why_unchecked(job.path)) is not None:
         return {"skipped": skipped}
-    engine = backend.load(
-        path, spec, max_slots=1, max_rows=record["max_rows"], tuning=record["tuning"], device=plan.engine.device
-    )
-    return graph.source.check_compiled(engine, plan.engine.max_draft_nodes + 1)
+    return graph.source.check_compiled(context.backend.load(job), context.plan.engine.max_draft_nodes + 1)

@@ -122,16 +122,10 @@ def cheap_measurements() -> Iterator[None]:
     from speccompile.backends import measuring
     from speccompile.backends.onnxruntime import adapt, tune
 
-    def measure(
-        path: Path,
-        spec: Any,
-        threads: int | None = None,
-        others_bytes: int = 0,
-        tries: int = 1,
-        node_counts: Sequence[int] = measuring.NODE_COUNTS,
-    ) -> dict[str, Any]:
-        settings = {"threads": threads or 1, "spinning": "stop"}
-        found = {**settings, **tune._measure(path, spec, settings, others_bytes, node_counts), tune.WAIT_SHARE: 0.0}
+    def measure(job: Any, node_counts: Sequence[int] = measuring.NODE_COUNTS, tries: int = 1) -> dict[str, Any]:
+        settings = {"threads": job.threads or 1, "spinning": "stop"}
+        measured = tune._measure(replace(job, tuning=settings), node_counts)
+        found = {**settings, **measured, tune.WAIT_SHARE: 0.0}
         return {"cpu": tune.cpu_name(), **found, "tried": [found]}
 
     with pytest.MonkeyPatch.context() as patch:

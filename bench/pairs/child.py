@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from speccompile.backends import measuring
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime import tune
 from speccompile.cli.main import main
 
 
-def measure_graph(
-    path: Path,
-    spec: Any,
-    threads: int | None = None,
-    others_bytes: int = 0,
-    node_counts: Sequence[int] = measuring.NODE_COUNTS,
-) -> dict[str, Any]:
+def measure_graph(job: LoadJob, node_counts: Sequence[int] = measuring.NODE_COUNTS) -> dict[str, Any]:
     """See `speccompile.backends.onnxruntime.tune.measure_graph`."""
-    found = {"threads": threads or 1, "spinning": "stop"}
-    found |= {**tune._measure(path, spec, found, others_bytes, node_counts), tune.WAIT_SHARE: 0.0}
+    found = {"threads": job.threads or 1, "spinning": "stop"}
+    found |= {**tune._measure(replace(job, tuning=found), node_counts), tune.WAIT_SHARE: 0.0}
     return {"cpu": tune.cpu_name(), **found, "tried": [found]}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,54 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import RuntimeFault
 
 RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A neutral graph to compile.
+
+    Args:
+        model: an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`.
+        spec: inputs and outputs of the neutral graph, tail included.
+        dest: the folder that gets the backend's `graph_file`.
+        form: a kernel form of that quantisation; None: the backend chooses.
+        options: dtype, sizes and the recipe's fields; None: the backend's defaults.
+        progress: called with the names of passes and stages, and with "PHASE STEP/STEPS".
+    """
+
+    model: Any
+    spec: GraphSpec
+    dest: Path
+    quantization: str = "none"
+    form: str | None = None
+    options: CompileOptions | None = None
+    progress: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """A compiled graph to measure or to open.
+
+    Args:
+        max_rows: cache rows of a slot; 0 without caches.
+        tuning: the record of `Backend.tune`, or other settings of the backend's engine.
+        rollback: the graph of `compile_rollback`; None: the engine decodes chains only.
+        device: read by backends of GPUs alone; an ordinal may follow, as in "cuda:1".
+        owners: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
+        threads: the number to measure with; None: measure which is best.
+        others_bytes: weights of the graphs that alternate with it, which evict its own from the caches.
+    """
+
+    path: Path
+    spec: GraphSpec
+    max_slots: int = 1
+    max_rows: int = 0
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    rollback: Path | None = None
+    device: str = "cuda"
+    owners: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    others_bytes: int = 0
 
 
 class Backend(ABC):
@@ -104,24 +153,8 @@ class Backend(ABC):
         return predict_float32(counts, quantization)
 
     @abstractmethod
-    def compile(
-        self,
-        model: Any,
-        spec: GraphSpec,
-        dest: Path,
-        *,
-        quantization: str = "none",
-        form: str | None = None,
-        options: CompileOptions | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        """Runs the backend's table of passes on a copy of `model` and writes `dest/graph_file`.
-
-        Args:
-            model: the neutral graph, an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`.
-            spec: inputs and outputs of the neutral graph, tail included.
-            form: a kernel form of that quantisation; None: the backend chooses.
-            options: dtype, sizes and the recipe's fields; None: the backend's defaults.
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        """Runs the backend's table of passes on a copy of the model and writes `graph_file`.
 
         Returns:
             {"form", "forms_measured": {form: milliseconds}, "passes", "op_histogram"}, JSON-ready; `spec` where the
@@ -144,12 +177,8 @@ class Backend(ABC):
         del file
         return None
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+    def tune(self, job: LoadJob) -> dict[str, Any]:
         """Measures a compiled graph; by default nothing.
-
-        Args:
-            threads: number to use; None: measure which is best.
-            others_bytes: weights of the graphs that alternate with it, which evict its own from the caches.
 
         Returns:
             The record for the manifest and `load`: `threads`, `step_ms` {"nodes": milliseconds};
@@ -158,40 +187,16 @@ class Backend(ABC):
         Raises:
             BuildError: the graph does not run.
         """
-        del path, spec, threads, others_bytes
+        del job
         return {}
 
-    def adapt_tuning(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        tuning: Mapping[str, Any],
-        threads: int | None = None,
-        others_bytes: int = 0,
-    ) -> dict[str, Any]:
-        """Returns the record for this machine; by default `tuning` itself. Arguments: see `tune`."""
-        del path, spec, threads, others_bytes
-        return dict(tuning)
+    def adapt_tuning(self, job: LoadJob) -> dict[str, Any]:
+        """Returns the tuning record for this machine; by default the job's own."""
+        return dict(job.tuning)
 
     @abstractmethod
-    def load(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        *,
-        max_slots: int,
-        max_rows: int,
-        tuning: Mapping[str, Any],
-        rollback: Path | None = None,
-        device: str = "cpu",
-        owners: Mapping[str, Any] | None = None,
-    ) -> Engine:
+    def load(self, job: LoadJob) -> Engine:
         """Opens a compiled graph and allocates its caches.
-
-        Args:
-            rollback: the graph of `compile_rollback`; None: the engine decodes chains only.
-            device: one of `devices`, or with an ordinal, as "cuda:1".
-            owners: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
 
         Raises:
             BundleError: the file does not fit the spec, this machine or the library.

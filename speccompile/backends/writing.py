@@ -23,7 +23,6 @@ def lower_and_save(
     table: Sequence[Pass],
     path: Path,
     progress: Callable[[str], None] | None = None,
-    *,
     dialect: Dialect = "onnx",
     max_nodes: int = 17,
     finish: Sequence[Pass] = (),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, CompileJob, LoadJob
 from speccompile.backends.contention import WAIT_SHARE, is_disturbed
 from speccompile.backends.distance import Distance
 from speccompile.bundle.calibration import sample_of
@@ -42,6 +42,16 @@ SOURCES = (
 )
 # Modules of a method's folder; options are in the key themselves.
 NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What every stage of one build reads."""
+
+    plan: BuildPlan
+    backend: Backend
+    cache: StageCache
+    log: StageLog
 
 
 @dataclass(frozen=True)
@@ -186,9 +196,7 @@ def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Back
     check_trees(spec, plan.speculator.draft_bounds, backend.state_trees)
 
 
-def compile_graph(
-    graph: Graph, plan: BuildPlan, backend: Backend, folder: Path, cache: StageCache, log: StageLog
-) -> tuple[Graph, dict[str, Any]]:
+def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Graph, dict[str, Any]]:
     """Export and compile into `folder`, or take both from the cache.
 
     Returns:
@@ -197,7 +205,7 @@ def compile_graph(
     Raises:
         CheckpointError, ExportError, PassError, BuildError.
     """
-    name = graph.job.name
+    name, plan, log = graph.job.name, context.plan, context.log
 
     def make(dest: Path) -> None:
         with log.stage(f"export {name}"):
@@ -206,16 +214,15 @@ def compile_graph(
             options = compile_options(plan, graph.max_rows, graph.spec.rows_written_ahead)
             grids = open_files(graph.source.folder) if graph.job.quantization == STORED else None
             options = replace(options, sample=graph.sample, grids=grids)
-            report = backend.compile(
-                model, graph.spec, dest, quantization=graph.job.quantization, options=options, progress=log.step
-            )
+            job = CompileJob(model, graph.spec, dest, graph.job.quantization, options=options, progress=log.step)
+            report = context.backend.compile(job)
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
             stage.note = _note_of(graph, plan, report)
-        del model
+        del model, job
         gc.collect()  # weights are in reference cycles, and the next graph needs the memory
         write_json(dest / _REPORT, {**report, "dims": json_from_dims(dims)})
 
-    if cache.fetch("graphs", graph.key, folder, make):
+    if context.cache.fetch("graphs", graph.key, folder, make):
         log.skip(f"export {name}", f"compile {name}")
     report = read_json(folder / _REPORT)
     (folder / _REPORT).unlink()
@@ -224,7 +231,7 @@ def compile_graph(
     if graph.job.lora is not None:
         record["lora"] = open_lora(graph.job.lora).record(graph.job.lora)
     record |= {"max_rows": graph.max_rows, "model": graph.job.model}
-    if graph.spec.window and backend.slides_caches:
+    if graph.spec.window and context.backend.slides_caches:
         rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)
         record["caches"] = {"rows": rows, "slot_bytes": rows * graph.dims.cache_row_bytes}
     return graph, record
@@ -246,39 +253,21 @@ def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | 
     return f"{quantization} rounds weights that are quantised already{told}; stored keeps them as they are"
 
 
-def tune_graph(
-    graph: Graph,
-    spec: GraphSpec,
-    plan: BuildPlan,
-    backend: Backend,
-    file: Path,
-    others_bytes: int,
-    cache: StageCache,
-    log: StageLog,
-) -> dict[str, Any]:
-    """Measure threads and step times of a compiled graph, whose own spec is given, or take them from the cache.
-
-    `others_bytes` are those of the graphs that alternate with it, see `weights_beside`.
+def tune_graph(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, Any]:
+    """Measure threads and step times of a compiled graph, or take them from the cache.
 
     Raises:
         BuildError: the graph does not run.
     """
-    threads = None if plan.engine.threads == "auto" else plan.engine.threads
-    unmeasured = backend.why_unchecked(file)
+    cache, unmeasured = context.cache, context.backend.why_unchecked(job.path)
 
     def make(dest: Path) -> None:
-        write_json(dest / _TUNING, backend.tune(file, spec, threads, others_bytes))
+        write_json(dest / _TUNING, context.backend.tune(job))
 
-    scratch = file.parent / "tuning"
-    with log.stage(f"tune {graph.job.name}") as stage:
-        key = digest_from_json(
-            {
-                "graph": graph.key,
-                "threads": threads,
-                "others_bytes": others_bytes,
-                "unmeasured": unmeasured,
-            }
-        )
+    scratch = job.path.parent / "tuning"
+    with context.log.stage(f"tune {graph.job.name}") as stage:
+        facts = {"threads": job.threads, "others_bytes": job.others_bytes, "unmeasured": unmeasured}
+        key = digest_from_json({"graph": graph.key, **facts})
         stage.cached, stage.skipped = cache.fetch("tunings", key, scratch, make), unmeasured
         tuning = read_json(scratch / _TUNING)
         shutil.rmtree(scratch)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, LoadJob
 from speccompile.bundle.bundle import TARGET, VISION, Bundle, read_bundle
 from speccompile.bundle.format import check_files, weights_beside
 from speccompile.bundle.manifest_checks import check_fields
@@ -75,13 +75,14 @@ def load(
     if not verify and opener.runs_code_on_load:
         check_files(bundle.path, bundle.manifest["files"])
     graphs = [TARGET, *(job.name for job in jobs)]
-    tunings = {graph: _tuning(bundle, graph, graphs, opener) for graph in graphs}
-    context = _context(bundle, tunings)
+    load_jobs = {graph: _load_job(bundle, graph, graphs, opener) for graph in graphs}
+    context = _context(bundle, {graph: job.tuning for graph, job in load_jobs.items()})
     if threads is not None:
-        tunings[TARGET]["threads"] = _usable(threads)
+        tuning = {**load_jobs[TARGET].tuning, "threads": _usable(threads)}
+        load_jobs[TARGET] = replace(load_jobs[TARGET], tuning=tuning)
     loaded: dict[str, Engine] = {}
-    for graph in graphs:  # the target first: drafts may share its caches
-        loaded[graph] = _load_engine(bundle, graph, opener, context, tunings[graph], dict(loaded))
+    for graph, job in load_jobs.items():  # the target first: drafts may share its caches
+        loaded[graph] = _load_engine(bundle, graph, opener, context, replace(job, owners=dict(loaded)))
     engines = {graph: (TimedEngine if graph == TARGET else DraftEngine)(engine) for graph, engine in loaded.items()}
     drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
     tokenizer_path, todo = bundle.tokenizer_path, "Build the bundle again."
@@ -105,12 +106,7 @@ def _image_encoder(bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None
     record = bundle.images
     if record is None:
         return None
-    path, spec = bundle.graph_path(VISION), bundle.graph_spec(VISION)
-    tuning = _tuning(bundle, VISION, [VISION], backend)
-    device = bundle.recipe.engine.device
-    return ImageEncoder(
-        backend.load(path, spec, max_slots=1, max_rows=0, tuning=tuning, device=device), record, tokenizer
-    )
+    return ImageEncoder(backend.load(_load_job(bundle, VISION, [VISION], backend)), record, tokenizer)
 
 
 def method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] | None = None) -> tuple[str, Any]:
@@ -168,11 +164,18 @@ def _usable(threads: int) -> int:
     return min(threads, cores)
 
 
-def _tuning(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> dict[str, Any]:
-    record, threads = dict(bundle.graph(graph).tuning), bundle.recipe.engine.threads
-    fixed = threads if graph == TARGET and threads != "auto" else None
-    path, others = bundle.graph_path(graph), weights_beside(bundle.graph_path(graph), map(bundle.graph_path, graphs))
-    return backend.adapt_tuning(path, bundle.graph_spec(graph), record, fixed, others)
+def _load_job(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> LoadJob:
+    """Returns the job of a graph with the tuning of this machine; only one without caches has all its sizes."""
+    path, sizes = bundle.graph_path(graph), bundle.recipe.engine
+    job = LoadJob(
+        path,
+        bundle.graph_spec(graph),
+        tuning=bundle.graph(graph).tuning,
+        device=sizes.device,
+        threads=sizes.threads if graph == TARGET and sizes.threads != "auto" else None,
+        others_bytes=weights_beside(path, map(bundle.graph_path, graphs)),
+    )
+    return replace(job, tuning=backend.adapt_tuning(job))
 
 
 def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> MethodContext:
@@ -187,30 +190,13 @@ def _context(bundle: Bundle, tunings: Mapping[str, Mapping[str, Any]]) -> Method
     )
 
 
-def _load_engine(
-    bundle: Bundle,
-    graph: str,
-    backend: Backend,
-    context: MethodContext,
-    tuning: Mapping[str, Any],
-    owners: Mapping[str, Engine],
-) -> Engine:
+def _load_engine(bundle: Bundle, graph: str, backend: Backend, context: MethodContext, job: LoadJob) -> Engine:
     # Nodes that pad a ragged batch need rows after the last one that a sequence may use.
-    spec = bundle.graph_spec(graph)
     nodes, slides = context.max_draft_nodes + 1, backend.slides_caches
-    max_rows = rows_of_slot(spec, context.seq_lens[graph], nodes, slides=slides)
+    max_rows = rows_of_slot(job.spec, context.seq_lens[graph], nodes, slides=slides)
     rollback = bundle.graph_path(ROLLBACK) if graph == TARGET and ROLLBACK in bundle.graphs else None
     try:
-        return backend.load(
-            bundle.graph_path(graph),
-            spec,
-            max_slots=context.max_slots,
-            max_rows=max_rows,
-            tuning=tuning,
-            rollback=rollback,
-            device=bundle.recipe.engine.device,
-            owners=owners,
-        )
+        return backend.load(replace(job, max_slots=context.max_slots, max_rows=max_rows, rollback=rollback))
     except MemoryError as fault:
         got = f"caches of {context.max_slots} slots of {max_rows} rows, for which there is no memory"
         todo = "Build it with a smaller engine.max_batch_size or engine.max_seq_len."

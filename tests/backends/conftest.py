@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import GraphSpec
@@ -54,7 +55,7 @@ def compiled(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempP
         spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         folder = tmp_path_factory.mktemp(f"{backend}-{form}-{role}")
         maker = registry.backend(backend)
-        maker.compile(model, spec, folder, quantization=quantization, form=form)
+        maker.compile(CompileJob(model, spec, folder, quantization=quantization, form=form))
         maker.compile_rollback(dims, folder / "rollback")
         return folder / "graph.onnx", spec, folder / "rollback" / "graph.onnx"
 
@@ -79,7 +80,7 @@ def open_engine(compiled: Callable[..., Any]) -> Opener:
             **(tuning or {}),
         }  # 2: warnings are printed, see the test on copies
         return registry.backend(backend).load(
-            path, spec, max_slots=max_slots, max_rows=max_rows, tuning=settings, rollback=rollback
+            LoadJob(path, spec, max_slots=max_slots, max_rows=max_rows, tuning=settings, rollback=rollback)
         )
 
     return make

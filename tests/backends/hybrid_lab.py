@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry, specs
 from speccompile.core.dims import LayerDims, ModelDims, RecurrentDims
 from speccompile.core.specs import GraphSpec, state_names
@@ -125,7 +126,7 @@ class Hybrid:
 
     def __init__(self, folder: Path, backend: str = "onnxruntime", form: str = "fp32", bad: int | None = None) -> None:
         self.backend, self.spec, self.path = registry.backend(backend), hybrid_spec(), folder / "graph.onnx"
-        self.backend.compile(hybrid_model(bad=bad), self.spec, folder, form=form)
+        self.backend.compile(CompileJob(hybrid_model(bad=bad), self.spec, folder, form=form))
         self.rollback = folder / "rollback"
         self.rollback.mkdir()
         self.backend.compile_rollback(DIMS, self.rollback)
@@ -136,7 +137,7 @@ class Hybrid:
         tuning = {"threads": 1, "spinning": "off"}
         sizes = {"max_slots": max_slots, "max_rows": MAX_ROWS}
         rollback = self.rollback / "graph.onnx"
-        return self.backend.load(self.path, self.spec, **sizes, tuning=tuning, rollback=rollback)
+        return self.backend.load(LoadJob(self.path, self.spec, **sizes, tuning=tuning, rollback=rollback))
 
     def held(self, tokens: Sequence[int], applied: int) -> list[np.ndarray]:
         """Returns what the states hold after a fresh prefill: state, pending rows and conv rows.

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from speccompile.backends.base import Backend, EngineBase
+from speccompile.backends.base import Backend, EngineBase, LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.core.specs import LENGTHS, TOKENS, GraphSpec, TensorSpec
@@ -17,13 +17,13 @@ SPEC = GraphSpec("target", INPUTS, (), (), 8)
 class Smallest(Backend):
     name = "smallest"
 
-    def compile(self, model, spec, dest, **_):
+    def compile(self, job):
         return {}
 
     def compile_rollback(self, dims, dest, options=None):
         return SPEC
 
-    def load(self, path, spec, **_):
+    def load(self, job):
         raise NotImplementedError
 
 
@@ -32,14 +32,14 @@ def test_a_backend_that_compiles_and_loads_is_whole(tmp_path):
     assert backend.check(SPEC, CompileOptions(), "none") is None
     assert backend.depends_on(CompileOptions()) == {}
     assert backend.why_unchecked() is None
-    assert backend.tune(tmp_path, SPEC, 2, others_bytes=5) == {}
+    assert backend.tune(LoadJob(tmp_path, SPEC, threads=2, others_bytes=5)) == {}
     assert backend.predict(WeightCounts(10, 8, 2), "none", "float32").weights_bytes == 40
     assert not backend.keeps_logits and not backend.runs_code_on_load
 
 
 def test_a_record_stays_as_it_is_by_default_but_is_not_the_same_object(tmp_path):
     record = {"threads": 2}
-    adapted = Smallest().adapt_tuning(tmp_path, SPEC, record, 1, 7)
+    adapted = Smallest().adapt_tuning(LoadJob(tmp_path, SPEC, tuning=record, threads=1, others_bytes=7))
     assert adapted == record and adapted is not record
 
 

@@ -17,6 +17,7 @@ import onnx
 import pytest
 
 from speccompile.backends import measuring
+from speccompile.backends.base import LoadJob
 from speccompile.backends.feeds import sizes_from_feeds
 from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.backends.onnxruntime.engine import load_engine
@@ -104,7 +105,7 @@ def load_block(folder: Path, spec: GraphSpec = SPEC, size: int = VOCAB) -> Any:
     path = folder / f"block-{size}.onnx"
     onnx.save(model, path)
     slots, rows = measured_sizes(spec)
-    return load_engine(path, spec, max_slots=slots, max_rows=rows, settings={"threads": 1})
+    return load_engine(LoadJob(path, spec, max_slots=slots, max_rows=rows, tuning={"threads": 1}))
 
 
 def test_a_probe_feeds_what_the_spec_declares() -> None:

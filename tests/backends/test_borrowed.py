@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 from speccompile.backends.tensorrt import engine as trt_engine
 from speccompile.backends.tensorrt.specs import tensorrt_spec
@@ -63,7 +64,7 @@ def files(graphs, tmp_path_factory):
         if (backend, name) not in made:
             folder = tmp_path_factory.mktemp(f"{backend}-{name}")
             maker = registry.backend("onnxruntime", "cuda") if backend == "cuda" else registry.backend(backend)
-            maker.compile(*graphs[name], folder)
+            maker.compile(CompileJob(*graphs[name], folder))
             made[backend, name] = folder / "graph.onnx"
         return made[backend, name]
 
@@ -77,14 +78,15 @@ def open_graph(graphs, files, monkeypatch, tmp_path):
     FakeOrt(monkeypatch, FakeCuda())
 
     def make(kind, name, owners=None, slots=SLOTS, rows=ROWS):
-        file, spec, sizes = files(kind, name), graphs[name][1], {"max_slots": slots, "max_rows": rows}
+        file, spec = files(kind, name), graphs[name][1]
+        sizes = {"max_slots": slots, "max_rows": rows, "owners": owners or {}}
         if kind == "cuda":
-            return load_cuda_engine(file, spec, **sizes, settings={}, owners=owners)
+            return load_cuda_engine(LoadJob(file, spec, **sizes))
         if kind == "tensorrt":
             spec = tensorrt_spec(spec, "float32", rows)
             plan = lab.plan(file, spec, profiles_of(rows))
-            return trt_engine.load_engine(plan, spec, **sizes, settings={}, owners=owners)
-        return registry.backend(kind).load(file, spec, **sizes, tuning={"threads": 1}, owners=owners)
+            return trt_engine.load_engine(LoadJob(plan, spec, **sizes))
+        return registry.backend(kind).load(LoadJob(file, spec, **sizes, tuning={"threads": 1}))
 
     return make
 

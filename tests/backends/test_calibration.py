@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.distance import Distance
 from speccompile.backends.onnxruntime import calibration, fidelity, tune
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
@@ -138,8 +139,8 @@ def compile_as(neutral: Any, folder: Path, quantization: str, sample: TextSample
     model, dims = neutral
     order = {"int4": 1.0, "int8": 2.0, "bf16": 3.0, "none": 4.0}
 
-    def measure(path: Path, spec: Any, others_bytes: int, node_counts: Any) -> dict[str, Any]:
-        ms = order.get(path.parent.parent.name, 1.0)
+    def measure(job: LoadJob, node_counts: Any) -> dict[str, Any]:
+        ms = order.get(job.path.parent.parent.name, 1.0)
         return {"step_ms": {"1": ms, "4": ms}}
 
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +149,7 @@ def compile_as(neutral: Any, folder: Path, quantization: str, sample: TextSample
         patch.setattr(fidelity, "MAX_PERPLEXITY_CHANGE", BOUND)
         spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
         options = CompileOptions(sample=sample)
-        return OnnxRuntimeBackend().compile(model, spec, folder, quantization=quantization, options=options)
+        return OnnxRuntimeBackend().compile(CompileJob(model, spec, folder, quantization=quantization, options=options))
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_int4_with_text_has_its_distance_recorded_and_without_none_is_measured(
     sample = TextSample(((1, 2, 3),), source="given")
     options = CompileOptions(sample=sample)
     common: dict[str, Any] = {"quantization": "int4", "form": "blocks32", "options": options}
-    report = backend.compile(model, verified_spec(spec), tmp_path / "a", **common)
+    report = backend.compile(CompileJob(model, verified_spec(spec), tmp_path / "a", **common))
     assert seen == [sample] and report["form_distances"]["blocks32"].items() >= {"kl": 0.25, "top1": 0.5}.items()
     assert report["calibration"]["texts"] == "given" and report["forms_measured"] == {}
     weights = [
@@ -224,5 +225,5 @@ def test_int4_with_text_has_its_distance_recorded_and_without_none_is_measured(
     ]
     assert len(weights) == 9 and all((tensor.numpy() == 0x88).all() for tensor in weights)
     draft = candidate_spec(decoder_spec("draft", dims), 1, dists=True)
-    report = backend.compile(model, draft, tmp_path / "b", **common)
+    report = backend.compile(CompileJob(model, draft, tmp_path / "b", **common))
     assert len(seen) == 1 and "calibration" not in report

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.cuda.arrays import DeviceArray
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.onnxruntime import cuda_engine, cuda_session
@@ -45,7 +46,7 @@ def for_cuda(neutral, tmp_path_factory):
         decoder = decoder_spec(role, dims)
         spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         folder = tmp_path_factory.mktemp(f"cuda-{role}")
-        backend.compile(model, spec, folder)
+        backend.compile(CompileJob(model, spec, folder))
         backend.compile_rollback(dims, folder / "rollback")
         made[role] = (folder / "graph.onnx", spec, folder / "rollback" / "graph.onnx")
     return made
@@ -67,7 +68,7 @@ def load(fake_ort, for_cuda):
     def make(role="target", max_slots=3, max_rows=1024, **settings):
         graph, spec, rollback = for_cuda[role]
         sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_cuda_engine(graph, spec, settings=settings, rollback=rollback, **sizes)
+        return load_cuda_engine(LoadJob(graph, spec, tuning=settings, rollback=rollback, **sizes))
 
     return make
 
@@ -362,7 +363,7 @@ def test_a_wheel_without_cuda_is_named(monkeypatch, for_cuda):
     if "CUDAExecutionProvider" in cuda_session.ort.get_available_providers():
         pytest.skip("this wheel has CUDA")
     with pytest.raises(BundleError, match=r"CUDAExecutionProvider.*onnxruntime-gpu"):
-        load_cuda_engine(graph, spec, max_slots=1, max_rows=64, settings={})
+        load_cuda_engine(LoadJob(graph, spec, max_rows=64))
 
 
 def test_the_backend_of_a_device_is_chosen_by_name():
@@ -370,4 +371,4 @@ def test_the_backend_of_a_device_is_chosen_by_name():
     assert type(registry.backend("onnxruntime", "cpu")) is type(registry.backend("onnxruntime"))
     assert registry.backend("reference", "cuda").name == "reference"
     with pytest.raises(RecipeError, match=r"int8/rowq8.*engine\.device: cuda"):
-        OrtCudaBackend().compile(None, None, None, quantization="int8", form="rowq8")
+        OrtCudaBackend().compile(CompileJob(None, None, None, quantization="int8", form="rowq8"))

@@ -3,6 +3,7 @@
 
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.onnxruntime import cuda_backend, cuda_session
 from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
@@ -58,7 +59,7 @@ def test_the_cpus_onnxruntime_on_a_gpu_machine_is_refused_before_the_export(monk
     if why is not None and "without CUDA" in why:
         with pytest.raises(BuildError, match=r"engine\.device cuda: got an onnxruntime without CUDA.*ort-gpu"):
             backend.check(SPEC, CompileOptions("float32"), "none")
-        assert backend.tune(None, SPEC) == {"measured": False, "why": got}
+        assert backend.tune(LoadJob(None, SPEC)) == {"measured": False, "why": got}
     else:
         backend.check(SPEC, CompileOptions("float32"), "none")
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.states import DeviceStates
 from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
@@ -45,7 +46,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     """(graph, spec, rollback graph) as `engine.device: cuda` lowers the same decoder."""
     folder, spec = tmp_path_factory.mktemp("cuda"), hybrid_spec()
     backend = registry.backend("onnxruntime", "cuda")
-    backend.compile(hybrid_model(), spec, folder)
+    backend.compile(CompileJob(hybrid_model(), spec, folder))
     backend.compile_rollback(DIMS, folder / "rollback")
     return folder / "graph.onnx", spec, folder / "rollback" / "graph.onnx"
 
@@ -56,7 +57,7 @@ def engine(request: pytest.FixtureRequest, lowered: Lowered, monkeypatch: pytest
         return Lab(monkeypatch, tmp_path, request.param).load(lowered, rows=ROWS)
     FakeOrt(monkeypatch, FakeCuda())
     graph, spec, rollback = lowered
-    return load_cuda_engine(graph, spec, max_slots=SLOTS, max_rows=MAX_ROWS, settings={}, rollback=rollback)
+    return load_cuda_engine(LoadJob(graph, spec, max_slots=SLOTS, max_rows=MAX_ROWS, rollback=rollback))
 
 
 def test_the_lowered_graph_has_no_branches_and_no_bodies(lowered: Lowered) -> None:
@@ -182,7 +183,7 @@ def test_mutants_are_noticed(
     monkeypatch.setattr(DeviceStates, method, wrong)
     FakeOrt(monkeypatch, FakeCuda())
     graph, spec, _ = lowered
-    engine = load_cuda_engine(graph, spec, max_slots=SLOTS, max_rows=MAX_ROWS, settings={})
+    engine = load_cuda_engine(LoadJob(graph, spec, max_slots=SLOTS, max_rows=MAX_ROWS))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_rounds(Pair(engine, plain.open(SLOTS)), 0, 400)
 

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.distance import compare, distance_from_rows
 from speccompile.backends.onnxruntime import kernel_library
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
@@ -64,13 +65,13 @@ def compiled(graph: tuple[ir.Model, ModelDims], dest: Path, quantization: str, f
     """Lowers a target with logits; returns the report."""
     model, dims = graph
     spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
-    return OnnxRuntimeBackend().compile(model, spec, dest, quantization=quantization, form=form)
+    return OnnxRuntimeBackend().compile(CompileJob(model, spec, dest, quantization=quantization, form=form))
 
 
 def logits_of(path: Path, dims: ModelDims, tokens: np.ndarray, step: int, threads: int = 1) -> np.ndarray:
     """The logits [tokens, vocab] of a text that is read `step` tokens at a time."""
     spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
-    engine = load_engine(path, spec, max_slots=1, max_rows=MAX_SEQ, settings={"threads": threads})
+    engine = load_engine(LoadJob(path, spec, max_rows=MAX_SEQ, tuning={"threads": threads}))
     rows = []
     for at in range(0, len(tokens), step):
         feeds = {specs.TOKENS: tokens[None, at : at + step], specs.LENGTHS: np.array([at], np.int64)}

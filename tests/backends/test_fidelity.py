@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.backends.onnxruntime import fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
@@ -147,7 +148,7 @@ def test_without_kernels_the_packed_form_is_not_tried(
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     backend = OnnxRuntimeBackend()
-    report = backend.compile(model, verified_spec(decoder_spec("target", dims)), tmp_path)
+    report = backend.compile(CompileJob(model, verified_spec(decoder_spec("target", dims)), tmp_path))
     assert report["form"] == "fp32" and report["forms_measured"] == {}
     assert backend.depends_on(CompileOptions())["cpu_kernels"] is None
     for name in ("cpu-1", "cpu-2"):  # other kernels: forms and costs are measured again
@@ -213,12 +214,10 @@ def test_forms_of_a_real_graph_are_measured_and_chosen(
     """Both int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
-    monkeypatch.setattr(
-        tune, "measure_graph", lambda path, spec, **_: {"step_ms": FAST if "rowq8" in str(path) else SLOW}
-    )
+    monkeypatch.setattr(tune, "measure_graph", lambda job, _: {"step_ms": FAST if "rowq8" in str(job.path) else SLOW})
     spec = verified_spec(decoder_spec("target", dims), keep_logits=True)
     options = CompileOptions(sample=SAMPLE)
-    report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8", options=options)
+    report = OnnxRuntimeBackend().compile(CompileJob(model, spec, tmp_path, quantization="int8", options=options))
     distances = report["form_distances"]
     assert set(distances) == set(FORMS) and report["distance_text"] == SAMPLE.source
     assert all(row["kl"] > 0 and row["num_positions"] >= fidelity.NUM_TOKENS for row in distances.values())
@@ -240,7 +239,7 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     seen: list[Any] = []
-    monkeypatch.setattr(tune, "measure_graph", lambda path, spec, **_: {"step_ms": FAST})
+    monkeypatch.setattr(tune, "measure_graph", lambda *_: {"step_ms": FAST})
 
     def measure(reference: Path, forms: Any, spec: Any, sample: TextSample) -> dict[str, Distance]:
         seen.append(spec)
@@ -250,10 +249,10 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
     monkeypatch.setattr(fidelity, "measure_distances", measure)
     spec = verified_spec(decoder_spec("target", dims))
     options = CompileOptions(sample=SAMPLE)
-    report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8", options=options)
+    report = OnnxRuntimeBackend().compile(CompileJob(model, spec, tmp_path, quantization="int8", options=options))
     assert report["form"] == "blocks32" and seen == [verified_spec(decoder_spec("target", dims), keep_logits=True)]
     assert with_logits(seen[0]) == seen[0]
-    OnnxRuntimeBackend().load(tmp_path / "graph.onnx", spec, max_slots=1, max_rows=64, tuning={"threads": 1})
+    OnnxRuntimeBackend().load(LoadJob(tmp_path / "graph.onnx", spec, max_rows=64, tuning={"threads": 1}))
     assert all(t.name != LOGITS for t in spec.outputs)
 
 
@@ -264,15 +263,15 @@ def test_a_draft_is_not_compared_and_measured_with_its_weights_evicted(
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     evicted = []
 
-    def measure(path: Path, spec: Any, others_bytes: int, node_counts: tuple[int, ...]) -> dict[str, Any]:
+    def measure(job: LoadJob, node_counts: tuple[int, ...]) -> dict[str, Any]:
         assert node_counts == (1, 4)
-        evicted.append(others_bytes)
-        return {"step_ms": FAST if "rowq8" in str(path) else SLOW}
+        evicted.append(job.others_bytes)
+        return {"step_ms": FAST if "rowq8" in str(job.path) else SLOW}
 
     monkeypatch.setattr(tune, "measure_graph", measure)
     monkeypatch.setattr(fidelity, "measure_distances", None)
     spec = candidate_spec(decoder_spec("draft", dims), 1, dists=True)
-    report = OnnxRuntimeBackend().compile(model, spec, tmp_path, quantization="int8")
+    report = OnnxRuntimeBackend().compile(CompileJob(model, spec, tmp_path, quantization="int8"))
     assert report["form"] == "rowq8" and report["form_distances"] == {}
     assert evicted == [sum(v.const_value.nbytes for v in model.graph.initializers.values())] * 2 and evicted[0] > 0
 

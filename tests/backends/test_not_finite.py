@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry, specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
@@ -56,9 +57,9 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
         if is_bad:
             array[BAD] = np.nan
         table.const_value = ir.tensor(array, name=table.name)
-        backend.compile(graph, spec, folder, quantization="none", form="fp32")
+        backend.compile(CompileJob(graph, spec, folder, form="fp32"))
         opened[is_bad] = TimedEngine(
-            backend.load(folder / "graph.onnx", spec, max_slots=3, max_rows=80, tuning={"threads": 1})
+            backend.load(LoadJob(folder / "graph.onnx", spec, max_slots=3, max_rows=80, tuning={"threads": 1}))
         )
 
     def make(is_bad: bool) -> SpecEngine:

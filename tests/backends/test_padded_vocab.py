@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
@@ -72,15 +73,17 @@ def engines(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempPa
         else:
             spec, graph = draft_spec(dims, target, form), with_vocab(model, draft, 0.0 if form == "logits" else 0.05)
         maker, folder = registry.backend(backend), tmp_path_factory.mktemp("padded")
-        maker.compile(graph, spec, folder, quantization="none")
+        maker.compile(CompileJob(graph, spec, folder))
         maker.compile_rollback(dims, folder / "rollback")
         return maker.load(
-            folder / maker.graph_file,
-            spec,
-            max_slots=SLOTS,
-            max_rows=ROWS,
-            tuning={"threads": 1},
-            rollback=folder / "rollback" / maker.graph_file,
+            LoadJob(
+                folder / maker.graph_file,
+                spec,
+                max_slots=SLOTS,
+                max_rows=ROWS,
+                tuning={"threads": 1},
+                rollback=folder / "rollback" / maker.graph_file,
+            )
         )
 
     return make

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime import kernel_library, sequences
 from speccompile.backends.onnxruntime.engine import load_engine, open_session
 from speccompile.backends.onnxruntime.kernel_library import sequences_path
@@ -34,7 +35,7 @@ def ops_of(path: Path) -> list[str]:
 
 
 def logits(path: Path, spec: Any, threads: int) -> np.ndarray:
-    engine = load_engine(path, spec, max_slots=1, max_rows=64, settings={"threads": threads})
+    engine = load_engine(LoadJob(path, spec, max_rows=64, tuning={"threads": threads}))
     tokens = np.arange(40) % 90
     parts = []
     for start, end in ((0, 17), (17, 18), (18, 23), (23, 40)):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from speccompile.backends import measuring
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.answers import texts_of
 from speccompile.backends.onnxruntime.calibration import Collector
 from speccompile.backends.onnxruntime.engine import OrtEngine, StateOrtEngine, open_session
@@ -202,7 +203,7 @@ def test_steps_are_timed_and_texts_drawn(plain: Hybrid, monkeypatch: pytest.Monk
     monkeypatch.setattr(measuring, "SECONDS_PER_SETTING", 0.0)
     slots, rows = measuring.measured_sizes(plain.spec)
     tuning = {"threads": 1, "spinning": "off"}
-    engine = plain.backend.load(plain.path, plain.spec, max_slots=slots, max_rows=rows, tuning=tuning)
+    engine = plain.backend.load(LoadJob(plain.path, plain.spec, max_slots=slots, max_rows=rows, tuning=tuning))
     assert {"1", "4", "16"} <= set(measuring.measure_steps(engine))
     texts = texts_of(plain.path, plain.spec, TextSample(), 9, measures=True)
     fresh = plain.open(1)
@@ -222,7 +223,7 @@ def test_caches_of_several_sizes_grow_and_compact(tmp_path: Path) -> None:
     dims = ModelDims("m", 9, 8, 2, 2, 1, 4, 64, layer_dims=(LayerDims(1, 4), LayerDims(3, 8)))
     path = tmp_path / "rollback.onnx"
     spec = save_rollback(dims, path)
-    engine = OrtEngine(open_session(path, {"threads": 1}), spec, 2, 200, open_session(path, {"threads": 1}))
+    engine = OrtEngine(LoadJob(path, spec, 2, 200), *(open_session(path, {"threads": 1}) for _ in range(2)))
     engine.caches.use(2)
     views = [engine.caches.view(index) for index in range(4)]
     for view in views:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from speccompile.backends.base import CompileJob
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
 from speccompile.checkpoints.gguf.folder import folder_from_gguf
@@ -43,7 +44,7 @@ def compiled(folder: Path, dest: Path, backend: OnnxRuntimeBackend, form: str) -
     model, dims = store.export_decoder(folder, weights="checkpoint", max_seq_len=32)
     spec = verified_spec(decoder_spec("target", dims))
     options = CompileOptions(grids=files)
-    return backend.compile(model, spec, dest, quantization="stored", form=form, options=options), files
+    return backend.compile(CompileJob(model, spec, dest, quantization="stored", form=form, options=options)), files
 
 
 @pytest.mark.parametrize("form", ["packed", "blocks"])

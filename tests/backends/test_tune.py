@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from speccompile.backends import measuring
+from speccompile.backends.base import LoadJob
 from speccompile.backends.measuring import NODE_COUNTS
 from speccompile.backends.onnxruntime import adapt, tune
 from speccompile.backends.onnxruntime.engine import session_options
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.export
 @pytest.mark.parametrize(("role", "node_counts"), [("target", NODE_COUNTS), ("draft", (1, 4))])
 def test_a_graph_is_measured_in_a_child(compiled: Any, role: str, node_counts: tuple[int, ...]) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", role)
-    record = tune.measure_graph(path, spec, threads=1, node_counts=node_counts)
+    record = tune.measure_graph(LoadJob(path, spec, threads=1), node_counts)
     assert record["threads"] == 1 and record["cpu"] == tune.cpu_name()
     assert list(record["step_ms"]) == [str(n) for n in node_counts]
     assert all(0 < ms < 1000 for ms in record["step_ms"].values())
@@ -31,7 +32,7 @@ def test_a_graph_that_cannot_be_opened_names_the_reason(tmp_path: Path, compiled
     _, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "graph.onnx").write_bytes(b"no graph")
     with pytest.raises(BuildError, match=r"tuning .*graph\.onnx: got exit code 1"):
-        tune.measure_graph(tmp_path / "graph.onnx", spec, threads=1)
+        tune.measure_graph(LoadJob(tmp_path / "graph.onnx", spec, threads=1))
 
 
 def test_a_record_of_another_cpu_is_measured_again_once(
@@ -41,19 +42,20 @@ def test_a_record_of_another_cpu_is_measured_again_once(
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     calls: list[Path] = []
 
-    def measure(graph: Path, *_: Any, tries: int) -> dict[str, Any]:
-        calls.append(graph)
+    def measure(job: LoadJob, tries: int) -> dict[str, Any]:
+        calls.append(job.path)
         return {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": 3.0}}
 
     monkeypatch.setattr(adapt, "measure_graph", measure)
     here = {"cpu": tune.cpu_name(), "threads": 1}
-    assert adapt.adapt_tuning(path, spec, here) == here
-    assert adapt.adapt_tuning(path, spec, {}) == {}
+    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=here)) == here
+    assert adapt.adapt_tuning(LoadJob(path, spec)) == {}
     elsewhere = {"cpu": "Z80 x1", "threads": 64}
-    assert adapt.adapt_tuning(path, spec, elsewhere)["threads"] == 2
-    assert adapt.adapt_tuning(path, spec, elsewhere)["step_ms"] == {"1": 3.0}
+    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=elsewhere))["threads"] == 2
+    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=elsewhere))["step_ms"] == {"1": 3.0}
     assert calls == [path]
-    assert adapt.adapt_tuning(path, spec, elsewhere, others_bytes=7)["threads"] == 2 and calls == [path] * 2
+    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=elsewhere, others_bytes=7))["threads"] == 2
+    assert calls == [path] * 2
     next(tmp_path.glob("tuning/*.json")).unlink()
     (kept,) = tmp_path.glob("tuning/*.json")
     assert json.loads(kept.read_text())["threads"] == 2
@@ -68,10 +70,10 @@ def test_a_cache_that_cannot_be_written_is_named_or_done_without(
     monkeypatch.setattr(adapt, "measure_graph", lambda *_, tries: fresh)
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError, match="SPECCOMPILE_CACHE: got a file at"):
-        adapt.adapt_tuning(path, spec, {"cpu": "Z80 x1"})
+        adapt.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"}))
     monkeypatch.delenv("SPECCOMPILE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert adapt.adapt_tuning(path, spec, {"cpu": "Z80 x1"}) == fresh
+    assert adapt.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"})) == fresh
 
 
 def test_thread_counts_end_with_all_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +122,10 @@ def test_a_measurement_beside_other_work_is_made_again(monkeypatch: pytest.Monke
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     found = iter([disturbed(0.6), disturbed(0.3), disturbed(0.5), disturbed(0.0)])
     monkeypatch.setattr(tune, "_measure_once", lambda *_: next(found))
-    assert tune.measure_graph(path, spec)["wait_share"] == 0.3  # three tries at most, the least disturbed counts
-    assert tune.measure_graph(path, spec)["wait_share"] == 0.0
+    assert (
+        tune.measure_graph(LoadJob(path, spec))["wait_share"] == 0.3
+    )  # three tries at most, the least disturbed counts
+    assert tune.measure_graph(LoadJob(path, spec))["wait_share"] == 0.0
     assert list(found) == []
 
 
@@ -136,7 +140,7 @@ def test_a_disturbed_record_is_measured_again_at_load_once_the_machine_is_quiet(
     found = iter([disturbed(0.2, threads=2), disturbed(0.01, threads=4)])
     monkeypatch.setattr(adapt, "measure_graph", lambda *_, tries: next(found))
     built = disturbed(0.5)
-    threads = [adapt.adapt_tuning(path, spec, built)["threads"] for _ in range(4)]
+    threads = [adapt.adapt_tuning(LoadJob(path, spec, tuning=built))["threads"] for _ in range(4)]
     assert threads == ([1, 1, 1, 1] if is_busy else [2, 4, 4, 4])
 
 
@@ -203,11 +207,12 @@ def test_a_record_is_compared_once_with_present_step_times(
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     machine, built = Drift(monkeypatch, ms), disturbed(0.0)
-    records = [adapt.adapt_tuning(path, spec, built) for _ in range(3)]
+    records = [adapt.adapt_tuning(LoadJob(path, spec, tuning=built)) for _ in range(3)]
     assert (machine.checked, machine.measured) == (1, int(is_wrong))
     assert records == [records[0]] * 3 and records[0]["threads"] == (2 if is_wrong else 1)
     assert built == disturbed(0.0)
-    adapt.adapt_tuning(path, spec, {**built, "step_ms": {"1": 3.0, "4": 5.0}})  # built again, measured again
+    again = {**built, "step_ms": {"1": 3.0, "4": 5.0}}
+    adapt.adapt_tuning(LoadJob(path, spec, tuning=again))
     assert machine.checked == 2
 
 
@@ -219,5 +224,5 @@ def test_a_record_is_not_judged_beside_other_work(
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     machine, built = Drift(monkeypatch, 99.0, share, is_busy), disturbed(0.0)
-    assert [adapt.adapt_tuning(path, spec, built) for _ in range(3)] == [built] * 3
+    assert [adapt.adapt_tuning(LoadJob(path, spec, tuning=built)) for _ in range(3)] == [built] * 3
     assert (machine.checked, machine.measured, list(tmp_path.iterdir())) == (checked, 0, [])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.backends.base import CompileJob
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.runtime.spec_engine import SpecEngine
@@ -89,7 +90,7 @@ def lab(tmp_path_factory):
             if graph not in graphs:
                 graphs[graph] = store.export(source)[0]
             maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"
-            maker.compile(graphs[graph], source.spec(), graph_folder)
+            maker.compile(CompileJob(graphs[graph], source.spec(), graph_folder))
             sizes = {
                 "max_slots": SLOTS,
                 "max_rows": MAX_ROWS + source.spec().rows_written_ahead,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
@@ -49,7 +50,7 @@ def parts(tmp_path_factory):
             spec, path = source.spec(), folder
     held = {(name, SHORT): {graph: engines[i] for graph, engines in made.items()} for i, name in enumerate(backends)}
     whole = registry.backend("onnxruntime").load(
-        path / "onnxruntime/draft/graph.onnx", spec, max_slots=8, max_rows=WHOLE, tuning={"threads": 1}
+        LoadJob(path / "onnxruntime/draft/graph.onnx", spec, max_slots=8, max_rows=WHOLE, tuning={"threads": 1})
     )
     return {**held, ("onnxruntime", WHOLE): {**held["onnxruntime", SHORT], "draft": whole}}
 

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from speccompile.backends.base import CompileJob
 from speccompile.core import registry
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS
@@ -36,7 +37,7 @@ def open_engine(tmp_path_factory):
     def make(backend="onnxruntime", *, max_rows):
         maker, graphs_folder = registry.backend(backend), folder / backend
         if not graphs_folder.exists():
-            maker.compile(model, spec, graphs_folder)
+            maker.compile(CompileJob(model, spec, graphs_folder))
             maker.compile_rollback(dims, graphs_folder / "rollback")
         rollback = graphs_folder / "rollback" / maker.graph_file
         sizes = {"max_slots": SLOTS, "max_rows": max_rows, "tuning": {"threads": 1}, "rollback": rollback}

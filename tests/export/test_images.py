@@ -15,6 +15,7 @@ import onnx_ir as ir
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.onnxruntime.backend import OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.kernel_library import find_library
 from speccompile.backends.reference.backend import ReferenceBackend
@@ -63,9 +64,9 @@ def _vision(folder: Path) -> VisionSource:
 
 def _load(backend: Any, source: Any, graph: ir.Model, folder: Path, form: str | None = None) -> Any:
     spec = source.spec()
-    backend.compile(graph.clone(), spec, folder, form=form)
+    backend.compile(CompileJob(graph.clone(), spec, folder, form=form))
     rows = MAX_SEQ_LEN if spec.caches else 0
-    return backend.load(folder / backend.graph_file, spec, max_slots=1, max_rows=rows, tuning={})
+    return backend.load(LoadJob(folder / backend.graph_file, spec, max_rows=rows))
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +285,7 @@ def test_both_graphs_become_plans(
     options = CompileOptions("float16", 2, 72, 9, Config(variant="tensorrt_rtx"))
     for name, source, graph, rows in (("vision", vision, store.export(vision)[0], 0), ("target", *exported, 72)):
         report = TensorRTBackend().compile(
-            graph.clone(), source.spec(), tmp_path / name, options=replace(options, max_rows=rows)
+            CompileJob(graph.clone(), source.spec(), tmp_path / name, options=replace(options, max_rows=rows))
         )
         assert (tmp_path / name / PLAN_FILE).stat().st_size > 0
         types = {t["name"]: t["dtype"] for t in (*report["spec"]["inputs"], *report["spec"]["outputs"])}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.bundle.format import digest_from_manifest
 from speccompile.bundle.stage_cache import StageCache
 from speccompile.pipeline import build
@@ -30,20 +31,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         fakes.install(patch.setattr, lambda name, module: patch.setitem(sys.modules, name, module))
         top = tmp_path_factory.mktemp("bundle")
         built = build(fakes.make_plan(fakes.write_recipe(top / "in")), top / "out", cache=StageCache(None))
-        patch.setattr(fakes.FakeBackend, "adapt_tuning", adapt_tuning, raising=False)
         patch.setattr(fakes.FakeBackend, "load", load_mock)
         yield built.path
 
 
-def adapt_tuning(self: Any, path: Path, spec: Any, record: dict[str, Any], *_: Any) -> dict[str, Any]:
-    return dict(record)
-
-
-def load_mock(self: Any, path: Path, spec: Any, max_slots: int = 1, max_rows: int = 64, **_: Any) -> MockEngine:
+def load_mock(self: Any, job: LoadJob) -> MockEngine:
     """Returns an engine of the sizes that the manifest asks for."""
-    if max_slots * max_rows > 1_000_000:
+    if job.max_slots * job.max_rows > 1_000_000:
         raise MemoryError
-    return MockEngine(MockLM(seed=1), spec.name, max_slots, max_rows)
+    return MockEngine(MockLM(seed=1), job.spec.name, job.max_slots, job.max_rows)
 
 
 def make_case(rng: random.Random, bundle: Path) -> tuple[str, bytes]:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
@@ -50,9 +51,9 @@ def test_candidates_and_dists_are_those_of_the_logits(neutral, tmp_path: Path, d
         backend = registry.backend(name)
         for kind, wanted in (("logits", plain), ("candidates", spec)):
             folder = tmp_path / f"{name}-{kind}"
-            backend.compile(model, wanted, folder, quantization="none", form="fp32" if name == "onnxruntime" else None)
+            backend.compile(CompileJob(model, wanted, folder, form="fp32" if name == "onnxruntime" else None))
             path = folder / backend.graph_file
-            engine = backend.load(path, wanted, max_slots=2, max_rows=ROWS, tuning={"threads": 1})
+            engine = backend.load(LoadJob(path, wanted, max_slots=2, max_rows=ROWS, tuning={"threads": 1}))
             outputs[kind] = {n: v.copy() for n, v in engine.run(FEEDS).items()}
         got, logits = outputs["candidates"], outputs["logits"][specs.LOGITS]
         probs = np.exp(logits - logits.max(-1, keepdims=True))
@@ -89,5 +90,5 @@ def test_a_plan_builds(neutral, tmp_path: Path, dists: bool) -> None:
     spec = candidate_spec(decoder_spec("draft", dims), NUM, dists)
     options = CompileOptions("float16", 2, ROWS, 9, Config(variant="tensorrt_rtx", plugins="none"))
     backend, folder = registry.backend("tensorrt"), tmp_path / "plan"
-    backend.compile(model, spec, folder, quantization="none", options=options)
+    backend.compile(CompileJob(model, spec, folder, options=options))
     assert (folder / backend.graph_file).stat().st_size > 0

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.backends.base import CompileJob
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
 from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
@@ -58,7 +59,7 @@ def compile_target(
     config = Config(plugins=plugins, variant="tensorrt_rtx", keep_onnx=True)
     options = CompileOptions(dtype, 2, 56, 8, config, grids=grids)
     spec = verified_spec(decoder_spec("target", dims))
-    return TensorRTBackend().compile(model.clone(), spec, dest, quantization=quantization, options=options)
+    return TensorRTBackend().compile(CompileJob(model.clone(), spec, dest, quantization=quantization, options=options))
 
 
 def counts_of(model: ir.Model) -> WeightCounts:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, CompileJob, LoadJob
 from speccompile.bundle import graphs, manifest
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
@@ -63,23 +63,12 @@ class FakeBackend(Backend):
     graph_sources = ()
     weights_bytes = 1000
 
-    def compile(
-        self,
-        model: str,
-        spec: GraphSpec,
-        dest: Path,
-        *,
-        quantization: str = "none",
-        form: str | None = None,
-        options: CompileOptions | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        if progress is not None:
-            progress("attach_tail")
-        (dest / "graph.onnx").write_text(f"{spec.name} {model} {quantization}")
-        (dest / "graph.onnx.data").write_bytes(bytes(self.weights_bytes))
-        if progress is not None:
-            progress("save")
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        assert job.progress is not None
+        job.progress("attach_tail")
+        (job.dest / "graph.onnx").write_text(f"{job.spec.name} {job.model} {job.quantization}")
+        (job.dest / "graph.onnx.data").write_bytes(bytes(self.weights_bytes))
+        job.progress("save")
         return {"form": "fp32", "forms_measured": {}, "passes": [], "op_histogram": {"before": {"A": 2}, "after": {}}}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
@@ -87,13 +76,13 @@ class FakeBackend(Backend):
         (dest / "graph.onnx").write_text("rollback")
         return rollback_spec(dims)
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
-        assert path.exists()
-        return {"threads": threads or 1, "step_ms": {"1": 1.0}}
+    def tune(self, job: LoadJob) -> dict[str, Any]:
+        assert job.path.exists()
+        return {"threads": job.threads or 1, "step_ms": {"1": 1.0}}
 
-    def load(self, path: Path, spec: GraphSpec, **_: Any) -> CountingEngine:
-        assert path.exists()
-        return CountingEngine(spec)
+    def load(self, job: LoadJob) -> CountingEngine:  # type: ignore[override]
+        assert job.path.exists()
+        return CountingEngine(job.spec)
 
 
 def install(set_attribute: Callable[[Any, str, Any], None], set_module: Callable[[str, Any], None]) -> list[Path]:

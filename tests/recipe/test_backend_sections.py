@@ -46,13 +46,13 @@ class ChipBackend(Backend):
     name = "chip"
     Config = Config
 
-    def compile(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def compile(self, job: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def compile_rollback(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    def load(self, *_: Any, **__: Any) -> Any:
+    def load(self, job: Any) -> Any:
         raise NotImplementedError
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 from speccompile.core import registry
 from tests.backends.fake_ort import FakeOrt
@@ -29,13 +30,13 @@ class OnCuda(Hybrid):
 
     def __init__(self, hybrid: Hybrid, folder: Path) -> None:
         self.hybrid, self.path = hybrid, folder / "graph.onnx"
-        registry.backend("onnxruntime", "cuda").compile(hybrid_model(), hybrid.spec, folder)
+        registry.backend("onnxruntime", "cuda").compile(CompileJob(hybrid_model(), hybrid.spec, folder))
 
     def open(self, max_slots: int) -> Any:
         """Returns an engine on the fake device, of one slot on the CPU."""
         if max_slots == 1:
             return self.hybrid.open(1)
-        return load_cuda_engine(self.path, self.hybrid.spec, max_slots=max_slots, max_rows=MAX_ROWS, settings={})
+        return load_cuda_engine(LoadJob(self.path, self.hybrid.spec, max_slots=max_slots, max_rows=MAX_ROWS))
 
     def check(self, engine: Any, slot: int, tokens: Sequence[int]) -> None:
         """Checks that the states of a slot hold so many tokens."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from speccompile.backends.base import CompileJob
 from tests import store
 from tests.export.eagle3_reference import Oracle, causal
 from tests.pipeline import fakes
@@ -242,7 +243,7 @@ def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 6
     for name in backends or ("onnxruntime",):
         chosen, graphs = registry.backend(name), folder / name / source.job.name
         with store.cheap_measurements():
-            chosen.compile(model, source.spec(), graphs)
+            chosen.compile(CompileJob(model, source.spec(), graphs))
         sizes = {"max_slots": slots, "max_rows": rows, "tuning": {"threads": 1}}
         if source.role == "target":
             chosen.compile_rollback(source.dims, graphs / "rollback")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import GraphJob, SourceContext
@@ -35,8 +36,8 @@ def engines(source: Any, folder: Any) -> Iterator[Any]:
     for name in BACKENDS:
         maker = registry.backend(name)
         with store.cheap_measurements():
-            maker.compile(model, source.spec(), folder / name)
-        yield maker.load(folder / name / "graph.onnx", source.spec(), max_slots=4, max_rows=0, tuning={"threads": 1})
+            maker.compile(CompileJob(model, source.spec(), folder / name))
+        yield maker.load(LoadJob(folder / name / "graph.onnx", source.spec(), max_slots=4, tuning={"threads": 1}))
 
 
 def feeds(hidden: int, vocab: int, batch: int = 3, nodes: int = 4, seed: int = 7) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
 from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
@@ -83,9 +84,9 @@ def test_the_graph_is_the_targets_first_layers(folders, tmp_path, head, asked):
     want = expected_dists(folders, tokens, head, num_layers)
     for backend in ("reference", "onnxruntime"):
         maker = registry.backend(backend)
-        maker.compile(model, source.spec(), tmp_path / backend)
+        maker.compile(CompileJob(model, source.spec(), tmp_path / backend))
         engine = maker.load(
-            tmp_path / backend / "graph.onnx", source.spec(), max_slots=1, max_rows=73, tuning={"threads": 1}
+            LoadJob(tmp_path / backend / "graph.onnx", source.spec(), max_rows=73, tuning={"threads": 1})
         )
         got = []
         for start, end in ((0, 9), (9, 10), (10, 17)):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, SourceContext
@@ -69,7 +70,7 @@ def graph(trainable, tmp_path_factory):
     assert dims.num_params == sum(p.numel() for p in trainable[0].drafter.parameters())
     folder = tmp_path_factory.mktemp("graph")
     for backend in ("reference", "onnxruntime"):
-        registry.backend(backend).compile(model, source.spec(), folder / backend)
+        registry.backend(backend).compile(CompileJob(model, source.spec(), folder / backend))
     return folder, source.spec()
 
 
@@ -86,17 +87,15 @@ def open_engine(graph, backend, batch, slots=1):
     """The drafter on the rows of `batch`, which lie in every slot."""
     folder, spec = graph
     sizes = {"max_slots": slots, "max_rows": 73}
-    owner = registry.backend(backend).load(
-        folder / backend / "graph.onnx", spec, **sizes, tuning={"threads": 1}
-    )  # its own caches stand in for the target's
+    job = LoadJob(folder / backend / "graph.onnx", spec, **sizes, tuning={"threads": 1})
+    owner = registry.backend(backend).load(job)  # its own caches stand in for the target's
     shared = {}
     for cache_ref, rows in zip(spec.borrowed, (batch.k_cache, batch.v_cache), strict=True):
         array = np.zeros((slots, TARGET.num_kv_heads, 73, TARGET.head_dim), np.float32)
         array[:, :, : rows.shape[2]] = rows.numpy()
         shared[cache_ref.cache] = array
     if backend == "reference":
-        owners = {"target": SimpleNamespace(caches=shared)}
-        return registry.backend(backend).load(folder / backend / "graph.onnx", spec, **sizes, tuning={}, owners=owners)
+        return registry.backend(backend).load(replace(job, owners={"target": SimpleNamespace(caches=shared)}))
     for cache in owner.bound:
         if cache.name in {cache_ref.name for cache_ref in spec.borrowed}:
             cache_ref = next(cache_ref for cache_ref in spec.borrowed if cache_ref.name == cache.name)

@@ -12,6 +12,7 @@ from scipy.special import erf
 
 torch = pytest.importorskip("torch")
 
+from speccompile.backends.base import CompileJob, LoadJob  # noqa: E402
 from speccompile.core import registry, specs  # noqa: E402
 from speccompile.core.dims import ModelDims  # noqa: E402
 from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
@@ -172,9 +173,9 @@ def test_a_checkpoint_becomes_a_graph_that_computes_the_formula(variant, form, t
     spec = source.spec()
     for backend in ("onnxruntime", "reference"):
         maker = registry.backend(backend)
-        maker.compile(model, spec, tmp_path / backend)
+        maker.compile(CompileJob(model, spec, tmp_path / backend))
         path = tmp_path / backend / "graph.onnx"
-        engine = maker.load(path, spec, max_slots=4, max_rows=0, tuning={"threads": 1})
+        engine = maker.load(LoadJob(path, spec, max_slots=4, tuning={"threads": 1}))
         for batch, nodes, hot in ((4, 5, True), (1, 1, True), (3, 2, False)):
             feeds = make_feeds(sizes(variant).num_heads, batch, nodes, hot)
             got, (drafted, sure, dists) = engine.run(feeds), wanted_from(weights, variant, feeds)
@@ -192,8 +193,8 @@ def test_quantised_heads_run_and_are_near(quantization, near, tmp_path):
     source = open_source(save(tmp_path / "in", weights, config()))
     model, _ = source.export(lambda stage: None)
     maker = registry.backend("onnxruntime")
-    report = maker.compile(model, source.spec(), tmp_path / "q", quantization=quantization)
-    engine = maker.load(tmp_path / "q/graph.onnx", source.spec(), max_slots=4, max_rows=0, tuning={"threads": 1})
+    report = maker.compile(CompileJob(model, source.spec(), tmp_path / "q", quantization=quantization))
+    engine = maker.load(LoadJob(tmp_path / "q/graph.onnx", source.spec(), max_slots=4, tuning={"threads": 1}))
     feeds = make_feeds(3, hot=False)
     sure = wanted_from(weights, "plain", feeds)[1][:, 0]
     np.testing.assert_allclose(engine.run(feeds)[specs.CONFIDENCES][:, 0], sure, rtol=near)
@@ -209,8 +210,8 @@ def test_fewer_heads_than_the_checkpoint_has_draft_its_first_tokens(tmp_path):
     model, _ = source.export(lambda stage: None)
     assert not any("head.2" in name for name in model.graph.initializers)
     maker = registry.backend("onnxruntime")
-    maker.compile(model, source.spec(), tmp_path / "g")
-    engine = maker.load(tmp_path / "g/graph.onnx", source.spec(), max_slots=4, max_rows=0, tuning={"threads": 1})
+    maker.compile(CompileJob(model, source.spec(), tmp_path / "g"))
+    engine = maker.load(LoadJob(tmp_path / "g/graph.onnx", source.spec(), max_slots=4, tuning={"threads": 1}))
     feeds = make_feeds(3)
     got = engine.run({**feeds, specs.UNIFORMS: feeds[specs.UNIFORMS][:, :2]})[specs.SAMPLED_TOKENS]
     np.testing.assert_array_equal(got, wanted_from(weights, "plain", feeds)[0][:, :2])

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from speccompile.backends.base import EngineBase
+from speccompile.backends.base import EngineBase, LoadJob
 from speccompile.backends.cuda.device import ALIGNMENT
 from speccompile.backends.cuda.kv_caches import Caches, bind_caches
 from speccompile.backends.cuda.runner import Runner
@@ -29,8 +29,8 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
     `run` returns numpy arrays for small outputs and `DeviceArray`s for large ones.
 
     Args:
+        job: borrowed caches without an owner are allocated here; its spec is that of the plan.
         rollback: the plan that compacts caches of this spec, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
 
     Attributes:
         alignment: bytes to whose multiples the addresses of slots are aligned.
@@ -44,22 +44,15 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
     states: DeviceStates | None
 
     def __init__(
-        self,
-        plan: PlanT,
-        max_slots: int,
-        max_rows: int,
-        settings: Mapping[str, Any],
-        allocate: Callable[[GraphSpec], CachesT],
-        rollback: PlanT | None = None,
-        owners: Mapping[str, CudaEngine[PlanT, CachesT]] | None = None,
+        self, job: LoadJob, plan: PlanT, allocate: Callable[[GraphSpec], CachesT], rollback: PlanT | None = None
     ) -> None:
-        spec = plan.spec
+        spec, max_slots, settings = plan.spec, job.max_slots, job.tuning
         states = DeviceStates(plan.device, spec, max_slots, self.alignment) if spec.states else None
-        super().__init__(spec, max_slots, max_rows, states)
+        super().__init__(spec, max_slots, job.max_rows, states)
         self.plan, self.device = plan, plan.device
         own = self.spec.own_caches
         self.caches = allocate(replace(self.spec, caches=own)) if own else None
-        shared = {name: engine.caches for name, engine in (owners or {}).items()}
+        shared = {name: engine.caches for name, engine in job.owners.items()}
         bound = bind_caches(self.spec, self.caches, shared, max_slots, allocate)
         self.written = () if bound is None else cast(tuple[CachesT, ...], bound.written(self.spec.caches))
         # Only the length of `kv_rows` is read; a graph without it gets no memory.

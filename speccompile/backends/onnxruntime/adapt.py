@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed, is_machine_busy
 from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
-from speccompile.backends.measuring import measured_sizes, typical_step_ms
-from speccompile.backends.onnxruntime.tune import cpu_name, measure_graph
+from speccompile.backends.measuring import typical_step_ms
+from speccompile.backends.onnxruntime.tune import cpu_name, measure_graph, open_measured
 from speccompile.core.jobs import StepCosts
-from speccompile.core.specs import GraphSpec
 
 _log = logging.getLogger(__name__)
 
@@ -24,9 +23,7 @@ _log = logging.getLogger(__name__)
 MAX_DRIFT = 2.0
 
 
-def adapt_tuning(
-    path: Path, spec: GraphSpec, tuning: Mapping[str, Any], threads: int | None = None, others_bytes: int = 0
-) -> dict[str, Any]:
+def adapt_tuning(job: LoadJob) -> dict[str, Any]:
     """Returns the tuning record for this machine.
 
     The result is kept in the user's cache folder by graph, record, CPU and version of ONNX Runtime; the bundle is not
@@ -44,10 +41,11 @@ def adapt_tuning(
     """
     import onnxruntime
 
+    path, tuning = job.path, job.tuning
     if not tuning:
         return {}
     cpu, built = cpu_name(), json.dumps(tuning, sort_keys=True)
-    kept = record_file(digest_of(path), cpu, onnxruntime.__version__, threads, others_bytes, built)
+    kept = record_file(digest_of(path), cpu, onnxruntime.__version__, job.threads, job.others_bytes, built)
     known = read_kept(kept)
     record = dict(tuning) if known is None and tuning.get("cpu") == cpu else known
     level, reason = logging.INFO, "was measured beside other work"
@@ -58,7 +56,7 @@ def adapt_tuning(
     elif is_machine_busy():
         return record
     elif not is_disturbed(record):
-        recorded_ms, ms = StepCosts.from_json(record).ms(1), _step_ms_now(path, spec, record, others_bytes)
+        recorded_ms, ms = StepCosts.from_json(record).ms(1), _step_ms_now(replace(job, tuning=record))
         if ms is None or recorded_ms == 0:
             return record
         if 1 / MAX_DRIFT <= ms / recorded_ms <= MAX_DRIFT:
@@ -66,17 +64,14 @@ def adapt_tuning(
             return record
         reason = f"has {recorded_ms:.3f} ms for a step that takes {ms:.3f} ms now"
     _log.log(level, "%s %s: it is measured again, once", path.name, reason)
-    fresh = measure_graph(path, spec, threads, others_bytes, tries=1)
+    fresh = measure_graph(job, tries=1)
     keep(kept, fresh)
     return fresh
 
 
-def _step_ms_now(path: Path, spec: GraphSpec, record: Mapping[str, Any], others_bytes: int) -> float | None:
+def _step_ms_now(job: LoadJob) -> float | None:
     """Returns the milliseconds of a one-node step with the recorded threads; None where other work held the CPUs."""
-    from speccompile.backends.onnxruntime.engine import load_engine
-
-    max_slots, max_rows = measured_sizes(spec)
-    engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=record)
+    engine = open_measured(job)
     clock = WaitClock()
-    ms = typical_step_ms(engine, others_bytes)
+    ms = typical_step_ms(engine, job.others_bytes)
     return None if is_disturbed({WAIT_SHARE: clock.share()}) else ms

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.kernel_library import find_library
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core import specs
@@ -47,7 +48,7 @@ def open_reader(path: Path, spec: GraphSpec, max_slots: int, max_rows: int) -> O
 
     num_bytes = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
     settings = {"threads": 0, "prepack": num_bytes <= _PREPACKED_BYTES}
-    return load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings)
+    return load_engine(LoadJob(path, spec, max_slots, max_rows, settings))
 
 
 def piece_length() -> int:

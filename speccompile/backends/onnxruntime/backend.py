@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, CompileJob, LoadJob
 from speccompile.backends.predicting import predict_float32
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
@@ -16,8 +16,6 @@ from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 from speccompile.errors import BuildError
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from speccompile.backends.onnxruntime.engine import OrtEngine
 
 GRAPH_FILE = "graph.onnx"
@@ -64,28 +62,14 @@ class OnnxRuntimeBackend(Backend):
             )
             raise BuildError("quantization: bf16", got, "the CPU kernels of this package", todo)
 
-    def compile(
-        self,
-        model: ir.Model,
-        spec: GraphSpec,
-        dest: Path,
-        *,
-        quantization: str = "none",
-        form: str | None = None,
-        options: CompileOptions | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        """Lower `model` and write `dest/graph.onnx` with its external data.
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        """Lower a model and write `graph.onnx` with its external data.
 
         Where a quantisation has several kernel forms and none is named, each is lowered and measured: the fastest of
         those that are close enough to float32 is kept (`fidelity.near_forms`). With `auto` the forms of all
         quantisations are.
 
-        Args:
-            model: neutral graph from the export; left unchanged.
-            quantization: none, bf16, int8, int4, stored or auto.
-            options: of them `sample` is read, for targets, and `grids` for stored weights; sizes and profiles are not
-                used here.
+        Of the job's options `sample` is read, for targets, and `grids` for stored weights.
 
         Returns:
             {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: `Distance`},
@@ -102,21 +86,21 @@ class OnnxRuntimeBackend(Backend):
         from speccompile.passes.pipelines import onnxruntime_table
         from speccompile.passes.stored_rows import stored_rows
 
-        forms = forms_of(quantization, form, has_experts=any(expert_products(model)))
-        sample = None if options is None else options.sample
-        is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
-        dest.mkdir(parents=True, exist_ok=True)
+        forms = forms_of(job.quantization, job.form, has_experts=any(expert_products(job.model)))
+        sample = None if job.options is None else job.options.sample
+        is_target = any(t.name == NEXT_TOKEN for t in job.spec.outputs)
+        path = job.dest / GRAPH_FILE
+        job.dest.mkdir(parents=True, exist_ok=True)
         is_calibrated = is_target and sample is not None and any(f.is_calibrated for f in forms)
         if len(forms) > 1 or is_calibrated:
-            path = dest / GRAPH_FILE
-            best = compile_best(model, spec, path, forms, sample, progress)
+            best = compile_best(job, path, forms, sample)
             return {**best, "kernels_in_sequences": write_sequences(path)}
-        rows = stored_rows(quantization, options)
-        table = onnxruntime_table(spec, forms[0].quantization, forms[0].kernel, rows)
-        report = lower_and_save(model, table, dest / GRAPH_FILE, progress)
+        rows = stored_rows(job.quantization, job.options)
+        table = onnxruntime_table(job.spec, forms[0].quantization, forms[0].kernel, rows)
+        report = lower_and_save(job.model, table, path, job.progress)
         report |= {} if rows is None else {"weights": rows.record()}
         chosen = {"form": forms[0].name, "quantization": forms[0].quantization}
-        sequences = {"kernels_in_sequences": write_sequences(dest / GRAPH_FILE)}
+        sequences = {"kernels_in_sequences": write_sequences(path)}
         return {**chosen, "forms_measured": {}, "form_distances": {}, **sequences, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
@@ -142,37 +126,17 @@ class OnnxRuntimeBackend(Backend):
         library = find_library()
         return {"machine": cpu_name(), "cpu_kernels": None if library is None else library.stem}
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+    def tune(self, job: LoadJob) -> dict[str, Any]:
         from speccompile.backends.onnxruntime.tune import measure_graph
 
-        return measure_graph(path, spec, threads, others_bytes)
+        return measure_graph(job)
 
-    def adapt_tuning(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        tuning: Mapping[str, Any],
-        threads: int | None = None,
-        others_bytes: int = 0,
-    ) -> dict[str, Any]:
+    def adapt_tuning(self, job: LoadJob) -> dict[str, Any]:
         from speccompile.backends.onnxruntime.adapt import adapt_tuning
 
-        return adapt_tuning(path, spec, tuning, threads, others_bytes)
+        return adapt_tuning(job)
 
-    def load(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        *,
-        max_slots: int,
-        max_rows: int,
-        tuning: Mapping[str, Any],
-        rollback: Path | None = None,
-        device: str = "cpu",
-        owners: Mapping[str, Any] | None = None,
-    ) -> OrtEngine:
+    def load(self, job: LoadJob) -> OrtEngine:
         from speccompile.backends.onnxruntime.engine import load_engine
 
-        del device
-        sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_engine(path, spec, **sizes, settings=tuning, rollback=rollback, owners=owners)
+        return load_engine(job)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.backends.predicting import predict_float32
 from speccompile.common.extras import install_command
@@ -17,8 +19,6 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError, RecipeError, RuntimeFault
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from speccompile.backends.onnxruntime.cuda_engine import OrtCudaEngine
 
 _FORMS = {"none": "fp32", "int8": "blocks32", "int4": "blocks32", "stored": "blocks"}  # those with CUDA kernels
@@ -48,18 +48,8 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     slides_caches = False
     keeps_logits = False  # the cost of an output on a GPU was not measured
 
-    def compile(
-        self,
-        model: ir.Model,
-        spec: GraphSpec,
-        dest: Path,
-        *,
-        quantization: str = "none",
-        form: str | None = None,
-        options: CompileOptions | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        """Lower `model` and write `dest/graph.onnx`: see `OnnxRuntimeBackend.compile`; no form is measured.
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        """Lower a model and write `graph.onnx`: see `OnnxRuntimeBackend.compile`; no form is measured.
 
         Raises:
             PassError, BuildError.
@@ -69,23 +59,15 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
         from speccompile.passes.stored_rows import stored_rows
 
-        form = form or _FORMS.get(quantization, quantization)
+        form = job.form or _FORMS.get(job.quantization, job.quantization)
         if form not in _FORMS.values():
             expected = f"one of {', '.join(sorted(set(_FORMS.values())))} with engine.device: cuda"
-            raise RecipeError("quantization", f"{quantization}/{form}", expected, "Choose one of these.")
+            raise RecipeError("quantization", f"{job.quantization}/{form}", expected, "Choose one of these.")
         # The packed experts' bodies have ops without CUDA kernels.
-        rows = stored_rows(quantization, options)
-        table = onnxruntime_table(spec, quantization, form, rows, packs_experts=False)
-        max_nodes = (options or CompileOptions(max_nodes=17)).max_nodes
-        report = lower_and_save(
-            model,
-            table,
-            dest / GRAPH_FILE,
-            progress,
-            dialect="tensorrt",
-            max_nodes=max_nodes,
-            finish=ORT_CUDA_FINISH,
-        )
+        rows = stored_rows(job.quantization, job.options)
+        table = onnxruntime_table(job.spec, job.quantization, form, rows, packs_experts=False)
+        nodes, path = (job.options or CompileOptions(max_nodes=17)).max_nodes, job.dest / GRAPH_FILE
+        report = lower_and_save(job.model, table, path, job.progress, "tensorrt", nodes, ORT_CUDA_FINISH)
         return {"form": form, "forms_measured": {}, **report, **({} if rows is None else {"weights": rows.record()})}
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
@@ -128,47 +110,27 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         missing = find_missing_kernels(device)
         return None if missing is None else f"{missing}: lowered, not run"
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+    def tune(self, job: LoadJob) -> dict[str, Any]:
         from speccompile.backends.cuda.device import open_device
         from speccompile.backends.measuring import measure_steps, measured_sizes
 
-        del threads, others_bytes  # a GPU reads all weights from its memory in every step
         why = self.why_unchecked()
         if why is not None:
             return {"measured": False, "why": why}
-        slots, rows = measured_sizes(spec)
-        engine = self.load(path, spec, max_slots=slots, max_rows=rows, tuning={}, device="cuda")
+        slots, rows = measured_sizes(job.spec)
+        engine = self.load(replace(job, max_slots=slots, max_rows=rows, tuning={}))
         return {"measured": True, "gpu": open_device(0).properties()["name"], "step_ms": measure_steps(engine)}
 
-    def adapt_tuning(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        tuning: Mapping[str, Any],
-        threads: int | None = None,
-        others_bytes: int = 0,
-    ) -> dict[str, Any]:
+    def adapt_tuning(self, job: LoadJob) -> dict[str, Any]:
         from speccompile.backends.cuda.device import open_device
 
         if self.why_unchecked() is not None:
-            return dict(tuning)  # loading will report what is missing
-        if tuning.get("gpu") == open_device(0).properties()["name"]:
-            return dict(tuning)
-        return self.tune(path, spec, threads)
+            return dict(job.tuning)  # loading will report what is missing
+        if job.tuning.get("gpu") == open_device(0).properties()["name"]:
+            return dict(job.tuning)
+        return self.tune(job)
 
-    def load(  # type: ignore[override]
-        self,
-        path: Path,
-        spec: GraphSpec,
-        *,
-        max_slots: int,
-        max_rows: int,
-        tuning: Mapping[str, Any],
-        rollback: Path | None = None,
-        device: str = "cuda",
-        owners: Mapping[str, Any] | None = None,
-    ) -> OrtCudaEngine:
+    def load(self, job: LoadJob) -> OrtCudaEngine:  # type: ignore[override]
         from speccompile.backends.onnxruntime.cuda_engine import load_cuda_engine
 
-        sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_cuda_engine(path, spec, **sizes, settings=tuning, rollback=rollback, device=device, owners=owners)
+        return load_cuda_engine(job)

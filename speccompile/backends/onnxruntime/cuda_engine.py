@@ -7,10 +7,7 @@ place (see `speccompile.backends.onnxruntime.cuda_session`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
+from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
 from speccompile.backends.cuda.engine import CudaEngine
 from speccompile.backends.cuda.kv_caches import Caches, rollback_spec_of
@@ -56,28 +53,15 @@ class GrowingCaches(Caches):
 
 
 class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
-    """See `CudaEngine`: the caches' view grows with the rows in use.
-
-    Args:
-        rollback: session of the rollback graph of the same model, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
-    """
+    """See `CudaEngine`: the caches' view grows with the rows in use."""
 
     alignment = 1  # ONNX Runtime accepts any address
 
-    def __init__(
-        self,
-        plan: SessionPlan,
-        max_slots: int,
-        max_rows: int,
-        settings: Mapping[str, Any],
-        rollback: SessionPlan | None = None,
-        owners: Mapping[str, OrtCudaEngine] | None = None,
-    ) -> None:
+    def __init__(self, job: LoadJob, plan: SessionPlan, rollback: SessionPlan | None = None) -> None:
         def allocate(spec: GraphSpec) -> GrowingCaches:
-            return GrowingCaches(plan.device, spec, max_slots, max_rows)
+            return GrowingCaches(plan.device, spec, job.max_slots, job.max_rows)
 
-        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, owners)
+        super().__init__(job, plan, allocate, rollback)
 
     def make_view(self, sizes: dict[str, int], rows: int) -> None:
         del sizes
@@ -99,28 +83,18 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
             self._resize(self.caches, rows)
 
 
-def load_cuda_engine(
-    path: Path,
-    spec: GraphSpec,
-    *,
-    max_slots: int,
-    max_rows: int,
-    settings: Mapping[str, Any],
-    rollback: Path | None = None,
-    device: str = "cuda",
-    owners: Mapping[str, OrtCudaEngine] | None = None,
-) -> OrtCudaEngine:
+def load_cuda_engine(job: LoadJob) -> OrtCudaEngine:
     """Open a graph that was lowered for CUDA, and allocate its caches on the device.
 
     Raises:
         BundleError: the graph cannot be opened, or ONNX Runtime has no CUDA provider.
         RuntimeFault: no GPU, no cuda-python, or not enough memory.
     """
-    gpu = open_device(ordinal_from_name(device))
+    gpu = open_device(ordinal_from_name(job.device))
     gpu.activate()
     # A rollback overwrites rows that it reads: run several times, as in a capture, it would move them again.
-    plain = {**settings, "cuda_graphs": False}
+    plain = {**job.tuning, "cuda_graphs": False}
     with gpu.watched():
-        plan = open_plan(path, spec, gpu, settings)
-        compactor = None if rollback is None else open_plan(rollback, rollback_spec_of(spec), gpu, plain)
-        return OrtCudaEngine(plan, max_slots, max_rows, settings, compactor, owners)
+        plan = open_plan(job.path, job.spec, gpu, job.tuning)
+        compactor = None if job.rollback is None else open_plan(job.rollback, rollback_spec_of(job.spec), gpu, plain)
+        return OrtCudaEngine(job, plan, compactor)

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from speccompile.backends.base import EngineBase
+from speccompile.backends.base import EngineBase, LoadJob
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.onnxruntime.bindings import MAX_BINDINGS, Binding, Bindings, CacheValues, Compaction
 from speccompile.backends.onnxruntime.buffers import BoundCache, CacheBuffers, bind_borrowed, cache_sizes
@@ -48,30 +48,24 @@ MAX_FALLBACK_BYTES = 1 << 30  # a second session may copy the weights: larger gr
 
 
 class OrtEngine(EngineBase[ort.InferenceSession]):
-    """See `speccompile.core.protocols.Engine`.
+    """See `speccompile.core.protocols.Engine`. Borrowed caches without an owner are allocated here.
 
     Args:
         rollback: session of the rollback graph of the same model, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
     """
 
     states: HostStates | None
 
     def __init__(
-        self,
-        session: ort.InferenceSession,
-        spec: GraphSpec,
-        max_slots: int,
-        max_rows: int,
-        rollback: ort.InferenceSession | None = None,
-        owners: Mapping[str, OrtEngine] | None = None,
+        self, job: LoadJob, session: ort.InferenceSession, rollback: ort.InferenceSession | None = None
     ) -> None:
+        spec, max_slots, max_rows = job.spec, job.max_slots, job.max_rows
         super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
         self.session, self.rollback = session, rollback
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = spec.plain_outputs
         self.caches = CacheBuffers(cache_sizes(spec, spec.own_caches), max_slots, max_rows)
-        shared = {name: engine.caches for name, engine in (owners or {}).items()}
+        shared = {name: engine.caches for name, engine in job.owners.items()}
         self.bound = [BoundCache(name, self.caches, index) for index, name in enumerate(spec.own_caches)]
         self.bound += bind_borrowed(spec, shared, max_slots, max_rows)
         self._buffers = tuple(dict.fromkeys(cache.buffers for cache in self.bound))
@@ -295,27 +289,18 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
     return session
 
 
-def load_engine(
-    path: Path,
-    spec: GraphSpec,
-    *,
-    max_slots: int,
-    max_rows: int,
-    settings: Mapping[str, Any],
-    rollback: Path | None = None,
-    owners: Mapping[str, OrtEngine] | None = None,
-) -> OrtEngine:
+def load_engine(job: LoadJob) -> OrtEngine:
     """Open a graph on the CPU and allocate its caches; see `OrtEngine`.
 
     Raises:
         BundleError: the graph cannot be opened, or its inputs and outputs are not those of `spec`.
     """
+    path, spec, settings = job.path, job.spec, job.tuning
     session = open_session(path, settings)
     check_io(path, spec, session)
     check_tensors(path, spec, session)
-    compactor = open_session(rollback, {**settings, "threads": 1}) if rollback is not None else None
-    engine_class = StateOrtEngine if spec.states else OrtEngine
-    engine = engine_class(session, spec, max_slots, max_rows, compactor, owners)
+    compactor = open_session(job.rollback, {**settings, "threads": 1}) if job.rollback is not None else None
+    engine = (StateOrtEngine if spec.states else OrtEngine)(job, session, compactor)
     costs, num_bytes = StepCosts.from_json(settings), sum(file.stat().st_size for file in path.parent.glob("*"))
     if int(settings.get("threads", 1)) > 1 and costs.ms(1) > 0 and num_bytes <= MAX_FALLBACK_BYTES:
         engine.fall_back(Crowding(costs, spec.name), lambda: open_session(path, {**settings, "threads": 1}))

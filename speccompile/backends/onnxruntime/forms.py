@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.memory import read_peak_rss
 from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.sequences import write_sequences
@@ -80,14 +81,7 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
     return [Form(k, quantization, k) for k in known if k not in left_out]
 
 
-def compile_best(
-    model: ir.Model,
-    spec: GraphSpec,
-    path: Path,
-    forms: Sequence[Form],
-    sample: TextSample | None,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
+def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: TextSample | None) -> dict[str, Any]:
     """Lowers each form, measures a target's distance to float32 and the speed of the near forms, and writes one.
 
     Args:
@@ -99,6 +93,7 @@ def compile_best(
     Raises:
         PassError, BuildError, RecipeError.
     """
+    model, spec, progress = job.model, job.spec, job.progress
     says = progress or (lambda step: None)
     is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
     sample = sample if is_target else None
@@ -130,7 +125,7 @@ def compile_best(
         near = fidelity.near_forms({name: form.numbers for name, form in by_name.items()}, distances)
         for name in near if len(forms) > 1 else ():
             says(f"measure {name}")
-            measured = tune.measure_graph(files[name], tried, others_bytes=others_bytes, node_counts=tune.TYPICAL_NODES)
+            measured = tune.measure_graph(LoadJob(files[name], tried, others_bytes=others_bytes), tune.TYPICAL_NODES)
             step_ms[name] = measured["step_ms"]
         best = by_name[fidelity.fastest_form(step_ms) if step_ms else forms[0].name]
         if tried == spec:

@@ -14,14 +14,19 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.contention import WAIT_SHARE, WaitClock, is_disturbed
 from speccompile.backends.measuring import NODE_COUNTS, measure_steps, measured_sizes
 from speccompile.common.cores import num_usable_cores
-from speccompile.core.specs import GraphSpec, spec_from_json
+from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError
+
+if TYPE_CHECKING:
+    from speccompile.backends.onnxruntime.engine import OrtEngine
 
 TYPICAL_NODES = (1, 4)  # see `typical_cost`
 TRIES = 3  # attempts of a measurement that other work disturbs
@@ -47,18 +52,10 @@ def thread_counts() -> list[int]:
     return counts if counts[-1] == usable else [*counts, usable]
 
 
-def measure_graph(
-    path: Path,
-    spec: GraphSpec,
-    threads: int | None = None,
-    others_bytes: int = 0,
-    tries: int = TRIES,
-    node_counts: Sequence[int] = NODE_COUNTS,
-) -> dict[str, Any]:
+def measure_graph(job: LoadJob, node_counts: Sequence[int] = NODE_COUNTS, tries: int = TRIES) -> dict[str, Any]:
     """Measure a lowered graph in a child process, again where other work held the CPUs.
 
     Args:
-        threads: measure with this many only; None tries `thread_counts()`.
         tries: measurements at most; the least disturbed one counts.
 
     Returns:
@@ -68,12 +65,11 @@ def measure_graph(
     Raises:
         BuildError: the child died; the end of its output is in the message.
     """
-    counts = [threads] if threads else thread_counts()
     request = {
-        "path": str(path),
-        "spec": spec.json_from_spec(),
-        "threads": counts,
-        "others_bytes": others_bytes,
+        "path": str(job.path),
+        "spec": job.spec.json_from_spec(),
+        "threads": [job.threads] if job.threads else thread_counts(),
+        "others_bytes": job.others_bytes,
         "node_counts": list(node_counts),
     }
     best = _measure_once(request)
@@ -96,20 +92,19 @@ def _measure_once(request: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _measure(
-    path: Path,
-    spec: GraphSpec,
-    settings: Mapping[str, Any],
-    others_bytes: int,
-    node_counts: Sequence[int] = NODE_COUNTS,
-) -> dict[str, Any]:
+def _measure(job: LoadJob, node_counts: Sequence[int]) -> dict[str, Any]:
+    engine = open_measured(job)
+    clock = WaitClock()
+    step_ms = measure_steps(engine, job.others_bytes, node_counts=node_counts)
+    return {"step_ms": step_ms, WAIT_SHARE: clock.share()}
+
+
+def open_measured(job: LoadJob) -> OrtEngine:
+    """Returns an engine of the graph with the sizes that are measured."""
     from speccompile.backends.onnxruntime.engine import load_engine
 
-    max_slots, max_rows = measured_sizes(spec)
-    engine = load_engine(path, spec, max_slots=max_slots, max_rows=max_rows, settings=settings)
-    clock = WaitClock()
-    step_ms = measure_steps(engine, others_bytes, node_counts=node_counts)
-    return {"step_ms": step_ms, WAIT_SHARE: clock.share()}
+    max_slots, max_rows = measured_sizes(job.spec)
+    return load_engine(replace(job, max_slots=max_slots, max_rows=max_rows))
 
 
 def typical_cost(step_ms: Mapping[str, float]) -> float:
@@ -124,11 +119,12 @@ def typical_cost(step_ms: Mapping[str, float]) -> float:
 def main() -> None:
     """Child process: a request as JSON on standard input, the record as the last line of standard output."""
     request = json.load(sys.stdin)
-    path, spec = Path(request["path"]), spec_from_json(request["spec"])
+    spec = spec_from_json(request["spec"])
+    job = LoadJob(Path(request["path"]), spec, others_bytes=request["others_bytes"])
     tried = []
     for threads in request["threads"]:
         settings = {"threads": threads, "spinning": "stop"}
-        measured = _measure(path, spec, settings, request["others_bytes"], request["node_counts"])
+        measured = _measure(replace(job, tuning=settings), request["node_counts"])
         tried.append({**settings, **measured})
     best = min(tried, key=lambda t: typical_cost(t["step_ms"]))
     wait_share = max(row[WAIT_SHARE] for row in tried)

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, CompileJob, LoadJob
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import RecipeError
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from speccompile.backends.reference.engine import ReferenceEngine
 
 GRAPH_FILE = "graph.onnx"
@@ -32,17 +29,7 @@ class ReferenceBackend(Backend):
     state_trees = True
     slides_caches = True
 
-    def compile(
-        self,
-        model: ir.Model,
-        spec: GraphSpec,
-        dest: Path,
-        *,
-        quantization: str = "none",
-        form: str | None = None,
-        options: CompileOptions | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
+    def compile(self, job: CompileJob) -> dict[str, Any]:
         """Attach the tail and write `dest/graph.onnx`; stored weights are the float32 numbers that they mean.
 
         Raises:
@@ -51,11 +38,10 @@ class ReferenceBackend(Backend):
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import reference_table
 
-        del options
-        if quantization not in self.quantizations:
+        if job.quantization not in self.quantizations:
             expected = f"{' or '.join(self.quantizations)} with engine.backend: reference"
-            raise RecipeError("target.quantization", quantization, expected, "Choose another backend.")
-        report = lower_and_save(model, reference_table(spec), dest / GRAPH_FILE, progress)
+            raise RecipeError("target.quantization", job.quantization, expected, "Choose another backend.")
+        report = lower_and_save(job.model, reference_table(job.spec), job.dest / GRAPH_FILE, job.progress)
         return {"form": "fp32", "forms_measured": {}, **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
@@ -64,19 +50,7 @@ class ReferenceBackend(Backend):
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
-    def load(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        *,
-        max_slots: int,
-        max_rows: int,
-        tuning: Mapping[str, Any],
-        rollback: Path | None = None,
-        device: str = "cpu",
-        owners: Mapping[str, Any] | None = None,
-    ) -> ReferenceEngine:
+    def load(self, job: LoadJob) -> ReferenceEngine:
         from speccompile.backends.reference.engine import ReferenceEngine
 
-        del tuning, rollback, device
-        return ReferenceEngine(path, spec, max_slots, max_rows, owners)
+        return ReferenceEngine(job)

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.backends.base import EngineBase
+from speccompile.backends.base import EngineBase, LoadJob
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.backends.states import HostStates, host_states
 from speccompile.core import specs
-from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.borrowed import find_owner
 from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.registry import reference_ops
@@ -22,25 +20,15 @@ from speccompile.ops.row_products import row_ops
 
 
 class ReferenceEngine(EngineBase[Callable[..., Any]]):
-    """See `speccompile.core.protocols.Engine`.
-
-    Args:
-        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
-    """
+    """See `speccompile.core.protocols.Engine`. Borrowed caches without an owner are allocated here."""
 
     states: HostStates | None
 
-    def __init__(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        max_slots: int,
-        max_rows: int,
-        owners: Mapping[str, ReferenceEngine] | None = None,
-    ) -> None:
+    def __init__(self, job: LoadJob) -> None:
+        spec, max_slots, max_rows = job.spec, job.max_slots, job.max_rows
         super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
         self.rollback = kv_rollback
-        self.evaluator = ReferenceEvaluator(str(path), new_ops=[*reference_ops(), *row_ops()])
+        self.evaluator = ReferenceEvaluator(str(job.path), new_ops=[*reference_ops(), *row_ops()])
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = [t.name for t in spec.plain_outputs]
         sizes = {"batch": max_slots, "max_seq": max_rows, specs.SHARED_ROWS: max_rows}
@@ -48,7 +36,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         self.caches = {n: np.zeros(shapes[n], np.float32) for n in spec.own_caches}
         self.bound = dict(self.caches)
         for cache_ref in spec.borrowed:
-            owner = (owners or {}).get(cache_ref.owner)
+            owner = job.owners.get(cache_ref.owner)
             if owner is None:
                 self.bound[cache_ref.name] = np.zeros(shapes[cache_ref.name], np.float32)
                 continue

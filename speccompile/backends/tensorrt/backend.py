@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import Backend
+from speccompile.backends.base import Backend, CompileJob, LoadJob
 from speccompile.backends.tensorrt.config import Config, config_from_options
 from speccompile.backends.tensorrt.specs import ADDRESS_BYTES, misaligned_states, tensorrt_spec
 from speccompile.core import specs
@@ -77,27 +77,11 @@ class TensorRTBackend(Backend):
             )
         return "float16" if is_old or holds else "bfloat16"
 
-    def compile(
-        self,
-        model: ir.Model,
-        spec: GraphSpec,
-        dest: Path,
-        *,
-        quantization: str = "none",
-        form: str | None = None,
-        options: CompileOptions | None = None,
-        progress: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:
-        """Lower `model` and build `dest/graph.plan`, with its record beside it.
+    def compile(self, job: CompileJob) -> dict[str, Any]:
+        """Lower a model and build `graph.plan`, with its record beside it.
 
-        Args:
-            model: neutral graph from the export; left unchanged, except with `options.consumes_model`: then its
-                weights are released once they are on the disk, as the builder's process needs the memory.
-            spec: inputs and outputs of the neutral graph, tail included.
-            quantization: none, int8, int4, fp8 or stored.
-            form: not read: TensorRT has one kernel form of each quantisation.
-            options: dtype, sizes and the recipe's fields; one slot of float16 by default.
-            progress: called with passes, stages and "PHASE STEP/STEPS".
+        With `options.consumes_model` weights are released once they are on the disk, as the builder's process needs
+        the memory. TensorRT has one kernel form of each quantisation; the default is one slot of float16.
 
         Returns:
             {"form", "forms_measured": {}, "passes", "op_histogram", "spec": TensorRT's own, "tensorrt": see
@@ -111,19 +95,19 @@ class TensorRTBackend(Backend):
         from speccompile.passes.pipelines import tensorrt_table
         from speccompile.passes.stored_rows import stored_rows
 
-        del form
-        options = options or CompileOptions("float16", max_rows=spec.max_rows)
+        spec, dest, quantization = job.spec, job.dest, job.quantization
+        options = job.options or CompileOptions("float16", max_rows=spec.max_rows)
         config = config_from_options(options)
         plugins = PLUGIN_OPS if config.has_plugins else ()
         own = tensorrt_spec(spec, options.dtype, options.max_rows, compacts=_compacts(spec) and bool(plugins))
         rows = stored_rows(quantization, options)
         table = tensorrt_table(own, quantization, dtype=options.dtype, plugins=plugins, rows=rows)
         source = dest / LOWERED_FILE
-        report = lower_and_save(model, table, source, progress, dialect="tensorrt", max_nodes=options.max_nodes)
+        report = lower_and_save(job.model, table, source, job.progress, "tensorrt", options.max_nodes)
         if options.consumes_model:
-            _release(model)
+            _release(job.model)
         used = [op for op in plugins if f"speccompile::{op}" in report["op_histogram"]["after"]]
-        record = self._build(source, own, dest, used, quantization, options, progress)
+        record = self._build(replace(job, spec=own, options=options), options, used)
         return {
             "form": options.dtype if quantization == "none" else f"{options.dtype} {quantization}",
             "forms_measured": {},
@@ -152,35 +136,27 @@ class TensorRTBackend(Backend):
         if not plugins:
             attach_functions(model, "tensorrt", options.max_nodes)
         save_model(model, dest / LOWERED_FILE)
-        self._build(dest / LOWERED_FILE, own, dest, plugins, "none", options, None)
+        self._build(CompileJob(model, own, dest), options, plugins)
         return own
 
-    def _build(
-        self,
-        source: Path,
-        spec: GraphSpec,
-        dest: Path,
-        plugins: list[str],
-        quantization: str,
-        options: CompileOptions,
-        progress: Callable[[str], None] | None,
-    ) -> dict[str, Any]:
+    def _build(self, job: CompileJob, options: CompileOptions, plugins: list[str]) -> dict[str, Any]:
+        """Builds the plan of `LOWERED_FILE`; returns its record."""
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.builder import BuildRequest, build_plan
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
         from speccompile.backends.tensorrt.profiles import make_profiles
         from speccompile.backends.tensorrt.records import make_record, write_record
 
-        config = config_from_options(options)
+        config, spec, source = config_from_options(options), job.spec, job.dest / LOWERED_FILE
         variant = load_tensorrt(config.variant)
         profiles = make_profiles(spec, options)
-        wanted = settings.settings_from_options(variant.can, spec, options, profiles, plugins, quantization)
+        wanted = settings.settings_from_options(variant.can, spec, options, profiles, plugins, job.quantization)
         cache, limit = settings.timing_cache_file(variant, options), settings.memory_limit(options)
         request = BuildRequest(source, spec, variant.name, wanted, cache, limit)
-        built = build_plan(request, dest / PLAN_FILE, progress)
+        built = build_plan(request, job.dest / PLAN_FILE, job.progress)
         record = make_record(source, wanted, profiles, built)
         sides = spec.json_from_spec()
-        write_record(dest / PLAN_FILE, {**record, "inputs": sides["inputs"], "outputs": sides["outputs"]})
+        write_record(job.dest / PLAN_FILE, {**record, "inputs": sides["inputs"], "outputs": sides["outputs"]})
         if not config.keep_onnx:
             for file in (source, source.with_name(f"{source.name}.data")):
                 file.unlink(missing_ok=True)
@@ -241,39 +217,19 @@ class TensorRTBackend(Backend):
         other = None if file is None else find_other_gpu(read_record(file))
         return None if other is None else f"built for other GPUs: {other[1]}; not run on this one of {other[0]}"
 
-    def tune(self, path: Path, spec: GraphSpec, threads: int | None = None, others_bytes: int = 0) -> dict[str, Any]:
+    def tune(self, job: LoadJob) -> dict[str, Any]:
         from speccompile.backends.tensorrt.tune import measure_plan
 
-        del threads, others_bytes  # a GPU reads all weights from its memory in every step
-        why = self.why_unchecked(path)
-        return measure_plan(path, spec) if why is None else {"measured": False, "why": why}
+        why = self.why_unchecked(job.path)
+        return measure_plan(job) if why is None else {"measured": False, "why": why}
 
-    def adapt_tuning(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        tuning: Mapping[str, Any],
-        threads: int | None = None,
-        others_bytes: int = 0,
-    ) -> dict[str, Any]:
+    def adapt_tuning(self, job: LoadJob) -> dict[str, Any]:
         from speccompile.backends.tensorrt.tune import adapt_tuning
 
-        del threads
-        adapted = tuning if self.why_unchecked(path) is not None else adapt_tuning(path, spec, tuning)
-        return {**adapted, "others_bytes": others_bytes}
+        adapted = job.tuning if self.why_unchecked(job.path) is not None else adapt_tuning(job)
+        return {**adapted, "others_bytes": job.others_bytes}
 
-    def load(
-        self,
-        path: Path,
-        spec: GraphSpec,
-        *,
-        max_slots: int,
-        max_rows: int,
-        tuning: Mapping[str, Any],
-        rollback: Path | None = None,
-        device: str = "cuda",
-        owners: Mapping[str, Any] | None = None,
-    ) -> TrtEngine:
+    def load(self, job: LoadJob) -> TrtEngine:
         """Open an engine, after the plan's record was compared with this machine: see `engine.load_engine`.
 
         Raises:
@@ -285,14 +241,13 @@ class TensorRTBackend(Backend):
         from speccompile.backends.tensorrt.engine import load_engine
         from speccompile.backends.tensorrt.records import check_record, plugins_to_register, read_record
 
-        record = read_record(path)
-        check_record(path, record, max_slots, ordinal_from_name(device))
-        others = [] if rollback is None else [read_record(rollback)]
-        settings = {**tuning, "variant": record["variant"], "plugins": plugins_to_register(record, *others)}
-        if owners:  # the target, which is loaded first, is there already
+        record = read_record(job.path)
+        check_record(job.path, record, job.max_slots, ordinal_from_name(job.device))
+        others = [] if job.rollback is None else [read_record(job.rollback)]
+        settings = {**job.tuning, "variant": record["variant"], "plugins": plugins_to_register(record, *others)}
+        if job.owners:  # the target, which is loaded first, is there already
             settings.pop("others_bytes", None)
-        sizes = {"max_slots": max_slots, "max_rows": max_rows}
-        return load_engine(path, spec, **sizes, settings=settings, rollback=rollback, device=device, owners=owners)
+        return load_engine(replace(job, tuning=settings))
 
 
 def _verifies(spec: GraphSpec) -> bool:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
 from speccompile.backends.cuda.engine import CudaEngine
 from speccompile.backends.cuda.kv_caches import Caches, cache_bytes, rollback_spec_of
@@ -21,26 +21,13 @@ KV = "kv"  # the dim of `kv_rows`
 
 
 class TrtEngine(CudaEngine[Plan, Caches]):
-    """See `CudaEngine`: caches keep their layout, and `kv_rows` gives the rows to which a step attends.
+    """See `CudaEngine`: caches keep their layout, and `kv_rows` gives the rows to which a step attends."""
 
-    Args:
-        rollback: the plan that compacts caches of this spec, for trees.
-        owners: engines by graph name, whose caches `spec.borrowed` names; caches without an owner are allocated here.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        max_slots: int,
-        max_rows: int,
-        settings: Mapping[str, Any],
-        rollback: Plan | None = None,
-        owners: Mapping[str, TrtEngine] | None = None,
-    ) -> None:
+    def __init__(self, job: LoadJob, plan: Plan, rollback: Plan | None = None) -> None:
         def allocate(spec: GraphSpec) -> Caches:
-            return Caches(plan.device, spec, max_slots)
+            return Caches(plan.device, spec, job.max_slots)
 
-        super().__init__(plan, max_slots, max_rows, settings, allocate, rollback, owners)
+        super().__init__(job, plan, allocate, rollback)
         scored = [p.bounds[SCORED_NODES][1][1] for p in plan.profiles if SCORED_NODES in p.bounds]
         self.max_scored = min(scored, default=None)
         names = {t.name for t in plan.spec.outputs}
@@ -51,23 +38,12 @@ class TrtEngine(CudaEngine[Plan, Caches]):
             sizes[KV] = bucket_rows(rows, self.kv_rows)
 
 
-def load_engine(
-    path: Path,
-    spec: GraphSpec,
-    *,
-    max_slots: int,
-    max_rows: int,
-    settings: Mapping[str, Any],
-    rollback: Path | None = None,
-    device: str = "cuda",
-    owners: Mapping[str, TrtEngine] | None = None,
-) -> TrtEngine:
+def load_engine(job: LoadJob) -> TrtEngine:
     """Load a plan and allocate its caches. The plan's digest must have been checked: loading can run code in it.
 
     Args:
-        max_rows: cache rows of each; the plan has at least as many.
-        settings: `variant` (default auto), `plugins` (of the plans, to register from Python), and
-            those of `Plan` and `Runner`.
+        job: the plan has at least its `max_rows`; in `tuning` are `variant` (default auto), `plugins` (of the plans, to
+            register from Python), and settings of `Plan` and `Runner`.
 
     Raises:
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
@@ -75,33 +51,25 @@ def load_engine(
         RuntimeFault: no GPU, or not enough memory.
         DeviceLost: see `Device.call`.
     """
-    gpu = open_device(ordinal_from_name(device))
+    gpu = open_device(ordinal_from_name(job.device))
     gpu.activate()
     with gpu.watched():
-        return _load(gpu, path, spec, max_slots, max_rows, settings, rollback, owners)
+        return _load(gpu, job)
 
 
-def _load(
-    gpu: Device,
-    path: Path,
-    spec: GraphSpec,
-    max_slots: int,
-    max_rows: int,
-    settings: Mapping[str, Any],
-    rollback: Path | None,
-    owners: Mapping[str, TrtEngine] | None,
-) -> TrtEngine:
+def _load(gpu: Device, job: LoadJob) -> TrtEngine:
+    path, spec, settings = job.path, job.spec, job.tuning
     variant = load_tensorrt(str(settings.get("variant", "auto")))
     if plugins := settings.get("plugins"):
         _prepare_plugins(variant, plugins, gpu)
     if spec.caches:
-        _check_rows(path, spec, max_rows)
-    plan = Plan(variant, path, spec, gpu, settings, cache_bytes(spec, max_slots))
+        _check_rows(path, spec, job.max_rows)
+    plan = Plan(variant, path, spec, gpu, settings, cache_bytes(spec, job.max_slots))
     # A rollback overwrites rows that it reads: run again before a capture that TensorRT makes by itself, it would move
     # them twice. (Our own captures run nothing.)
     plain = {**settings, "cuda_graphs": False} if plan.captures_itself else settings
-    compactor = None if rollback is None else Plan(variant, rollback, rollback_spec_of(spec), gpu, plain)
-    return TrtEngine(plan, max_slots, max_rows, settings, compactor, owners)
+    compactor = None if job.rollback is None else Plan(variant, job.rollback, rollback_spec_of(spec), gpu, plain)
+    return TrtEngine(job, plan, compactor)
 
 
 def _prepare_plugins(variant: Variant, plugins: Sequence[str], gpu: Device) -> None:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
 from speccompile.backends.measuring import measure_steps, measured_sizes
 from speccompile.backends.tensorrt.records import plugins_to_register, read_record
@@ -15,7 +16,7 @@ from speccompile.core.specs import GraphSpec
 _KERNELS = "eager"  # those of the shapes that were measured, see `loading.Plan`; other records are measured again
 
 
-def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
+def measure_plan(job: LoadJob) -> dict[str, Any]:
     """Load a plan and time its steps.
 
     Returns:
@@ -26,12 +27,12 @@ def measure_plan(path: Path, spec: GraphSpec) -> dict[str, Any]:
     """
     from speccompile.backends.tensorrt.engine import load_engine
 
-    record = read_record(path)
-    slots, rows = measured_sizes(spec)
+    record = read_record(job.path)
+    slots, rows = measured_sizes(job.spec)
     slots = min([slots, *(int(p["sizes"]["batch"][2]) for p in record["profiles"])])
     settings = {"variant": record["variant"], "plugins": plugins_to_register(record)}
-    engine = load_engine(path, spec, max_slots=slots, max_rows=rows, settings=settings)
-    step_ms = measure_steps(engine, max_nodes=_max_nodes(spec, record))
+    engine = load_engine(replace(job, max_slots=slots, max_rows=rows, tuning=settings))
+    step_ms = measure_steps(engine, max_nodes=_max_nodes(job.spec, record))
     return {"measured": True, "gpu": engine.device.properties()["name"], "kernels": _KERNELS, "step_ms": step_ms}
 
 
@@ -40,7 +41,7 @@ def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
     return max(min(int(profile["sizes"][dim][2]) for dim in dims) for profile in record["profiles"])
 
 
-def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict[str, Any]:
+def adapt_tuning(job: LoadJob) -> dict[str, Any]:
     """Returns the record for this GPU: a plan built without a GPU, or on another one, is measured once.
 
     The measurement is kept in the user's cache folder by plan and GPU.
@@ -51,11 +52,11 @@ def adapt_tuning(path: Path, spec: GraphSpec, tuning: Mapping[str, Any]) -> dict
     from speccompile.backends.cuda.device import open_device
 
     gpu = open_device(0).properties()["name"]
-    if (tuning.get("gpu"), tuning.get("kernels")) == (gpu, _KERNELS):
-        return dict(tuning)
-    kept = record_file(digest_of(path), gpu, _KERNELS)
+    if (job.tuning.get("gpu"), job.tuning.get("kernels")) == (gpu, _KERNELS):
+        return dict(job.tuning)
+    kept = record_file(digest_of(job.path), gpu, _KERNELS)
     record = read_kept(kept)
     if record is None:
-        record = measure_plan(path, spec)
+        record = measure_plan(job)
         keep(kept, record)
     return record

@@ -11,6 +11,7 @@ import sys
 import onnx
 import pytest
 
+from speccompile.backends.base import CompileJob
 from speccompile.backends.tensorrt import builder
 from speccompile.backends.tensorrt.backend import TensorRTBackend
 from speccompile.backends.tensorrt.config import Config
@@ -61,7 +62,7 @@ def built(tmp_path_factory):
             )
             dest = folder / plugins
             dest.mkdir()
-            TensorRTBackend().compile(model.clone(), spec, dest, quantization="none", options=options)
+            TensorRTBackend().compile(CompileJob(model.clone(), spec, dest, options=options))
             if plugins == "none":
                 (dest / "rollback").mkdir()
                 TensorRTBackend().compile_rollback(dims, dest / "rollback", options=options)

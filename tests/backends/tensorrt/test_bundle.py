@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 if importlib.util.find_spec("tensorrt_rtx") is None:
     pytest.skip("TensorRT-RTX is not installed: NO BUNDLE IS BUILT", allow_module_level=True)
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.tensorrt import builder, records
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 from speccompile.bundle.stage_cache import StageCache
@@ -83,8 +84,8 @@ def test_without_a_gpu_nothing_is_run_and_the_manifest_says_so(bundle):
 
 
 def load(plan, bundle, **changes):
-    sizes = {"max_slots": 2, "max_rows": 48, "tuning": {}, **changes}
-    return registry.backend("tensorrt").load(plan, bundle.graph_spec("target"), **sizes)
+    sizes = {"max_slots": 2, "max_rows": 48, **changes}
+    return registry.backend("tensorrt").load(LoadJob(plan, bundle.graph_spec("target"), **sizes))
 
 
 @needs_no_gpu

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.arrays import DeviceArray
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.kv_caches import rollback_spec_of
@@ -252,7 +253,7 @@ def test_a_plan_that_has_no_room_is_not_to_be_built_again(lab, target):
     spec = tensorrt_spec(spec, "float32", 64)
     (lab.folder / "huge.plan").write_bytes(b"huge")
     with pytest.raises(RuntimeFault, match=r"a plan without room: error: .*OutOfMemory.*Lower engine\.max_batch_size"):
-        load_engine(lab.folder / "huge.plan", spec, max_slots=1, max_rows=64, settings={})
+        load_engine(LoadJob(lab.folder / "huge.plan", spec, max_rows=64))
 
 
 def test_swaps_of_slots_allocate_once(lab, target):
@@ -282,14 +283,14 @@ def test_weights_stream_where_the_plan_was_built_for_it(lab, target):
     cache_bytes = sum(4 * math.prod(spec.input(name).dims[1:]) for name in spec.caches)  # of one slot
     plan = lab.plan(graph, spec, profiles_of(64), streamable_bytes=2 * cache_bytes + 1000)
     rollback = lab.plan(rollback, rollback_spec_of(spec), profiles_of(64))
-    engine = load_engine(plan, spec, max_slots=1, max_rows=64, settings={}, rollback=rollback)
+    engine = load_engine(LoadJob(plan, spec, max_rows=64, rollback=rollback))
     assert engine.plan.engine.weight_streaming_budget_v2 == 500  # half of the weights, but for the caches' room
-    other = load_engine(plan, spec, max_slots=1, max_rows=64, settings={"others_bytes": 120})
+    other = load_engine(LoadJob(plan, spec, max_rows=64, tuning={"others_bytes": 120}))
     assert other.plan.engine.weight_streaming_budget_v2 == 380  # and that of plans which are loaded later
     assert engine.caches.num_bytes == cache_bytes
     assert engine.rollback.plan.engine.weight_streaming_budget_v2 == 0  # it has no weights
     engine.run(feed(TOKENS[:3], 0))
-    engine = load_engine(plan, spec, max_slots=2, max_rows=64, settings={})
+    engine = load_engine(LoadJob(plan, spec, max_slots=2, max_rows=64))
     assert engine.plan.engine.weight_streaming_budget_v2 == 0
 
 
@@ -305,7 +306,7 @@ def test_too_many_rows_or_slots_are_refused(lab, target):
 def test_steps_run_on_their_own_profile_whatever_the_number_of_slots(lab, target, slots):
     graph, spec, _ = target
     spec = tensorrt_spec(spec, "float32", 64)
-    engine = load_engine(lab.plan(graph, spec, profiles_of(64, slots)), spec, max_slots=1, max_rows=64, settings={})
+    engine = load_engine(LoadJob(lab.plan(graph, spec, profiles_of(64, slots)), spec, max_rows=64))
     for nodes, index in ((1, 1), (16, 1), (17, 0)):
         engine.run(feed(TOKENS[:nodes], 0))
         assert engine.runner.last_step.profile.index == index
@@ -338,7 +339,7 @@ def test_a_plan_that_is_not_that_of_the_spec_is_refused(lab, target):
 
     def load(told, **more):
         plan = lab.plan(graph, right, profiles_of(64), told=told.json_from_spec(), **more)
-        return load_engine(plan, right, max_slots=1, max_rows=64, settings={})
+        return load_engine(LoadJob(plan, right, max_rows=64))
 
     with pytest.raises(BundleError, match=r"tensors \['candidate_probs', 'candidates', 'logits', 'node_probs'\]"):
         load(candidate_spec(right, 1, dists=True))
@@ -347,10 +348,10 @@ def test_a_plan_that_is_not_that_of_the_spec_is_refused(lab, target):
     with pytest.raises(BundleError, match=r"k_cache\.0\): got float32\[-1, 2, 72, 16\]; expected float32"):
         load(tensorrt_spec(spec, "float32", 72))
     with pytest.raises(BundleError, match=r"caches of 64 rows; expected at least 65.*engine\.max_draft_nodes"):
-        load_engine(lab.plan(graph, right), right, max_slots=1, max_rows=65, settings={})
+        load_engine(LoadJob(lab.plan(graph, right), right, max_rows=65))
     (lab.folder / "garbage.plan").write_bytes(b"garbage")
     with pytest.raises(BundleError, match=r"cannot be loaded: error: the magic tag does not match"):
-        load_engine(lab.folder / "garbage.plan", right, max_slots=1, max_rows=64, settings={})
+        load_engine(LoadJob(lab.folder / "garbage.plan", right, max_rows=64))
 
 
 def test_an_invalid_plan_is_refused_before_it_is_deserialised(monkeypatch, tmp_path, target):
@@ -359,7 +360,7 @@ def test_an_invalid_plan_is_refused_before_it_is_deserialised(monkeypatch, tmp_p
     spec = tensorrt_spec(spec, "float32", 64)
     plan = lab.plan(graph, spec, validity="INVALID")
     with pytest.raises(BundleError, match="an invalid plan: UNSUPPORTED_CC"):
-        load_engine(plan, spec, max_slots=1, max_rows=64, settings={})
+        load_engine(LoadJob(plan, spec, max_rows=64))
     assert lab.trt.deserialized == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from speccompile.backends import measuring
+from speccompile.backends.base import LoadJob
 from speccompile.backends.measuring import NODE_COUNTS
 from speccompile.backends.tensorrt.config import Config, ProfileConfig
 from speccompile.backends.tensorrt.engine import load_engine
@@ -81,23 +82,25 @@ def lab(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", SPECS)
 def test_a_plan_is_measured_and_checked_inside_its_profiles(lab, name, max_draft_nodes):
     plan, spec = write(lab, name, max_draft_nodes)
-    measured = [int(nodes) for nodes in measure_plan(plan, spec)["step_ms"]]
+    measured = [int(nodes) for nodes in measure_plan(LoadJob(plan, spec))["step_ms"]]
     assert measured == [n for n in NODE_COUNTS if n <= measured[-1]]
     if name == "target":
         assert measured == [n for n in NODE_COUNTS if n <= max_draft_nodes + 1]
     sizes = {"max_slots": 1, "max_rows": MAX_SEQ if spec.caches else 0}
-    engine = load_engine(plan, spec, **sizes, settings={})
+    engine = load_engine(LoadJob(plan, spec, **sizes))
     assert CHECKS[name](engine) if name in CHECKS else checks.check_decoder(engine, max_draft_nodes + 1)
 
 
 def test_wider_steps_of_the_recipe_are_not_all_scored(lab):
     plan, spec = write(lab, "target", 4, decode=ProfileConfig(nodes=(1, 5, 32)))
-    assert list(measure_plan(plan, spec)["step_ms"]) == ["1", "2", "3", "4"]
+    assert list(measure_plan(LoadJob(plan, spec))["step_ms"]) == ["1", "2", "3", "4"]
 
 
 def test_a_record_of_other_kernels_is_measured_again(lab, monkeypatch):
     plan, spec = write(lab, "target", 1)
     monkeypatch.setattr("speccompile.backends.cuda.device.open_device", lambda ordinal: lab.device)
-    fresh = adapt_tuning(plan, spec, {"measured": True, "gpu": "Fake GPU", "step_ms": {"1": 99.0}})
+    fresh = adapt_tuning(LoadJob(plan, spec, tuning={"measured": True, "gpu": "Fake GPU", "step_ms": {"1": 99.0}}))
     assert fresh["kernels"] == "eager" and fresh["step_ms"]["1"] != 99.0
-    assert adapt_tuning(plan, spec, fresh) == fresh and adapt_tuning(plan, spec, {}) == fresh  # the kept one
+    assert (
+        adapt_tuning(LoadJob(plan, spec, tuning=fresh)) == fresh and adapt_tuning(LoadJob(plan, spec)) == fresh
+    )  # the kept one

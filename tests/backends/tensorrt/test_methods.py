@@ -11,6 +11,7 @@ import pytest
 if importlib.util.find_spec("tensorrt_rtx") is None:
     pytest.skip("TensorRT-RTX is not installed: NO PLAN IS BUILT", allow_module_level=True)
 
+from speccompile.backends.base import CompileJob
 from speccompile.backends.tensorrt.config import Config
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
@@ -66,5 +67,5 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
         rows = MAX_ROWS + source.spec().rows_written_ahead if source.max_rows else 0
         options = CompileOptions("float16", 2, rows, MAX_NODES + 1, OPTIONS)
         folder_of_plans = tmp_path / source.job.name
-        backend.compile(graphs[graph], source.spec(), folder_of_plans, quantization="none", options=options)
+        backend.compile(CompileJob(graphs[graph], source.spec(), folder_of_plans, options=options))
         assert (folder_of_plans / backend.graph_file).stat().st_size > 10_000

@@ -3,6 +3,7 @@
 
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.tensorrt import backend, import_helper, records
 from speccompile.backends.tensorrt.variants import VARIANTS
 from speccompile.errors import BundleError
@@ -59,8 +60,8 @@ def test_a_plan_for_other_gpus_is_not_run(machine, variant, named, gpus, ordinal
         why = maker.why_unchecked(plan)
         if built_for is not None:
             assert why == f"built for other GPUs: {built_for}; not run on this one of {capability}"
-            assert maker.tune(plan, None) == {"measured": False, "why": why}
-            adapted = maker.adapt_tuning(plan, None, {"measured": False}, others_bytes=7)
+            assert maker.tune(LoadJob(plan, None)) == {"measured": False, "why": why}
+            adapted = maker.adapt_tuning(LoadJob(plan, None, tuning={"measured": False}, others_bytes=7))
             assert adapted == {"measured": False, "others_bytes": 7}
         else:
             assert (why is None) == bool(gpus)

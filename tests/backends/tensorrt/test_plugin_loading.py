@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.tensorrt import backend as backend_module
 from speccompile.backends.tensorrt import kernels, plugins, records
 from speccompile.backends.tensorrt.engine import load_engine
@@ -37,7 +38,7 @@ def loaded(monkeypatch):
 @pytest.mark.parametrize("ops", [[], [KV_ROLLBACK], list(PLUGIN_OPS)])
 def test_kernels_are_loaded_before_the_plan(monkeypatch, tmp_path, loaded, ops):
     lab = Lab(monkeypatch, tmp_path)
-    load_engine(lab.plan(None, SPEC), SPEC, **SIZES, settings={"plugins": ops})
+    load_engine(LoadJob(lab.plan(None, SPEC), SPEC, **SIZES, tuning={"plugins": ops}))
     assert loaded == (["register", *((op, (9, 0)) for op in ops)] if ops else [])
 
 
@@ -48,7 +49,7 @@ def test_a_missing_compiler_is_named_when_the_engine_is_loaded(monkeypatch, tmp_
     monkeypatch.setattr(kernels, "load_module", load)
     lab = Lab(monkeypatch, tmp_path)
     with pytest.raises(BuildError, match="no nvcc, and no NVRTC"):
-        load_engine(lab.plan(None, SPEC), SPEC, **SIZES, settings={"plugins": [SPEC_VERIFY]})
+        load_engine(LoadJob(lab.plan(None, SPEC), SPEC, **SIZES, tuning={"plugins": [SPEC_VERIFY]}))
     assert loaded == ["register"] and lab.trt.deserialized == []
 
 
@@ -62,20 +63,20 @@ def test_a_missing_compiler_is_named_when_the_engine_is_loaded(monkeypatch, tmp_
     ],
 )
 def test_the_plugins_of_both_plans_are_loaded(monkeypatch, tmp_path, ops, rollback, wanted):
-    given = {}
+    given = []
     plans = [tmp_path / f"{name}/graph.plan" for name in ("target", "rollback")]
     record = {"variant": "tensorrt_rtx", "version": "0.0", "profiles": []}
     for plan, held in zip(plans, (ops, rollback or []), strict=True):
         plan.parent.mkdir()
         records.write_record(plan, {**record, "plugins": held})
     monkeypatch.setattr(records, "check_record", lambda *arguments: None)
-    monkeypatch.setattr("speccompile.backends.tensorrt.engine.load_engine", lambda *a, **more: given.update(more))
+    monkeypatch.setattr("speccompile.backends.tensorrt.engine.load_engine", given.append)
     compactor = None if rollback is None else plans[1]
     maker, tuning = backend_module.TensorRTBackend(), {"others_bytes": 5}
-    maker.load(plans[0], SPEC, **SIZES, tuning=tuning, rollback=compactor)
-    assert (given["settings"]["plugins"], given["settings"]["others_bytes"]) == (wanted, 5)
-    maker.load(plans[0], SPEC, **SIZES, tuning=tuning, owners={"target": None})  # a draft: the target is loaded
-    assert "others_bytes" not in given["settings"]
+    maker.load(LoadJob(plans[0], SPEC, **SIZES, tuning=tuning, rollback=compactor))
+    maker.load(LoadJob(plans[0], SPEC, **SIZES, tuning=tuning, owners={"target": None}))  # a draft
+    target, draft = (job.tuning for job in given)
+    assert (target["plugins"], target["others_bytes"]) == (wanted, 5) and "others_bytes" not in draft
 
 
 def test_extras_bring_what_a_gpu_needs_beside_its_driver():

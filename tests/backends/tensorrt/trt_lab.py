@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.kv_caches import rollback_spec_of
 from speccompile.backends.tensorrt import engine as engine_module
@@ -63,10 +64,12 @@ class Lab:
         profiles = profiles_of(rows)
         compactor = self.plan(rollback, rollback_spec_of(spec), profiles)
         return engine_module.load_engine(
-            self.plan(graph, spec, profiles),
-            spec,
-            max_slots=slots,
-            max_rows=max_rows or rows,
-            settings=settings,
-            rollback=compactor,
+            LoadJob(
+                self.plan(graph, spec, profiles),
+                spec,
+                max_slots=slots,
+                max_rows=max_rows or rows,
+                tuning=settings,
+                rollback=compactor,
+            )
         )
