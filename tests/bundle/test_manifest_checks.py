@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifests with values of other types, absurd numbers and deep nesting are refused with the key."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass
@@ -70,11 +68,11 @@ def write(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_a_whole_manifest_is_taken() -> None:
+def test_a_whole_manifest_is_taken():
     check_types("m", MANIFEST)
 
 
-def test_a_graph_with_recurrent_states_is_taken() -> None:
+def test_a_graph_with_recurrent_states_is_taken():
     manifest: Any = copy.deepcopy(MANIFEST)
     manifest["graphs"]["target"]["spec"] = json.loads(json.dumps(hybrid_spec().json_from_spec()))
     check_types("m", manifest)
@@ -84,7 +82,7 @@ def test_a_graph_with_recurrent_states_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG)
-def test_a_value_of_another_type_is_refused_by_its_key(tmp_path: Path, path: str, value: Any) -> None:
+def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, path, value):
     folder = write(tmp_path / "b", json.dumps(changed(path, value)))
     with pytest.raises(BundleError) as caught:
         read_bundle(folder)
@@ -97,7 +95,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(tmp_path: Path, path: str
     ["[" * 100_000, '{"recipe":' * 50_000, json.dumps(changed("recipe", "x")), json.dumps(changed("recipe", -1))],
     ids=["lists", "objects", "text", "number"],
 )
-def test_inspect_ends_with_the_code_of_a_bundle(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_ends_with_the_code_of_a_bundle(tmp_path, text, capsys):
     folder = write(tmp_path / "b", text)
     try:
         code: Any = main(["inspect", str(folder), "--json"])
@@ -124,32 +122,32 @@ class Fields:
         {"name": 1}, {"widths": 1}, {"widths": ["x"]}, {"form": "c"}, {"form": []}, {"is_on": 1},
     ],
 )  # fmt: skip
-def test_fields_of_other_types_are_refused(values: dict[str, Any]) -> None:
+def test_fields_of_other_types_are_refused(values):
     with pytest.raises(BundleError) as caught:
         check_fields("speculator", Fields, values)
     assert caught.value.where == f"speculator.{next(iter(values))}"
 
 
-def test_fields_of_their_types_are_taken() -> None:
+def test_fields_of_their_types_are_taken():
     check_fields("s", Fields, {"count": "auto", "share": 1, "name": None, "widths": [1, 2], "form": "b", "is_on": True})
 
 
 @pytest.mark.parametrize(
     "where", ["graphs.target.spec", "graphs.target.spec.inputs.0", "graphs.target.spec.borrowed.0"]
 )
-def test_unknown_keys_of_a_graph_s_spec_are_refused_by_name(where: str) -> None:
+def test_unknown_keys_of_a_graph_s_spec_are_refused_by_name(where):
     with pytest.raises(BundleError, match=r"got an unknown key 'probe_'.*expected the keys .*name") as caught:
         check_types("manifest.json", changed(f"{where}.probe_", "x"))
     assert where in caught.value.where
 
 
-def test_a_graph_s_spec_with_nulls_has_the_defaults() -> None:
+def test_a_graph_s_spec_with_nulls_has_the_defaults():
     row = {**SPEC["inputs"][0], "probe": None}  # type: ignore[index]
     spec = spec_from_json({**SPEC, "inputs": [row], "max_rows": None, "scores": None, "borrowed": None})
     assert spec == spec_from_json({**SPEC, "max_rows": 0, "borrowed": []})
 
 
-def test_a_bundle_without_a_target_is_refused(tmp_path: Path) -> None:
+def test_a_bundle_without_a_target_is_refused(tmp_path):
     manifest: Any = copy.deepcopy(MANIFEST)
     manifest["graphs"]["other"] = manifest["graphs"].pop("target")
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_from_manifest(manifest)}))
@@ -157,7 +155,7 @@ def test_a_bundle_without_a_target_is_refused(tmp_path: Path) -> None:
         read_bundle(tmp_path)
 
 
-def test_what_a_manifest_records_is_read_with_types_and_defaults() -> None:
+def test_what_a_manifest_records_is_read_with_types_and_defaults():
     bundle = Bundle(Path("b"), MANIFEST)
     engine = EngineRecord(backend="onnxruntime", max_batch_size=1, max_seq_len=32, max_draft_nodes=4)
     assert bundle.recipe == RecipeRecord(engine=engine, speculator={"method": "none"}, target=TargetRecord(model="m"))
@@ -168,7 +166,7 @@ def test_what_a_manifest_records_is_read_with_types_and_defaults() -> None:
     assert bundle.graph_path("target") == Path("b/g") and bundle.graph_spec("target") == spec_from_json(SPEC)
 
 
-def test_keys_of_other_versions_and_nulls_are_no_hindrance() -> None:
+def test_keys_of_other_versions_and_nulls_are_no_hindrance():
     """A section may hold what this version does not know, and null where a key may be missing."""
     recipe = {**MANIFEST["recipe"], "later": 1, "target": None, "decoding": None}
     recipe["engine"] = {**recipe["engine"], "variant": "auto", "threads": None, "device": None}

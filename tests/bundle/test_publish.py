@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles on the hub, which is a folder here: what is pushed, what is fetched, what the card says."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -105,7 +103,7 @@ def bundle(tmp_path: Path) -> Bundle:
     return read_bundle(folder)
 
 
-def test_what_was_pushed_is_fetched_and_nothing_else(hub: Path, bundle: Bundle) -> None:
+def test_what_was_pushed_is_fetched_and_nothing_else(hub, bundle):
     assert bundle.push_to_hub(NAME, message="first") == f"https://hub/{NAME}/first"
     (hub / NAME / ".gitattributes").write_text("lfs")
     (hub / NAME / "notes.txt").write_text("mine")
@@ -116,26 +114,26 @@ def test_what_was_pushed_is_fetched_and_nothing_else(hub: Path, bundle: Bundle) 
     assert names == {"manifest.json", *bundle.manifest["files"]}
 
 
-def test_a_bundle_that_was_changed_is_not_pushed(hub: Path, bundle: Bundle) -> None:
+def test_a_bundle_that_was_changed_is_not_pushed(hub, bundle):
     (bundle.path / "graphs/target/graph [1].onnx").write_text("other")
     with pytest.raises(BundleError, match="sha256"):
         bundle.push_to_hub(NAME)
     assert not (hub / NAME).exists()
 
 
-def test_files_that_were_changed_on_the_hub_are_refused(hub: Path, bundle: Bundle) -> None:
+def test_files_that_were_changed_on_the_hub_are_refused(hub, bundle):
     bundle.push_to_hub(NAME)
     (hub / NAME / "graphs/target/graph [1].onnx").write_text("grapf")
     with pytest.raises(BundleError, match="The file was changed"):
         read_bundle(fetch_bundle(NAME))
 
 
-def test_a_missing_name_says_what_the_hub_said(hub: Path) -> None:
+def test_a_missing_name_says_what_the_hub_said(hub):
     with pytest.raises(BundleError, match=r"the hub said: 404: org/none; expected a bundle on the hub"):
         fetch_bundle("org/none")
 
 
-def test_a_downloaded_checkpoint_is_none_without_asking(hub: Path, bundle: Bundle, tmp_path: Path) -> None:
+def test_a_downloaded_checkpoint_is_none_without_asking(hub, bundle, tmp_path):
     bundle.push_to_hub(NAME)
     found = find_bundle(NAME)
     assert found is not None and find_bundle("org/checkpoint") is None
@@ -154,7 +152,7 @@ def _must_not_be_asked(name: str, **options: Any) -> str:
     raise AssertionError(f"asked for {options['allow_patterns']} of {name}")
 
 
-def test_a_checkpoint_on_the_hub_is_no_bundle(hub: Path) -> None:
+def test_a_checkpoint_on_the_hub_is_no_bundle(hub):
     (hub / "org/checkpoint").mkdir(parents=True)
     (hub / "org/checkpoint/config.json").write_text("{}")
     with pytest.raises(BundleError, match=r"org/checkpoint: got a repository without manifest\.json"):
@@ -162,14 +160,14 @@ def test_a_checkpoint_on_the_hub_is_no_bundle(hub: Path) -> None:
     assert find_bundle("org/checkpoint") is None
 
 
-def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bundles").mkdir()
     assert is_hub_id(NAME)
     assert not any(map(is_hub_id, ("bundles/tiny", "tiny", "/org/tiny", "./org/tiny", "org/tiny/x", "org/")))
 
 
-def test_the_card_says_what_was_built_and_measured(bundle: Bundle) -> None:
+def test_the_card_says_what_was_built_and_measured(bundle):
     bench = {
         "modes": {
             "speculative": {"tokens_per_s": 812.34, "mean_acceptance_length": 2.5, "num_equal": 3, "num_texts": 4}

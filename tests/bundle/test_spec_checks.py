@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A manifest whose graphs contradict themselves is refused; see `tests/fuzz/test_manifests.py` for whole bundles."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -31,7 +29,7 @@ DRAFT = replace(TARGET, name="draft", mask_token=39, num_candidates=4, draft_voc
 READER = GraphSpec("reader", CACHES, (tensor("x"),), borrowed=(BorrowedCache("k_cache.0", "k_cache.0"),), vocab_size=40)
 
 
-def test_sound_graphs_pass() -> None:
+def test_sound_graphs_pass():
     check_specs("manifest.json", {"target": TARGET, "draft": DRAFT, "reader": READER})
 
 
@@ -61,7 +59,7 @@ WRONG: dict[str, tuple[GraphSpec, str]] = {
 
 
 @pytest.mark.parametrize(("draft", "said"), WRONG.values(), ids=WRONG.keys())
-def test_graphs_that_contradict_themselves_are_refused(draft: GraphSpec, said: str) -> None:
+def test_graphs_that_contradict_themselves_are_refused(draft, said):
     with pytest.raises(BundleError, match=said) as caught:
         check_specs("manifest.json", {"target": TARGET, "draft": draft})
     assert caught.value.where.startswith("manifest.json (graphs.draft.spec.")
@@ -76,7 +74,7 @@ SHAPES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", SHAPES.values(), ids=SHAPES.keys())
-def test_a_graph_of_other_shapes_than_its_manifest_says_is_refused(change: Any) -> None:
+def test_a_graph_of_other_shapes_than_its_manifest_says_is_refused(change):
     from types import SimpleNamespace
 
     from speccompile.backends.onnxruntime.engine import check_tensors

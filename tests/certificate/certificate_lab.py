@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loaded bundle without files: the mock language model as target and draft, with planted defects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

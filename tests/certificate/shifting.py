@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter whose tokens are all shifted by one, and what the check of acceptance says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probe names planted errors in copies of the trained examples, and says where it cannot."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -117,7 +115,7 @@ ERRORS: dict[
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_planted_error_is_named(name: str, target: ProbeTarget, tmp_path: Path):
+def test_a_planted_error_is_named(name, target, tmp_path):
     example, config, weights, texts, meant = ERRORS[name]
     folder = copied(example, tmp_path / example, config, weights)
     report = probe_case(open_probed(str(folder), target.aim), of(target, *texts), LONG)
@@ -132,12 +130,12 @@ def probe_module(hybrid: ProbeTarget, **stated: str) -> ProbeReport:
     return probe_case(open_probed(str(HYBRID), hybrid.aim, stated), hybrid, LONG)
 
 
-def test_the_order_of_a_module_of_the_target_is_named(hybrid: ProbeTarget):
+def test_the_order_of_a_module_of_the_target_is_named(hybrid):
     report = probe_module(hybrid, concat="hidden_first")
     assert (report.verdict, report.meant) == ("otherwise", {"concat": "embedding_first"})
 
 
-def test_a_module_that_is_right(hybrid: ProbeTarget):
+def test_a_module_that_is_right(hybrid):
     report = probe_module(hybrid)
     assert report.verdict == "as stated" and {"norms", "concat"}.isdisjoint(report.alike)
 
@@ -145,14 +143,14 @@ def test_a_module_that_is_right(hybrid: ProbeTarget):
 @pytest.mark.parametrize(
     ("name", "texts"), [("pycode-eagle3", (2, 64)), ("pycode-medusa", (5, 64)), ("pycode-mlp", (5, 64))]
 )
-def test_an_example_means_what_it_states(name: str, texts: tuple[int, int], target: ProbeTarget):
+def test_an_example_means_what_it_states(name, texts, target):
     case = open_probed(str(ROOT / "examples/speculators" / name), target.aim)
     report = probe_case(case, of(target, *texts), LONG)
     assert (report.verdict, report.findings) == ("as stated", ())
     assert report.json_from_report()["readings"][0]["changed"] == {}
 
 
-def test_random_weights_are_undecided(target: ProbeTarget, tmp_path: Path):
+def test_random_weights_are_undecided(target, tmp_path):
     def randomise(held: Tensors) -> None:
         generator = torch.Generator().manual_seed(0)
         for key, tensor in held.items():
@@ -166,7 +164,7 @@ def test_random_weights_are_undecided(target: ProbeTarget, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["pycode-eagle3", "pycode-dflash2", "pycode-medusa", "pycode-mlp", "pycode-hybrid"])
-def test_chains_are_those_of_the_training_loop(name: str, target: ProbeTarget, hybrid: ProbeTarget):
+def test_chains_are_those_of_the_training_loop(name, target, hybrid):
     """The network that is trained drafts the same tokens, step by step, up to the first that the text does not have."""
     is_module = name == "pycode-hybrid"
     held, folder = (hybrid, HYBRID) if is_module else (target, ROOT / "examples/speculators" / name)
@@ -192,7 +190,7 @@ def test_chains_are_those_of_the_training_loop(name: str, target: ProbeTarget, h
     assert num_accepted > len(roots) // 4
 
 
-def test_what_cannot_be_probed(target: ProbeTarget, tmp_path: Path):
+def test_what_cannot_be_probed(target, tmp_path):
     with pytest.raises(CheckpointError, match="a drafter of dflash, eagle3, medusa, mlp, mtp"):
         open_probed(str(ROOT / "examples/speculators/pycode-prophet"), target.aim)
     folder = copied("pycode-mlp", tmp_path / "mlp", None, lambda held: held.pop("speculator.proj.0.weight"))
@@ -200,7 +198,7 @@ def test_what_cannot_be_probed(target: ProbeTarget, tmp_path: Path):
         probe_checkpoint(str(folder), str(TARGET))
 
 
-def test_texts_that_end_at_once_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_texts_that_end_at_once_are_refused(monkeypatch):
     monkeypatch.setattr(ProbeTarget, "_write", lambda self, ids, num: original(self, ids, 1))
     with pytest.raises(RecipeError, match="--prompts"):
         ProbeTarget(str(TARGET), [[5, 6, 7]])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache's folder: what stands in its way is named; what can be done without it is done where nobody chose it."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path
@@ -20,7 +18,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_variable_or_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_or_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "deep/cache"))
     assert cache_root() == tmp_path / "deep/cache" and not cache_root().exists()
     assert make_cache_folder("tuning") == cache_root() / "tuning" and (cache_root() / "tuning").is_dir()
@@ -30,7 +28,7 @@ def test_the_variable_or_the_home_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("below", ["", "cache"])
-def test_a_file_in_the_way_is_named(file: Path, below: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_the_way_is_named(file, below, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(file / below))
     for find in (make_cache_folder, find_cache_folder):
         with pytest.raises(BuildError) as caught:
@@ -40,22 +38,20 @@ def test_a_file_in_the_way_is_named(file: Path, below: str, monkeypatch: pytest.
     assert file.read_text() == "mine"
 
 
-def test_no_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_permission_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write everywhere
     with pytest.raises(BuildError, match=rf"got no permission to write at {tmp_path}/graphs"):
         make_cache_folder("graphs")
 
 
-def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_made_is_named(monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", "/proc/cache")
     with pytest.raises(BuildError, match=r"SPECCOMPILE_CACHE: got .+ at /proc/cache; expected a folder in which"):
         make_cache_folder()
 
 
-def test_the_default_folder_may_be_done_without(
-    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_folder_may_be_done_without(file, monkeypatch, caplog):
     monkeypatch.delenv("SPECCOMPILE_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(file))
     with caplog.at_level(logging.WARNING, "speccompile"):
@@ -65,7 +61,7 @@ def test_the_default_folder_may_be_done_without(
         make_cache_folder("graphs")
 
 
-def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder(monkeypatch):
     def refuse() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -8,7 +8,7 @@ from speccompile.common.chats import read_chats
 KINDS = ("code", "dialogue", "maths", "rewriting", "languages")
 
 
-def test_each_conversation_is_there_once_and_waits_for_an_answer() -> None:
+def test_each_conversation_is_there_once_and_waits_for_an_answer():
     chats = read_chats()
     assert len({chat.messages[-1]["content"] for chat in chats}) == len(chats) == 80
     for chat in chats:
@@ -18,7 +18,7 @@ def test_each_conversation_is_there_once_and_waits_for_an_answer() -> None:
     assert any(len(chat.messages) > 1 for chat in chats)
 
 
-def test_the_kinds_take_turns() -> None:
+def test_the_kinds_take_turns():
     chats = read_chats()
     assert [chat.category for chat in chats] == list(KINDS) * 16
     assert Counter(chat.category for chat in chats[:20]) == dict.fromkeys(KINDS, 4)

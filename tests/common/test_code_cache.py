@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled code is loaded only where nobody but root and the running user could have written it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat
@@ -55,7 +53,7 @@ def _open(mode: int) -> Callable[[Path], None]:
     return lambda path: path.chmod(mode)
 
 
-def test_what_the_user_alone_can_write_is_loaded(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_user_alone_can_write_is_loaded(cache, caplog):
     assert find_code_file(NAME) == cache / NAME
     (cache / NAME).chmod(0o755)
     (cache / "kernels").chmod(0o755)
@@ -65,15 +63,13 @@ def test_what_the_user_alone_can_write_is_loaded(cache: Path, caplog: pytest.Log
     assert not caplog.messages
 
 
-def test_a_link_to_the_cache_that_is_the_users_own_is_followed(cache: Path, tmp_path: Path) -> None:
+def test_a_link_to_the_cache_that_is_the_users_own_is_followed(cache, tmp_path):
     (tmp_path / "link").symlink_to(cache)
     assert find_code_file(NAME, tmp_path / "link") == cache / NAME
 
 
 @pytest.mark.parametrize("change", [_open(0o777), _open(0o720), _link, _dangle, pytest.param(_give, marks=needs_root)])
-def test_a_file_that_others_could_write_is_made_anew(
-    change: Callable[[Path], None], cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_others_could_write_is_made_anew(change, cache, caplog):
     change(cache / NAME)
     with caplog.at_level(logging.WARNING):
         assert find_code_file(NAME) == cache / NAME
@@ -95,14 +91,7 @@ ROOTS = [("kernels", _give), (".", _give), ("..", _give), ("..", _give_link)]
     ("folder", "change", "reason"),
     [*FOLDERS, *(pytest.param(*row, f"owned by user {OTHER}", marks=needs_root) for row in ROOTS)],
 )
-def test_a_folder_that_others_can_write_gives_way_to_a_private_one(
-    folder: str,
-    change: Callable[[Path], None],
-    reason: str,
-    cache: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_folder_that_others_can_write_gives_way_to_a_private_one(folder, change, reason, cache, tmp_path, caplog):
     change(Path(os.path.normpath(cache / folder)))
     with caplog.at_level(logging.WARNING):
         found = find_code_file(NAME)
@@ -113,9 +102,7 @@ def test_a_folder_that_others_can_write_gives_way_to_a_private_one(
     assert (cache / NAME).read_bytes() == b"code"
 
 
-def test_a_cache_that_cannot_be_made_or_written_gives_way_too(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_made_or_written_gives_way_too(cache, tmp_path, monkeypatch):
     private = tmp_path / f"tmp/speccompile-{os.geteuid()}"
     assert find_code_file(NAME, cache / NAME) == private / NAME  # a file stands there
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).is_relative_to(private))
@@ -123,9 +110,7 @@ def test_a_cache_that_cannot_be_made_or_written_gives_way_too(
     assert find_code_file("kernels/other.so") == private / "kernels/other.so"
 
 
-def test_where_the_private_folder_is_somebody_elses_the_code_is_of_this_process_alone(
-    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_private_folder_is_somebody_elses_the_code_is_of_this_process_alone(cache, tmp_path, caplog):
     cache.chmod(0o777)
     (tmp_path / f"tmp/speccompile-{os.geteuid()}").mkdir()
     (tmp_path / f"tmp/speccompile-{os.geteuid()}").chmod(0o777)
@@ -135,7 +120,7 @@ def test_where_the_private_folder_is_somebody_elses_the_code_is_of_this_process_
     assert found != find_code_file(NAME) and "for this process alone" in caplog.text
 
 
-def test_no_umask_opens_what_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_umask_opens_what_is_made(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "new/cache"))
     before = os.umask(0)
     try:
@@ -150,7 +135,7 @@ def test_no_umask_opens_what_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert stat.S_IMODE((tmp_path / "new/cache/kernels/a.so").stat().st_mode) == 0o600
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def refuse(source: str, dest: Path) -> None:
         raise OSError(28, "No space left on device")
 

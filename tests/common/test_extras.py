@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages about a missing package give a command that works where the package was installed from."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from speccompile.common import extras
 WHEEL = "speccompile-0.1.0-py3-none-any.whl"
 
 
-def test_in_a_clone_it_is_the_clone() -> None:
+def test_in_a_clone_it_is_the_clone():
     assert extras.install_command("serve") == f"pip install -e '{Path(__file__).parents[2]}[serve]'"
 
 
@@ -27,9 +25,7 @@ def test_in_a_clone_it_is_the_clone() -> None:
         *((text, "speccompile") for text in (None, "", "{", "[]", "null", "{}")),
     ],
 )
-def test_elsewhere_it_is_what_pip_has_recorded(
-    record: str | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_it_is_what_pip_has_recorded(record, source, tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages/speccompile/common/extras.py"))
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: record))
     assert extras.install_command("ort") == f"pip install '{source}[ort]'"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damaged tokenizer files are refused by name, whatever the library raises."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json
@@ -31,7 +29,7 @@ FILLED = {
 @pytest.mark.parametrize(
     "text", ["", "{}", "[" * 100_000, '{"version": "1.0", "model": {"type": "WordLevel"}}', "\x00"]
 )
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_damaged_tokenizer_is_refused(tmp_path, text):
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     with pytest.raises(CheckpointError, match="expected a tokenizers file") as caught:
@@ -39,7 +37,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
     assert caught.value.where == str(path)
 
 
-def test_other_faults_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_faults_pass(tmp_path, monkeypatch):
     """Only the library's own `Exception` becomes our error; our errors and an interrupt pass."""
     tokenizers = pytest.importorskip("tokenizers")
 
@@ -52,7 +50,7 @@ def test_other_faults_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("stored", [{"truncation": CUT}, {"padding": FILLED}, {"truncation": CUT, "padding": FILLED}])
-def test_stored_truncation_and_padding_are_reset(tmp_path: Path, stored: dict[str, object]) -> None:
+def test_stored_truncation_and_padding_are_reset(tmp_path, stored):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(fakes.tokenizer(9) | stored))
     tokenizer = load_tokenizer(path, CheckpointError, "")
@@ -60,7 +58,7 @@ def test_stored_truncation_and_padding_are_reset(tmp_path: Path, stored: dict[st
     assert [row.ids for row in tokenizer.encode_batch(["w1", "w1 w2 w3 w4"])] == [[1], [1, 2, 3, 4]]
 
 
-def test_no_other_module_reads_a_tokenizer() -> None:
+def test_no_other_module_reads_a_tokenizer():
     found = []
     for path in (path for top in ("speccompile", "examples", "bench") for path in (ROOT / top).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -38,13 +38,13 @@ def draws(*rows: list[float]) -> np.ndarray:
     [((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)],
     ids=["plain", "chain", "tree", "top-k"],
 )
-def test_emitted_tokens_follow_the_target(form: tuple[int, ...], sampled: bool, setting: Setting) -> None:
+def test_emitted_tokens_follow_the_target(form, sampled, setting):
     emitted = emit(form, sampled, setting, BATCH, decide_by_twin)
     assert p_value(emitted, exact_joint(setting)) > RIGHT
 
 
 @pytest.mark.distribution
-def test_one_hot_probs_are_a_deterministic_draft() -> None:
+def test_one_hot_probs_are_a_deterministic_draft():
     """A deterministic draft may also be given as one-hot probs; the text differs, the distribution does not."""
     rng = np.random.default_rng(1)
 
@@ -106,7 +106,7 @@ def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray
         (CHAIN, SETTINGS[0], _row_of_the_parent),
     ],
 )
-def test_wrong_inputs_of_the_rule_are_noticed(form, setting, decide) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_inputs_of_the_rule_are_noticed(form, setting, decide):  # type: ignore[no-untyped-def]
     assert p_value(emit(form, True, setting, 2 * BATCH, decide), exact_joint(setting)) < WRONG
 
 
@@ -122,19 +122,19 @@ def test_wrong_inputs_of_the_rule_are_noticed(form, setting, decide) -> None:  #
     ],
     ids=["keeps the target", "absolute", "squares", "draws the draft"],
 )
-def test_wrong_residuals_are_noticed(form: tuple[int, ...], wrong, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_residuals_are_noticed(form, wrong, monkeypatch):  # type: ignore[no-untyped-def]
     monkeypatch.setattr(acceptance, "residual", wrong)
     emitted = emit(form, True, SETTINGS[0], BATCH, decide_by_twin)
     assert p_value(emitted, exact_joint(SETTINGS[0])) < WRONG
 
 
-def test_deterministic_drafts_do_not_change_the_text() -> None:
+def test_deterministic_drafts_do_not_change_the_text():
     plain = emit((-1,), False, SETTINGS[4], 500, decide_by_twin)
     for form in (CHAIN, TREE, (-1, 0, 0, 0)):
         np.testing.assert_array_equal(emit(form, False, SETTINGS[4], 500, decide_by_twin), plain)
 
 
-def test_greedy_is_the_same_rule() -> None:
+def test_greedy_is_the_same_rule():
     setting = Setting(0.0, 2, 0.5)
     plain = emit((-1,), False, setting, 4, decide_by_twin)
     assert (plain == plain[0]).all()
@@ -142,7 +142,7 @@ def test_greedy_is_the_same_rule() -> None:
         np.testing.assert_array_equal(emit(form, sampled, setting, 40, decide_by_twin), plain[:1].repeat(40, axis=0))
 
 
-def test_a_chain_is_kept_up_to_its_first_refusal() -> None:
+def test_a_chain_is_kept_up_to_its_first_refusal():
     tree = TokenTree.chain(np.array([[9, 1, 2, 0]]))
     target = probs([0, 1, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0])
     verdict = accept(tree, target, draws(*[[0.5, 0.5]] * 4))
@@ -152,7 +152,7 @@ def test_a_chain_is_kept_up_to_its_first_refusal() -> None:
     assert verdict.nodes_kept(0) == [0, 1, 2]
 
 
-def test_a_whole_path_is_followed_by_a_bonus_token() -> None:
+def test_a_whole_path_is_followed_by_a_bonus_token():
     tree = TokenTree.chain(np.array([[9, 1, 2]]))
     verdict = accept(tree, probs([0, 1, 0], [0, 0, 1], [1, 0, 0]), draws(*[[0.5, 0.5]] * 3))
     assert (verdict.path.tolist(), verdict.next_token.tolist()) == ([[0, 1, 2]], [0])
@@ -160,9 +160,7 @@ def test_a_whole_path_is_followed_by_a_bonus_token() -> None:
 
 @pytest.mark.parametrize("is_drawn", [True, False])
 @pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 0, 0, 1]])
-def test_the_next_token_is_drawn_with_the_draw_and_distribution_of_the_last_node(
-    parents: list[int], is_drawn: bool
-) -> None:
+def test_the_next_token_is_drawn_with_the_draw_and_distribution_of_the_last_node(parents, is_drawn):
     """Every node has a draw of its own here, so that another node's gives another token."""
     tokens = [9, 1, 2] if len(parents) == 3 else [9, 1, 0, 2]
     last = len(tokens) - 1
@@ -178,7 +176,7 @@ def test_the_next_token_is_drawn_with_the_draw_and_distribution_of_the_last_node
     assert (refused.nodes_kept(0), refused.next_token.tolist()) == ([0, 1], [3])
 
 
-def test_a_draft_is_refused_where_the_draw_meets_the_bound() -> None:
+def test_a_draft_is_refused_where_the_draw_meets_the_bound():
     """Accepted is u * draft < target: a share target / draft of draws in [0, 1); never a token without mass."""
     tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [0.5, 0.5, 0]))
     target = probs([0.25, 0.5, 0.25], [1, 0, 0])
@@ -187,25 +185,25 @@ def test_a_draft_is_refused_where_the_draw_meets_the_bound() -> None:
     assert accept(tree, probs([0, 0.5, 0.5], [1, 0, 0]), draws([0, 0], [0, 0])).num_accepted[0] == 0
 
 
-def test_of_equal_siblings_the_first_is_kept() -> None:
+def test_of_equal_siblings_the_first_is_kept():
     tree = TokenTree.tree([[9, 2, 1, 1]], [[-1, 0, 0, 0]])
     assert accept(tree, probs(*[[0, 1, 0]] * 4), draws(*[[0, 0]] * 4)).path.tolist() == [[0, 2, -1, -1]]
 
 
-def test_padding_is_never_reached() -> None:
+def test_padding_is_never_reached():
     tree = TokenTree.chain(np.array([[9, 1, 1]]), np.array([2]))
     verdict = accept(tree, probs(*[[0, 1, 0]] * 3), draws(*[[0, 0]] * 3))
     assert (verdict.path.tolist(), verdict.next_token.tolist()) == ([[0, 1, -1]], [1])
 
 
-def test_the_parent_of_node_0_is_not_read() -> None:
+def test_the_parent_of_node_0_is_not_read():
     """Prefill scores one node of many and leaves that node's own parent at index 0."""
     parents = np.array([[510]])
     tree = TokenTree(np.array([[7]]), parents, np.array([1]))
     assert accept(tree, probs([0, 0, 1]), draws([0, 0.3])).next_token.tolist() == [2]
 
 
-def test_recovered_token_comes_from_the_residual() -> None:
+def test_recovered_token_comes_from_the_residual():
     tree = TokenTree.chain(np.array([[9, 0]]), draft_probs=probs([0, 0, 0], [1, 0, 0]))
     target = probs([0.5, 0.25, 0.25], [1, 0, 0])
     refused = [accept(tree, target, draws([0, u], [0.5, 0])).next_token[0] for u in (0.0, 0.49, 0.51, 0.99)]
@@ -213,12 +211,12 @@ def test_recovered_token_comes_from_the_residual() -> None:
     assert accept(tree, target, draws([0, 0.9], [0.49, 0])).path.tolist() == [[0, 1]]
 
 
-def test_a_residual_of_little_mass_is_still_the_residual() -> None:
+def test_a_residual_of_little_mass_is_still_the_residual():
     target = np.float32([0.5, 0.5 - 2**-20, 2**-20])
     np.testing.assert_array_equal(residual(target, np.float32([0.5, 0.5, 0])), [0, 0, 1])
 
 
-def test_residual_without_mass_keeps_the_target() -> None:
+def test_residual_without_mass_keeps_the_target():
     one_hot = np.array([0, 1, 0], dtype=np.float32)
     assert residual(one_hot, one_hot) is one_hot
     np.testing.assert_allclose(residual(np.float32([0.5, 0.5, 0]), np.float32([0.8, 0.2, 0])), [0, 1, 0])
@@ -229,7 +227,7 @@ def test_residual_without_mass_keeps_the_target() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_every_verdict_is_a_path_of_the_tree(data: st.DataObject) -> None:
+def test_every_verdict_is_a_path_of_the_tree(data):
     nodes, vocab = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     parents = [-1] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -245,7 +243,7 @@ def test_every_verdict_is_a_path_of_the_tree(data: st.DataObject) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_a_batch_is_decided_as_its_slots_are(data: st.DataObject) -> None:
+def test_a_batch_is_decided_as_its_slots_are(data):
     """`accept` walks all slots at once; `accept_slot` is its oracle, and the two agree to the last bit."""
     batch, nodes, vocab = (data.draw(st.integers(1, top)) for top in (6, 9, 40))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws by race have the distribution that they are given, and agree with a draft's as often as the theory says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -22,7 +20,7 @@ def draws_of(num: int, seed: int = 0) -> np.ndarray:
     return race_draws(np.array([seed], np.uint64), np.arange(num)[None])[0]
 
 
-def test_the_texts_of_seeds_are_a_contract() -> None:
+def test_the_texts_of_seeds_are_a_contract():
     """A change of these numbers changes the text of every seed: it needs another SAMPLER_VERSION."""
     assert SAMPLER_VERSION == 2
     draws = race_draws(np.array([7, 2**63 + 5], np.uint64), np.array([[3, 4], [0, 2**33]]))
@@ -38,7 +36,7 @@ def by_definition(draw: np.ndarray, token: int) -> int:
     return state
 
 
-def test_integers_are_those_of_the_definition() -> None:
+def test_integers_are_those_of_the_definition():
     tokens = np.array([0, 1, 2, 63, 64, 524287, 2**20])
     draws = np.concatenate((draws_of(50), np.float32([[0, 0], [1 - 2**-24, 1 - 2**-24]])))
     for draw in draws:
@@ -46,7 +44,7 @@ def test_integers_are_those_of_the_definition() -> None:
         np.testing.assert_array_equal(race_times(draw, tokens), wanted)
 
 
-def test_the_draws_of_a_race_are_of_its_own_lane() -> None:
+def test_the_draws_of_a_race_are_of_its_own_lane():
     seeds, positions = np.array([5], np.uint64), np.arange(40)[None]
     mine = race_draws(seeds, positions)
     others = [uniforms(seeds, positions, lane) for lane in range(3)]
@@ -77,7 +75,7 @@ def variation(rates: Callable[..., np.ndarray]) -> float:
     return max(abs(float(weights @ least_for_first(probs, numbers, rates)) - probs[0]) for probs in PAIRS)
 
 
-def test_each_token_wins_with_its_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_token_wins_with_its_probability(monkeypatch):
     def rates(probs: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         monkeypatch.setattr(module, "race_times", lambda draws, tokens: -np.log1p(-np.minimum(numbers, 1 - 2**-53)))
         return np.eye(2)[race(np.broadcast_to(probs, numbers.shape), numbers)]
@@ -97,18 +95,18 @@ WRONG: dict[str, Callable[..., np.ndarray]] = {
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_race_is_noticed(wrong: str) -> None:
+def test_a_wrong_race_is_noticed(wrong):
     assert variation(WRONG[wrong]) > 1e-3
 
 
-def test_impossible_tokens_never_win_and_of_equal_ones_the_first_does() -> None:
+def test_impossible_tokens_never_win_and_of_equal_ones_the_first_does():
     draws = draws_of(300)
     assert (race(np.tile(np.float32([0, 1, 0]), (300, 1)), draws) == 1).all()
     assert set(race(np.tile(np.float32([0, 0.5, 0, 0.5]), (300, 1)), draws).tolist()) == {1, 3}
     assert race(np.full(4, np.nan, np.float32), draws[0]) == 0
 
 
-def test_rows_of_one_token_need_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_token_need_no_times(monkeypatch):
     draws = draws_of(30)
     greedy = np.eye(7, dtype=np.float32)[np.arange(30) % 7]
     beside = np.concatenate((greedy, np.full((1, 7), 1 / 7, np.float32)))  # then the times decide all rows
@@ -119,7 +117,7 @@ def test_rows_of_one_token_need_no_times(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.distribution
-def test_times_are_exponential_and_independent() -> None:
+def test_times_are_exponential_and_independent():
     from scipy import stats
 
     draws = draws_of(100_000)
@@ -139,7 +137,7 @@ def test_times_are_exponential_and_independent() -> None:
 
 
 @pytest.mark.distribution
-def test_tokens_and_matches_have_their_probabilities() -> None:
+def test_tokens_and_matches_have_their_probabilities():
     from scipy import stats
 
     num, rng = 100_000, np.random.default_rng(1)

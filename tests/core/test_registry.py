@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of methods; other packages add theirs as entry points, which are looked up for unknown names alone."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -35,7 +33,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("echo")
-def test_an_entry_point_is_a_method_and_takes_no_name_of_the_table() -> None:
+def test_an_entry_point_is_a_method_and_takes_no_name_of_the_table():
     assert isinstance(registry.method("echo"), EchoMethod)
     assert registry.method("ngram").name == "ngram"
     names = [method.name for method in registry.all_methods()]
@@ -46,7 +44,7 @@ def test_an_entry_point_is_a_method_and_takes_no_name_of_the_table() -> None:
     assert "'echo'" in caught.value.todo
 
 
-def test_names_of_the_table_look_no_package_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_of_the_table_look_no_package_up(monkeypatch, tmp_path):
     def refuse(**kwargs: str) -> NoReturn:
         raise AssertionError(kwargs)
 
@@ -57,7 +55,7 @@ def test_names_of_the_table_look_no_package_up(monkeypatch: pytest.MonkeyPatch, 
         registry.backend("nowhere")
 
 
-def test_a_method_has_the_name_of_its_line_and_needs_little() -> None:
+def test_a_method_has_the_name_of_its_line_and_needs_little():
     assert [method.name for method in registry.all_methods()] == list(registry.METHODS)
     bare = registry.method("none")
     assert bare.graph_jobs(None) == () and not bare.formats and not bare.trainer and bare.TrainingConfig is None
@@ -65,7 +63,7 @@ def test_a_method_has_the_name_of_its_line_and_needs_little() -> None:
         Method().make_proposer(None, {}, None)  # type: ignore[arg-type]
 
 
-def test_a_method_that_can_be_trained_names_its_trainer() -> None:
+def test_a_method_that_can_be_trained_names_its_trainer():
     for method in registry.all_methods():
         assert bool(method.trainer) == (method.TrainingConfig is not None)
     with pytest.raises(RecipeError, match=r"one of dflash, draft_model, .*prophet"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance rules by enumeration, see `rules_lab`: the emitted tokens have the target's distribution to 1e-12."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -35,24 +33,24 @@ def worst(form: Form, rule: type[Rule] = Rule, **options: object) -> float:
 
 
 @pytest.mark.parametrize(("form", "rule"), [(CHAIN, Rule), (CHAIN, Stopping), (TREE, Rule), (WIDE, Rule)])
-def test_drawn_drafts_leave_the_targets_distribution(form: Form, rule: type[Rule]) -> None:
+def test_drawn_drafts_leave_the_targets_distribution(form, rule):
     assert worst(form, rule, **DRAWN) < 1e-12
 
 
 @pytest.mark.parametrize("form", [CHAIN, TREE], ids=str)
 @pytest.mark.parametrize("share", ["", "next"])
 @pytest.mark.parametrize("races", [True, False])
-def test_drafts_that_are_matched_leave_it_whatever_they_know(form: Form, share: str, races: bool) -> None:
+def test_drafts_that_are_matched_leave_it_whatever_they_know(form, share, races):
     """Own numbers, or those that give the target's token: in a race, or by the inverse distribution function."""
     assert worst(form, by_match=True, races=races, drafts_share=share) < 1e-12
 
 
 @pytest.mark.parametrize("form", [CHAIN[:3], SIBLINGS], ids=str)
-def test_a_lookups_drafts_may_be_told_as_one_hot(form: Form) -> None:
+def test_a_lookups_drafts_may_be_told_as_one_hot(form):
     assert worst(form, OneHot, **DRAWN) < 1e-12
 
 
-def test_a_block_keeps_what_the_theory_says() -> None:
+def test_a_block_keeps_what_the_theory_says():
     """Sun et al.'s example: 11/9 drafts of two are kept; a rule that decides draft by draft keeps 10/9."""
     target, draft = (lambda _: np.array([1 / 3, 2 / 3, 0])), (lambda _: np.array([2 / 3, 1 / 3, 0]))
     form = CHAIN[:3]
@@ -61,7 +59,7 @@ def test_a_block_keeps_what_the_theory_says() -> None:
         assert Rule(dist_after, dist_after, form, **DRAWN).distance() == pytest.approx((0, 2), abs=1e-12)
 
 
-def test_a_race_keeps_what_the_theory_says() -> None:
+def test_a_race_keeps_what_the_theory_says():
     """Daliri et al. 2024: both races have the same winner with this probability; of two siblings one is it oftener."""
     for target_after, draft_after in PAIRS:
         target, draft = target_after(()), draft_after(())
@@ -136,7 +134,7 @@ SLOTS: dict[str, tuple[Form, dict[str, object], dict[str, str]]] = {
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("mutant", BLOCKS)
-def test_a_wrong_block_rule_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_block_rule_is_noticed(mutant, monkeypatch):
     """Among them are the two forms of hierarchical decoding (arXiv 2601.05724) without the running cap."""
     mutate("keep_block", BLOCKS[mutant], monkeypatch)
     assert worst(CHAIN[:3], **DRAWN) > 1e-3
@@ -144,7 +142,7 @@ def test_a_wrong_block_rule_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("mutant", SLOTS)
-def test_a_wrong_walk_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_walk_is_noticed(mutant, monkeypatch):
     form, options, changes = SLOTS[mutant]
     assert worst(form, **options) < 1e-12
     mutate("accept_slot", changes, monkeypatch)
@@ -165,7 +163,7 @@ WRONG: dict[str, tuple[Form, type[Rule], dict[str, object]]] = {
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_drafts_are_noticed(wrong: str) -> None:
+def test_wrong_drafts_are_noticed(wrong):
     form, rule, options = WRONG[wrong]
     assert worst(form, rule, **options) > 1e-3
 
@@ -175,7 +173,7 @@ class Cut(Rule):
 
 
 @pytest.mark.mutant
-def test_drawn_drafts_may_not_be_cut_before_one_that_is_impossible() -> None:
+def test_drawn_drafts_may_not_be_cut_before_one_that_is_impossible():
     """As a grammar's mask might: the cut tells what was drawn. The draft must stay, as one that is refused."""
 
     def target(prefix: tuple[int, ...]) -> np.ndarray:

@@ -36,11 +36,11 @@ from speccompile.errors import RuntimeFault
         ),
     ],
 )
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_philox_known_answers(counter, key, expected):
     assert tuple(int(w) for w in philox(np.array(counter, np.uint64), np.array(key, np.uint64))) == expected
 
 
-def test_philox_is_elementwise() -> None:
+def test_philox_is_elementwise():
     rng = np.random.default_rng(0)
     counters, keys = rng.integers(0, 2**32, (4, 3, 5), np.uint64), rng.integers(0, 2**32, (2, 3, 5), np.uint64)
     blocks = philox(counters, keys)
@@ -48,7 +48,7 @@ def test_philox_is_elementwise() -> None:
     np.testing.assert_array_equal(blocks[:, 1, 2], philox(counters[:, 1, 2], keys[:, 1, 2]))
 
 
-def test_uniforms_are_uniform_and_independent() -> None:
+def test_uniforms_are_uniform_and_independent():
     from scipy import stats
 
     positions = np.arange(20000)[None]
@@ -64,7 +64,7 @@ def test_uniforms_are_uniform_and_independent() -> None:
     assert np.abs(correlation).max() < 4 / np.sqrt(rows.shape[1])
 
 
-def test_uniforms_do_not_depend_on_the_batch() -> None:
+def test_uniforms_do_not_depend_on_the_batch():
     seeds, positions = np.array([3, 2**63 + 1], np.uint64), np.array([[5, 6, 2**40], [5, 9, 1]])
     both = uniforms(seeds, positions, TARGET_LANE)
     for slot in range(2):
@@ -74,12 +74,12 @@ def test_uniforms_do_not_depend_on_the_batch() -> None:
     assert len(np.unique(both)) == both.size
 
 
-def test_deterministic_drafts_have_the_draws_of_a_race() -> None:
+def test_deterministic_drafts_have_the_draws_of_a_race():
     tree = TokenTree.tree([[0] * 4], [[-1, 0, 0, 1]])
     np.testing.assert_array_equal(tree_uniforms([11], [40], tree), race_draws([11], [[41, 42, 42, 43]]))
 
 
-def test_tree_uniforms_belong_to_the_token_they_decide() -> None:
+def test_tree_uniforms_belong_to_the_token_they_decide():
     tree = TokenTree.tree([[0] * 5], [[-1, 0, 0, 1, 2]], draft_probs=np.zeros((1, 5, 2), np.float32))
     drawn = tree_uniforms([11], [40], tree)[0]
     assert drawn.shape == (5, 2) and drawn.flags.c_contiguous
@@ -91,7 +91,7 @@ def test_tree_uniforms_belong_to_the_token_they_decide() -> None:
 
 
 @pytest.mark.export
-def test_warp_is_what_transformers_does() -> None:
+def test_warp_is_what_transformers_does():
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     rng = np.random.default_rng(1)
@@ -109,7 +109,7 @@ def test_warp_is_what_transformers_does() -> None:
         np.testing.assert_allclose(got, scores.softmax(-1).numpy(), atol=1e-6)
 
 
-def test_warp_by_slot() -> None:
+def test_warp_by_slot():
     logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]] * 5, dtype=np.float32))
     got = warp(logits, [0.0, 1.0, 1.0, 1.0, 0.0], [0, 0, 2, 0, 3], [1.0, 1.0, 1.0, 0.65, 0.1])
     expected = [[1, 0, 0, 0], [0.4, 0.3, 0.2, 0.1], [4 / 7, 3 / 7, 0, 0], [4 / 7, 3 / 7, 0, 0], [1, 0, 0, 0]]
@@ -117,20 +117,20 @@ def test_warp_by_slot() -> None:
     assert got.dtype == np.float32
 
 
-def test_ties() -> None:
+def test_ties():
     logits = np.array([[2, 3, 3, 1, 3]], dtype=np.float32)
     np.testing.assert_array_equal(warp(logits, [0.0], [0], [1.0]), [[0, 1, 0, 0, 0]])
     np.testing.assert_allclose(warp(logits, [1.0], [1], [1.0]), [[0, 1 / 3, 1 / 3, 0, 1 / 3]], atol=1e-7)
     np.testing.assert_allclose(warp(logits, [1.0], [0], [0.5]), [[0, 0.5, 0.5, 0, 0]], atol=1e-7)
 
 
-def test_top_p_is_reached_by_a_mass_equal_to_it() -> None:
+def test_top_p_is_reached_by_a_mass_equal_to_it():
     quarters = np.zeros((1, 4), dtype=np.float32)  # their sums are exact
     for top_p, num in ((0.25, 1), (0.5, 2), (0.75, 3), (0.51, 3)):
         np.testing.assert_array_equal(warp(quarters, [1.0], [0], [top_p])[0] > 0, np.arange(4) < num)
 
 
-def test_a_draw_at_an_edge_takes_the_next_token_with_mass() -> None:
+def test_a_draw_at_an_edge_takes_the_next_token_with_mass():
     probs = np.array([0, 0.5, 0, 0.5, 0], dtype=np.float32)
     at = [0, 0.5 - 2**-24, 0.5, 1 - 2**-24]
     assert draw(np.tile(probs, (4, 1)), at).tolist() == [1, 1, 3, 3]
@@ -144,7 +144,7 @@ def test_a_draw_at_an_edge_takes_the_next_token_with_mass() -> None:
     st.integers(1, 100),
     st.integers(1, 30),
 )
-def test_warp_keeps_the_most_probable(seed: int, heat: int, top_k: int, mass: int, vocab: int) -> None:
+def test_warp_keeps_the_most_probable(seed, heat, top_k, mass, vocab):
     # Percents, not st.floats: hypothesis refuses floats once an engine has made this thread flush denormals.
     temperature, top_p = heat / 100, mass / 100
     logits = np.random.default_rng(seed).normal(size=(1, vocab)).astype(np.float32)
@@ -160,7 +160,7 @@ def test_warp_keeps_the_most_probable(seed: int, heat: int, top_k: int, mass: in
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 2**24 - 1), st.integers(1, 30))
-def test_draw_inverts_the_cdf(seed: int, word: int, vocab: int) -> None:
+def test_draw_inverts_the_cdf(seed, word, vocab):
     uniform = word * 2**-24
     rng = np.random.default_rng(seed)
     probs = (rng.random(vocab) * (rng.random(vocab) < 0.6)).astype(np.float32)
@@ -198,12 +198,12 @@ def test_draw_inverts_the_cdf(seed: int, word: int, vocab: int) -> None:
         ("logit_bias", {float("inf"): 1.0}, "expected .token id, bias. pairs"),
     ],
 )
-def test_requests_out_of_range_are_refused(field: str, value: object, message: str) -> None:
+def test_requests_out_of_range_are_refused(field, value, message):
     with pytest.raises(RuntimeFault, match=f"SamplingParams.{field}: .*{message}"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
-def test_warp_inputs() -> None:
+def test_warp_inputs():
     arrays = warp_inputs([SamplingParams(), SamplingParams(temperature=0.5, top_k=3, top_p=0.25)])
     assert [a.tolist() for a in arrays] == [[0.0, 0.5], [0, 3], [1.0, 0.25]]
     assert [a.dtype for a in arrays] == [np.float32, np.int64, np.float32]
@@ -212,9 +212,7 @@ def test_warp_inputs() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-46, 1e-40, 1e-38, 1e-37, 3e-37, 1e-36, 1e-25])
 @pytest.mark.parametrize("top", [(0, 1.0), (3, 1.0), (0, 0.3)])
-def test_the_lowest_temperatures_are_greedy_however_large_the_logits(
-    temperature: float, top: tuple[int, float]
-) -> None:
+def test_the_lowest_temperatures_are_greedy_however_large_the_logits(temperature, top):
     logits = np.array([[300.0, 324.0, 323.9, 324.0], [-2e18, -3e18, -2e18, -5.0]], dtype=np.float32)
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         probs = warp(logits, [temperature] * 2, [top[0]] * 2, [top[1]] * 2)
@@ -222,13 +220,13 @@ def test_the_lowest_temperatures_are_greedy_however_large_the_logits(
     assert SamplingParams(temperature=temperature).is_greedy
 
 
-def test_values_that_float32_does_not_hold_are_brought_into_its_range() -> None:
+def test_values_that_float32_does_not_hold_are_brought_into_its_range():
     temperature, _, top_p = warp_inputs([SamplingParams(temperature=1e300, top_p=1e-300)])
     assert np.isfinite(temperature).all() and top_p[0] > 0
     probs = warp(np.array([[1.0, 5.0, 2.0]], dtype=np.float32), [1.0], [0], top_p)
     assert probs.tolist() == [[0, 1, 0]]
 
 
-def test_a_number_that_python_does_not_write_is_refused_in_words() -> None:
+def test_a_number_that_python_does_not_write_is_refused_in_words():
     with pytest.raises(RuntimeFault, match="got a number of thousands of digits; expected 0"):
         SamplingParams(seed=10**5000)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs of decoders whose layers keep different things: K and V of several sizes, recurrent states, or nothing."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import prod
@@ -24,14 +22,14 @@ MIXED = replace(
 )
 
 
-def test_layers_are_alike_where_nothing_else_is_said() -> None:
+def test_layers_are_alike_where_nothing_else_is_said():
     assert PLAIN.per_layer == (LayerDims(2, 16),) * 3
     assert PLAIN.attention_layers == (0, 1, 2) and PLAIN.recurrent_layers == ()
     assert PLAIN.cache_row_bytes_in("float16") == 2 * 2 * 3 * 2 * 16
     assert PLAIN.state_bytes(5) == 0
 
 
-def test_a_plain_decoder_has_neither_states_nor_their_inputs() -> None:
+def test_a_plain_decoder_has_neither_states_nor_their_inputs():
     spec = verified_spec(decoder_spec("target", PLAIN, max_pending=9))
     assert spec.states == () and (spec.max_pending, spec.conv_history) == (0, 0)
     assert not {"state_lengths", "sure_nodes"} & {t.name for t in spec.inputs}
@@ -39,7 +37,7 @@ def test_a_plain_decoder_has_neither_states_nor_their_inputs() -> None:
     assert "layer_dims" not in json_from_dims(PLAIN)
 
 
-def test_each_layer_has_what_it_keeps() -> None:
+def test_each_layer_has_what_it_keeps():
     spec = decoder_spec("target", MIXED, max_pending=5)
     assert spec.caches == ("k_cache.1", "v_cache.1", "k_cache.3", "v_cache.3")
     assert [spec.input(name).dims for name in spec.caches[1:3]] == [
@@ -62,7 +60,7 @@ def test_each_layer_has_what_it_keeps() -> None:
 
 
 @pytest.mark.parametrize("tail", ["verify", "candidates"])
-def test_a_tail_stands_before_states_and_caches(tail: str) -> None:
+def test_a_tail_stands_before_states_and_caches(tail):
     plain = decoder_spec("target", MIXED, max_pending=5)
     spec = verified_spec(plain) if tail == "verify" else candidate_spec(plain, 3, True)
     kept = [*spec.states, *spec.caches]
@@ -72,7 +70,7 @@ def test_a_tail_stands_before_states_and_caches(tail: str) -> None:
     assert [t.name for t in (*spec.plain_outputs, *spec.outputs[-len(kept) :])] == [t.name for t in spec.outputs]
 
 
-def test_bytes_of_a_slot_are_those_of_its_tensors() -> None:
+def test_bytes_of_a_slot_are_those_of_its_tensors():
     spec, rows = decoder_spec("target", MIXED, max_pending=7), 11
     states = sum(4 * prod(shape) for shape in spec.state_shapes(1).values())
     assert MIXED.state_bytes(7) == states
@@ -81,7 +79,7 @@ def test_bytes_of_a_slot_are_those_of_its_tensors() -> None:
     assert rows * MIXED.cache_row_bytes == caches
 
 
-def test_sizes_and_spec_come_back_from_json() -> None:
+def test_sizes_and_spec_come_back_from_json():
     assert dims_from_json(ModelDims, json.loads(json.dumps(json_from_dims(MIXED)))) == MIXED
     assert dims_from_json(ModelDims, json.loads(json.dumps(json_from_dims(PLAIN)))) == PLAIN
     for dims in (PLAIN, MIXED):
@@ -89,16 +87,16 @@ def test_sizes_and_spec_come_back_from_json() -> None:
         assert spec_from_json(json.loads(json.dumps(spec.json_from_spec()))) == spec
 
 
-def test_fewer_layers_keep_the_first_ones() -> None:
+def test_fewer_layers_keep_the_first_ones():
     cut = replace(MIXED, num_layers=2)
     assert cut.per_layer == MIXED.layer_dims[:2] and cut.attention_layers == (1,)
 
 
-def test_a_borrowed_cache_has_the_sizes_of_its_own_layer() -> None:
+def test_a_borrowed_cache_has_the_sizes_of_its_own_layer():
     assert shared_cache(MIXED, "v_cache.3").dims == ("batch", 1, "shared_rows", 32)
 
 
-def test_a_probe_keeps_all_nodes_of_steps_that_cannot_wait() -> None:
+def test_a_probe_keeps_all_nodes_of_steps_that_cannot_wait():
     spec = decoder_spec("target", MIXED, max_pending=4)
     few, many = (probe_inputs(spec, num_nodes=n, length=6) for n in (4, 5))
     assert few[SURE_NODES].tolist() == [0] and many[SURE_NODES].tolist() == [5]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block drafters with one fault each; see `tests.doctor.traps`."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.checkpoints import checkpoint_lab as lab

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts that read masks, a head of two products, and stored tables, with one fault each; see `tests.doctor.traps`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions keep every number, write what others load, and leave no file when they refuse."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -53,7 +51,7 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "to"), PAIRS)
-def test_nothing_is_lost_on_the_way(name: str, to: str, tmp_path: Path, target: Path) -> None:
+def test_nothing_is_lost_on_the_way(name, to, tmp_path, target):
     make, layout = lab.LAYOUTS[name]
     method = layout.partition("/")[0]
     source, dest = make(tmp_path / "source"), tmp_path / "dest"
@@ -69,14 +67,14 @@ def test_nothing_is_lost_on_the_way(name: str, to: str, tmp_path: Path, target: 
 
 
 @pytest.mark.parametrize("to", ["numbered", "speculators"])
-def test_a_head_of_two_products_stays_in_our_layout(to: str, tmp_path: Path, target: Path, capsys: Any) -> None:
+def test_a_head_of_two_products_stays_in_our_layout(to, tmp_path, target, capsys):
     """Others would read the second product as the whole head."""
     source, dest = lab.eagle3_low_rank(tmp_path / "source"), tmp_path / "dest"
     assert run("convert", source, "--to", to, "--target", target, "-o", dest) != 0
     assert "lm_head" in capsys.readouterr().err and not dest.exists()
 
 
-def test_what_is_written_is_what_safetensors_writes(tmp_path: Path) -> None:
+def test_what_is_written_is_what_safetensors_writes(tmp_path):
     source, dest = lab.eagle3_ours(tmp_path / "source"), tmp_path / "dest"
     assert run("convert", source, "-o", dest) == 0
     with safe_open(dest / "model.safetensors", "pt") as file:
@@ -87,9 +85,7 @@ def test_what_is_written_is_what_safetensors_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before_residual", [False, True])
 @pytest.mark.parametrize("make", [lab.eagle3_ours, lab.eagle3_whole])
-def test_logits_are_equal_after_a_round_trip_through_the_speculators_format(
-    make: Any, before_residual: bool, tmp_path: Path, target: Path
-) -> None:
+def test_logits_are_equal_after_a_round_trip_through_the_speculators_format(make, before_residual, tmp_path, target):
     source, other, back = make(tmp_path / "a"), tmp_path / "b", tmp_path / "c"
     lab.set_config(source, norm_before_residual=before_residual)
     assert run("convert", source, "--to", "speculators", "--target", target, "-o", other) == 0
@@ -113,7 +109,7 @@ def test_logits_are_equal_after_a_round_trip_through_the_speculators_format(
     assert not torch.equal(target_logits(flat, held, "midlayer", tokens, states), logits[2])
 
 
-def test_the_speculators_config_has_what_vllm_reads(tmp_path: Path, target: Path) -> None:
+def test_the_speculators_config_has_what_vllm_reads(tmp_path, target):
     source, dest = lab.eagle3_specforge(tmp_path / "source"), tmp_path / "dest"
     assert run("convert", source, "--to", "speculators", "--target", target, "-o", dest) == 0
     config = json.loads((dest / "config.json").read_text())
@@ -131,13 +127,13 @@ def test_the_speculators_config_has_what_vllm_reads(tmp_path: Path, target: Path
     assert "layers.0.hidden_norm.weight" in keys and {"d2t", "t2d", "fc.weight", "norm.weight"} <= keys
 
 
-def test_a_mask_is_made_where_only_the_map_is_stored(tmp_path: Path) -> None:
+def test_a_mask_is_made_where_only_the_map_is_stored(tmp_path):
     folder = lab.eagle3_ours(tmp_path)
     lab.edit(folder, lambda held: held.pop("t2d"))
     assert read_ours("eagle3", folder)[1]["t2d"].nonzero().flatten().tolist() == lab.KEPT
 
 
-def test_shared_weights_are_one_tensor(tmp_path: Path) -> None:
+def test_shared_weights_are_one_tensor(tmp_path):
     first, all_copies = lab.mlp_first_copies(tmp_path / "a"), lab.mlp_tied(tmp_path / "b")
     for folder in (first, all_copies):
         _, held = read_ours("mlp", folder)
@@ -148,12 +144,12 @@ def test_shared_weights_are_one_tensor(tmp_path: Path) -> None:
     assert sorted(load_file(tmp_path / "c" / "model.safetensors")) == sorted(load_file(first / "model.safetensors"))
 
 
-def test_heads_without_biases_get_zeros(tmp_path: Path) -> None:
+def test_heads_without_biases_get_zeros(tmp_path):
     _, held = read_ours("medusa", lab.medusa_vllm(tmp_path))
     assert held["2.0.linear.bias"].shape == (lab.HIDDEN,) and not held["2.0.linear.bias"].any()
 
 
-def test_repeated_blocks_are_written_as_they_act(tmp_path: Path) -> None:
+def test_repeated_blocks_are_written_as_they_act(tmp_path):
     held = lab.medusa_tensors(num_layers=2)
     kept = {k: t for k, t in held.items() if ".1.linear." not in k}
     source = lab.save(tmp_path / "a", {**lab.MEDUSA, "medusa_num_layers": 2}, kept)
@@ -162,7 +158,7 @@ def test_repeated_blocks_are_written_as_they_act(tmp_path: Path) -> None:
     assert made.keys() == held.keys() and torch.equal(made["1.1.linear.weight"], held["1.0.linear.weight"])
 
 
-def test_heads_on_the_targets_lm_head(tmp_path: Path, target: Path) -> None:
+def test_heads_on_the_targets_lm_head(tmp_path, target):
     held = {k: t for k, t in lab.medusa_tensors().items() if ".linear." in k}
     config = {**lab.MEDUSA, "hidden_size": lab.HIDDEN, "vocab_size": lab.VOCAB, "original_lm_head": True}
     folder = lab.save(tmp_path / "a", config, held)
@@ -173,7 +169,7 @@ def test_heads_on_the_targets_lm_head(tmp_path: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "eagle3-whole", "mlp", "glide-tied"])
-def test_padding_is_cut_to_the_targets_vocabulary(name: str, tmp_path: Path) -> None:
+def test_padding_is_cut_to_the_targets_vocabulary(name, tmp_path):
     make, layout = lab.LAYOUTS[name]
     source = make(tmp_path / "source")
     if name == "eagle3":  # its last kept token is in the padding otherwise
@@ -200,9 +196,7 @@ def test_padding_is_cut_to_the_targets_vocabulary(name: str, tmp_path: Path) -> 
         (("--target", "nowhere"), 3, "no such folder"),
     ],
 )
-def test_a_refusal_leaves_nothing(
-    words: tuple[str, ...], code: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_leaves_nothing(words, code, text, tmp_path, capsys):
     source = lab.medusa_ours(tmp_path / "source")
     assert run("convert", source, "-o", tmp_path / "dest", "--json", *words) == code
     fault = json.loads(capsys.readouterr().out)["error"]
@@ -210,13 +204,13 @@ def test_a_refusal_leaves_nothing(
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_folder_that_is_taken_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_taken_is_not_replaced(tmp_path):
     source = lab.medusa_ours(tmp_path / "source")
     assert run("convert", source, "-o", source) == 6
     assert sorted(p.name for p in source.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
 
@@ -227,12 +221,12 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("make", [lab.lilicorr, lab.domino])
-def test_what_a_format_cannot_state_is_not_converted(make: Any, tmp_path: Path, target: Path) -> None:
+def test_what_a_format_cannot_state_is_not_converted(make, tmp_path, target):
     source = make(tmp_path / "source")
     assert run("convert", source, "--to", "speculators", "--target", target, "-o", tmp_path / "dest") == 3
 
 
-def test_values_that_are_not_finite_are_not_converted(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_not_converted(tmp_path):
     source = lab.medusa_ours(tmp_path / "source")
     lab.edit(source, lambda held: held.update({"0.1.weight": held["0.1.weight"] / 0}))
     assert run("convert", source, "-o", tmp_path / "dest") == 3

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor names every layout and finds every planted trap; without the check for it, it does not."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -50,7 +48,7 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", lab.LAYOUTS)
-def test_a_sound_checkpoint_is_named_and_has_no_finding(name: str, tmp_path: Path, target: Path) -> None:
+def test_a_sound_checkpoint_is_named_and_has_no_finding(name, tmp_path, target):
     make, layout = lab.LAYOUTS[name]
     report = look(make(tmp_path / "speculator"), target)
     assert [f.text() for f in report.findings] == []
@@ -58,7 +56,7 @@ def test_a_sound_checkpoint_is_named_and_has_no_finding(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_a_planted_trap_is_found_by_its_check_alone(name: str, tmp_path: Path) -> None:
+def test_a_planted_trap_is_found_by_its_check_alone(name, tmp_path):
     trap = TRAPS[name]
     target = lab.write_target(tmp_path / "target", **trap.target)
     folder = trap.make(tmp_path / "speculator")
@@ -76,15 +74,13 @@ def test_a_planted_trap_is_found_by_its_check_alone(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("make", "changes"), TAKEN.values(), ids=TAKEN.keys())
-def test_a_key_that_says_what_is_computed_anyway_is_taken(
-    make: Any, changes: dict[str, Any], tmp_path: Path, target: Path
-) -> None:
+def test_a_key_that_says_what_is_computed_anyway_is_taken(make, changes, tmp_path, target):
     folder = make(tmp_path / "speculator")
     lab.set_config(folder, **changes)
     assert [f.text() for f in look(folder, target).findings] == []
 
 
-def test_every_check_has_a_trap() -> None:
+def test_every_check_has_a_trap():
     assert {c.name for f in FORMATS for c in f.checks} == {trap.check for trap in TRAPS.values()}
 
 
@@ -112,9 +108,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
 
 
 @pytest.mark.parametrize(("make", "key", "table"), COPIES.values(), ids=COPIES.keys())
-def test_a_stored_copy_of_a_table_of_the_target_that_is_none_is_said(
-    make: Any, key: str, table: str, tmp_path: Path, target: Path
-) -> None:
+def test_a_stored_copy_of_a_table_of_the_target_that_is_none_is_said(make, key, table, tmp_path, target):
     folder, tables = make(tmp_path / "speculator"), lab.write_tables(target)
     if table == "model.embed_tokens.weight" and key == "lm_head.weight":
         save_file({table: tables[table]}, target / "model.safetensors")
@@ -125,9 +119,7 @@ def test_a_stored_copy_of_a_table_of_the_target_that_is_none_is_said(
         assert "target.tables" not in {f.check for f in look(folder, target, values=False).findings}
 
 
-def test_a_build_says_that_a_stored_table_is_unlike_the_targets(
-    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_build_says_that_a_stored_table_is_unlike_the_targets(tmp_path, target, caplog):
     from speccompile.checkpoints.checkpoint import read_dims
     from speccompile.core.jobs import GraphJob, SourceContext
 
@@ -143,7 +135,7 @@ def test_a_build_says_that_a_stored_table_is_unlike_the_targets(
 
 
 @pytest.mark.parametrize(("vocab", "words"), [(38, "convert --target. cuts the rows"), (44, "cannot be made up")])
-def test_a_padded_vocabulary_is_distinguished_from_another(vocab: int, words: str, tmp_path: Path) -> None:
+def test_a_padded_vocabulary_is_distinguished_from_another(vocab, words, tmp_path):
     from tokenizers import Tokenizer, models
 
     target = lab.write_target(tmp_path / "target", vocab_size=vocab)
@@ -153,18 +145,18 @@ def test_a_padded_vocabulary_is_distinguished_from_another(vocab: int, words: st
     assert words in found.todo.replace("`", ".")
 
 
-def test_without_a_target_its_checks_are_silent(tmp_path: Path) -> None:
+def test_without_a_target_its_checks_are_silent(tmp_path):
     assert examine(str(lab.glide_ours(tmp_path))).findings == ()
 
 
-def test_an_override_takes_the_place_of_the_config(tmp_path: Path, target: Path) -> None:
+def test_an_override_takes_the_place_of_the_config(tmp_path, target):
     folder = lab.medusa_ours(tmp_path / "speculator")
     lab.set_config(folder, medusa_num_heads=2)
     assert look(folder, target, overrides={"medusa_num_heads": 3}).findings == ()
 
 
 @pytest.mark.parametrize("name", lab.LAYOUTS)
-def test_a_speculator_of_another_method_is_said_to_be_one(name: str, tmp_path: Path) -> None:
+def test_a_speculator_of_another_method_is_said_to_be_one(name, tmp_path):
     make, layout = lab.LAYOUTS[name]
     folder, own = make(tmp_path / "speculator"), layout.partition("/")[0]
     for method in sorted(LAYOUT_METHODS - {own}):
@@ -175,7 +167,7 @@ def test_a_speculator_of_another_method_is_said_to_be_one(name: str, tmp_path: P
         assert f"the method {own} " in caught.value.todo
 
 
-def test_every_source_says_what_it_was_given(tmp_path: Path, target: Path) -> None:
+def test_every_source_says_what_it_was_given(tmp_path, target):
     from speccompile.checkpoints.checkpoint import read_dims
     from speccompile.core.jobs import GraphJob, SourceContext
 
@@ -248,9 +240,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_cannot_be_read_is_a_finding(
-    name: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_a_finding(name, tmp_path, target, monkeypatch):
     monkeypatch.chdir(tmp_path)
     harm, words = DAMAGES[name]
     folder = lab.medusa_ours(tmp_path / "speculator")
@@ -269,7 +259,7 @@ KNOWN: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_known_and_not_supported_is_named(name: str, tmp_path: Path) -> None:
+def test_what_is_known_and_not_supported_is_named(name, tmp_path):
     config, keys = KNOWN[name]
     lab.save(tmp_path, config, lab.draw(dict.fromkeys(keys, (2, 2))))
     report = examine(str(tmp_path))
@@ -277,7 +267,7 @@ def test_what_is_known_and_not_supported_is_named(name: str, tmp_path: Path) -> 
     assert "known but not supported yet" in report.findings[0].todo
 
 
-def test_the_speculators_format_says_whether_it_is_a_p_eagle(tmp_path: Path) -> None:
+def test_the_speculators_format_says_whether_it_is_a_p_eagle(tmp_path):
     folder = lab.eagle3_speculators(tmp_path)
     lab.set_config(folder, speculators_model_type="peagle")
     report = examine(str(folder))
@@ -285,7 +275,7 @@ def test_the_speculators_format_says_whether_it_is_a_p_eagle(tmp_path: Path) -> 
     assert {f.check for f in report.findings} == {"eagle3.config", "eagle3.mask"}
 
 
-def test_a_language_model_is_no_speculator(tmp_path: Path) -> None:
+def test_a_language_model_is_no_speculator(tmp_path):
     keys = {
         "model.embed_tokens.weight": (8, 4),
         "model.layers.0.input_layernorm.weight": (4,),
@@ -295,7 +285,7 @@ def test_a_language_model_is_no_speculator(tmp_path: Path) -> None:
     assert found.check == "format" and "a causal language model (LlamaForCausalLM)" in found.got
 
 
-def test_keys_of_nothing_known(tmp_path: Path) -> None:
+def test_keys_of_nothing_known(tmp_path):
     (found,) = examine(str(lab.save(tmp_path, {}, lab.draw({"a.b": (2,)})))).findings
     assert "1 keys of no known layout (a.b, ...)" in found.got
 
@@ -311,9 +301,7 @@ PUBLISHED = {  # hidden, inner, vocabulary, heads, tied, scaled
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes_are_checked_by_their_headers_alone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_sizes_are_checked_by_their_headers_alone(name, tmp_path, monkeypatch):
     def refuse(self: TensorFiles, key: str) -> None:
         raise AssertionError(f"{key} was read")
 
@@ -328,7 +316,7 @@ def test_published_sizes_are_checked_by_their_headers_alone(
     assert [f.check for f in look(folder, target, values=False).findings] == ["target.width"]
 
 
-def test_values_are_read_when_asked_to_be(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_read_when_asked_to_be(tmp_path, target, monkeypatch):
     folder = lab.medusa_ours(tmp_path / "speculator")
     lab.edit(folder, lambda held: held.update({"0.1.weight": held["0.1.weight"] / 0}))
     assert look(folder, target, values=False).findings == ()
@@ -337,7 +325,7 @@ def test_values_are_read_when_asked_to_be(tmp_path: Path, target: Path, monkeypa
     assert [f.check for f in look(folder, target, values=True).findings] == ["values.finite"]
 
 
-def test_a_folder_in_shards(tmp_path: Path, target: Path) -> None:
+def test_a_folder_in_shards(tmp_path, target):
     folder = lab.eagle3_ours(tmp_path / "speculator")
     held = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -351,7 +339,7 @@ def test_a_folder_in_shards(tmp_path: Path, target: Path) -> None:
     assert report.findings == () and report.num_tensors == len(held)
 
 
-def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path: Path) -> None:
+def test_a_method_refuses_with_a_hint_at_the_doctor(tmp_path):
     from speccompile.speculators.medusa.checkpoint import FORMATS
 
     folder = lab.medusa_ours(tmp_path)
@@ -366,7 +354,7 @@ TRAINED = {m.name for m in registry.all_methods() if m.trainer} & LAYOUT_METHODS
 
 
 @pytest.mark.parametrize("method", sorted(TRAINED))
-def test_what_training_writes_is_sound_and_ours(method: str, tmp_path: Path) -> None:
+def test_what_training_writes_is_sound_and_ours(method, tmp_path):
     hidden, vocab = 96, 64
     config = {**lab.LLAMA, "hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 6, "head_dim": 16}
     generator = torch.Generator().manual_seed(5)

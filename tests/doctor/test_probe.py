@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which reading is named, from counts of accepted drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +114,7 @@ def test_a_gain_that_is_small_or_by_chance_names_nothing():
 @pytest.mark.parametrize(
     ("best", "reason"), [(0.01, "of first drafts are accepted"), (0.6, "no reading is better or worse")]
 )
-def test_nothing_is_claimed_where_nothing_shows(best: float, reason: str):
+def test_nothing_is_claimed_where_nothing_shows(best, reason):
     report = probe([ORDER, SHIFT], drafter({"order": "b"}, {}, best))
     assert report.verdict == "undecided" and reason in report.reason and report.meant == {}
     (finding,) = report.findings

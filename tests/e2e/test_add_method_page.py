@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The method of docs/tutorials/add_a_method.md, run as the page says: same text, fewer steps."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-
-import pytest
 
 import speccompile
 
@@ -14,9 +10,7 @@ PAGE = (Path(__file__).parents[2] / "docs/tutorials/add_a_method.md").read_text(
 PROMPT = "x = [0, 0, 0, 0,"
 
 
-def test_the_method_of_the_page_gives_the_same_text_in_fewer_steps(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_method_of_the_page_gives_the_same_text_in_fewer_steps(pair, tmp_path, monkeypatch):
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     [group, point] = re.findall(r"^\[project.entry-points.\"(.*)\"\]\n(.*)$", PAGE, re.MULTILINE)[0]
     info = tmp_path / "repeat_drafts-1.0.dist-info"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference evaluator and ONNX Runtime decode a random pair to the same tokens, with every method."""
 
-from __future__ import annotations
-
 import pytest
 
 import speccompile

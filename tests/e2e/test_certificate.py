@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The certificate on compiled bundles: green as they are, red with defects that are planted into them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters of DFlash 2, LiLiCorr and Domino through the engine: every draft is the twin's walk over its block."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny target with EAGLE drafters on the CPU's engines: whatever is drafted, the text is the target's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/how_to/embed.md, run as it stands there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import speccompile
 from speccompile.common import chat_prompts
@@ -15,7 +11,7 @@ from speccompile.common import chat_prompts
 PAGE = (Path(__file__).parents[2] / "docs/how_to/embed.md").read_text()
 
 
-def test_the_page_runs(pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_runs(pair, monkeypatch, capsys):
     """The example pair knows no conversations: a template that joins them stands in the place of its own."""
     seen: list[Any] = []
 

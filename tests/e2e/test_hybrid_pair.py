@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example hybrid with the module inside its files: text is transformers' own, greedy and drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

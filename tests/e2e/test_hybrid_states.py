@@ -5,8 +5,6 @@ A draft with a cache of its own has the same bits. One that reads the target's s
 of rows that were read in another number at once differ in the last places in the graphs of these tests.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Gemma 3 with images, end to end: transformers' text offline, in the scheduler, over HTTP and for Triton."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io
@@ -95,9 +93,7 @@ def _tokens(engine: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
-def test_greedy_text_equals_transformers(
-    bundle: Path, expected: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_text_equals_transformers(bundle, expected, method, monkeypatch):
     monkeypatch.setattr("speccompile.runtime.spec_engine.controller_of", lambda proposer: None)
     engine = speccompile.load(bundle, method=method, verify=False)
     for batch_size in (1, 4):
@@ -107,17 +103,13 @@ def test_greedy_text_equals_transformers(
         assert _tokens(engine, batch_size=batch_size, speculative=False) == expected
 
 
-def test_chunks_of_a_prompt_never_cut_an_image(
-    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_a_prompt_never_cut_an_image(engine, expected, monkeypatch):
     for chunk in (1, 5):
         monkeypatch.setattr(engine.verifier, "chunk", chunk)
         assert _tokens(engine) == expected
 
 
-def test_a_causal_image_and_shifted_rows_are_noticed(
-    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_causal_image_and_shifted_rows_are_noticed(engine, expected, monkeypatch):
     feeds = PromptImages.feeds
 
     def causal(self: PromptImages, start: int, num: int) -> dict[str, Any]:
@@ -133,7 +125,7 @@ def test_a_causal_image_and_shifted_rows_are_noticed(
         assert sum(a != b for a, b in zip(found, expected, strict=True)) >= 2
 
 
-def test_files_and_token_ids_are_read_alike(engine: Any, expected: list[list[int]], tmp_path: Path) -> None:
+def test_files_and_token_ids_are_read_alike(engine, expected, tmp_path):
     path = tmp_path / "first.png"
     Pillow.fromarray(FIRST).save(path)
     ids = [7, 8, *lab.BLOCK, 9, 10]
@@ -142,9 +134,7 @@ def test_files_and_token_ids_are_read_alike(engine: Any, expected: list[list[int
     assert [t for step in engine.stream(ids, PARAMS, images=[FIRST]) for t in step.tokens] == expected[0]
 
 
-def test_the_command_line_reads_images(
-    bundle: Path, expected: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_reads_images(bundle, expected, tmp_path, capsys):
     for name, image in (("first.png", FIRST), ("second.png", SECOND)):
         Pillow.fromarray(image).save(tmp_path / name)
     found = tmp_path / "found.json"
@@ -186,9 +176,7 @@ def _request(case: int) -> Request:
     return Request(TEXTS[case], PARAMS, images=IMAGES[case])
 
 
-def test_a_kept_cache_is_never_that_of_another_image(
-    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_cache_is_never_that_of_another_image(engine, expected, monkeypatch):
     scheduler = make_scheduler(engine, FixedLength(), prefill_chunk=3)
     reused = []
     for case in (4, 5, 4, 5):
@@ -203,9 +191,7 @@ def test_a_kept_cache_is_never_that_of_another_image(
     assert [_drain(scheduler, engine, _request(case))[0][0] for case in (4, 5)] != [expected[4], expected[5]]
 
 
-def test_prompts_with_images_are_read_again_after_a_fault(
-    engine: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_with_images_are_read_again_after_a_fault(engine, expected, monkeypatch):
     """A decoding step fails while another prompt is half read: that one is read again from its start."""
     scheduler = make_scheduler(engine, FixedLength(), prefill_chunk=3)
     score, failed = engine.verifier.score, []
@@ -236,7 +222,7 @@ def test_prompts_with_images_are_read_again_after_a_fault(
         ("<start_of_image> w7", ["first.png"], "a str"),
     ],
 )
-def test_wrong_images_are_refused(engine: Any, prompt: Any, images: list[Any], got: str) -> None:
+def test_wrong_images_are_refused(engine, prompt, images, got):
     with pytest.raises(RuntimeFault, match=got):
         engine.generate(prompt, PARAMS, images=images)
 
@@ -252,7 +238,7 @@ def _chat(url: str, text: str = "w9 w10") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], "max_tokens": 8}
 
 
-def test_chats_with_images_are_answered_over_http(engine: Any, vlm: tuple[Path, Any]) -> None:
+def test_chats_with_images_are_answered_over_http(engine, vlm):
     service = Service(engine)
     app = make_app(OpenAIServer(service, ServerOptions("tiny")))
     prompt = [7, 8, *lab.BLOCK, 9, 10, 5]  # as the chat template writes it
@@ -291,7 +277,7 @@ def test_chats_with_images_are_answered_over_http(engine: Any, vlm: tuple[Path, 
         service.close()
 
 
-def test_tritons_model_reads_images(engine: Any, bundle: Path, expected: list[list[int]], tmp_path: Path) -> None:
+def test_tritons_model_reads_images(engine, bundle, expected, tmp_path):
     write_repository(bundle, tmp_path / "models", RepositoryOptions(links_bundle=True))
     assert 'name: "image"' in (tmp_path / "models/speccompile/config.pbtxt").read_text()
     rules = Rules(PARAMS, engine.eos_token_ids, engine.tokenizer)

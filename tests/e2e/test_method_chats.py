@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method in chats whose turns share their cache: the text, and the drafts, are those of a prompt read anew."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method, with chains and trees, on the CPU's backends at batch 1, 3 and 8: the text is the target's own."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction modules through the engine: every draft is the one transformers' own module would make."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Qwen3.5 drafted for in trees: the text is the target's own, and drafts follow the accepted path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +99,14 @@ METHODS = [
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(("method", "fields", "least_moved"), METHODS)
-def test_greedy_text_equals_plain_decoding(
-    engines: Any, plain: Any, method: str, fields: dict[str, Any], least_moved: int, batch_size: int
-) -> None:
+def test_greedy_text_equals_plain_decoding(engines, plain, method, fields, least_moved, batch_size):
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     texts, num_accepted, num_moved = decode(load(engines, method, **fields), batch_size, params)
     assert texts == plain
     assert num_accepted >= 10 and num_moved >= least_moved
 
 
-def test_a_modules_tree_has_the_best_tokens_after_every_path(engines: Any, checkpoints: Path) -> None:
+def test_a_modules_tree_has_the_best_tokens_after_every_path(engines, checkpoints):
     """As transformers' own module gives them, prompts and texts after accepted and refused drafts alike."""
     from speccompile.speculators.mtp.model import MtpModule
     from tests.speculators import mtp_lab
@@ -141,7 +137,7 @@ def test_a_modules_tree_has_the_best_tokens_after_every_path(engines: Any, check
 
 
 @pytest.mark.parametrize("fields", TREES.values(), ids=TREES)
-def test_the_seed_alone_decides_sampled_text(engines: Any, fields: dict[str, Any]) -> None:
+def test_the_seed_alone_decides_sampled_text(engines, fields):
     """Drawn drafts of a tree of a fixed shape, deterministic ones of a grown tree."""
     engine, texts = load(engines, "eagle3", **fields), []
     params = [
@@ -155,7 +151,7 @@ def test_the_seed_alone_decides_sampled_text(engines: Any, fields: dict[str, Any
     assert texts[0] == texts[1]
 
 
-def test_a_commit_of_the_first_rows_is_noticed(engines: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_of_the_first_rows_is_noticed(engines, plain, monkeypatch):
     monkeypatch.setattr(engines["target"].states, "_pending", [])
     texts, _, num_moved = decode(
         load(engines, "eagle3", **TREES["fixed"]), 3, SamplingParams(max_new_tokens=40, ignore_eos=True)

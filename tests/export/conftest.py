@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One thread: the models are tiny, and threads that wait for each other are slow on a busy machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EAGLE-3 drafter in plain torch, from the public descriptions: whole texts and trees, without caches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

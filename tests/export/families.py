@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny configs of every family, small enough for the reference evaluator; the features under test are on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCAB = 97

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny configs of the models with recurrent layers; key and value heads differ in number and width."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.export.families import VOCAB

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Gemma 3 with a vision tower as a hub would hold it: weights, tokenizer, image processor, chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

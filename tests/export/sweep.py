@@ -7,8 +7,6 @@
 A verdict is kept in build/sweep under a digest of what can change it, so that a sweep may be interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

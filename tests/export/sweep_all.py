@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole sweep: two child processes at most, a limit of CPU time for each type, and the resulting table."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

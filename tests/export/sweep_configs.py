@@ -5,8 +5,6 @@ A config begins with the defaults of its class; every size that it has is made s
 once, and a sliding window is shorter than the sequences that the sweep runs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from speccompile.checkpoints.text_towers import TOWERS

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods are replaced in the modules that need it, in the form that the installed transformers has."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,7 @@ def layer(name: str, **attributes: object) -> object:
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
-def test_modules_that_take_attention_from_the_registry_keep_their_method(model_type: str) -> None:
+def test_modules_that_take_attention_from_the_registry_keep_their_method(model_type):
     (adapter,) = ADAPTERS[model_type]
     assert adapter.form == "scale_attn" and is_adapted(model_type)
     old, new = layer(adapter.module, scale_attn=2.0), layer(adapter.module, scaling=0.5)
@@ -33,7 +31,7 @@ def test_modules_that_take_attention_from_the_registry_keep_their_method(model_t
     assert (old.layer_idx, new.layer_idx) == (0, 1)
 
 
-def test_adapters_without_a_form_are_for_all() -> None:
+def test_adapters_without_a_form_are_for_all():
     (adapter,) = ADAPTERS["bloom"]
     model = torch.nn.ModuleList([layer(adapter.module)])
     model.config = SimpleNamespace(model_type="bloom", _attn_implementation="eager")

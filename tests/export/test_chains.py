@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains from all starts of a text at once compute what each chain computes alone, row after row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ ROOTS, NODES, NUM = torch.tensor([1, 4, 9]), 14, 4
 
 
 @pytest.mark.parametrize("has_masks", [False, True])
-def test_chains_at_once_are_chains_alone(has_masks: bool):
+def test_chains_at_once_are_chains_alone(has_masks):
     torch.manual_seed(0)
     register()
     dims = replace(dims_from_config(Path("config"), CONFIG, "eagle3", 1), layers=(0, 1, 2))

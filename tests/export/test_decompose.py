@@ -4,8 +4,6 @@
 So with type promotion, which runs nothing that it leaves alone, and with blocks that switch gradients off again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -126,7 +124,7 @@ def targets(program: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("function", SIMPLE, ids=lambda f: f.__name__)
-def test_a_simple_program_is_rewritten_and_computes_the_same(function: Module) -> None:
+def test_a_simple_program_is_rewritten_and_computes_the_same(function):
     program, x = program_of(function)
     assert decompose.is_simplified(program, set())
     for called in targets(program):
@@ -139,7 +137,7 @@ def test_a_simple_program_is_rewritten_and_computes_the_same(function: Module) -
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
-def test_another_program_is_decomposed(function: Module) -> None:
+def test_another_program_is_decomposed(function):
     program, x = program_of(function)
     assert not decompose.is_simplified(program, set())
     with decompose.decompose_if_needed():
@@ -149,13 +147,13 @@ def test_another_program_is_decomposed(function: Module) -> None:
         assert torch.equal(run(decomposed, x), function(x.clone()))
 
 
-def test_an_operator_without_a_translation_is_decomposed() -> None:
+def test_an_operator_without_a_translation_is_decomposed():
     program, _ = program_of(halves)
     assert decompose.is_simplified(program, {ATEN.add.Tensor})
     assert not decompose.is_simplified(program, {ATEN.sub.Tensor})
 
 
-def test_torchs_own_method_is_there_again() -> None:
+def test_torchs_own_method_is_there_again():
     before = torch.export.ExportedProgram.run_decompositions
     with decompose.decompose_if_needed():
         assert torch.export.ExportedProgram.run_decompositions is not before
@@ -183,7 +181,7 @@ def nodes_of(program: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("function", [mixed_dtypes, logic, divide_in_place, halves], ids=lambda f: f.__name__)
-def test_type_promotion_that_runs_only_what_it_changes_has_the_same_result(function: Module) -> None:
+def test_type_promotion_that_runs_only_what_it_changes_has_the_same_result(function):
     expected, *_ = promoted(function)
     ran = []
     execute = torch.fx.Interpreter.run_node
@@ -209,7 +207,7 @@ def off_in_a_function(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_blocks_without_gradients_leave_no_trace_where_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_without_gradients_leave_no_trace_where_they_are_off(monkeypatch):
     splits = []
     split = replace_set_grad_with_hop_pass.sequential_split
     name = "sequential_split"
@@ -229,7 +227,7 @@ def test_blocks_without_gradients_leave_no_trace_where_they_are_off(monkeypatch:
     assert splits
 
 
-def test_gradients_and_torchs_own_methods_are_there_again_after_an_error() -> None:
+def test_gradients_and_torchs_own_methods_are_there_again_after_an_error():
     kinds = (
         (torch.no_grad, "__enter__"),
         (torch.no_grad, "__exit__"),
@@ -252,7 +250,7 @@ MUTANTS: dict[str, tuple[Module, dict[str, Callable[..., Any]]]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_without_a_condition_a_program_computes_something_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_condition_a_program_computes_something_else(name, monkeypatch):
     function, changes = MUTANTS[name]
     program, x = program_of(function)
     for attribute, value in changes.items():

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of an exported graph: its inputs and outputs, its few nodes, its weights."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -78,7 +75,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory):
     return model, dims, reference, stages, folder
 
 
-def test_inputs_and_outputs_are_the_specs(llama) -> None:
+def test_inputs_and_outputs_are_the_specs(llama):
     model, dims, *_ = llama
     spec = decoder_spec("decoder", dims, hidden=True, hidden_layers=(1, 0))
     assert dims_of(model.graph.inputs) == declared(spec.inputs)
@@ -86,7 +83,7 @@ def test_inputs_and_outputs_are_the_specs(llama) -> None:
     assert model.opset_imports == {"": 24, "speccompile": 1}
 
 
-def test_nodes_of_a_llama(llama) -> None:
+def test_nodes_of_a_llama(llama):
     model, dims, *_ = llama
     expected = Counter(LLAMA_REST)
     for _ in range(dims.num_layers):
@@ -94,7 +91,7 @@ def test_nodes_of_a_llama(llama) -> None:
     assert count_ops(model) == expected
 
 
-def test_nodes_of_a_gpt2_layer(tmp_path: Path) -> None:
+def test_nodes_of_a_gpt2_layer(tmp_path):
     from speccompile.export.decoder import export_decoder
 
     counts = []
@@ -105,14 +102,14 @@ def test_nodes_of_a_gpt2_layer(tmp_path: Path) -> None:
     assert not counts[0] - counts[1]
 
 
-def test_rope_tables_are_shared(llama) -> None:
+def test_rope_tables_are_shared(llama):
     model, dims, *_ = llama
     rotary = [n for n in model.graph if n.op_type == "RotaryEmbedding"]
     assert len({(n.inputs[1].name, n.inputs[2].name, n.inputs[3].name) for n in rotary}) == 1
     assert tuple(rotary[0].inputs[1].shape) == (16, dims.head_dim // 2)
 
 
-def test_weights_keep_their_names_and_their_memory(llama) -> None:
+def test_weights_keep_their_names_and_their_memory(llama):
     model, _, reference, _, _ = llama
     held = model.graph.initializers
     names = dict(reference.named_parameters())
@@ -131,7 +128,7 @@ def test_weights_keep_their_names_and_their_memory(llama) -> None:
             assert array.flags.f_contiguous and not array.flags.owndata, f"{name} was copied to be transposed"
 
 
-def test_hidden_states_are_what_transformers_has(llama) -> None:
+def test_hidden_states_are_what_transformers_has(llama):
     import torch
 
     model, dims, reference, _, _ = llama
@@ -150,7 +147,7 @@ def test_hidden_states_are_what_transformers_has(llama) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-def test_hidden_states_of_other_families(name: str, tmp_path: Path) -> None:
+def test_hidden_states_of_other_families(name, tmp_path):
     import torch
 
     from speccompile.export.decoder import export_decoder
@@ -166,18 +163,18 @@ def test_hidden_states_of_other_families(name: str, tmp_path: Path) -> None:
     assert specs.HIDDEN not in outputs
 
 
-def test_stages_are_reported(llama) -> None:
+def test_stages_are_reported(llama):
     stages = llama[3]
     assert stages[:4] == ["check weights", "load weights", "compare attention", "trace"]
     assert "fuse_rope" in stages
 
 
-def test_nothing_of_this_machine_is_in_the_graph(llama) -> None:
+def test_nothing_of_this_machine_is_in_the_graph(llama):
     model = llama[0]
     assert b"site-packages" not in ir.to_proto(model).SerializeToString()
 
 
-def test_onnx_accepts_the_graph(llama) -> None:
+def test_onnx_accepts_the_graph(llama):
     from speccompile.ops.registry import attach_functions
 
     work = llama[0].clone()
@@ -185,7 +182,7 @@ def test_onnx_accepts_the_graph(llama) -> None:
     onnx.checker.check_model(ir.to_proto(work), full_check=True)
 
 
-def test_random_weights_need_a_config_alone_and_graph_and_weights_are_the_same_every_time(tmp_path: Path) -> None:
+def test_random_weights_need_a_config_alone_and_graph_and_weights_are_the_same_every_time(tmp_path):
     from speccompile.export.decoder import export_decoder
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
@@ -207,7 +204,7 @@ def test_random_weights_need_a_config_alone_and_graph_and_weights_are_the_same_e
     assert dims.num_params == matrices + 2 * 32 * VOCAB + norms
 
 
-def test_half_precision_checkpoints_are_widened(tmp_path: Path) -> None:
+def test_half_precision_checkpoints_are_widened(tmp_path):
     import torch
 
     from speccompile.export.decoder import export_decoder

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family's graph computes transformers' logits, node by node, over prefill, a tree and a rollback."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +57,7 @@ def compare(decoder: Decoder, compiled: list[Decoder], model: Any, tokens: np.nd
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name, tmp_path):
     from speccompile.export.decoder import export_decoder
 
     config = {**CONFIGS[name], "num_hidden_layers": 1} if name in ONE_LAYER else CONFIGS[name]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 4: transformers' logits with layers that share K and V; the same bits in chains, trees and single steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,7 +38,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return model, *export_decoder(folder, max_seq_len=MAX_SEQ_LEN), folder
 
 
-def test_logits_equal_transformers(exported: Exported) -> None:
+def test_logits_equal_transformers(exported):
     """A ragged prefill, a tree for each slot, and other tokens over their rows after a rollback."""
     model, graph, dims, _ = exported
     fused, sizes = with_fused_attention(graph), {"dims": dims, "batch": 2, "max_seq": MAX_SEQ_LEN}
@@ -64,9 +62,7 @@ FORMS = [("none", "fp32"), ("none", PACKED), ("int8", PACKED), ("int4", PACKED)]
 
 
 @pytest.mark.parametrize(("quantization", "form"), FORMS)
-def test_paths_of_a_tree_and_chains_have_the_bits_of_single_steps(
-    exported: Exported, quantization: str, form: str
-) -> None:
+def test_paths_of_a_tree_and_chains_have_the_bits_of_single_steps(exported, quantization, form):
     """In every form that is built, with our kernels and, without them, by other nodes; after a rollback as well."""
     _, graph, dims, _ = exported
     work = graph.clone()
@@ -103,7 +99,7 @@ def test_paths_of_a_tree_and_chains_have_the_bits_of_single_steps(
             np.testing.assert_array_equal(tree[:, node], single)
 
 
-def test_layers_without_keys_have_no_cache(exported: Exported) -> None:
+def test_layers_without_keys_have_no_cache(exported):
     dims = exported[2]
     spec = decoder_spec("target", dims)
     assert [spec.input(name).dims[1::2] for name in spec.caches] == [
@@ -117,7 +113,7 @@ def test_layers_without_keys_have_no_cache(exported: Exported) -> None:
         assert dims.per_layer == (LayerDims(2, 8), LayerDims(1, 12))
 
 
-def test_the_number_of_weights_is_predicted(exported: Exported) -> None:
+def test_the_number_of_weights_is_predicted(exported):
     import json
 
     model, _, dims, folder = exported
@@ -126,7 +122,7 @@ def test_the_number_of_weights_is_predicted(exported: Exported) -> None:
     assert predicted == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.05)
 
 
-def test_a_lost_part_of_a_layer_is_noticed(exported: Exported, tmp_path: Path) -> None:
+def test_a_lost_part_of_a_layer_is_noticed(exported, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     *_, dims, folder = exported
@@ -199,7 +195,7 @@ def difference(folder: Path, own: Any, sources: dict[int, int], change: Callable
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_is_noticed(exported: Exported, name: str) -> None:
+def test_a_mistake_is_noticed(exported, name):
     model, _, dims, folder = exported
     if not dims.sources:
         pytest.skip("the other config has all of it")

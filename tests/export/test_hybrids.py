@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with recurrent layers: transformers' logits, and the same bits however a text is cut into steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,7 +85,7 @@ def compiled(graph: ir.Model, dims: ModelDims) -> list[Decoder]:
     ]
 
 
-def test_logits_equal_transformers(exported: Exported) -> None:
+def test_logits_equal_transformers(exported):
     """A ragged prefill in two chunks, single steps, drafts of which some are accepted, and a step after them."""
     model, graph, dims = exported
     rng = np.random.default_rng(0)
@@ -129,7 +126,7 @@ def run_whole(decoder: Decoder, texts: Sequence[Sequence[int]], size: int, draft
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-def test_steps_of_any_size_have_the_bits_of_single_steps(exported: Exported, has_kernels: bool) -> None:
+def test_steps_of_any_size_have_the_bits_of_single_steps(exported, has_kernels):
     _, graph, dims = exported
     loaded = Decoder(with_fused_attention(graph), dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
     texts = texts_of(1, 24, 24)
@@ -152,7 +149,7 @@ def test_steps_of_any_size_have_the_bits_of_single_steps(exported: Exported, has
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-def test_a_rejected_draft_leaves_no_trace(exported: Exported, has_kernels: bool) -> None:
+def test_a_rejected_draft_leaves_no_trace(exported, has_kernels):
     """After any number of accepted nodes the next step has the bits of a fresh prefill, in a ragged batch."""
     _, graph, dims = exported
     loaded = Decoder(with_fused_attention(graph), dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
@@ -183,7 +180,7 @@ PATHS = ([0, 2, 5, 6], [0, 3, 4])  # none is the first nodes
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-def test_a_path_of_a_tree_is_the_chain_of_its_tokens(exported: Exported, has_kernels: bool) -> None:
+def test_a_path_of_a_tree_is_the_chain_of_its_tokens(exported, has_kernels):
     """Scored, and after it was accepted: in bits with our kernels, whose attention adds in one order."""
     _, graph, dims = exported
     loaded = Decoder(with_fused_attention(graph), dims, 2, MAX_SEQ_LEN, has_kernels=has_kernels)
@@ -223,7 +220,7 @@ def keep_paths(decoder: Decoder, drafts: Sequence[Sequence[int]]) -> None:
         decoder.history[slot] = [*decoder.history[slot], *drafts[slot]]
 
 
-def test_softplus() -> None:
+def test_softplus():
     import torch
 
     from speccompile.export.delta_layers import softplus
@@ -233,7 +230,7 @@ def test_softplus() -> None:
     assert float((softplus(x) / exact - 1).abs().max()) < 5e-7
 
 
-def test_wide_heads_keep_the_epsilon_of_their_norm(tmp_path: Path) -> None:
+def test_wide_heads_keep_the_epsilon_of_their_norm(tmp_path):
     """Over 128 columns the mean's epsilon is below 1e-8: as a scalar it is lost in the trace, and a zero row is NaN."""
     from speccompile.export.decoder import export_decoder
 
@@ -247,7 +244,7 @@ def test_wide_heads_keep_the_epsilon_of_their_norm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_the_compiled_graph_has_our_kernels_ops(exported: Exported, quantization: str) -> None:
+def test_the_compiled_graph_has_our_kernels_ops(exported, quantization):
     """One attention op a layer, with the norm and rope that it has; every dense linear is packed."""
     _, graph, dims = exported
     spec = replace(decoder_spec("target", dims, max_pending=8), max_rows=MAX_SEQ_LEN)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window of a layer is that of its mask, whatever the layer passes to its attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,17 +29,17 @@ def strided(batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 20, 39, 40, 41, 4096])
-def test_a_window_is_read_from_its_mask(window: int) -> None:
+def test_a_window_is_read_from_its_mask(window):
     found = window_of(masking_utils.sliding_window_causal_mask_function(window), ROWS, "here")
     assert found == (window if window < ROWS else 0)
 
 
-def test_a_causal_mask_has_no_window() -> None:
+def test_a_causal_mask_has_no_window():
     assert window_of(masking_utils.causal_mask_function, ROWS, "here") == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 8, 20, 39])
-def test_chunked_attention_is_no_window(chunk: int) -> None:
+def test_chunked_attention_is_no_window(chunk):
     chunked = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
     if chunk == 1:  # each row sees itself
         assert window_of(chunked, ROWS, "here") == 1
@@ -51,7 +49,7 @@ def test_chunked_attention_is_no_window(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [prefix_mask, two_way_window, strided, masking_utils.bidirectional_mask_function])
-def test_other_masks_are_refused(mask: Any) -> None:
+def test_other_masks_are_refused(mask):
     with pytest.raises(ExportError, match=r"here: got an attention mask that is no sliding window .*another target"):
         window_of(mask, ROWS, "here")
 
@@ -88,13 +86,13 @@ def windows_of(model: Any) -> tuple[int, ...]:
         ("qwen2_moe", {"use_sliding_window": False, "sliding_window": 12, "num_experts": 4}, (0, 0)),
     ],
 )
-def test_windows_of_models(model_type: str, fields: dict[str, Any], expected: tuple[int, ...]) -> None:
+def test_windows_of_models(model_type, fields, expected):
     model = tiny(model_type, **fields)
     assert windows_of(model) == expected
     assert model.config._attn_implementation == IMPLEMENTATION
 
 
-def test_a_mask_that_the_model_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_the_model_changes_is_refused(monkeypatch):
     model = tiny("llama")
     attention = type(model.model.layers[0].self_attn)
     own = attention.forward
@@ -108,7 +106,7 @@ def test_a_mask_that_the_model_changes_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("fault", [KeyError("sliding_attention"), TypeError("a"), RuntimeError(""), IndexError("b")])
-def test_what_a_model_raises_is_a_refusal(fault: Exception) -> None:
+def test_what_a_model_raises_is_a_refusal(fault):
     words = f"tiny: got {type(fault).__name__} .* in its forward pass"
     with pytest.raises(ExportError, match=words) as caught, refuse_faults("tiny"):
         raise fault

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss checkpoints whose experts are in MXFP4: every value of the files is the graph's, and logits are equal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model
 
 
-def test_every_value_survives_and_logits_are_equal(checkpoint: tuple[Path, Any]) -> None:
+def test_every_value_survives_and_logits_are_equal(checkpoint):
     folder, model = checkpoint
     graph, dims = export_decoder(folder, max_seq_len=16)
     for name, parameter in model.named_parameters():
@@ -79,7 +77,7 @@ def test_every_value_survives_and_logits_are_equal(checkpoint: tuple[Path, Any])
         assert np.abs(logits[0, node] - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_missing_scales_are_refused(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+def test_missing_scales_are_refused(checkpoint, tmp_path):
     folder, _ = checkpoint
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights under another convention, and the values that a list of layers could have meant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

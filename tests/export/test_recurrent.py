@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A traced layer with recurrent states has the nodes GatedDelta and ConvRows, and computes what torch does."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -81,7 +79,7 @@ def traced() -> tuple[Layer, ir.Model]:
     return layer, trace_module(layer, example, dims, SPEC, "a layer")
 
 
-def test_each_op_becomes_one_node_with_its_attributes(traced: tuple[Layer, ir.Model]) -> None:
+def test_each_op_becomes_one_node_with_its_attributes(traced):
     ours = {node.op_type: node for node in traced[1].graph if node.domain == "speccompile"}
     assert list(ours) == ["ConvRows", "GatedDelta"]
     values = {n: {a.name: a.value for a in node.attributes.values()} for n, node in ours.items()}
@@ -91,7 +89,7 @@ def test_each_op_becomes_one_node_with_its_attributes(traced: tuple[Layer, ir.Mo
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 5)])
-def test_the_graph_computes_what_the_layer_does(traced: tuple[Layer, ir.Model], batch: int, nodes: int) -> None:
+def test_the_graph_computes_what_the_layer_does(traced, batch, nodes):
     layer, model = traced
     attach_functions(model)
     call = _call(batch, nodes)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unsupported architectures are refused by name, never exported wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ _LLAMA = CONFIGS["llama2"]
         ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 64}, "which is 64"),
     ],
 )
-def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_configs_that_are_refused(changes, words):
     with pytest.raises(ExportError, match=words) as caught:
         check_config({**_LLAMA, **changes}, max_seq_len=65)
     fault = caught.value
@@ -55,7 +53,7 @@ def test_configs_that_are_refused(changes: dict[str, Any], words: str) -> None:
     assert fault.got and fault.expected and fault.todo.endswith(".")
 
 
-def test_angles_that_hunyuan_stretches_once_are_not_refused() -> None:
+def test_angles_that_hunyuan_stretches_once_are_not_refused():
     rope = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     check_config({**_LLAMA, "model_type": "hunyuan_v1_dense", "rope_scaling": rope}, max_seq_len=64)
     with pytest.raises(ExportError, match="'dynamic'"):
@@ -63,7 +61,7 @@ def test_angles_that_hunyuan_stretches_once_are_not_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_that_are_not(name: str) -> None:
+def test_configs_that_are_not(name):
     check_config(CONFIGS[name], max_seq_len=64)
 
 
@@ -75,7 +73,7 @@ def _export(config: dict[str, Any], folder: Path, max_seq_len: int = 16, **optio
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_a_cache_longer_than_the_table_of_positions(name: str, tmp_path: Path) -> None:
+def test_a_cache_longer_than_the_table_of_positions(name, tmp_path):
     with pytest.raises(ExportError, match=r"max_seq_len 65; expected at most 64, the length of its table") as caught:
         _export(CONFIGS[name], tmp_path, max_seq_len=65)
     assert "engine.max_seq_len" in caught.value.todo
@@ -92,16 +90,14 @@ def test_a_cache_longer_than_the_table_of_positions(name: str, tmp_path: Path) -
     ],
     ids=["no registry of attentions", "a table of attentions of its own"],
 )  # fmt: skip
-def test_models_are_refused_even_where_no_name_is_known(
-    config: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_refused_even_where_no_name_is_known(config, words, tmp_path, monkeypatch):
     monkeypatch.setattr("speccompile.checkpoints.families._REFUSED", {})
     monkeypatch.setattr("speccompile.export.adapters.ADAPTERS", {})
     with pytest.raises(ExportError, match=words):
         _export({**_LLAMA, "max_position_embeddings": 64, **config}, tmp_path)
 
 
-def test_an_attention_that_computes_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_computes_something_else_is_found(tmp_path, monkeypatch):
     from speccompile.export import attention
 
     honest = attention.attend
@@ -127,7 +123,7 @@ def test_an_attention_that_computes_something_else_is_found(tmp_path: Path, monk
         ({"attention_mask": 1}, "attention mask"),
     ],
 )
-def test_arguments_of_an_attention_layer(kwargs: dict[str, Any], words: str) -> None:
+def test_arguments_of_an_attention_layer(kwargs, words):
     import torch
 
     from speccompile.export.attention import Frame, attend, forward_pass
@@ -153,7 +149,7 @@ def test_arguments_of_an_attention_layer(kwargs: dict[str, Any], words: str) -> 
         attend(module, q, k, k, None)
 
 
-def test_heads_that_do_not_fit_the_cache() -> None:
+def test_heads_that_do_not_fit_the_cache():
     import torch
 
     from speccompile.export.attention import Frame, attend, forward_pass
@@ -167,24 +163,24 @@ def test_heads_that_do_not_fit_the_cache() -> None:
 
 
 @pytest.mark.parametrize("layers", [(2,), (-1,), (0, 0)])
-def test_hidden_layers_that_are_not_there(layers: tuple[int, ...], tmp_path: Path) -> None:
+def test_hidden_layers_that_are_not_there(layers, tmp_path):
     with pytest.raises(ExportError, match=r"hidden_layers: got .*; expected different layers between 0 and 1"):
         _export(_LLAMA, tmp_path, hidden_layers=layers)
 
 
-def test_sizes_that_are_not_in_the_config(tmp_path: Path) -> None:
+def test_sizes_that_are_not_in_the_config(tmp_path):
     """OPT may project its hidden state before the LM head reads it."""
     with pytest.raises(ExportError, match=r"hidden: got dims \['batch', 'nodes', 16\] in the trace"):
         _export({**CONFIGS["opt"], "word_embed_proj_dim": 16}, tmp_path, hidden=True)
 
 
-def test_an_architecture_that_brings_its_own_code(tmp_path: Path) -> None:
+def test_an_architecture_that_brings_its_own_code(tmp_path):
     config = {**_LLAMA, "model_type": "own_model", "auto_map": {"AutoConfig": "own.OwnConfig"}}
     (tmp_path / "own.py").write_text("raise SystemExit('executed')")
     with pytest.raises(ExportError, match="a causal language model that transformers builds"):
         _export(config, tmp_path)
 
 
-def test_an_unknown_architecture(tmp_path: Path) -> None:
+def test_an_unknown_architecture(tmp_path):
     with pytest.raises(ExportError, match="a causal language model that transformers builds"):
         _export({**_LLAMA, "model_type": "no_such_model"}, tmp_path)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A traced graph is simplified, its function stays, and no rule walks the graph at every node."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -43,7 +41,7 @@ def run(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
     return session.run(None, {"x": x})
 
 
-def test_no_ops_and_unused_nodes_go_constants_are_folded_and_results_stay() -> None:
+def test_no_ops_and_unused_nodes_go_constants_are_folded_and_results_stay():
     model, x = redundant_model(), np.arange(8, dtype=np.float32).reshape(2, 4)
     before = run(model, x)
     simplify(model)
@@ -52,6 +50,6 @@ def test_no_ops_and_unused_nodes_go_constants_are_folded_and_results_stay() -> N
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_every_rule_ends_in_one_node() -> None:
+def test_every_rule_ends_in_one_node():
     """With more of them, onnxscript compares every node with all others: time grows with the square of the nodes."""
     assert [rule for rule in RULES if not rule._target_pattern.has_single_output_node] == []

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of `make sweep` still hold: sweep.json, the page made from it, and the code's present verdicts."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -39,21 +36,21 @@ same_transformers = pytest.mark.skipif(
 
 
 @same_transformers
-def test_every_causal_type_has_a_verdict() -> None:
+def test_every_causal_type_has_a_verdict():
     assert sorted(VERDICTS) == sweep_all.causal_types()
 
 
-def test_every_type_is_equal_or_refused() -> None:
+def test_every_type_is_equal_or_refused():
     assert {v.kind for v in VERDICTS.values()} == {"equal", "refused"}
     assert all(bool(v.reason) == bool(v.decided) == (v.kind == "refused") for v in VERDICTS.values())
 
 
-def test_families_with_an_equality_test_are_equal() -> None:
+def test_families_with_an_equality_test_are_equal():
     assert {VERDICTS[config["model_type"]].kind for config in CONFIGS.values()} == {"equal"}
 
 
 @pytest.mark.parametrize("decided", ["name", "config", "model"])
-def test_refusals_are_those_of_the_present_code(decided: str) -> None:
+def test_refusals_are_those_of_the_present_code(decided):
     if decided != "name":
         pytest.importorskip("transformers")
     if decided == "config" and version("transformers") != TRANSFORMERS:
@@ -65,7 +62,7 @@ def test_refusals_are_those_of_the_present_code(decided: str) -> None:
         assert refusal_of_config(name) == expected, name
 
 
-def test_a_refusal_by_name_says_which_type_and_what_to_do() -> None:
+def test_a_refusal_by_name_says_which_type_and_what_to_do():
     for name, verdict in VERDICTS.items():
         if verdict.decided == "name":
             with pytest.raises(ExportError) as caught:
@@ -77,22 +74,22 @@ def test_a_refusal_by_name_says_which_type_and_what_to_do() -> None:
             check_architecture({"model_type": name})
 
 
-def test_the_page_is_made_of_the_result() -> None:
+def test_the_page_is_made_of_the_result():
     assert sweep_all.page_with(sweep_all.block_from_verdicts(TRANSFORMERS, VERDICTS)) == sweep_all.PAGE.read_text()
 
 
-def test_a_wrong_type_would_stand_on_the_page() -> None:
+def test_a_wrong_type_would_stand_on_the_page():
     block = sweep_all.block_from_verdicts("9", {"a": Verdict("equal"), "b": Verdict("wrong", "", "logits differ")})
     assert "| wrong: logits differ | `b` |" in block and "1 of 2" in block
 
 
 @pytest.mark.parametrize("model_type", SLICE)
-def test_a_slice_of_the_sweep(model_type: str) -> None:
+def test_a_slice_of_the_sweep(model_type):
     assert judge(model_type) == VERDICTS[model_type] == Verdict("equal")
 
 
 @pytest.mark.parametrize("model_type", ["minicpm3", "deepseek_v2", "llama4_text", "olmo3"])
-def test_chains_have_the_bits_of_single_steps(model_type: str, tmp_path: Path) -> None:
+def test_chains_have_the_bits_of_single_steps(model_type, tmp_path):
     """Also where each head or expert has a matrix of its own, for which a single row has another kernel."""
     from speccompile.export.decoder import export_decoder
 
@@ -110,7 +107,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_type_may_take_cpu_time_up_to_the_limit_and_the_next_one_has_a_new_process(tmp_path: Path) -> None:
+def test_a_type_may_take_cpu_time_up_to_the_limit_and_the_next_one_has_a_new_process(tmp_path):
     child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", SPIN), limit_s=1.0)
     assert child.judge("0.3") == Verdict("equal")  # earlier CPU time does not count
     first = child.process.pid
@@ -120,14 +117,14 @@ def test_a_type_may_take_cpu_time_up_to_the_limit_and_the_next_one_has_a_new_pro
     child.close()
 
 
-def test_a_process_that_waits_longer_than_the_limit_is_left_alone(tmp_path: Path) -> None:
+def test_a_process_that_waits_longer_than_the_limit_is_left_alone(tmp_path):
     code = 'import time\nprint(input() and time.sleep(1.5) or \'{"kind": "equal"}\', flush=True)'
     child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", code), limit_s=0.5)
     assert child.judge("any") == Verdict("equal")
     child.close()
 
 
-def test_a_process_that_dies_is_a_fault(tmp_path: Path) -> None:
+def test_a_process_that_dies_is_a_fault(tmp_path):
     child = sweep_all.Child(tmp_path / "log", (sys.executable, "-c", "input(); raise SystemExit(3)"))
     verdict = child.judge("any")
     assert verdict.kind == "fault" and verdict.reason.startswith("a crash (exit code ")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model of a multimodal checkpoint exports as its twin without images does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +63,7 @@ def _folders(model_type: str, folder: Path) -> tuple[Any, Path, Path]:
 
 
 @pytest.mark.parametrize("model_type", EXPORTED)
-def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_path: Path) -> None:
+def test_a_multimodal_folder_exports_as_its_language_model(model_type, tmp_path):
     """Its logits are those of the whole model; what is traced is what a folder of the language model alone gives."""
     import torch
 
@@ -91,7 +89,7 @@ def test_a_multimodal_folder_exports_as_its_language_model(model_type: str, tmp_
         _assert_same_graph((graph, dims), export_decoder(alone, max_seq_len=MAX_SEQ_LEN))
 
 
-def test_an_eps_that_the_tracer_takes_for_nothing_is_kept(tmp_path: Path) -> None:
+def test_an_eps_that_the_tracer_takes_for_nothing_is_kept(tmp_path):
     """A text that begins with an embedding of zeros has finite logits."""
     import torch
 
@@ -125,7 +123,7 @@ def _assert_same_graph(graph: Any, twin: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(TOWERS))
-def test_the_language_model_has_equal_logits_alone(model_type: str, tmp_path: Path) -> None:
+def test_the_language_model_has_equal_logits_alone(model_type, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from speccompile.checkpoints.model_config import read_model_config
@@ -168,9 +166,7 @@ _LAYER = "language_model.model.layers.1"
         ),
     ],
 )
-def test_a_wrong_weight_of_the_language_model_is_refused(
-    copy: Path, change: Callable[[dict[str, np.ndarray]], Any], words: str
-) -> None:
+def test_a_wrong_weight_of_the_language_model_is_refused(copy, change, words):
     from speccompile.export.decoder import export_decoder
 
     _edit(copy, change)
@@ -178,7 +174,7 @@ def test_a_wrong_weight_of_the_language_model_is_refused(
         export_decoder(copy, max_seq_len=16)
 
 
-def test_weights_of_images_and_draft_heads_are_not_read(copy: Path) -> None:
+def test_weights_of_images_and_draft_heads_are_not_read(copy):
     from speccompile.export import attention
     from speccompile.export.weights import load_model
 
@@ -193,7 +189,7 @@ def test_weights_of_images_and_draft_heads_are_not_read(copy: Path) -> None:
     assert not [name for name, _ in load_model(copy, "checkpoint").named_parameters() if "vision" in name]
 
 
-def test_sizes_come_from_the_language_model(copy: Path) -> None:
+def test_sizes_come_from_the_language_model(copy):
     assert read_dims(copy) == ModelDims("gemma3_text", VOCAB, 32, 2, 4, 2, 8, 64)
     text = json.loads((copy / "config.json").read_text())["text_config"]
     # The released files leave these to the class.
@@ -204,7 +200,7 @@ def test_sizes_come_from_the_language_model(copy: Path) -> None:
     assert (dims.vocab_size, dims.num_heads, dims.head_dim) == (262208, 8, 256)
 
 
-def test_the_defaults_are_those_of_transformers() -> None:
+def test_the_defaults_are_those_of_transformers():
     from transformers import CONFIG_MAPPING
 
     from speccompile.checkpoints.text_towers import _DEFAULTS
@@ -215,7 +211,7 @@ def test_the_defaults_are_those_of_transformers() -> None:
         assert {name: getattr(config, name) for name in sizes} == sizes
 
 
-def test_the_top_level_says_whether_embeddings_are_tied(copy: Path) -> None:
+def test_the_top_level_says_whether_embeddings_are_tied(copy):
     from speccompile.checkpoints.model_config import read_model_config
 
     text = json.loads((copy / "config.json").read_text())["text_config"]
@@ -225,7 +221,7 @@ def test_the_top_level_says_whether_embeddings_are_tied(copy: Path) -> None:
         assert read_model_config(copy).tie_word_embeddings is is_tied
 
 
-def test_special_tokens_of_either_level(copy: Path) -> None:
+def test_special_tokens_of_either_level(copy):
     (copy / "generation_config.json").unlink(missing_ok=True)
     text = json.loads((copy / "config.json").read_text())["text_config"]
     _set(copy, eos_token_id=None, bos_token_id=None, text_config={**text, "eos_token_id": 5, "bos_token_id": 4})
@@ -234,7 +230,7 @@ def test_special_tokens_of_either_level(copy: Path) -> None:
     assert special_tokens(copy) == ([7, 8], 4)
 
 
-def test_an_older_flat_config(tmp_path: Path) -> None:
+def test_an_older_flat_config(tmp_path):
     from speccompile.export.decoder import export_decoder
 
     model = make_tower(tower_config("qwen2_5_vl"), tmp_path)
@@ -249,7 +245,7 @@ def test_an_older_flat_config(tmp_path: Path) -> None:
     assert np.abs(_logits(graph, dims, tokens)[-1] - logits_of(model, tokens)).max() < MAX_ABS_DIFFERENCE
 
 
-def test_what_the_language_model_is_refused_for() -> None:
+def test_what_the_language_model_is_refused_for():
     text = {"model_type": "gemma3_text", "vocab_size": 8}
     check_architecture({"model_type": "gemma3", "text_config": text, "vision_config": {}})
     for changes, words in (({"kv_lora_rank": 4}, "latent attention"), ({"model_type": "mamba"}, "recurrent layers")):
@@ -260,6 +256,6 @@ def test_what_the_language_model_is_refused_for() -> None:
         check_architecture({"model_type": "gemma3", "text_config": text, **quantised})
 
 
-def test_a_flat_config_stays_as_it_is() -> None:
+def test_a_flat_config_stays_as_it_is():
     config = {"model_type": "llama", "vocab_size": 8, "rope_scaling": {"type": "mrope"}}
     assert text_config(config) == config

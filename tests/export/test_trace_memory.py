@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights are freed with the graph that refers to them: the next export needs the memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -25,7 +23,7 @@ class Halves(nn.Module):
         return torch.cat((-y[:, 4:], y[:, :4]), 1)
 
 
-def test_weights_are_freed_with_the_graph() -> None:
+def test_weights_are_freed_with_the_graph():
     module = Halves().eval()
     held = [weakref.ref(parameter) for parameter in module.parameters()]
     x, y = (TensorSpec(name, ("batch", 8), "float32") for name in "xy")

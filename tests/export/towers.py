@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny multimodal checkpoints as transformers writes them, of every type whose language model can be taken alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing here asks the hub: a mutated path may look like an id."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.fuzz

@@ -5,8 +5,6 @@ A case is a number: `FUZZ_CASE=17 pytest tests/fuzz/test_recipes.py` repeats cas
 there are, FUZZ_SEED where their numbers begin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

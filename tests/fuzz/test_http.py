@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutated bodies and paths through the application: an answer, or an error in OpenAI's shape; never a 5xx."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -80,7 +78,7 @@ def check_reply(method: str, reply: Reply) -> str:
     return str(reply.status)
 
 
-def test_mutated_requests_are_answered_or_refused_and_harm_no_later_one() -> None:
+def test_mutated_requests_are_answered_or_refused_and_harm_no_later_one():
     with serving() as (app, _, _):
 
         def attempt(case: tuple[str, str, bytes]) -> str:

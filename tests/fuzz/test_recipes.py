@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutated recipes and overrides through `build --dry-run`: a plan, or a RecipeError."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -58,7 +56,7 @@ def make_case(rng: random.Random) -> tuple[bytes, list[str]]:
 SEEDS = seeds()
 
 
-def test_a_mutated_recipe_gives_a_plan_or_an_error_with_four_parts(tmp_path: Path) -> None:
+def test_a_mutated_recipe_gives_a_plan_or_an_error_with_four_parts(tmp_path):
     path = tmp_path / "recipe.yaml"
 
     def attempt(case: tuple[bytes, list[str]]) -> str:

@@ -6,8 +6,6 @@ None harms a later one.
 `FUZZ_CASES` says how many; `make fuzz` asks for more than the suite does.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

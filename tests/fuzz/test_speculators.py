@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutated speculators through `doctor` and `convert`: findings or an error, never a traceback or a hang."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -74,7 +72,7 @@ def overrides(case: dict[str, Any]) -> list[str]:
     return [part for pair in case["set"] for part in ("--set", pair)]
 
 
-def test_the_doctor_reports_whatever_a_speculator_holds(seeds: list[Path], tmp_path: Path) -> None:
+def test_the_doctor_reports_whatever_a_speculator_holds(seeds, tmp_path):
     target = seeds[0].parent / "target"
 
     def attempt(case: dict[str, Any]) -> str:
@@ -86,7 +84,7 @@ def test_the_doctor_reports_whatever_a_speculator_holds(seeds: list[Path], tmp_p
     assert set(counts) <= {"ok", "findings", "CheckpointError"}
 
 
-def test_a_conversion_writes_a_speculator_or_refuses(seeds: list[Path], tmp_path: Path) -> None:
+def test_a_conversion_writes_a_speculator_or_refuses(seeds, tmp_path):
     def attempt(case: dict[str, Any]) -> str:
         folder = write(case, tmp_path / "case")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutated configs, tokenizers and indices of a target: what a build reads of it before it loads any weight."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -49,7 +47,7 @@ def make_case(rng: random.Random, seed: Path) -> tuple[str, bytes]:
     return name, damage(rng, text) if rng.random() < 0.1 else text_of(mutate(rng, values)).encode()
 
 
-def test_what_a_build_reads_of_a_target_is_right_or_refused(seed: Path, tmp_path: Path) -> None:
+def test_what_a_build_reads_of_a_target_is_right_or_refused(seed, tmp_path):
     def attempt(case: tuple[str, bytes]) -> str:
         folder = tmp_path / "model"
         shutil.rmtree(folder, ignore_errors=True)

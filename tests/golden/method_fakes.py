@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every method over numpy fakes, as a whole `SpecEngine`: for texts and traces that a refactor leaves as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -98,12 +98,12 @@ def specs_of(dims: ModelDims) -> dict[str, GraphSpec]:
     }
 
 
-def test_neutral_graph(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+def test_neutral_graph(neutral):
     name, model, _ = neutral
     check(f"{name}-neutral", text_from_model(model))
 
 
-def test_onnxruntime_traces(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+def test_onnxruntime_traces(neutral):
     name, model, dims = neutral
     text = ""
     for role, spec in specs_of(dims).items():
@@ -117,14 +117,14 @@ def test_onnxruntime_traces(neutral: tuple[str, ir.Model, ModelDims]) -> None:
     check(f"{name}-onnxruntime", text)
 
 
-def test_lowered_graph(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+def test_lowered_graph(neutral):
     name, model, dims = neutral
     work = model.clone()
     run_pipeline(work, onnxruntime_table(specs_of(dims)["target"], "none", "fp32"))
     check(f"{name}-onnxruntime-target", text_from_model(work))
 
 
-def test_reference_trace(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+def test_reference_trace(neutral):
     name, model, dims = neutral
     check(f"{name}-reference", text_from_trace(model.clone(), reference_table(specs_of(dims)["target"])))
 
@@ -140,7 +140,7 @@ def tensorrt_specs_of(dims: ModelDims) -> dict[str, tuple[GraphSpec, tuple[str, 
     }
 
 
-def test_tensorrt_traces(neutral: tuple[str, ir.Model, ModelDims]) -> None:
+def test_tensorrt_traces(neutral):
     name, model, dims = neutral
     text = ""
     for kind, (spec, plugins) in tensorrt_specs_of(dims).items():
@@ -151,7 +151,7 @@ def test_tensorrt_traces(neutral: tuple[str, ir.Model, ModelDims]) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_tensorrt_graph(neutral: tuple[str, ir.Model, ModelDims], quantization: str) -> None:
+def test_tensorrt_graph(neutral, quantization):
     name, model, dims = neutral
     spec, plugins = tensorrt_specs_of(dims)["target with plugins"]
     work = model.clone()
@@ -159,5 +159,5 @@ def test_tensorrt_graph(neutral: tuple[str, ir.Model, ModelDims], quantization: 
     check(f"{name}-tensorrt-target-{quantization}", text_from_model(work))
 
 
-def test_rollback_graph() -> None:
+def test_rollback_graph():
     check("rollback", text_from_model(build_rollback(rollback_spec(ModelDims("llama", 97, 64, 1, 4, 2, 16, 64)))))

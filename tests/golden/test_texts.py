@@ -64,7 +64,7 @@ def check(name: str, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("method", MAKERS)
-def test_texts_of_seeds_stay(method: str) -> None:
+def test_texts_of_seeds_stay(method):
     """Offline drafts may be drawn: then sampled text is the method's own. All others are plain decoding's."""
     plain = offline(make_engine("none"), SAMPLED, PROMPTS)
     assert offline(make_engine(method), GREEDY, PROMPTS) == [TARGET.greedy(p, NUM) for p in PROMPTS]
@@ -77,7 +77,7 @@ def test_texts_of_seeds_stay(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "suffix"])
-def test_texts_of_the_example_bundles_stay(method: str, example_bundle) -> None:
+def test_texts_of_the_example_bundles_stay(method, example_bundle):
     engine = speccompile.load(example_bundle(method), threads=1)
     prompts = [engine.encode(json.loads(line)["prompt"])[:40] for line in EXAMPLES.read_text().splitlines()[:4]]
     greedy, sampled = GREEDY[:4], [replace(params, top_k=40) for params in SAMPLED[:4]]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-node models of the ops, on every executor; random cases for verification."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

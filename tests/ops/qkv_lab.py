@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls of the QkvAttention ops, and their definition row by row in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ A token is an index into tables of random rows. The last row of every table is N
 read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
@@ -69,7 +68,7 @@ def _naive(case: dict[str, np.ndarray], scale: float, softcap: float, window: in
         ("SinkAttention", 1.0, 0.0, 3),
     ],
 )
-def test_cached_attention(op: str, scale: float, softcap: float, window: int) -> None:
+def test_cached_attention(op, scale, softcap, window):
     rng = np.random.default_rng(window)
     has_sinks = op == "SinkAttention"
     model = model_of(op, scale=scale, window=window, **({} if has_sinks else {"softcap": softcap}))
@@ -95,7 +94,7 @@ def test_cached_attention(op: str, scale: float, softcap: float, window: int) ->
             np.testing.assert_array_equal(got[2], expected[2])
 
 
-def test_kv_rollback() -> None:
+def test_kv_rollback():
     model = model_of("KVRollback")
     session, evaluator = session_of(model), ReferenceEvaluator(model)
     rng = np.random.default_rng(0)
@@ -117,7 +116,7 @@ def test_kv_rollback() -> None:
             np.testing.assert_array_equal(got[0], expected)
 
 
-def test_kv_rollback_works_in_place(capfd: pytest.CaptureFixture[str]) -> None:
+def test_kv_rollback_works_in_place(capfd):
     """ONNX Runtime warns whenever TensorScatter has to copy the cache."""
     options = ort.SessionOptions()
     options.log_severity_level = 2
@@ -137,7 +136,7 @@ def test_kv_rollback_works_in_place(capfd: pytest.CaptureFixture[str]) -> None:
     assert "in-place" not in capfd.readouterr().err
 
 
-def test_functions_come_with_what_they_call() -> None:
+def test_functions_come_with_what_they_call():
     assert with_uses(["SampleToken"]) == [
         "FirstMaxInBlocks",
         "FirstMax",
@@ -150,7 +149,7 @@ def test_functions_come_with_what_they_call() -> None:
     assert {f.name for f in functions()} == set(OPS)
 
 
-def test_attached_functions_run() -> None:
+def test_attached_functions_run():
     proto = model_of("CachedAttention")
     del proto.functions[:], proto.graph.node[0].attribute[:]
     del proto.opset_import[1:]
@@ -164,13 +163,13 @@ def test_attached_functions_run() -> None:
         np.testing.assert_allclose(got[0], expected[0], atol=TOLERANCE)
 
 
-def test_a_model_without_our_ops_is_left_alone() -> None:
+def test_a_model_without_our_ops_is_left_alone():
     empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 24}), ir_version=11)
     assert attach_functions(empty) == 0
     assert empty.opset_imports == {"": 24} and not empty.functions
 
 
-def test_reference_ops_are_the_twins() -> None:
+def test_reference_ops_are_the_twins():
     proto = model_of("CachedAttention", scale=0.4, window=2)
     del proto.functions[:]
     case = _attention_case(np.random.default_rng(6))

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ def logits_of(rng: np.random.Generator, batch: int, nodes: int, vocab: int) -> n
 
 
 @pytest.mark.parametrize(("vocab", "num"), [(1, 1), (7, 7), (64, 3), (1000, 64)])
-def test_candidates_of_the_body_equal_the_twins(vocab: int, num: int) -> None:
+def test_candidates_of_the_body_equal_the_twins(vocab, num):
     model = model_of("TopTokens", num_candidates=num)
     session, evaluator = session_of(model), ReferenceEvaluator(model)
     rng = np.random.default_rng(vocab)
@@ -36,7 +35,7 @@ def test_candidates_of_the_body_equal_the_twins(vocab: int, num: int) -> None:
             assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
 
 
-def test_ties_go_to_the_lower_index() -> None:
+def test_ties_go_to_the_lower_index():
     logits = np.array([[[1.0, 3.0, 3.0, 0.0, 3.0]]], np.float32)
     candidates, probs = top_tokens(logits, num_candidates=4)
     assert candidates.tolist() == [[[1, 2, 4, 0]]]
@@ -44,7 +43,7 @@ def test_ties_go_to_the_lower_index() -> None:
 
 
 @pytest.mark.parametrize("temperatures", [[0.0, 0.0, 0.0], [0.7, 1.0, 1.3], [0.0, 1.0, 0.4]])
-def test_dists_of_the_body_equal_the_twins(temperatures: list[float]) -> None:
+def test_dists_of_the_body_equal_the_twins(temperatures):
     model = model_of("NodeProbs")
     session, evaluator = session_of(model), ReferenceEvaluator(model)
     feeds = {

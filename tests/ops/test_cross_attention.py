@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to caches that others write: twins against their definition, and function bodies against the twins."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
@@ -28,7 +26,7 @@ SIZES = [
 
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_twin_and_body_follow_the_definition(sizes: AttentionSizes, interleaved: int) -> None:
+def test_twin_and_body_follow_the_definition(sizes, interleaved):
     inputs = cross_inputs(sizes, np.random.default_rng(sizes.nodes))
     attributes = cross_attributes(sizes, interleaved)
     (expected,) = ROTARY_CROSS_ATTENTION.twin(*inputs.values(), **attributes)
@@ -38,7 +36,7 @@ def test_twin_and_body_follow_the_definition(sizes: AttentionSizes, interleaved:
         np.testing.assert_allclose(got[0], expected, atol=TOLERANCE)
 
 
-def test_a_window_leaves_the_last_rows_below_the_limit() -> None:
+def test_a_window_leaves_the_last_rows_below_the_limit():
     sizes = AttentionSizes()
     inputs = cross_inputs(sizes, np.random.default_rng(4))
     given = {name: inputs[name] for name in ("k_cache", "v_cache", "limits")}
@@ -56,7 +54,7 @@ def test_a_window_leaves_the_last_rows_below_the_limit() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_shared_attention_reads_what_another_layer_wrote(window: int) -> None:
+def test_shared_attention_reads_what_another_layer_wrote(window):
     attributes = {"scale": 0.3, "softcap": 2.0, "window": window}
     inputs = attention_inputs(CACHED_ATTENTION, AttentionSizes(), np.random.default_rng(6), np.array([0, 30]))
     expected, k_cache, v_cache = CACHED_ATTENTION.twin(*inputs.values(), **attributes)

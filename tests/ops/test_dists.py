@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ def _runners(name: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_first_max(vocab: int) -> None:
+def test_first_max(vocab):
     rng = np.random.default_rng(vocab)
     logits = np.round(rng.normal(size=(3, 4, vocab)) * 2).astype(np.float32)  # many ties
     logits[0, 0], logits[0, 1, :-1] = -np.inf, -np.inf
@@ -31,7 +30,7 @@ def test_first_max(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_draw(vocab: int) -> None:
+def test_draw(vocab):
     rng = np.random.default_rng(vocab)
     probs = rng.dirichlet(np.full(vocab, 0.2), size=(4, 5)).astype(np.float32)
     probs[:, 0] = 0
@@ -49,7 +48,7 @@ def test_draw(vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("spread", [0.05, 3.0])  # flat rows need more than what is sorted at first
-def test_warp(vocab: int, spread: float) -> None:
+def test_warp(vocab, spread):
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(size=(9, 2, vocab)) * spread).astype(np.float32)
     temperature = np.array([1, 0.5, 2, 1, 1, 1, 0, 0, 1], np.float32)
@@ -69,7 +68,7 @@ def test_warp(vocab: int, spread: float) -> None:
             np.testing.assert_allclose(got[rows], expected[some][rows], atol=2e-6, rtol=2e-5)
 
 
-def test_warp_keeps_ties_as_the_twin_does() -> None:
+def test_warp_keeps_ties_as_the_twin_does():
     logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, then 120 more
     for run in _runners("Warp"):
         for top_k, top_p in ((1, 1.0), (181, 1.0), (0, 0.5), (1, 0.3), (190, 0.97)):
@@ -78,7 +77,7 @@ def test_warp_keeps_ties_as_the_twin_does() -> None:
             np.testing.assert_allclose(got, warp(logits, *arguments), atol=1e-7)
 
 
-def test_the_nucleus_does_not_depend_on_the_batch() -> None:
+def test_the_nucleus_does_not_depend_on_the_batch():
     """A slot whose first 64 tokens are enough keeps the same set beside a slot that needs a thousand."""
     rng = np.random.default_rng(8)
     logits = np.concatenate((rng.normal(size=(6, 1, 3000)) * 4, rng.normal(size=(2, 1, 3000)) * 0.2)).astype(np.float32)

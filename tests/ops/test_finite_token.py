@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FiniteToken: rows that are not finite are detected by every executor, beside rows that are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
@@ -24,7 +22,7 @@ def case_of(vocab: int, value: object) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("vocab", [5, 64, 1000])
 @pytest.mark.parametrize("name", VALUES)
-def test_slots_with_such_a_row_get_no_token(vocab: int, name: str) -> None:
+def test_slots_with_such_a_row_get_no_token(vocab, name):
     case = case_of(vocab, VALUES[name])
     wanted = [0, 1, 2, 3] if name == "masked" else [0, -1, 2, -1]
     runs = [
@@ -36,7 +34,7 @@ def test_slots_with_such_a_row_get_no_token(vocab: int, name: str) -> None:
         assert got.dtype == np.int64 and got.tolist() == wanted
 
 
-def test_sums_of_half_precision_logits_do_not_overflow() -> None:
+def test_sums_of_half_precision_logits_do_not_overflow():
     logits = np.full((1, 1, 5000), 30, np.float16)  # their sum is beyond float16
     assert finite_token(logits, np.array([7]))[0].tolist() == [7]
     dtypes = {"logits": "float16"}

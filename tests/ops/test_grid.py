@@ -37,7 +37,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.combinations_with_replacement(GRIDS, 2)])
-def test_a_common_kind_keeps_every_number(first: str, second: str) -> None:
+def test_a_common_kind_keeps_every_number(first, second):
     grids = [GRIDS[first], GRIDS[second]]
     kind = common_kind([grid.kind for grid in grids])
     assert kind is not None
@@ -50,7 +50,7 @@ def test_a_common_kind_keeps_every_number(first: str, second: str) -> None:
         assert kind == grids[0].kind
 
 
-def test_grids_that_have_no_kind_in_common() -> None:
+def test_grids_that_have_no_kind_in_common():
     """Orders differ; or a scale of 24 bits times a level, and a minimum, would be rounded twice."""
     ordered = make(4, 8, 32, wide=False, order=True)
     assert common_kind([ordered.kind, GRIDS["4 bits"].kind]) is None
@@ -64,23 +64,23 @@ def test_grids_that_have_no_kind_in_common() -> None:
 
 
 @pytest.mark.parametrize(("value", "bits"), [(1.0, 1), (0.0, 1), (3.0, 2), (-2.5, 3), (1 + 2**-23, 24)])
-def test_significant_bits(value: float, bits: int) -> None:
+def test_significant_bits(value, bits):
     assert significant_bits(np.array([[1.0, value]], np.float32)) == bits
 
 
-def test_significant_bits_of_a_denormal() -> None:
+def test_significant_bits_of_a_denormal():
     """Given by its bits: a process that has used ONNX Runtime may take a denormal for 0."""
     assert significant_bits(np.array([[1]], np.uint32).view(np.float32)) == 24
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_outputs_are_taken_and_others_are_zeros(name: str) -> None:
+def test_outputs_are_taken_and_others_are_zeros(name):
     grid = GRIDS[name]
     taken = grid.take(np.array([3, -1, 0, 3])).weight()
     np.testing.assert_array_equal(taken, [grid.weight()[3], np.zeros(NUM_IN), grid.weight()[0], grid.weight()[3]])
 
 
-def test_the_bytes_of_a_kind() -> None:
+def test_the_bytes_of_a_kind():
     assert GRIDS["4 bits"].kind.num_bytes(5, NUM_IN) == 5 * (NUM_IN // 2 + 3 * 2)
     assert GRIDS["5 bits, minimums, float32"].kind.num_bytes(5, NUM_IN) == 5 * (NUM_IN + 6 * 8)
     assert GRIDS["8 bits, rows"].kind.num_bytes(5, NUM_IN) == 5 * (NUM_IN + 2)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of packed linears against their twins under ONNX Runtime, on grids of all kinds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ GRIDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "_".join(map(str, grid.values())) or "default")
 @pytest.mark.parametrize(("num_in", "num_out"), [(1, 2), (70, 52), (290, 34)])
-def test_a_body_computes_what_the_twin_does(form: str, grid: dict[str, Any], num_in: int, num_out: int) -> None:
+def test_a_body_computes_what_the_twin_does(form, grid, num_in, num_out):
     for name in (f"PackedLinear{form}", f"NormGatedPackedLinear{form}"):
         constants, attributes = linear_case(name, num_in, num_out, **grid)
         session, feeds = session_of(linear_model(name, constants, attributes), None), rows_for(name, 5, num_in)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed weights: what is unpacked are the weights, or the nearest that the form can hold."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ def weight_of(num_in: int, num_out: int) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["F32", "Bf16", "Int8", "Int4"])
 @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
-def test_unpacked_weights_are_the_weights(form: str, num_in: int, num_out: int) -> None:
+def test_unpacked_weights_are_the_weights(form, num_in, num_out):
     weight = weight_of(num_in, num_out)
     if form == "Bf16":
         weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -44,7 +42,7 @@ def test_unpacked_weights_are_the_weights(form: str, num_in: int, num_out: int) 
     assert np.abs(got[:num_in, :num_out] - weight).max() <= most * steps
 
 
-def test_places_of_a_weight() -> None:
+def test_places_of_a_weight():
     """One weight at a time, at the place that the layout names."""
     for k, n in ((0, 0), (5, 33), (37, 31), (63, 63)):
         weight = np.zeros((64, 64), np.float32)
@@ -63,7 +61,7 @@ def test_places_of_a_weight() -> None:
 
 
 @pytest.mark.parametrize("form", ["Int8", "Int4"])
-def test_levels_stay_in_range_where_float16_scales_are_coarse(form: str) -> None:
+def test_levels_stay_in_range_where_float16_scales_are_coarse(form):
     for size in (1e-9, 3e-7, 1e-5, 1.0, 1e9):
         weight = weight_of(64, 32) * np.float32(size)
         packed = pack(weight, form)
@@ -72,7 +70,7 @@ def test_levels_stay_in_range_where_float16_scales_are_coarse(form: str) -> None
         assert levels.min() >= (-127 if form == "Int8" else -8) and levels.max() <= (127 if form == "Int8" else 7)
 
 
-def test_gate_and_up_stand_side_by_side_in_a_panel() -> None:
+def test_gate_and_up_stand_side_by_side_in_a_panel():
     weight = weight_of(3, 40)
     mixed = interleave_gate(weight)
     assert mixed.shape == (3, 64)
@@ -94,7 +92,7 @@ GRIDS = [
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
 @pytest.mark.parametrize(("dtype", "group", "unit"), GRIDS)
 @pytest.mark.parametrize(("num_in", "num_out"), [*SIZES, (5, 40), (290, 34)])
-def test_a_grid_stays_as_it_is(form: str, dtype: str, group: int, unit: int, num_in: int, num_out: int) -> None:
+def test_a_grid_stays_as_it_is(form, dtype, group, unit, num_in, num_out):
     grid = random_grid(form, num_in, num_out, 0, group=group, dtype=dtype)
     got, packed = pack_grid(grid, unit=unit)
     assert got == form and packed.scales is not None and packed.scales.dtype == dtype
@@ -122,19 +120,19 @@ def _small_grid(bits: int, zero: int, *, has_minimums: bool = False, group: int 
         (8, 0, False, "Int8Min"),
     ],
 )
-def test_the_form_of_a_grid(bits: int, zero: int, has_minimums: bool, form: str) -> None:
+def test_the_form_of_a_grid(bits, zero, has_minimums, form):
     grid = _small_grid(bits, zero, has_minimums=has_minimums)
     assert grid_form(grid) == form
     got, packed = pack_grid(grid)
     assert got == form and np.array_equal(unpack(packed, form)[:64, :33].T, grid.weight())
 
 
-def test_outputs_of_a_grid_in_the_order_of_a_gate_are_those_of_the_weights() -> None:
+def test_outputs_of_a_grid_in_the_order_of_a_gate_are_those_of_the_weights():
     grid = random_grid("Int4Min", 70, 52, 0, group=32, dtype="float16")
     form, packed = pack_grid(grid.take(gate_columns(52)))
     assert np.array_equal(unpack(packed, form)[:70], interleave_gate(grid.weight().T))
 
 
-def test_a_group_that_no_unit_divides_is_refused() -> None:
+def test_a_group_that_no_unit_divides_is_refused():
     with pytest.raises(ValueError, match="groups of 24; expected a multiple of 16, or all of a row"):
         pack_grid(_small_grid(4, 8, group=24))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The twin of each QkvAttention op against its definition, and the function bodies against the twin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,7 @@ def calls_of(kind: dict[str, Any]) -> list[Call]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_twin_and_body_follow_the_definition(kind: dict[str, Any]) -> None:
+def test_twin_and_body_follow_the_definition(kind):
     for call in calls_of(kind):
         expected = call.twin()
         np.testing.assert_allclose(expected[0], naive(call), atol=TOLERANCE)
@@ -52,7 +50,7 @@ def test_twin_and_body_follow_the_definition(kind: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_only_the_rows_of_the_nodes_are_written(kind: dict[str, Any]) -> None:
+def test_only_the_rows_of_the_nodes_are_written(kind):
     for call in calls_of(kind):
         _, *updated = call.twin()
         nodes = call.inputs["tree_mask"].shape[1]
@@ -64,7 +62,7 @@ def test_only_the_rows_of_the_nodes_are_written(kind: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_the_body_gives_a_chain_the_bits_of_single_steps(group: int) -> None:
+def test_the_body_gives_a_chain_the_bits_of_single_steps(group):
     sizes = Sizes(batch=1, nodes=9, kv_heads=2, group=group, head_dim=16, max_seq=40)
     call = random_call(np.random.default_rng(group), sizes, rotary=True, is_chain=True)
     session, inputs = session_of(model_of(call.op.name, **call.attributes)), dict(call.inputs)

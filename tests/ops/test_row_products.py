@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A row's product does not depend on the rows beside it, whatever kernels the BLAS has: the oracle needs that."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -49,7 +47,7 @@ def check_rows() -> None:
             np.testing.assert_array_equal(matmul_rows(heads[0][:, :, :num], heads[1]), whole[:, :, :num])
 
 
-def test_rows_have_their_own_bits() -> None:
+def test_rows_have_their_own_bits():
     check_rows()
 
 
@@ -62,13 +60,13 @@ def run_child(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.live
 @pytest.mark.skipif(not HAS_AVX2, reason="kernels of Haswell need AVX2")
-def test_rows_have_their_own_bits_with_kernels_that_look_at_their_number() -> None:
+def test_rows_have_their_own_bits_with_kernels_that_look_at_their_number():
     child = run_child("-c", "from tests.ops.test_row_products import check_rows; check_rows()")
     assert child.returncode == 0, child.stderr
 
 
 @pytest.mark.live
 @pytest.mark.skipif(not HAS_AVX2, reason="kernels of Haswell need AVX2")
-def test_the_reference_engine_scores_trees_with_such_kernels() -> None:
+def test_the_reference_engine_scores_trees_with_such_kernels():
     child = run_child("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", REFERENCE)
     assert child.returncode == 0 and "1 passed" in child.stdout, child.stdout + child.stderr

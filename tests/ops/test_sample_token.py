@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ TOLERANCE = 1e-6  # of a probability: float32 softmax against float64
 
 @pytest.mark.parametrize("vocab", [1, 7, 64, 97, 1000])
 @pytest.mark.parametrize("temperatures", [[0.0] * 4, [0.7, 1.0, 1.3, 0.5], [0.0, 1.0, 0.0, 2.0]])
-def test_body_equals_twin(vocab: int, temperatures: list[float]) -> None:
+def test_body_equals_twin(vocab, temperatures):
     model = model_of("SampleToken")
     session, evaluator = session_of(model), ReferenceEvaluator(model)
     rng = np.random.default_rng(vocab)
@@ -36,7 +35,7 @@ def test_body_equals_twin(vocab: int, temperatures: list[float]) -> None:
             assert [(a.dtype, a.shape) for a in got] == [(a.dtype, a.shape) for a in expected]
 
 
-def test_greedy_needs_no_dist() -> None:
+def test_greedy_needs_no_dist():
     logits = np.log(np.array([[[0.2, 0.5, 0.3]]], np.float32))
     token, confidence, probs = sample_token(
         logits, *(np.array([x], np.float32) for x in (0.9, 0)), np.array([0]), np.ones(1)
@@ -45,7 +44,7 @@ def test_greedy_needs_no_dist() -> None:
     np.testing.assert_allclose(confidence, [0.5], atol=TOLERANCE)
 
 
-def test_confidence_is_at_temperature_1() -> None:
+def test_confidence_is_at_temperature_1():
     logits = np.log(np.array([[[0.2, 0.5, 0.3]]], np.float32))
     token, confidence, probs = sample_token(
         logits, np.array([0.99], np.float32), np.array([9.0], np.float32), np.array([2]), np.ones(1, np.float32)

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import itertools
 
@@ -56,12 +55,12 @@ def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped
     assert num_accepted > num_cases  # the cases do reach beyond the root
 
 
-def test_onnxruntime_runs_the_body_as_the_twin(session: ort.InferenceSession) -> None:
+def test_onnxruntime_runs_the_body_as_the_twin(session):
     _compare(lambda case: session.run(None, case), 768, seed=1)
 
 
 @pytest.mark.parametrize("vocab", [7, 128, 97])
-def test_onnxruntime_with_a_static_vocabulary(vocab: int) -> None:
+def test_onnxruntime_with_a_static_vocabulary(vocab):
     fixed = session_of(model_of("SpecVerify", {"vocab": vocab}))
     rng = np.random.default_rng(vocab)
     for heat, is_chain, has_probs in KINDS * 3:
@@ -70,12 +69,12 @@ def test_onnxruntime_with_a_static_vocabulary(vocab: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # 0/0 of a residual that is not taken
-def test_reference_evaluator_runs_the_body_as_the_twin() -> None:
+def test_reference_evaluator_runs_the_body_as_the_twin():
     evaluator = ReferenceEvaluator(model_of("SpecVerify"))
     _compare(lambda case: evaluator.run(None, case), 240, seed=2)
 
 
-def test_no_function_call_is_left(session: ort.InferenceSession, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_no_function_call_is_left(session, tmp_path):  # type: ignore[no-untyped-def]
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "inlined.onnx")
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -90,7 +89,7 @@ def _all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return [*graph.node, *(n for g in subgraphs for n in _all_nodes(g))]
 
 
-def test_prefill_leaves_a_parent_at_the_root(session: ort.InferenceSession) -> None:
+def test_prefill_leaves_a_parent_at_the_root(session):
     case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
     case["parents"] = np.full_like(case["parents"], 510)
@@ -100,13 +99,13 @@ def test_prefill_leaves_a_parent_at_the_root(session: ort.InferenceSession) -> N
 
 
 @pytest.mark.parametrize("has_probs", [True, False])
-def test_zero_residual_mass(session: ort.InferenceSession, has_probs: bool) -> None:
+def test_zero_residual_mass(session, has_probs):
     case = zero_residual_case(has_probs)
     assert [o.tolist() for o in session.run(None, case)] == [[[0, -1, -1]], [0], [2]]
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, -1], [-1, 0, 0]], ids=["chain", "tree"])
-def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.InferenceSession, parents: list[int]) -> None:
+def test_a_draft_is_refused_where_the_draw_meets_the_bound(session, parents):
     """Accepted is u * draft < target, also where the target has no mass and the draw is 0."""
     logits = np.full((3, 3, 4), -1e4, np.float32)
     logits[:, :, :2] = 0  # half of the mass each, exactly
@@ -130,7 +129,7 @@ def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.Inferenc
     assert [1 in path for path in got[0].tolist()] == [False, True, False]
 
 
-def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> None:
+def test_a_slot_does_not_depend_on_its_batch(session):
     rng = np.random.default_rng(4)
     for heat, is_chain, has_probs in KINDS:
         case = verify_case(rng, 300, is_chain=is_chain, has_probs=has_probs, heat=heat)
@@ -146,13 +145,13 @@ def test_a_slot_does_not_depend_on_its_batch(session: ort.InferenceSession) -> N
     spread([((-1,), False), (CHAIN, False), (CHAIN, True), (TREE, True), (TREE, False)], SETTINGS, 2),
     ids=str,
 )
-def test_emitted_tokens_follow_the_target(session, form, sampled, setting) -> None:  # type: ignore[no-untyped-def]
+def test_emitted_tokens_follow_the_target(session, form, sampled, setting):  # type: ignore[no-untyped-def]
     emitted = emit(form, sampled, setting, BATCH, decide_by_session(session))
     assert p_value(emitted, exact_joint(setting)) > 1e-3
 
 
 @pytest.mark.distribution
-def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSession) -> None:
+def test_deterministic_drafts_do_not_change_the_text(session):
     plain = emit((-1,), False, SETTINGS[4], BATCH, decide_by_session(session))
     for form in (CHAIN, TREE):
         np.testing.assert_array_equal(emit(form, False, SETTINGS[4], BATCH, decide_by_session(session)), plain)
@@ -235,7 +234,7 @@ MUTANTS = {
 @pytest.mark.mutant
 @pytest.mark.distribution
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutated_body_is_noticed(mutant: str) -> None:
+def test_a_mutated_body_is_noticed(mutant):
     form, name, right, wrong = MUTANTS[mutant]
     text = OPS[name].text()
     assert text.count(right) == 1
@@ -247,7 +246,7 @@ def test_a_mutated_body_is_noticed(mutant: str) -> None:
     assert p_value(emitted, exact_joint(setting)) < 1e-6
 
 
-def test_greedy_verification_is_cheap() -> None:
+def test_greedy_verification_is_cheap():
     """No softmax, no sorting and no Loop run for a greedy chain: they are in branches not taken."""
     names = {n.op_type for n in OPS["SpecVerify"].function().node}
     assert names <= {"Constant", "ReduceMax", "Greater", "Shape", "Equal", "Squeeze", "Not", "And", "If"}
@@ -255,7 +254,7 @@ def test_greedy_verification_is_cheap() -> None:
     assert not taken & {"Softmax", "TopK", "CumSum", "Loop", "Expand"}
 
 
-def test_a_known_vocabulary_leaves_no_branch() -> None:
+def test_a_known_vocabulary_leaves_no_branch():
     """Bodies made for 640 and 97 tokens hold no If, those for any vocabulary do."""
     for name in ("FirstMax", "Draw"):
         assert "If" in {n.op_type for n in OPS[name].function().node}
@@ -264,7 +263,7 @@ def test_a_known_vocabulary_leaves_no_branch() -> None:
             assert "If" not in {n.op_type for n in OPS[name].function(vocab).node}
 
 
-def test_the_signature_is_that_of_the_function() -> None:
+def test_the_signature_is_that_of_the_function():
     for op in OPS.values():
         function = op.function()
         assert list(function.input) == [t.name for t in op.inputs]
@@ -276,9 +275,7 @@ def test_the_signature_is_that_of_the_function() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-37, 3e-37, 1e-25, 2.0**-65])
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_the_lowest_temperatures_are_greedy_in_twin_and_bodies(
-    session: ort.InferenceSession, temperature: float, has_probs: bool
-) -> None:
+def test_the_lowest_temperatures_are_greedy_in_twin_and_bodies(session, temperature, has_probs):
     case = verify_case(np.random.default_rng(3), 97, is_chain=False, has_probs=has_probs, heat="greedy")
     case["logits"] = (case["logits"] * 100).astype(np.float32)
     greedy = spec_verify(**case)

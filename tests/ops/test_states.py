@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GatedDelta and ConvRows: twins against other people's formulas, bodies against twins, equal bits of all steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -60,7 +58,7 @@ each_run = pytest.mark.parametrize("run_of", RUNS.values(), ids=RUNS.keys())
 
 
 @each_layer
-def test_bodies_give_what_the_twin_gives(layer: Layer) -> None:
+def test_bodies_give_what_the_twin_gives(layer):
     rng, runs = np.random.default_rng(0), (body_run(layer), _evaluator(layer))
     for batch, nodes in ((1, 1), (3, 1), (4, 5), (2, 17)):
         inputs = random_step(layer, rng, batch, nodes, num_void=1, is_tree=nodes == 5)
@@ -73,31 +71,31 @@ def test_bodies_give_what_the_twin_gives(layer: Layer) -> None:
 
 @each_layer
 @each_run
-def test_steps_of_any_size_give_the_bits_of_one_run(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+def test_steps_of_any_size_give_the_bits_of_one_run(layer, run_of):
     assert steps_fault(layer, run_of(layer)) is None
 
 
 @each_layer
 @each_run
-def test_rejected_nodes_leave_no_bit(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+def test_rejected_nodes_leave_no_bit(layer, run_of):
     assert rollback_fault(layer, run_of(layer)) is None
 
 
 @each_layer
 @each_run
-def test_slots_share_steps_and_no_bit(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+def test_slots_share_steps_and_no_bit(layer, run_of):
     assert rounds_fault(layer, run_of(layer)) is None
 
 
 @each_layer
 @each_run
-def test_nodes_of_trees_have_the_bits_of_their_paths(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+def test_nodes_of_trees_have_the_bits_of_their_paths(layer, run_of):
     assert trees_fault(layer, run_of(layer)) is None
 
 
 @each_layer
 @each_run
-def test_a_step_can_be_run_again(layer: Layer, run_of: Callable[[Layer], Run]) -> None:
+def test_a_step_can_be_run_again(layer, run_of):
     """Where no node is sure, a second run of the step at the same lengths has the same output and states."""
     run = run_of(layer)
     batch = Slots(layer, run, 2)
@@ -111,7 +109,7 @@ def test_a_step_can_be_run_again(layer: Layer, run_of: Callable[[Layer], Run]) -
 
 
 @each_layer
-def test_nothing_but_zeros_stands_after_the_pending_rows(layer: Layer) -> None:
+def test_nothing_but_zeros_stands_after_the_pending_rows(layer):
     for run in (layer.twin, body_run(layer)):
         batch = Slots(layer, run, 2)
         batch.step([[1, 2, 3], [4, 5, 6]], [3, 2], [3, 2])
@@ -121,7 +119,7 @@ def test_nothing_but_zeros_stands_after_the_pending_rows(layer: Layer) -> None:
         assert held[1, count].any() and not held[1, count + 1 :].any()
 
 
-def test_without_the_delta_rule_it_is_the_recurrence_of_mamba_2() -> None:
+def test_without_the_delta_rule_it_is_the_recurrence_of_mamba_2():
     """h <- h e^(dt A) + dt B x, y = C h, from the definition in float64."""
     layer = delta_layer(key_heads=1, group=3, key_dim=9, value_dim=4, delta=0)
     tokens = np.arange(15)
@@ -138,7 +136,7 @@ def test_without_the_delta_rule_it_is_the_recurrence_of_mamba_2() -> None:
 
 
 @each_layer
-def test_the_reference_evaluator_takes_the_twins(layer: Layer) -> None:
+def test_the_reference_evaluator_takes_the_twins(layer):
     model = model_of(layer.op.name, **layer.attributes)
     del model.functions[:]
     inputs = random_step(layer, np.random.default_rng(4), 2, 3)
@@ -172,7 +170,7 @@ BODY_MUTANTS = [
 
 @pytest.mark.mutant
 @pytest.mark.parametrize(("name", "right", "wrong"), BODY_MUTANTS)
-def test_a_mutated_body_is_noticed(name: str, right: str, wrong: str) -> None:
+def test_a_mutated_body_is_noticed(name, right, wrong):
     layer = LAYERS[name]
     model, text = model_of(layer.op.name, **layer.attributes), layer.op.text()
     assert text.count(right) == 1

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GatedDelta and ConvRows against the formulas of transformers and torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.export
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
-def test_the_delta_rule_is_that_of_transformers(key_heads: int) -> None:
+def test_the_delta_rule_is_that_of_transformers(key_heads):
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
     layer = delta_layer(key_heads=key_heads, group=3, key_dim=8, value_dim=12)
@@ -30,7 +28,7 @@ def test_the_delta_rule_is_that_of_transformers(key_heads: int) -> None:
         assert_near(held, state[0].numpy())
 
 
-def test_a_state_is_continued_as_transformers_does() -> None:
+def test_a_state_is_continued_as_transformers_does():
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
     layer = delta_layer()
@@ -49,7 +47,7 @@ def test_a_state_is_continued_as_transformers_does() -> None:
 
 
 @pytest.mark.parametrize("activation", [0, 1])
-def test_the_convolution_is_that_of_torch(activation: int) -> None:
+def test_the_convolution_is_that_of_torch(activation):
     layer = conv_layer(channels=7, kernel=4, activation=activation)
     tokens = np.arange(12)
     x = torch.from_numpy(layer.table["x"][tokens]).T[None]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small graphs in ONNX's textual syntax, and their evaluation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

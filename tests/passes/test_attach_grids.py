@@ -68,7 +68,7 @@ def columns(*grids: Grid) -> np.ndarray:
     return np.concatenate([grid.weight() for grid in grids]).T
 
 
-def test_joined_permuted_and_padded_outputs_are_found() -> None:
+def test_joined_permuted_and_padded_outputs_are_found():
     order = np.random.default_rng(0).permutation(72)
     weight = np.concatenate([columns(Q, K_, V)[:, order], np.zeros((K, 3), np.float32)], axis=1)
     after, rows = check(weight, Checkpoint(q=Q, k=K_, v=V), {"MatMul": 1})
@@ -86,7 +86,7 @@ def test_joined_permuted_and_padded_outputs_are_found() -> None:
     }
 
 
-def test_a_kind_that_takes_much_more_is_not_taken() -> None:
+def test_a_kind_that_takes_much_more_is_not_taken():
     """8 bits for all, as V has them, would take far more than 4 bits for Q and K."""
     wide = random_grid(16, 5, bits=8, has_minimums=False)
     after, rows = check(columns(Q, K_, wide), Checkpoint(q=Q, k=K_, v=wide), {"MatMul": 2, "Concat": 1})
@@ -95,7 +95,7 @@ def test_a_kind_that_takes_much_more_is_not_taken() -> None:
     assert list(rows.record()["grids"].values()) == [56 * K, 16 * K]
 
 
-def test_a_small_part_takes_the_kind_of_the_others() -> None:
+def test_a_small_part_takes_the_kind_of_the_others():
     small = random_grid(8, 6, bits=4, has_minimums=False)
     after, _ = check(columns(Q, small), Checkpoint(q=Q, v=small), {"MatMul": 1})
     grid = grid_of(after.graph.initializers["w"].const_value)
@@ -103,7 +103,7 @@ def test_a_small_part_takes_the_kind_of_the_others() -> None:
     np.testing.assert_array_equal(grid.weight().T, columns(Q, small))
 
 
-def test_inputs_are_gathered_in_the_order_of_their_grid() -> None:
+def test_inputs_are_gathered_in_the_order_of_their_grid():
     ordered = random_grid(40, 7, order=True)
     after, _ = check(ordered.weight().T, Checkpoint(q=ordered), {"Gather": 1, "MatMul": 1})
     [grid] = [g for v in after.graph.initializers.values() if (g := grid_of(v.const_value)) is not None]
@@ -115,7 +115,7 @@ def test_inputs_are_gathered_in_the_order_of_their_grid() -> None:
     check(columns(ordered, alike), Checkpoint(q=ordered, k=alike), {"Gather": 1, "MatMul": 1})
 
 
-def test_what_no_grid_has_stays_as_it_is_and_is_named() -> None:
+def test_what_no_grid_has_stays_as_it_is_and_is_named():
     plain = np.random.default_rng(1).standard_normal((K, 16)).astype(np.float32)
     weight = np.concatenate([columns(Q), plain], axis=1)
     after, rows = check(weight, Checkpoint(q=Q, lost=None), {"MatMul": 2, "Concat": 1})
@@ -131,7 +131,7 @@ def test_what_no_grid_has_stays_as_it_is_and_is_named() -> None:
     assert rows.record()["floats"] == K
 
 
-def test_a_weight_of_two_products_is_attached_once() -> None:
+def test_a_weight_of_two_products_is_attached_once():
     ordered = random_grid(40, 9, order=True)
     model = make(ordered.weight().T, ("x", "z"))
     assert attach_stored(model, StoredRows(Checkpoint(q=ordered))) == 1
@@ -143,9 +143,7 @@ def test_a_weight_of_two_products_is_attached_once() -> None:
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("has_minimums", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 5, 6, 8])
-def test_the_products_have_the_weights_of_the_checkpoint(
-    bits: int, has_minimums: bool, order: bool, lower: str
-) -> None:
+def test_the_products_have_the_weights_of_the_checkpoint(bits, has_minimums, order, lower):
     import onnxruntime as ort
 
     from speccompile.ops.registry import attach_functions

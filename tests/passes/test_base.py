@@ -2,7 +2,6 @@
 """The contract of a pass is checked before and after it runs."""
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -29,7 +28,7 @@ def make_model() -> ir.Model:
 HAS_NO_NEG = Property("no_neg", lambda m: "a Neg is left" if any(n.op_type == "Neg" for n in m.graph) else None)
 
 
-def test_required_property_is_checked_before_the_rewrite() -> None:
+def test_required_property_is_checked_before_the_rewrite():
     ran: list[int] = []
     entry = Pass("late", lambda m: ran.append(1) or 1, requires=(HAS_NO_NEG,))
     with pytest.raises(PassError, match=r"pass late: got before it ran: a Neg is left; expected no_neg"):
@@ -37,12 +36,12 @@ def test_required_property_is_checked_before_the_rewrite() -> None:
     assert not ran
 
 
-def test_ensured_property_is_checked_after_the_rewrite() -> None:
+def test_ensured_property_is_checked_after_the_rewrite():
     with pytest.raises(PassError, match=r"pass lazy: got after it ran: a Neg is left; expected no_neg"):
         Pass("lazy", lambda m: 0, ensures=(HAS_NO_NEG,)).run(make_model())
 
 
-def test_trace_counts_rewrites_and_nodes(caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_counts_rewrites_and_nodes(caplog):
     def drop(model: ir.Model) -> int:
         nodes = list(model.graph)
         model.graph.outputs[0] = model.graph.inputs[0]
@@ -59,7 +58,7 @@ def test_trace_counts_rewrites_and_nodes(caplog: pytest.LogCaptureFixture) -> No
     assert count_nodes(model) == 0
 
 
-def test_small_constants_are_shared_and_names_stay_unique() -> None:
+def test_small_constants_are_shared_and_names_stay_unique():
     model = make_model()
     edit = Editor(model)
     assert edit.ints([1, 2]) is edit.ints([1, 2])
@@ -68,7 +67,7 @@ def test_small_constants_are_shared_and_names_stay_unique() -> None:
     assert first is not second and first.name != second.name
 
 
-def test_unknown_quantisation_is_refused_by_name() -> None:
+def test_unknown_quantisation_is_refused_by_name():
     from speccompile.core.dims import ModelDims
     from speccompile.graph_kinds.decoder import decoder_spec
 
@@ -77,7 +76,7 @@ def test_unknown_quantisation_is_refused_by_name() -> None:
         onnxruntime_table(spec, "int3", "fp32")
 
 
-def test_writing_weights_is_told_by_how_many_are_done(tmp_path: Path) -> None:
+def test_writing_weights_is_told_by_how_many_are_done(tmp_path):
     """Weights are cast and quantised while they are written: on a wide model that takes longer than all passes."""
     model, told = make_model(), list[str]()
     edit = Editor(model)

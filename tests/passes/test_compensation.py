@@ -50,7 +50,7 @@ def assert_nearest(grid: Grid, weight: Array, inputs: Array) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("num_in", "num_out", "num_rows", "rank"), [(96, 33, 400, None), (192, 64, 100, 40)])
-def test_the_error_is_below_that_of_rounding(seed: int, num_in: int, num_out: int, num_rows: int, rank: int) -> None:
+def test_the_error_is_below_that_of_rounding(seed, num_in, num_out, num_rows, rank):
     """Of correlated inputs, full rank and rank-deficient; rounded with and without minimums."""
     inputs, weight = correlated(num_rows, num_in, seed, rank), weights(num_in, num_out, seed + 100)
     found = error(inputs, weight, compensated_grid(weight, factor_of(hessian(inputs))))
@@ -58,7 +58,7 @@ def test_the_error_is_below_that_of_rounding(seed: int, num_in: int, num_out: in
     assert found < 0.9 * fine < 0.9 * plain
 
 
-def test_weights_beside_zero_get_minimums_and_those_around_it_on_few_levels_none() -> None:
+def test_weights_beside_zero_get_minimums_and_those_around_it_on_few_levels_none():
     """Shifted weights need a minimum; those that are 15 levels around 0 are exact without one."""
     one_sided = weights(64, 40, 1) + 0.3
     found = rounded_grid(one_sided)
@@ -72,7 +72,7 @@ def test_weights_beside_zero_get_minimums_and_those_around_it_on_few_levels_none
     np.testing.assert_array_equal(exact.weight().T, levels * 0.25)
 
 
-def test_a_grid_of_scale_and_minimum_is_found_again() -> None:
+def test_a_grid_of_scale_and_minimum_is_found_again():
     """As a file's: levels from 0 to 15 of which each block has both, with float16 scales and minimums."""
     rng = np.random.default_rng(3)
     levels = rng.integers(0, 16, (20, 96)).astype(np.uint8)
@@ -85,14 +85,14 @@ def test_a_grid_of_scale_and_minimum_is_found_again() -> None:
     assert (found.levels == levels).mean() > 0.999
 
 
-def test_it_rounds_where_inputs_are_not_correlated() -> None:
+def test_it_rounds_where_inputs_are_not_correlated():
     rng = np.random.default_rng(0)
     weight, diagonal = weights(128, 48, 1), rng.uniform(0.5, 20, 128)
     found = compensated_grid(weight, factor_of(np.diag(diagonal)))
     assert_nearest(found, weight, np.arange(128))
 
 
-def test_inputs_that_are_always_zero_are_rounded_and_change_nothing_else() -> None:
+def test_inputs_that_are_always_zero_are_rounded_and_change_nothing_else():
     inputs, weight = correlated(300, 96, 3), weights(96, 20, 4)
     inputs[:, 32:64] = 0
     inputs[:, 70] = 0
@@ -101,28 +101,28 @@ def test_inputs_that_are_always_zero_are_rounded_and_change_nothing_else() -> No
     assert np.abs(found.weight().T - weight).max() < 0.05  # dead weights are not thrown away
 
 
-def test_without_any_input_it_rounds() -> None:
+def test_without_any_input_it_rounds():
     weight = weights(64, 8, 5)
     found, wanted = compensated_grid(weight, factor_of(np.zeros((64, 64)))), rounded_grid(weight)
     np.testing.assert_array_equal(found.weight(), wanted.weight())
 
 
 @pytest.mark.parametrize("num_in", [1, 31, 40, 95])
-def test_sizes_that_are_no_multiple_of_a_block(num_in: int) -> None:
+def test_sizes_that_are_no_multiple_of_a_block(num_in):
     inputs, weight = correlated(200, num_in, num_in), weights(num_in, 7, num_in)
     found = compensated_grid(weight, factor_of(hessian(inputs)))
     assert found.levels.shape == weight.T.shape and found.scales.shape == (7, -(-num_in // BLOCK))
     assert error(inputs, weight, found) <= error(inputs, weight, grid_from_weight(weight, 4))
 
 
-def test_one_row_of_inputs_is_reproduced_almost_exactly() -> None:
+def test_one_row_of_inputs_is_reproduced_almost_exactly():
     """Later weights compensate all but the error of the last ones."""
     row, weight = correlated(1, 64, 8), weights(64, 30, 9)
     found = compensated_grid(weight, factor_of(hessian(row)))
     assert error(row, weight, found) < 0.05 * error(row, weight, grid_from_weight(weight, 4))
 
 
-def test_levels_fit_four_bits_and_the_same_input_gives_the_same_bits() -> None:
+def test_levels_fit_four_bits_and_the_same_input_gives_the_same_bits():
     inputs, weight = correlated(500, 160, 10), weights(160, 600, 11)  # more outputs than are quantised at once
     first, second = (compensated_grid(weight, factor_of(hessian(inputs))) for _ in range(2))
     assert first.levels.max() <= MOST and first.bits == 4
@@ -130,7 +130,7 @@ def test_levels_fit_four_bits_and_the_same_input_gives_the_same_bits() -> None:
     np.testing.assert_array_equal(first.scales, second.scales)
 
 
-def test_sums_of_float32_with_eigenvalues_below_zero_are_factorised() -> None:
+def test_sums_of_float32_with_eigenvalues_below_zero_are_factorised():
     inputs = correlated(200, 64, 12, rank=2)
     broken = hessian(inputs) - 0.05 * np.trace(hessian(inputs)) / 64 * np.eye(64)
     assert np.linalg.eigvalsh(broken)[0] < 0
@@ -138,16 +138,16 @@ def test_sums_of_float32_with_eigenvalues_below_zero_are_factorised() -> None:
     assert np.isfinite(factor.lower).all() and (factor.pivots > 0).all()
 
 
-def test_zero_weights_have_scale_zero() -> None:
+def test_zero_weights_have_scale_zero():
     found = compensated_grid(np.zeros((64, 3), np.float32), factor_of(hessian(correlated(90, 64, 13))))
     assert (found.weight() == 0).all() and (found.scales == 0).all()
 
 
-def test_weights_beyond_float16_are_finite() -> None:
+def test_weights_beyond_float16_are_finite():
     assert np.isfinite(rounded_grid(np.linspace(-1e6, 1e6, 64, dtype=np.float32)[:, None]).weight()).all()
 
 
-def test_the_factor_is_that_of_the_damped_hessian() -> None:
+def test_the_factor_is_that_of_the_damped_hessian():
     full = hessian(correlated(300, 70, 14))
     factor = factor_of(full)
     assert sorted(factor.order) == list(range(70))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathered experts become one product with all experts, with weights of few bits; other gathers stay."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -16,7 +14,7 @@ SIZES = Sizes(experts=6, hidden=128, inner=64, per_row=3)
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("gather", ["GatherND<batch_dims = 0>", "Gather<axis = 0>"])
-def test_a_mixture_keeps_its_numbers(is_transposed: bool, gather: str) -> None:
+def test_a_mixture_keeps_its_numbers(is_transposed, gather):
     model = mixture(SIZES, has_bias=True, is_transposed=is_transposed, gather=gather)
     wanted = run(model.clone(), SIZES)
     assert dense_experts(model, "none", "float32") == 2
@@ -27,7 +25,7 @@ def test_a_mixture_keeps_its_numbers(is_transposed: bool, gather: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-def test_weights_of_few_bits_give_what_the_rounded_ones_do(quantization: str) -> None:
+def test_weights_of_few_bits_give_what_the_rounded_ones_do(quantization):
     form = EXPERT_FORMS[quantization]
     model = mixture(SIZES, has_bias=True)
     whole, rounded = run(model.clone(), SIZES), model.clone()
@@ -50,7 +48,7 @@ def test_weights_of_few_bits_give_what_the_rounded_ones_do(quantization: str) ->
             assert (levels.nbytes + scales.nbytes / 2) / levels.size <= {"int8": 1.1, "int4": 0.6}[form]
 
 
-def test_an_input_that_no_block_divides_stays_as_it_is() -> None:
+def test_an_input_that_no_block_divides_stays_as_it_is():
     sizes = Sizes(hidden=40, inner=64)
     model = mixture(sizes)
     assert dense_experts(model, "int4", "float16") == 2
@@ -58,7 +56,7 @@ def test_an_input_that_no_block_divides_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("quantization", "num_changed"), [("none", 0), ("int4", 1)])
-def test_a_product_with_all_experts_is_quantised_where_it_is(quantization: str, num_changed: int) -> None:
+def test_a_product_with_all_experts_is_quantised_where_it_is(quantization, num_changed):
     text = "test (float[4, rows, 64] x) => (float[4, rows, 32] out) { out = MatMul(x, w) }"
     model = graph(text, {"w": numbers(4, 64, 32)})
     assert dense_experts(model, quantization, "float16") == num_changed
@@ -66,6 +64,6 @@ def test_a_product_with_all_experts_is_quantised_where_it_is(quantization: str, 
     assert ("w" in model.graph.initializers) == (not num_changed)
 
 
-def test_what_was_changed_is_not_found_again() -> None:
+def test_what_was_changed_is_not_found_again():
     model = mixture(SIZES)
     assert [dense_experts(model, "int8", "float16") for _ in range(2)] == [2, 0]

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import numpy as np
 import onnx
@@ -55,7 +54,7 @@ def _case(rng: np.random.Generator, d2t: np.ndarray) -> tuple[dict[str, np.ndarr
 
 
 @pytest.mark.parametrize("dialect", ["onnx", "tensorrt"])
-def test_dists_are_read_over_the_targets_vocabulary(dialect: str) -> None:
+def test_dists_are_read_over_the_targets_vocabulary(dialect):
     rng = np.random.default_rng(0)
     d2t = rng.permutation(VOCAB)[:DRAFT_VOCAB]
     model = _model(d2t, DRAFT_VOCAB)
@@ -73,7 +72,7 @@ def test_dists_are_read_over_the_targets_vocabulary(dialect: str) -> None:
     assert num_accepted > 30 and num_differing <= 1
 
 
-def test_a_wrong_map_is_noticed() -> None:
+def test_a_wrong_map_is_noticed():
     rng = np.random.default_rng(1)
     d2t = rng.permutation(VOCAB)[:DRAFT_VOCAB]
     model = _model(np.roll(d2t, 1), DRAFT_VOCAB)
@@ -84,7 +83,7 @@ def test_a_wrong_map_is_noticed() -> None:
     assert not all(same(session.run(None, narrow), spec_verify(**wide)) for narrow, wide in cases)
 
 
-def test_deterministic_drafts_need_no_map() -> None:
+def test_deterministic_drafts_need_no_map():
     model = _model(np.arange(DRAFT_VOCAB), 1)
     assert EXPAND_DRAFT_DISTS.run(model) == 1
     attach_functions(model, dialect="tensorrt")
@@ -94,7 +93,7 @@ def test_deterministic_drafts_need_no_map() -> None:
     assert (warp(case["logits"], case["temperature"], case["top_k"], case["top_p"]).sum(-1) > 0.99).all()
 
 
-def test_it_does_not_fire_without_a_map() -> None:
+def test_it_does_not_fire_without_a_map():
     model = _model(np.arange(DRAFT_VOCAB), DRAFT_VOCAB)
     EXPAND_DRAFT_DISTS.run(model)
     before = [n.op_type for n in model.graph]
@@ -102,7 +101,7 @@ def test_it_does_not_fire_without_a_map() -> None:
     assert [n.op_type for n in model.graph] == before
 
 
-def test_what_is_known_at_run_time_only_is_refused() -> None:
+def test_what_is_known_at_run_time_only_is_refused():
     with pytest.raises(PassError, match=r"got draft_vocab known at run time only; expected known at build\. Pin"):
         EXPAND_DRAFT_DISTS.run(_model(np.arange(DRAFT_VOCAB), "draft_vocab"))
     with pytest.raises(PassError, match="got d2t known at run time only"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts that come quantised stay on their grids."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -53,7 +51,7 @@ class Grids:
         ({"bits": 4, "group": 64}, "Int4Min"),
     ],
 )
-def test_experts_that_come_quantised_stay_on_their_grids(kind: dict[str, int], form: str, is_transposed: bool) -> None:
+def test_experts_that_come_quantised_stay_on_their_grids(kind, form, is_transposed):
     sizes = Sizes(hidden=64, inner=64)
     model = mixture(sizes, is_transposed=is_transposed)
     grids = Grids(model, is_transposed, w1={"bits": 4, "zero": 8}, w2=kind)
@@ -72,7 +70,7 @@ def test_experts_that_come_quantised_stay_on_their_grids(kind: dict[str, int], f
     check_same(run(after, sizes), run(model, sizes), 0.03)
 
 
-def test_experts_of_which_one_has_no_grid_stay_floats() -> None:
+def test_experts_of_which_one_has_no_grid_stay_floats():
     sizes = Sizes(hidden=64, inner=64)
     model = mixture(sizes)
     grids = Grids(model, False, w1={"bits": 4, "zero": 8}, w2={"bits": 4, "zero": 8})

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RotaryCrossAttention where heads are rotated by constant tables; other graphs are left as they are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +55,7 @@ def layer_model(layer: Layer) -> ir.Model:
 
 
 @pytest.mark.parametrize("layer", [Layer(), Layer(rotary_dim=4), Layer(interleaved=1)], ids=str)
-def test_fused_attention_keeps_the_function(layer: Layer) -> None:
+def test_fused_attention_keeps_the_function(layer):
     before, after = layer_model(layer), layer_model(layer)
     assert FUSE_CROSS_ATTENTION.run(after) == 1
     run_pipeline(after, (REMOVE_DEAD,))
@@ -79,7 +77,7 @@ def test_fused_attention_keeps_the_function(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("layer", [Layer(rotary=False), Layer(has_norm=True), Layer(is_peeked=True)], ids=str)
-def test_other_attention_is_left_alone(layer: Layer) -> None:
+def test_other_attention_is_left_alone(layer):
     model = layer_model(layer)
     before = histogram_from_model(model)
     assert FUSE_CROSS_ATTENTION.run(model) == 0

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a chain that attend to each other within one run become RotaryQkvAttention; other attention stays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -136,7 +134,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_a_growing_chain_is_fused_and_keeps_the_function(name: str) -> None:
+def test_a_growing_chain_is_fused_and_keeps_the_function(name):
     chain = FUSED[name]
     before, after = chain_model(chain), chain_model(chain)
     assert FUSE_GROWING_ATTENTION.run(after) == STEPS - chain.first_query
@@ -164,13 +162,13 @@ def test_a_growing_chain_is_fused_and_keeps_the_function(name: str) -> None:
     ],
     ids=["an added mask", "a query elsewhere", "rotated values", "another mask"],
 )
-def test_other_attention_is_left_alone(chain: Chain) -> None:
+def test_other_attention_is_left_alone(chain):
     before, model = histogram_from_model(chain_model(chain)), chain_model(chain)
     assert FUSE_GROWING_ATTENTION.run(model) == 0
     assert histogram_from_model(model) == before
 
 
-def test_what_is_no_rotation_is_left_alone() -> None:
+def test_what_is_no_rotation_is_left_alone():
     model = chain_model(Chain(first_query=1))
     cosines = [n for n in model.graph if n.op_type == "Mul" and n.inputs[1] is model.graph.initializers["cos0"]]
     key = cosines[2]  # the first two rotate the query

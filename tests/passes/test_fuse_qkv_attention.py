@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """QkvAttention where Q, K and V are cut from one product; other graphs are left as they are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -128,7 +126,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_attention_keeps_the_function(name: str) -> None:
+def test_fused_attention_keeps_the_function(name):
     layer, op = FUSED[name]
     before, after = layer_model(layer), fused(layer)
     counts = histogram_from_model(after)
@@ -162,14 +160,14 @@ def test_fused_attention_keeps_the_function(name: str) -> None:
     ],
     ids=["positions of its own", "other order", "norms that differ", "norm over heads"],
 )
-def test_other_attention_is_left_alone(layer: Layer) -> None:
+def test_other_attention_is_left_alone(layer):
     before = histogram_from_model(layer_model(layer))
     model = layer_model(layer)
     assert FUSE_QKV_ATTENTION.run(model) == 0
     assert histogram_from_model(model) == before
 
 
-def test_rotations_that_differ_between_q_and_k_are_left_alone() -> None:
+def test_rotations_that_differ_between_q_and_k_are_left_alone():
     model = layer_model(replace(Layer(), interleaved=0))
     query = next(n for n in model.graph if n.op_type == "RotaryEmbedding")
     query.replace_input_with(1, query.inputs[2])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMS normalisations are fused in all their spellings, and nothing else is."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -58,7 +56,7 @@ def rms_model(size: int, epsilon: float, *choices: int, axis: int = -1, power: f
     st.sampled_from([1e-6, 1e-5, 0.1]),
     st.sampled_from([-1, 2]),
 )
-def test_fused_in_all_spellings(size, choices, leading, epsilon, axis) -> None:
+def test_fused_in_all_spellings(size, choices, leading, epsilon, axis):
     model = rms_model(size, epsilon, *choices, axis=axis)
     x = np.random.default_rng(size).standard_normal((*leading, size)).astype(np.float32)
     before = run(model, {"x": x})[0]
@@ -68,14 +66,14 @@ def test_fused_in_all_spellings(size, choices, leading, epsilon, axis) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"axis": 1}, {"power": 3.0}])
-def test_not_fused(changes) -> None:
+def test_not_fused(changes):
     model = rms_model(4, 1e-6, 0, 0, 0, 0, 0, **changes)
     before = ops(model)
     assert FUSE_RMS_NORM.run(model) == 0
     assert ops(model) == before
 
 
-def test_another_tensor_is_not_its_own_norm() -> None:
+def test_another_tensor_is_not_its_own_norm():
     model = graph(
         """other (float[a, 4] x, float[a, 4] z) => (float[a, 4] y) {
             power = Pow(x, two)
@@ -90,7 +88,7 @@ def test_another_tensor_is_not_its_own_norm() -> None:
     assert fuse_rms_norm(model) == 0
 
 
-def test_without_a_weight_it_is_ones() -> None:
+def test_without_a_weight_it_is_ones():
     model, feeds = rms_model(4, 1e-6, 0, 0, 0, 0, 2), {"x": np.ones((1, 2, 4), np.float32)}
     before = run(model, feeds)[0]
     assert fuse_rms_norm(model) == 1
@@ -99,7 +97,7 @@ def test_without_a_weight_it_is_ones() -> None:
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=RTOL)
 
 
-def test_a_matrix_is_no_weight() -> None:
+def test_a_matrix_is_no_weight():
     """Its rows differ by node, so only the nodes before the product are fused."""
     model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
     weight = model.graph.initializers["weight"]
@@ -112,7 +110,7 @@ def test_a_matrix_is_no_weight() -> None:
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=RTOL)
 
 
-def test_shared_intermediate_values_stay() -> None:
+def test_shared_intermediate_values_stay():
     """The mean square is also an output: it must survive."""
     model = graph(
         """shared (float[a, 4] x) => (float[a, 4] y, float[a, 1] mean) {
@@ -139,14 +137,14 @@ def test_shared_intermediate_values_stay() -> None:
         np.testing.assert_allclose(new, old, rtol=RTOL)
 
 
-def test_the_property_sees_what_is_left() -> None:
+def test_the_property_sees_what_is_left():
     model = rms_model(4, 1e-6, 0, 0, 0, 0, 0)
     idle = Pass("idle", lambda m: 0, ensures=(RMS_NORM_FUSED,))
     with pytest.raises(PassError, match=r"pass idle: got after it ran: .* is an unfused RMS normalisation"):
         idle.run(model)
 
 
-def test_a_norm_of_a_norm_without_weight() -> None:
+def test_a_norm_of_a_norm_without_weight():
     """As in nanochat: what the second norm reads is replaced when the first is fused."""
     norm = """p{o} = Mul({i}, {i}) m{o} = ReduceMean<keepdims = 1>(p{o}, axes) s{o} = Add(m{o}, epsilon)
         r{o} = Sqrt(s{o}) v{o} = Reciprocal(r{o}) {o} = Mul({i}, v{o})"""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings, whole and partial, are fused and tabulated; lookalikes are left alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,7 +66,7 @@ def feeds_for(heads: int, dim: int, batch: int = 2, nodes: int = 3) -> dict[str,
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4), st.sampled_from([None, 1.3]))
-def test_fused_and_tabulated(heads: int, half: int, rest: int, scaling: float | None) -> None:
+def test_fused_and_tabulated(heads, half, rest, scaling):
     rotary_dim = 2 * half
     dim = rotary_dim + rest
     model, feeds = rope_model(heads, dim, rotary_dim, scaling), feeds_for(heads, dim)
@@ -85,7 +83,7 @@ def test_fused_and_tabulated(heads: int, half: int, rest: int, scaling: float | 
     np.testing.assert_allclose(run(model, feeds)[0], before, atol=TOLERANCE)
 
 
-def test_halves_of_unequal_length_are_not_rotated_halves() -> None:
+def test_halves_of_unequal_length_are_not_rotated_halves():
     model = rope_model(2, 8, 8, middle=3)
     REMOVE_DEAD.run(model)
     before = ops(model)
@@ -93,7 +91,7 @@ def test_halves_of_unequal_length_are_not_rotated_halves() -> None:
     assert ops(model) == before
 
 
-def test_angles_that_are_not_a_function_of_positions_stay() -> None:
+def test_angles_that_are_not_a_function_of_positions_stay():
     """Half of the angles come from an input: there is no table for them."""
     model = graph(
         """given (float[batch, 2, nodes, 4] x, float[batch, nodes, 2] cos, float[batch, nodes, 2] sin)
@@ -102,7 +100,7 @@ def test_angles_that_are_not_a_function_of_positions_stay() -> None:
     assert tabulate_rope(model, MAX_SEQ_LEN) == 0
 
 
-def test_tables_need_fused_ropes() -> None:
+def test_tables_need_fused_ropes():
     model = rope_model(2, 8, 8)
     REMOVE_DEAD.run(model)
     with pytest.raises(PassError, match=r"pass tabulate_rope: got before it ran: .* is an unfused rotary embedding"):

@@ -32,7 +32,7 @@ def rng(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def test_a_norm_keeps_its_gain_in_float32_between_casts() -> None:
+def test_a_norm_keeps_its_gain_in_float32_between_casts():
     body = f"n = RMSNormalization<epsilon = 1e-6>({HIDDEN}, gain) {LOGITS} = MatMul(n, w)"
     model = make(body, gain=rng(64), w=rng(64, 64))
     held = model.clone()
@@ -50,14 +50,14 @@ def test_a_norm_keeps_its_gain_in_float32_between_casts() -> None:
     assert {v.dtype for n in held.graph for v in n.outputs} == {ir.DataType.FLOAT}, "a clone was changed with it"
 
 
-def test_norms_of_one_value_share_a_cast() -> None:
+def test_norms_of_one_value_share_a_cast():
     body = f"a = RMSNormalization({HIDDEN}, gain) b = LayerNormalization({HIDDEN}, gain, gain) {LOGITS} = Add(a, b)"
     model = make(body, gain=rng(64))
     convert_precision(model, SPEC, "bfloat16")
     assert ops(model)["Cast"] == 4  # one down to both, one up from each, and the logits
 
 
-def test_weights_are_rounded_to_nearest_and_shared() -> None:
+def test_weights_are_rounded_to_nearest_and_shared():
     weight = rng(64, 64)
     model = make(f"a = MatMul({HIDDEN}, w) {LOGITS} = MatMul(a, w)", w=weight)
     convert_precision(model, SPEC, "bfloat16")
@@ -68,7 +68,7 @@ def test_weights_are_rounded_to_nearest_and_shared() -> None:
     assert (np.abs(held.astype(np.float32) - weight) <= np.abs(weight) * 2.0**-8).all()  # half of the last place
 
 
-def test_a_weight_beyond_float16_is_refused_by_name() -> None:
+def test_a_weight_beyond_float16_is_refused_by_name():
     weight = rng(64, 64)
     weight[3, 4] = 1e6
     body = f"a = Mul({HIDDEN}, factor) {LOGITS} = MatMul(a, w)"
@@ -79,7 +79,7 @@ def test_a_weight_beyond_float16_is_refused_by_name() -> None:
         model.graph.initializers["w.float16"].const_value.numpy()
 
 
-def test_what_is_sampled_with_and_from_stays_float32() -> None:
+def test_what_is_sampled_with_and_from_stays_float32():
     body = f"a = MatMul({HIDDEN}, w) t = Unsqueeze(temperature, axis) c = Exp(t) {LOGITS} = Mul(a, c)"
     model = make(body, w=rng(64, 64), axis=np.array([1]))
     convert_precision(model, SPEC, "bfloat16")
@@ -89,7 +89,7 @@ def test_what_is_sampled_with_and_from_stays_float32() -> None:
     assert ops(model)["Cast"] == 1  # the product is widened, the logits are float32 then
 
 
-def test_angles_that_are_computed_are_refused() -> None:
+def test_angles_that_are_computed_are_refused():
     model = make(f"{LOGITS} = Cos({HIDDEN})")
     with pytest.raises(PassError, match=r"got Cos node .* that computes angles at run time; expected rotary tables"):
         convert_precision(model, SPEC, "bfloat16")
@@ -121,7 +121,7 @@ def recurrent() -> tuple[ir.Model, GraphSpec]:
     return model, GraphSpec("g", *map(tuple, halves))
 
 
-def test_recurrent_states_stay_in_float32() -> None:
+def test_recurrent_states_stay_in_float32():
     model, spec = recurrent()
     held, generator = model.clone(), np.random.default_rng(0)
     assert convert_precision(model, spec, "float16") > 0
@@ -175,7 +175,7 @@ def scale_of(model: ir.Model) -> float:
     return next(n for n in model.graph if n.op_type == "CachedAttention").attributes["scale"].as_float()
 
 
-def test_the_scale_goes_into_weight_and_bias_of_q() -> None:
+def test_the_scale_goes_into_weight_and_bias_of_q():
     model = attention(0.3)
     assert fold_scale(model) == 1 and scale_of(model) == 1
     product, bias = (next(n for n in model.graph if n.op_type == op).inputs[1] for op in ("MatMul", "Add"))
@@ -183,7 +183,7 @@ def test_the_scale_goes_into_weight_and_bias_of_q() -> None:
     np.testing.assert_array_equal(bias.const_value.numpy(), rng(4) * np.float32(0.3))
 
 
-def test_a_norm_takes_the_scale_into_its_gain() -> None:
+def test_a_norm_takes_the_scale_into_its_gain():
     model = attention(0.3, norm=True)
     assert fold_scale(model) == 1
     gain = next(n for n in model.graph if n.op_type == "RMSNormalization").inputs[1]
@@ -192,13 +192,13 @@ def test_a_norm_takes_the_scale_into_its_gain() -> None:
 
 
 @pytest.mark.parametrize("kind", [{"twice": True}, {"split": True}])
-def test_a_scale_stays_where_q_has_no_weights_of_its_own(kind: dict[str, bool]) -> None:
+def test_a_scale_stays_where_q_has_no_weights_of_its_own(kind):
     model = attention(0.3, **kind)
     assert fold_scale(model) == 0 and scale_of(model) == np.float32(0.3)
     assert next(n for n in model.graph if n.op_type == "MatMul").inputs[1].name == "w"
 
 
-def test_a_scale_of_one_costs_nothing() -> None:
+def test_a_scale_of_one_costs_nothing():
     model = attention(1.0)
     assert fold_scale(model) == 0
     assert next(n for n in model.graph if n.op_type == "MatMul").inputs[1].name == "w"
@@ -214,7 +214,7 @@ def tied(view: np.ndarray, table: np.ndarray) -> ir.Model:
     return model
 
 
-def test_a_transposed_view_becomes_a_transpose_and_a_copy_does_not() -> None:
+def test_a_transposed_view_becomes_a_transpose_and_a_copy_does_not():
     table = rng(97, 64)
     model = tied(table.T, table)
     assert tie_weights(model) == 1 and "head" not in model.graph.initializers

@@ -30,7 +30,7 @@ def with_node(op_type: str, *, domain: str = "", inputs: int = 1, **attributes: 
 
 
 @pytest.mark.parametrize("op_type", REFUSED_OPS)
-def test_operators_without_an_implementation(op_type: str) -> None:
+def test_operators_without_an_implementation(op_type):
     domain = "com.microsoft" if op_type in ("MatMulNBits", "QMoE", "SkipLayerNormalization") else ""
     todo = re.escape(REFUSED_OPS[op_type])
     wanted = rf"{op_type} node \S+: got an operator without an implementation; expected .*\. {todo}"
@@ -38,7 +38,7 @@ def test_operators_without_an_implementation(op_type: str) -> None:
         lint_tensorrt(with_node(op_type, domain=domain))
 
 
-def test_a_node_of_ours_needs_a_plugin_or_a_body() -> None:
+def test_a_node_of_ours_needs_a_plugin_or_a_body():
     model = with_node("SpecVerify", domain=OPS_DOMAIN)
     message = (
         r"SpecVerify node \S+: got speccompile::SpecVerify, neither a plugin nor a function of the model; "
@@ -50,7 +50,7 @@ def test_a_node_of_ours_needs_a_plugin_or_a_body() -> None:
     lint_tensorrt(model, bodies=["SpecVerify"])
 
 
-def test_a_body_in_the_model_counts_and_is_looked_into() -> None:
+def test_a_body_in_the_model_counts_and_is_looked_into():
     model = with_node("FirstMax", domain=OPS_DOMAIN)
     attach_functions(model)
     lint_tensorrt(model)
@@ -61,7 +61,7 @@ def test_a_body_in_the_model_counts_and_is_looked_into() -> None:
         lint_tensorrt(model)
 
 
-def test_a_rollback_of_several_caches_has_no_body() -> None:
+def test_a_rollback_of_several_caches_has_no_body():
     model = with_node("KVRollback", domain=OPS_DOMAIN, inputs=4, num_caches=2)
     with pytest.raises(PassError, match=r"KVRollback node .* neither a plugin nor a function"):
         lint_tensorrt(model, bodies=["KVRollback"])
@@ -76,7 +76,7 @@ def test_a_rollback_of_several_caches_has_no_body() -> None:
         ("Attention<is_causal = 1>(q, k, k, m)", "got a mask and is_causal; expected one of them"),
     ],
 )
-def test_attention(node: str, message: str) -> None:
+def test_attention(node, message):
     inputs = "float[b, 2, t, 8] q, float[b, 2, s, 8] k, float[b, 1, t, s] m, int64[b] n"
     model = graph(f"g ({inputs}) => (float[b, 2, t, 8] y) {{ y = {node} }}")
     with pytest.raises(PassError, match=f"Attention node .*{message}"):
@@ -85,7 +85,7 @@ def test_attention(node: str, message: str) -> None:
         lint_tensorrt(graph(f"g ({inputs}) => (float[b, 2, t, 8] y) {{ y = {good} }}"))
 
 
-def test_top_k_is_constant_and_small() -> None:
+def test_top_k_is_constant_and_small():
     def top_k(name: str, **weights: np.ndarray) -> ir.Model:
         text = f"g (float[b, 9000] x, int64[1] n) => (float[b, m] y) {{ y, i = TopK(x, {name}) }}"
         return graph(text, weights)
@@ -110,19 +110,19 @@ PUT = 'TensorScatter<axis = 2, mode = "linear">'
         (f"a = {PUT}(cache, x, n) y = {PUT}(cache, x, n)", ", float[b, 2, 16, 8] a", "got a second update of cache"),
     ],
 )
-def test_caches_are_updated_once_from_input_to_output(body: str, more: str, message: str) -> None:
+def test_caches_are_updated_once_from_input_to_output(body, more, message):
     with pytest.raises(PassError, match=f"TensorScatter node .*{message}"):
         lint_tensorrt(graph(SCATTER.format(body=body, more=more)))
     lint_tensorrt(graph(SCATTER.format(body=f"y = {PUT}(cache, x, n)", more="")))
 
 
-def test_float64_is_refused_wherever_it_is() -> None:
+def test_float64_is_refused_wherever_it_is():
     model = graph("g (float[b] x) => (float[b] y) { a = Cast<to = 11>(x) y = Cast<to = 1>(a) }")
     with pytest.raises(PassError, match=r"Cast node .*got a in float64; expected float32 or less\. Cast it"):
         lint_tensorrt(model)
 
 
-def test_inputs_and_outputs_are_those_of_the_spec_and_read() -> None:
+def test_inputs_and_outputs_are_those_of_the_spec_and_read():
     model = graph("g (float[b] x, int64[b] n) => (float[b] y) { y = Neg(x) }")
     x, n, y = TensorSpec("x", ("b",), "float32"), TensorSpec("n", ("b",), "int64"), TensorSpec("y", ("b",), "float32")
     with pytest.raises(PassError, match=r"g: n: got an input that nothing reads; .* Take it out of the graph's spec"):

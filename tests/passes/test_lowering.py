@@ -75,9 +75,7 @@ def random_tree(rng: np.random.Generator, batch: int, nodes: int) -> np.ndarray:
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("softcap", [0.0, 2.5])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 5), (6, 1, 16)])
-def test_lowered_attention_equals_its_twin(
-    heads: int, kv_heads: int, head_dim: int, softcap: float, window: int
-) -> None:
+def test_lowered_attention_equals_its_twin(heads, kv_heads, head_dim, softcap, window):
     model = attention_model(heads, kv_heads, head_dim, scale=0.3, softcap=softcap, window=window)
     assert lower_attention(model) == 1
     assert not any(n.domain == OPS_DOMAIN for n in model.graph)
@@ -98,9 +96,7 @@ def test_lowered_attention_equals_its_twin(
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 5)])
-def test_lowered_attention_with_sinks_equals_its_twin_and_copies_no_cache(
-    heads: int, kv_heads: int, head_dim: int, window: int
-) -> None:
+def test_lowered_attention_with_sinks_equals_its_twin_and_copies_no_cache(heads, kv_heads, head_dim, window):
     rng = np.random.default_rng(window)
     sinks = rng.standard_normal(heads).astype(np.float32) * 3
     model = attention_model(heads, kv_heads, head_dim, sinks, scale=0.3, window=window)
@@ -120,7 +116,7 @@ def test_lowered_attention_with_sinks_equals_its_twin_and_copies_no_cache(
 @pytest.mark.parametrize("is_lowered", [True, False], ids=["lowered", "body"])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2)])
-def test_a_chain_has_the_bits_of_single_steps(heads: int, kv_heads: int, has_sinks: bool, is_lowered: bool) -> None:
+def test_a_chain_has_the_bits_of_single_steps(heads, kv_heads, has_sinks, is_lowered):
     rng, length, nodes, head_dim = np.random.default_rng(heads), 9, 9, 16
     sinks = rng.standard_normal(heads).astype(np.float32) if has_sinks else None
     model = attention_model(heads, kv_heads, head_dim, sinks, scale=0.3, window=12)
@@ -139,7 +135,7 @@ def test_a_chain_has_the_bits_of_single_steps(heads: int, kv_heads: int, has_sin
         np.testing.assert_array_equal(single[:, 0], whole[:, node])
 
 
-def test_one_mask_serves_all_layers_of_a_window() -> None:
+def test_one_mask_serves_all_layers_of_a_window():
     model = attention_model(4, 2, 8, scale=1.0, window=3)
     node = next(iter(model.graph))
     again = Editor(model).op(
@@ -150,7 +146,7 @@ def test_one_mask_serves_all_layers_of_a_window() -> None:
     assert histogram_from_model(model)["GatherElements"] == 1
 
 
-def test_a_table_without_lowering_is_refused() -> None:
+def test_a_table_without_lowering_is_refused():
     late = Pass("late", lambda m: 0, requires=(ATTENTION_LOWERED,))
     with pytest.raises(PassError, match="1 CachedAttention nodes are left"):
         late.run(attention_model(4, 2, 8, scale=1.0))
@@ -180,7 +176,7 @@ def projection_model(bias: bool, rotary: bool = True, key_axis_differs: bool = F
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("key_axis_differs", [False, True])
-def test_merging_projections_and_heads_keeps_the_function(bias: bool, rotary: bool, key_axis_differs: bool) -> None:
+def test_merging_projections_and_heads_keeps_the_function(bias, rotary, key_axis_differs):
     rng = np.random.default_rng(1)
     feeds = {
         "x": rng.standard_normal((2, 5, 10)).astype(np.float32),
@@ -199,7 +195,7 @@ def test_merging_projections_and_heads_keeps_the_function(bias: bool, rotary: bo
         assert np.abs(got - wanted).max() < 1e-5
 
 
-def test_linears_of_different_inputs_or_shared_weights_are_left_alone() -> None:
+def test_linears_of_different_inputs_or_shared_weights_are_left_alone():
     model = empty_model()
     x, y = (add_input(model, n, ["batch", "nodes", 4], "float32") for n in "xy")
     edit = Editor(model)
@@ -212,7 +208,7 @@ def test_linears_of_different_inputs_or_shared_weights_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_linear_that_gives_an_output_is_left_alone(has_bias: bool) -> None:
+def test_a_linear_that_gives_an_output_is_left_alone(has_bias):
     rng, model = np.random.default_rng(0), empty_model()
     x, edit = add_input(model, "x", ["batch", "nodes", 4], "float32"), Editor(model)
     weights = [edit.const(rng.standard_normal((4, 3)).astype(np.float32), f"w{i}") for i in range(3)]
@@ -230,7 +226,7 @@ def test_a_linear_that_gives_an_output_is_left_alone(has_bias: bool) -> None:
         assert np.abs(got - wanted).max() < 1e-5
 
 
-def test_layers_that_run_several_times_share_one_merged_weight() -> None:
+def test_layers_that_run_several_times_share_one_merged_weight():
     """Steps of a chain: the first needs no queries, and its product has them nevertheless; one weight is used alone."""
     rng = np.random.default_rng(0)
     model = empty_model()
@@ -257,7 +253,7 @@ def test_layers_that_run_several_times_share_one_merged_weight() -> None:
         assert np.abs(got - wanted).max() < 1e-5
 
 
-def test_heads_that_are_used_elsewhere_are_left_alone() -> None:
+def test_heads_that_are_used_elsewhere_are_left_alone():
     model = projection_model(bias=False)
     merge_linears(model)
     reshape = next(n for n in model.graph if n.op_type == "Reshape")

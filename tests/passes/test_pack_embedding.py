@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings: a tied one is stored once, with the head; rows have the bits of the packed weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +76,7 @@ FORMS = {
 
 @pytest.mark.parametrize("body", [TIED, SCALED, NORMED])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_tied_embedding_is_stored_once_with_the_head(form: str, body: str) -> None:
+def test_a_tied_embedding_is_stored_once_with_the_head(form, body):
     weights, bytes_a_weight, rows, logits = FORMS[form]
     table = numbers(V, H, is_bfloat16=form == "Bf16")
     used = {"table": table, "w": table.T.copy()}
@@ -97,7 +95,7 @@ def test_a_tied_embedding_is_stored_once_with_the_head(form: str, body: str) -> 
 
 
 @pytest.mark.parametrize("has_view", [False, True])
-def test_views_and_copies_are_tied_and_other_numbers_are_not(has_view: bool) -> None:
+def test_views_and_copies_are_tied_and_other_numbers_are_not(has_view):
     table = numbers(V, H)
     model = make(TIED, table=table, w=table.T.copy())
     if has_view:
@@ -111,7 +109,7 @@ def test_views_and_copies_are_tied_and_other_numbers_are_not(has_view: bool) -> 
     assert tie_embedding(make("e = Gather(table, tokens) y = MatMul(e, w)", table=square, w=numbers(H, V))) == 0
 
 
-def test_two_gathers_and_two_heads_share_one_copy() -> None:
+def test_two_gathers_and_two_heads_share_one_copy():
     table = numbers(V, H)
     body = "e = Gather(table, tokens) f = Gather(table, tokens) a = MatMul(e, w) b = MatMul(f, w) y = Add(a, b)"
     model = make(body, table=table, w=table.T.copy())
@@ -134,7 +132,7 @@ def test_two_gathers_and_two_heads_share_one_copy() -> None:
         ("int8", True, "Int8"),
     ],
 )
-def test_an_embedding_of_its_own(weights: str, is_bfloat16: bool, form: str | None) -> None:
+def test_an_embedding_of_its_own(weights, is_bfloat16, form):
     model = make(TIED, table=numbers(V, H, is_bfloat16=is_bfloat16), w=numbers(H, V))
     after = model.clone()
     assert tie_embedding(after) == 0 and pack_linears(after, weights) == 1  # type: ignore[arg-type]
@@ -145,7 +143,7 @@ def test_an_embedding_of_its_own(weights: str, is_bfloat16: bool, form: str | No
         check(model, after, 0.01 if form == "Int8" else 0, 0.3)
 
 
-def test_what_the_tokens_do_not_choose_stays() -> None:
+def test_what_the_tokens_do_not_choose_stays():
     """Tables of positions, small tables, columns."""
     position = "one = Constant<value_ints = [1]>() p = Add(tokens, one) e = Gather(table, p) y = MatMul(e, w)"
     model = make(position, table=numbers(V + 1, H, is_bfloat16=True), w=numbers(H, V))
@@ -163,7 +161,7 @@ QUANTISED = {
 
 @pytest.mark.parametrize("body", [TIED, SCALED])
 @pytest.mark.parametrize("form", QUANTISED)
-def test_without_our_kernels_too_it_is_stored_once(form: str, body: str) -> None:
+def test_without_our_kernels_too_it_is_stored_once(form, body):
     quantize, bytes_a_weight, rows, logits = QUANTISED[form]
     table = numbers(V, H)
     model = make(body, table=table, w=table.T.copy(), **({"size": np.float32([7.0])} if "size" in body else {}))
@@ -176,7 +174,7 @@ def test_without_our_kernels_too_it_is_stored_once(form: str, body: str) -> None
 
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
 @pytest.mark.parametrize("group", [16, 32, 0])
-def test_rows_of_a_grid_in_blocks(form: str, group: int) -> None:
+def test_rows_of_a_grid_in_blocks(form, group):
     grid = random_grid(form, H, V, 0, group=group, dtype="float16")
     model = make(TIED, table=grid.weight(), w=grid.weight().T.copy())
     after = model.clone()
@@ -185,7 +183,7 @@ def test_rows_of_a_grid_in_blocks(form: str, group: int) -> None:
     check(model, after, 1e-6, 0.02)
 
 
-def test_a_table_of_its_own_grid_is_packed_on_it() -> None:
+def test_a_table_of_its_own_grid_is_packed_on_it():
     """Two grids of one checkpoint: the table's, and that of the head, which is not tied."""
     grids = [random_grid("Int8Min", H, V, seed, group=16, dtype="float32") for seed in range(2)]
     model = make(TIED, table=grids[0].weight(), w=grids[1].weight().T.copy())
@@ -212,7 +210,7 @@ class _Source:
         return self.grids[int(key)]
 
 
-def test_rows_of_a_tied_grid_have_its_bits() -> None:
+def test_rows_of_a_tied_grid_have_its_bits():
     grid = random_grid("Int8Min", H, V, 0, group=16, dtype="float32")
     model = make(TIED, table=grid.weight(), w=grid.weight().T.copy())
     after = model.clone()

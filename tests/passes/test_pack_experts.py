@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts are packed where they are exported as gathered weights, and nowhere else; their sums keep rows apart."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -16,7 +14,6 @@ from speccompile.ops.registry import attach_functions
 from speccompile.passes.flat_linears import flat_linears, routers_of
 from speccompile.passes.mix_rows import mix_rows
 from speccompile.passes.pack_experts import pack_experts
-from speccompile.passes.pack_linears import Weights
 from tests.passes.graphs import graph, ops
 
 RNG = np.random.default_rng(0)
@@ -110,7 +107,7 @@ def check_same(got: np.ndarray, wanted: np.ndarray, tolerance: float = 3e-6) -> 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_mixture_becomes_two_nodes(gate: str, has_bias: bool, is_transposed: bool) -> None:
+def test_a_mixture_becomes_two_nodes(gate, has_bias, is_transposed):
     model = mixture(gate=gate, has_bias=has_bias, is_transposed=is_transposed)
     wanted = run(model)
     assert pack_experts(model, "float") == 2
@@ -121,7 +118,7 @@ def test_a_mixture_becomes_two_nodes(gate: str, has_bias: bool, is_transposed: b
     check_same(run(model), wanted)
 
 
-def test_an_activation_outside_the_list_stays_between_two_experts() -> None:
+def test_an_activation_outside_the_list_stays_between_two_experts():
     model = mixture(gate=CLIPPED, has_bias=True)
     wanted = run(model)
     assert pack_experts(model, "float") == 2
@@ -130,7 +127,7 @@ def test_an_activation_outside_the_list_stays_between_two_experts() -> None:
     check_same(run(model), wanted)
 
 
-def test_a_gather_of_the_first_axis_is_a_choice_as_well() -> None:
+def test_a_gather_of_the_first_axis_is_a_choice_as_well():
     model = mixture(gather="Gather<axis = 0>", has_bias=True)
     wanted = run(model)
     assert pack_experts(model, "float") == 2
@@ -138,7 +135,7 @@ def test_a_gather_of_the_first_axis_is_a_choice_as_well() -> None:
 
 
 @pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.04), ("int4", 0.3)])
-def test_quantised_experts_are_near_the_weights(weights: Weights, tolerance: float) -> None:
+def test_quantised_experts_are_near_the_weights(weights, tolerance):
     model = mixture(has_bias=True)
     wanted = run(model)
     assert pack_experts(model, weights) == 2
@@ -147,7 +144,7 @@ def test_quantised_experts_are_near_the_weights(weights: Weights, tolerance: flo
     check_same(run(model), wanted, tolerance)
 
 
-def test_bfloat16_is_taken_where_it_is_exact() -> None:
+def test_bfloat16_is_taken_where_it_is_exact():
     model = mixture()
     for name in ("w1", "w2"):
         value = model.graph.initializers[name]
@@ -160,7 +157,7 @@ def test_bfloat16_is_taken_where_it_is_exact() -> None:
     check_same(run(model), wanted)
 
 
-def test_random_sizes_keep_the_function() -> None:
+def test_random_sizes_keep_the_function():
     rng = np.random.default_rng(5)
     for number in range(8):
         sizes = Sizes(*(int(n) for n in rng.integers((1, 1, 1, 1), (9, 70, 40, 5))))
@@ -182,7 +179,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("body", WRONG.values(), ids=WRONG)
-def test_what_is_no_expert_stays(body: str) -> None:
+def test_what_is_no_expert_stays(body):
     text = f"""
     test (float[n, 8] x, float[n, 8, 1] d, int64[n] ids, float[5, 6, 8] z) => (y, t)
     <float[5, 6, 8] w, int64[1] last = {{-1}}> {{
@@ -193,7 +190,7 @@ def test_what_is_no_expert_stays(body: str) -> None:
     assert pack_experts(model, "int4") == 0
 
 
-def test_rows_that_are_not_repeated_stay_as_they_are() -> None:
+def test_rows_that_are_not_repeated_stay_as_they_are():
     """Copies of all rows, one block after the other."""
     model = mixture()
     copies = model.graph.initializers["copies"]
@@ -202,7 +199,7 @@ def test_rows_that_are_not_repeated_stay_as_they_are() -> None:
     assert ops(model)["Expand"] == 1
 
 
-def test_a_weight_that_two_mixtures_read_is_packed_once() -> None:
+def test_a_weight_that_two_mixtures_read_is_packed_once():
     text = """
     test (float[n, 8] x, int64[n] ids) => (float[n, 6] y, float[n, 6] z)
     <float[5, 6, 8] w, int64[1] last = {-1}> {
@@ -223,7 +220,7 @@ def sums(body: str, k: int = 8, width: int = 33) -> ir.Model:
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("keepdims", [0, 1])
 @pytest.mark.parametrize("axis", ["axis", "back"])
-def test_a_sum_over_the_middle_axis_becomes_a_product(k: int, keepdims: int, axis: str) -> None:
+def test_a_sum_over_the_middle_axis_becomes_a_product(k, keepdims, axis):
     text = f"y = ReduceSum<keepdims = {keepdims}>(x, {axis})"
     before, model = sums(text, k), sums(text, k)
     assert mix_rows(model) == 1
@@ -248,11 +245,11 @@ def test_a_sum_over_the_middle_axis_becomes_a_product(k: int, keepdims: int, axi
         "y = ReduceMean(x, axis)",
     ],
 )
-def test_other_sums_stay(text: str) -> None:
+def test_other_sums_stay(text):
     assert mix_rows(sums(text)) == 0
 
 
-def test_the_weights_of_a_mixture_become_the_row_of_the_product() -> None:
+def test_the_weights_of_a_mixture_become_the_row_of_the_product():
     model = mixture()
     wanted = run(model)
     assert mix_rows(model) == 1
@@ -267,7 +264,7 @@ def gemms(body: str) -> ir.Model:
     return graph(text, {"w": np.arange(48, dtype=np.float32).reshape(6, 8) / 50, "b": np.ones(6, np.float32)})
 
 
-def test_a_gemm_becomes_a_linear_and_a_router_stays() -> None:
+def test_a_gemm_becomes_a_linear_and_a_router_stays():
     text = "y = Gemm<transB = 1>(x, w) r = Gemm<transB = 1>(x, w) s = Softmax(r) t, z = TopK(s, k)"
     before, model = gemms(text), gemms(text)
     assert len(routers_of(model)) == 1
@@ -281,7 +278,7 @@ def test_a_gemm_becomes_a_linear_and_a_router_stays() -> None:
     assert np.array_equal(got[1], wanted[1])
 
 
-def test_a_router_with_a_bias_is_kept_from_the_passes_on_linears() -> None:
+def test_a_router_with_a_bias_is_kept_from_the_passes_on_linears():
     text = "y = Relu(x) m = MatMul(x, c) r = Add(m, b) t, z = TopK(r, k)"
     model = graph(
         f"test (float[n, 8] x) => (y, z) <float[8, 6] c, float[6] b, int64[1] k = {{2}}> {{ {text} }}",
@@ -304,7 +301,7 @@ def test_a_router_with_a_bias_is_kept_from_the_passes_on_linears() -> None:
         "z = Transpose(x) y = Gemm<transA = 1>(z, x)",
     ],
 )
-def test_other_gemms_stay(text: str) -> None:
+def test_other_gemms_stay(text):
     assert flat_linears(gemms(text)) == 0
 
 
@@ -313,7 +310,7 @@ def heads(rows: str = "nodes", kind: str = "float", matrices: str = "3, 8, 5") -
     return graph(f"test {shapes} {{ y = MatMul(x, w) }}")
 
 
-def test_a_product_with_a_matrix_for_each_head_has_its_last_row_twice() -> None:
+def test_a_product_with_a_matrix_for_each_head_has_its_last_row_twice():
     rng, before, model = np.random.default_rng(0), heads(), heads()
     assert mix_rows(model) == 1
     assert mix_rows(model) == 0, "a second run finds nothing"
@@ -331,5 +328,5 @@ def test_a_product_with_a_matrix_for_each_head_has_its_last_row_twice() -> None:
     [{"rows": "1"}, {"rows": "4"}, {"matrices": "8, 5"}, {"kind": "double"}],
     ids=["one", "four", "2d", "double"],
 )
-def test_other_products_stay(fields: dict[str, str]) -> None:
+def test_other_products_stay(fields):
     assert mix_rows(heads(**fields)) == 0

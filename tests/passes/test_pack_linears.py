@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed linears: biases, gates and norms are folded in where they belong to the linear, and nowhere else."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -60,7 +58,7 @@ GATES = {
 
 
 @pytest.mark.parametrize(("bits", "form"), [(0xFFFF0000, "Bf16"), (0xFFFFFFFF, "F32")])
-def test_bfloat16_is_taken_where_it_is_exact(bits: int, form: str) -> None:
+def test_bfloat16_is_taken_where_it_is_exact(bits, form):
     weight = (numbers(K, N).view(np.uint32) & np.uint32(bits)).view(np.float32)
     assert is_bfloat16(weight) == (form == "Bf16")
     model = make(PLAIN, f"float[b, t, {N}] y", w=weight)
@@ -77,7 +75,7 @@ def test_bfloat16_is_taken_where_it_is_exact(bits: int, form: str) -> None:
 
 @pytest.mark.parametrize("weights", ["float", "int8", "int4"])
 @pytest.mark.parametrize("body", [PLAIN, "p = MatMul(x, w) y = Add(p, c)", "p = MatMul(x, w) y = Add(c, p)"])
-def test_a_bias_is_folded_in(weights: str, body: str) -> None:
+def test_a_bias_is_folded_in(weights, body):
     used = {"w": numbers(K, N)} | ({"c": numbers(N)} if "Add" in body else {})
     model = make(body, f"float[b, t, {N}] y", **used)
     after = model.clone()
@@ -94,7 +92,7 @@ def test_a_bias_is_folded_in(weights: str, body: str) -> None:
         "p = MatMul(x, w) y = Add(p, d) z = Identity(y)",  # not a number per column
     ],
 )
-def test_what_is_no_bias_stays(body: str) -> None:
+def test_what_is_no_bias_stays(body):
     outputs = f"float[b, t, {N}] y, float[b, t, {N}] z"
     used = {"w": numbers(K, N)} | ({"c": numbers(N)} if "c)" in body else {"d": numbers(1)})
     model = make(body, outputs, **used)
@@ -105,7 +103,7 @@ def test_what_is_no_bias_stays(body: str) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("gate", GATES)
-def test_a_gate_is_folded_in(gate: str, has_bias: bool) -> None:
+def test_a_gate_is_folded_in(gate, has_bias):
     text, kind = GATES[gate]
     product = "q = MatMul(x, w) p = Add(q, c)" if has_bias else "p = MatMul(x, w)"
     used = {"w": numbers(K, N)} | ({"c": numbers(N)} if has_bias else {})
@@ -128,7 +126,7 @@ def test_a_gate_is_folded_in(gate: str, has_bias: bool) -> None:
         "h = Tanh(a) y = Mul(h, b)",  # an activation that the kernel does not have
     ],
 )
-def test_what_is_no_gate_stays(text: str) -> None:
+def test_what_is_no_gate_stays(text):
     model = make(
         f"p = MatMul(x, w) a, b = Split<axis = -1, num_outputs = 2>(p) {text}",
         f"float[b, t, {N // 2}] y",
@@ -139,7 +137,7 @@ def test_what_is_no_gate_stays(text: str) -> None:
     check_same(model, after)
 
 
-def test_uneven_halves_are_no_gate() -> None:
+def test_uneven_halves_are_no_gate():
     sizes = np.array([24, 16], np.int64)
     text = "p = MatMul(x, w) a, b = Split<axis = -1>(p, sizes) h = Gelu(a) y = MatMul(h, v) z = MatMul(b, u)"
     outputs = "float[b, t, 8] y, float[b, t, 8] z"
@@ -153,7 +151,7 @@ def test_uneven_halves_are_no_gate() -> None:
     check_same(model, after)
 
 
-def test_a_weight_that_two_linears_read_is_packed_once() -> None:
+def test_a_weight_that_two_linears_read_is_packed_once():
     model = make("y = MatMul(x, w) z = MatMul(r, w)", f"float[b, t, {N}] y, float[b, t, {N}] z", w=numbers(K, N))
     after = model.clone()
     assert pack_linears(after, "int8") == 2
@@ -161,7 +159,7 @@ def test_a_weight_that_two_linears_read_is_packed_once() -> None:
     check_same(model, after, 0.02)
 
 
-def test_computed_weights_and_products_of_activations_stay() -> None:
+def test_computed_weights_and_products_of_activations_stay():
     model = make("t = Transpose<perm = [0, 2, 1]>(r) y = MatMul(x, t)", "float[b, t, t2] y")
     assert pack_linears(model, "float") == 0
 
@@ -180,7 +178,7 @@ TWO = f"float[b, t, {N}] y, float[b, t, {K}] s"
         (f"s = Add(x, r) {NORM} other = Identity(n)", 0),  # the norm is read elsewhere
     ],
 )
-def test_residual_and_norm_are_folded_in(body: str, fused: int) -> None:
+def test_residual_and_norm_are_folded_in(body, fused):
     outputs = TWO
     for name in ("before", "other"):
         outputs += f", float[b, t, {K}] {name}" if f"{name} =" in body else ""
@@ -194,7 +192,7 @@ def test_residual_and_norm_are_folded_in(body: str, fused: int) -> None:
     check_same(model, after, 1e-5)
 
 
-def test_a_layer_of_two_residuals_becomes_two_nodes() -> None:
+def test_a_layer_of_two_residuals_becomes_two_nodes():
     width = 2 * 24
     body = """
     s = Add(x, r) n = RMSNormalization<axis = -1>(s, g) p = MatMul(n, w) a, b = Split<axis = -1, num_outputs = 2>(p)
@@ -210,7 +208,7 @@ def test_a_layer_of_two_residuals_becomes_two_nodes() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_attached_levels_are_packed_as_they_are(gated: bool) -> None:
+def test_attached_levels_are_packed_as_they_are(gated):
     """The same weights as MatMulNBits holds, columns of a gate in the order of the panels."""
     rng = np.random.default_rng(4)
     levels, scales = rng.integers(0, 16, (N, K)).astype(np.uint8), rng.uniform(-0.1, 0.1, (N, 2)).astype(np.float16)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A constant of parts equals the whole, and one part exists at a time while it is written."""
 
-from __future__ import annotations
-
 import gc
 import io
 import weakref
@@ -18,7 +16,7 @@ TYPES = (ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.UINT8, ir.DataType
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.name)
-def test_what_is_written_is_the_whole(dtype: ir.DataType) -> None:
+def test_what_is_written_is_the_whole(dtype):
     whole = np.arange(-24, 24).reshape(3, 2, 8).astype(np.int8 if dtype == ir.DataType.UINT8 else np.float32)
     whole = (whole % 8).astype(dtype.numpy())
     tensor = PartsTensor(lambda: (part.T for part in whole.transpose(0, 2, 1)), dtype, whole.shape, "w")
@@ -28,7 +26,7 @@ def test_what_is_written_is_the_whole(dtype: ir.DataType) -> None:
     assert np.array_equal(tensor.numpy(), whole) and tensor.nbytes == len(file.getvalue())
 
 
-def test_one_part_exists_at_a_time() -> None:
+def test_one_part_exists_at_a_time():
     held: list[weakref.ref[np.ndarray]] = []
 
     def parts() -> Iterator[np.ndarray]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """polygraphy reads every kind of graph that is exported, and its lint reports only expected findings."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -115,7 +113,7 @@ def linted(exported: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_inspect_model_reads_inputs_outputs_and_nodes(inspected: dict[str, str], name: str) -> None:
+def test_inspect_model_reads_inputs_outputs_and_nodes(inspected, name):
     said = inspected[name]
     for op, count in KINDS[name][0].items():
         assert said.count(f"[Op: {op}]") == count, op
@@ -124,7 +122,7 @@ def test_inspect_model_reads_inputs_outputs_and_nodes(inspected: dict[str, str],
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_lint_finds_nothing_but_what_is_meant(linted: Path, name: str) -> None:
+def test_lint_finds_nothing_but_what_is_meant(linted, name):
     found = json.loads((linted / f"{name}.json").read_text())
     assert found["summary"]["failing"] == [] and found["summary"]["passing"]
     for entry in found["lint_entries"]:

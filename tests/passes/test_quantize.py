@@ -53,7 +53,7 @@ BOUNDS = {"int8/rowq8": 0.023, "int8/blocks32": 0.016, "int4/blocks32": 0.17}
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (192, 512), (416, 33)])
-def test_product_is_near_and_rows_are_independent(form: str, num_in: int, num_out: int) -> None:
+def test_product_is_near_and_rows_are_independent(form, num_in, num_out):
     rng = np.random.default_rng(num_in)
     weight = rng.standard_normal((num_in, num_out)).astype(np.float32)
     model = make_linear(weight)
@@ -72,7 +72,7 @@ def test_product_is_near_and_rows_are_independent(form: str, num_in: int, num_ou
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_zero_rows_and_zero_weights_give_zero(form: str) -> None:
+def test_zero_rows_and_zero_weights_give_zero(form):
     weight = np.zeros((64, 8), np.float32)
     weight[:, 0] = 1
     model = make_linear(weight)
@@ -83,7 +83,7 @@ def test_zero_rows_and_zero_weights_give_zero(form: str) -> None:
     np.testing.assert_allclose(got[1, 0, 0], 64, rtol=0.01)
 
 
-def test_int8_weights_round_to_the_nearest_level() -> None:
+def test_int8_weights_round_to_the_nearest_level():
     weight = np.array([[127.0, -2.0], [0.5, 1.0], [-127.0, 2.0]], np.float32)
     levels, scale = int8_from_weight(weight)
     np.testing.assert_array_equal(levels[:, 0], [127, 0, -127])
@@ -91,7 +91,7 @@ def test_int8_weights_round_to_the_nearest_level() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_blocks_pad_the_last_block_with_the_zero_point(bits: int) -> None:
+def test_blocks_pad_the_last_block_with_the_zero_point(bits):
     weight = np.random.default_rng(0).standard_normal((40, 3)).astype(np.float32)
     model = make_linear(weight)
     assert quantize_blocks(model, bits) == 1
@@ -102,7 +102,7 @@ def test_blocks_pad_the_last_block_with_the_zero_point(bits: int) -> None:
 
 
 @pytest.mark.parametrize(("bits", "num_in"), [(4, 64), (4, 45), (8, 96)])
-def test_levels_are_the_nearest_to_scales_of_float16(bits: int, num_in: int) -> None:
+def test_levels_are_the_nearest_to_scales_of_float16(bits, num_in):
     weight = np.random.default_rng(bits).standard_normal((num_in, 9)).astype(np.float32)
     levels, scales = levels_from_weight(weight, bits)
     wide = np.repeat(scales.astype(np.float32), 32, axis=0)[:num_in]
@@ -142,7 +142,7 @@ def make_grid(num_in: int, num_out: int = 12, seed: int = 0, group: int = 32, **
 
 @pytest.mark.parametrize("num_in", [192, 45])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_product_takes_weights_that_are_attached(kind: str, num_in: int) -> None:
+def test_the_product_takes_weights_that_are_attached(kind, num_in):
     grid = make_grid(num_in, **KINDS[kind])
     model = make_linear(np.zeros((num_in, 12), np.float32))
     assert attach_grids(model, {"w": grid}) == 1
@@ -156,7 +156,7 @@ def test_the_product_takes_weights_that_are_attached(kind: str, num_in: int) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_hold_the_weights_of_a_grid_exactly(kind: str) -> None:
+def test_blocks_hold_the_weights_of_a_grid_exactly(kind):
     """In float64, in which no product and no sum of them is rounded."""
     grid = make_grid(200, **KINDS[kind])
     blocks = in_blocks(grid)
@@ -175,7 +175,7 @@ def test_blocks_hold_the_weights_of_a_grid_exactly(kind: str) -> None:
     np.testing.assert_array_equal(exact, wanted)
 
 
-def test_weights_of_another_graph_are_not_attached() -> None:
+def test_weights_of_another_graph_are_not_attached():
     weight = np.ones((64, 12), np.float32)
     grid = Grid(np.ones((11, 64), np.uint8), np.ones((11, 2), np.float16), 32, 4, 8)
     with pytest.raises(PassError, match="no weights w"):

@@ -24,7 +24,7 @@ def random_weight(num_in: int, num_out: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_errs_by_half_a_step_at_most(dtype: str) -> None:
+def test_int8_errs_by_half_a_step_at_most(dtype):
     weight = random_weight(96, 33)
     scale = scale_of(weight, "int8", dtype)
     levels = levels_of(weight, scale, "int8")
@@ -38,7 +38,7 @@ def test_int8_errs_by_half_a_step_at_most(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("num_in", "block"), [(48, 16), (96, 32), (192, 64), (256, 128)])
-def test_int4_errs_by_half_a_step_of_its_block(num_in: int, block: int, dtype: str) -> None:
+def test_int4_errs_by_half_a_step_of_its_block(num_in, block, dtype):
     weight = random_weight(num_in, 17)
     scale = scale_of(weight, "int4", dtype)
     levels = levels_of(weight, scale, "int4")
@@ -50,7 +50,7 @@ def test_int4_errs_by_half_a_step_of_its_block(num_in: int, block: int, dtype: s
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_fp8_errs_by_a_sixteenth_of_the_weight_or_half_a_subnormal_step(dtype: str) -> None:
+def test_fp8_errs_by_a_sixteenth_of_the_weight_or_half_a_subnormal_step(dtype):
     weight = random_weight(128, 9)
     scale = scale_of(weight, "fp8", dtype)
     levels = levels_of(weight, scale, "fp8")
@@ -62,7 +62,7 @@ def test_fp8_errs_by_a_sixteenth_of_the_weight_or_half_a_subnormal_step(dtype: s
 
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scales_are_numbers_of_the_dtype_and_zeros_stay_zero(form: str, dtype: str) -> None:
+def test_scales_are_numbers_of_the_dtype_and_zeros_stay_zero(form, dtype):
     weight = random_weight(32, 5)
     weight[:, 2] = 0
     weight[:, 3] = 1e-9  # below float16's normal numbers once divided by the levels
@@ -73,7 +73,7 @@ def test_scales_are_numbers_of_the_dtype_and_zeros_stay_zero(form: str, dtype: s
     assert (levels_of(weight, scale, form).astype(np.float32)[:, 2] == 0).all()
 
 
-def test_blocks_are_the_largest_that_divide() -> None:
+def test_blocks_are_the_largest_that_divide():
     assert [block_of(n) for n in (5120, 13824, 192, 96, 48, 40)] == [128, 128, 64, 32, 16, None]
 
 
@@ -101,7 +101,7 @@ def types_of(model: ir.Model) -> dict[str, ir.DataType]:
     }
 
 
-def test_int4_leaves_the_head_and_odd_sizes_to_int8() -> None:
+def test_int4_leaves_the_head_and_odd_sizes_to_int8():
     model = make_model(64, 40, 97)
     assert quantize_qdq(model, "int4", "float16") == 3
     assert types_of(model) == {
@@ -128,7 +128,7 @@ def relative_error(model: ir.Model) -> float:
 
 
 @pytest.mark.parametrize(("quantization", "largest"), [("int8", 0.02), ("int4", 0.2), ("fp8", 0.05)])
-def test_products_err_as_much_as_their_weights(quantization: str, largest: float) -> None:
+def test_products_err_as_much_as_their_weights(quantization, largest):
     model, exact = make_model(64, 48, 97), make_model(64, 48, 97)
     quantize_qdq(model, quantization, "float32")
     x = np.random.default_rng(0).standard_normal((2, 16, 64)).astype(np.float32)
@@ -144,7 +144,7 @@ def test_products_err_as_much_as_their_weights(quantization: str, largest: float
     assert expected / 2 < error < 2 * expected
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(RecipeError, match=r"quantization: got nf4; expected none, int8, int4, fp8"):
         quantize_qdq_pass("nf4", "float16")
     with pytest.raises(RecipeError, match=r"got int4 with dtype float32; .*Set target.dtype: float16"):
@@ -161,7 +161,7 @@ def held_grid(bits: int, group: int, scale: float = 0.5, **fields: Any) -> Grid:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 128), (2, 64), (8, 1000), (8, 32), (6, 16)])
-def test_stored_levels_have_the_numbers_of_their_grid(bits: int, group: int, dtype: str) -> None:
+def test_stored_levels_have_the_numbers_of_their_grid(bits, group, dtype):
     grid = held_grid(bits, group)
     held = stored_qdq(grid, dtype)
     assert held is not None
@@ -182,5 +182,5 @@ def test_stored_levels_have_the_numbers_of_their_grid(bits: int, group: int, dty
         (held_grid(4, 32, zero=0, minimums=np.ones((5, 4), np.float16)), "float16"),
     ],
 )
-def test_grids_that_no_type_of_tensorrt_holds(grid: Grid, dtype: str) -> None:
+def test_grids_that_no_type_of_tensorrt_holds(grid, dtype):
     assert stored_qdq(grid, dtype) is None

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT's form of a decoder gives the neutral graph's numbers: exactly in float32, near in half precision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +71,7 @@ def worst(got: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     return max(float(np.abs(g - w).max()) for g, w in zip(got, wanted, strict=True))
 
 
-def test_float32_form_equals_the_neutral_graph(family: Model) -> None:
+def test_float32_form_equals_the_neutral_graph(family):
     wanted = family.run(neutral_session(family.graph), family.dims)
     products = lowered(family.graph, family.dims, "float32", MAX_ROWS, hidden=True)
     assert "Attention" not in histogram_from_model(products)
@@ -104,7 +102,7 @@ def naive_error(family: Model, dtype: str) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_form_errs_at_most_twice_as_much_as_the_naive_formula(family: Model, dtype: str) -> None:
+def test_half_form_errs_at_most_twice_as_much_as_the_naive_formula(family, dtype):
     # The neutral graph in float32 replaces float64: it is a thousand times closer to it than either half form.
     wanted = family.run(neutral_session(family.graph), family.dims)[::2]
     model = lowered(family.graph, family.dims, dtype, MAX_ROWS, attention=FUSED, hidden=True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smaller passes on a fresh trace: reshapes, flattened linears, slices, GELU, folded weights, idle windows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -33,7 +31,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_reshapes_with_computed_shapes() -> None:
+def test_reshapes_with_computed_shapes():
     model = graph(
         """heads (float[batch, nodes, 12] x) => (float[batch, nodes, 3, 4] y) {
             leading = Shape<start = 0, end = 2>(x)
@@ -51,7 +49,7 @@ def test_reshapes_with_computed_shapes() -> None:
     assert SIMPLIFY_RESHAPES.run(model) == 0, "a second run finds nothing"
 
 
-def test_reshapes_to_the_same_shape_go() -> None:
+def test_reshapes_to_the_same_shape_go():
     model = graph(
         """same (float[a, 4] x) => (float[a, 4] y) {
             shape = Shape(x)
@@ -64,14 +62,14 @@ def test_reshapes_to_the_same_shape_go() -> None:
     assert "Reshape" not in ops(model)
 
 
-def test_reshapes_that_need_two_inferred_dims_stay() -> None:
+def test_reshapes_that_need_two_inferred_dims_stay():
     model = graph("""two (float[a, 4] x, int64[3] shape) => (float[b, c, 2] y) { y = Reshape(x, shape) }""")
     assert SIMPLIFY_RESHAPES.run(model) == 0
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.booleans(), st.booleans())
-def test_flattened_linears(batch: int, nodes: int, width: int, out: int, transposed: bool, biased: bool) -> None:
+def test_flattened_linears(batch, nodes, width, out, transposed, biased):
     model = graph(
         f"""linear (float[batch, nodes, {width}] x) => (float[batch, nodes, {out}] y) {{
             leading = Shape<start = 0, end = 2>(x)
@@ -96,7 +94,7 @@ def test_flattened_linears(batch: int, nodes: int, width: int, out: int, transpo
 
 
 @pytest.mark.parametrize("attributes", ["alpha = 2.0", "transA = 1"])
-def test_gemms_that_are_more_than_a_linear(attributes: str) -> None:
+def test_gemms_that_are_more_than_a_linear(attributes):
     model = graph(
         f"""gemm (float[2, 2, 4] x) => (float[2, 2, 4] y) {{
             flat = Reshape(x, flat_shape)
@@ -110,7 +108,7 @@ def test_gemms_that_are_more_than_a_linear(attributes: str) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 5))
-def test_slices_that_adjoin(sizes: list[int], seed: int) -> None:
+def test_slices_that_adjoin(sizes, seed):
     edges = np.cumsum([0, *sizes]).tolist()
     order = np.random.default_rng(seed).permutation(len(sizes)).tolist()
     outputs = ", ".join(f"float[a, {size}] y{i}" for i, size in enumerate(sizes))
@@ -128,7 +126,7 @@ def test_slices_that_adjoin(sizes: list[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("edges", [(0, 2, 3, 6), (0, 3, 2, 6), (0, 3, 3, 5)])
-def test_slices_with_gaps_or_overlaps(edges: tuple[int, int, int, int]) -> None:
+def test_slices_with_gaps_or_overlaps(edges):
     model = graph(
         """cut (float[a, 6] x) => (float[a, b] y, float[a, c] z) {
             y = Slice(x, s0, e0, axis, step)
@@ -165,7 +163,7 @@ def gelu_model(factor: float, cubic: float) -> ir.Model:
     )
 
 
-def test_tanh_gelu() -> None:
+def test_tanh_gelu():
     model, feeds = gelu_model(math.sqrt(2 / math.pi), 0.044715), {"x": np.linspace(-6, 6, 101, dtype=np.float32)}
     before = run(model, feeds)[0]
     assert FUSE_GELU.run(model) == 1
@@ -174,11 +172,11 @@ def test_tanh_gelu() -> None:
 
 
 @pytest.mark.parametrize(("factor", "cubic"), [(0.8, 0.044715), (math.sqrt(2 / math.pi), 0.05)])
-def test_other_constants_are_another_function(factor: float, cubic: float) -> None:
+def test_other_constants_are_another_function(factor, cubic):
     assert FUSE_GELU.run(gelu_model(factor, cubic)) == 0
 
 
-def test_transposed_weights_are_views() -> None:
+def test_transposed_weights_are_views():
     model = graph(
         """tied (float[a, 3] x, int64[a] rows) => (float[a, 5] y, float[a, 3] z) {
             turned = Transpose<perm = [1, 0]>(weight)
@@ -197,7 +195,7 @@ def test_transposed_weights_are_views() -> None:
         np.testing.assert_allclose(new, old, atol=ATOL)
 
 
-def test_the_property_sees_transposed_weights() -> None:
+def test_the_property_sees_transposed_weights():
     model = graph(
         "t (float[a, 3] x) => (float[a, 5] y) { w = Transpose(weight)\n y = MatMul(x, w) }", {"weight": normal(5, 3)}
     )
@@ -206,13 +204,13 @@ def test_the_property_sees_transposed_weights() -> None:
         idle.run(model)
 
 
-def test_transposed_activations_stay() -> None:
+def test_transposed_activations_stay():
     model = graph("t (float[a, 3] x) => (float[3, a] y) { y = Transpose(x) }")
     assert FOLD_WEIGHTS.run(model) == 0
 
 
 @pytest.mark.parametrize(("window", "left"), [(15, 15), (16, 0), (4096, 0), (0, 0)])
-def test_windows_as_long_as_the_cache_are_dropped(window: int, left: int) -> None:
+def test_windows_as_long_as_the_cache_are_dropped(window, left):
     model = graph("empty (float[a] x) => (float[a] y) { y = Neg(x) }")
     Editor(model).op("CachedAttention", model.graph.inputs[0], domain="speccompile", num_outputs=3, window=window)
     assert drop_windows(model, 16) == (window >= 16)

@@ -4,8 +4,6 @@
 The tests take it from end to end: recipe, build, checks of the graph, ONNX Runtime, decoding, doctor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -105,7 +103,7 @@ def greedy(num: int) -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=num + i) for i in range(len(PROMPTS))]
 
 
-def test_the_recipe_has_its_fields(folder: Path) -> None:
+def test_the_recipe_has_its_fields(folder):
     assert {"model", "num_draft_tokens", "block_size"} <= set(speculator_section("block_drafter").model_fields)
     path = folder / "wrong.yaml"
     path.write_text(RECIPE)
@@ -119,7 +117,7 @@ def test_the_recipe_has_its_fields(folder: Path) -> None:
             resolve(load_recipe(path, [override]), find_device("cpu"))
 
 
-def test_the_graph_is_built_checked_and_measured(bundles: dict[str, Path]) -> None:
+def test_the_graph_is_built_checked_and_measured(bundles):
     bundle = read_bundle(bundles["onnxruntime"])
     record = bundle.graphs["block"]
     assert record["role"] == "block drafter" and record["checks"] == {"num_tokens": BLOCK}
@@ -133,7 +131,7 @@ def test_the_graph_is_built_checked_and_measured(bundles: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_greedy_text_equals_plain_decoding(bundles: dict[str, Path], batch_size: int) -> None:
+def test_greedy_text_equals_plain_decoding(bundles, batch_size):
     engine = load(bundles)
     plain = engine.generate(PROMPTS, greedy(40), speculative=False, batch_size=1)
     fast = engine.generate(PROMPTS, greedy(40), batch_size=batch_size)
@@ -142,7 +140,7 @@ def test_greedy_text_equals_plain_decoding(bundles: dict[str, Path], batch_size:
     assert len(set(plain[0].tokens)) > 3
 
 
-def test_sampled_text_equals_plain_decoding_as_drafts_are_not_drawn(bundles: dict[str, Path]) -> None:
+def test_sampled_text_equals_plain_decoding_as_drafts_are_not_drawn(bundles):
     engine = load(bundles)
     params = [SamplingParams(max_new_tokens=30, temperature=heat, seed=i) for i, heat in enumerate((1, 0.7, 0, 1.2, 1))]
     plain = engine.generate(PROMPTS, params, speculative=False)
@@ -150,7 +148,7 @@ def test_sampled_text_equals_plain_decoding_as_drafts_are_not_drawn(bundles: dic
         assert [r.tokens for r in engine.generate(PROMPTS, params, batch_size=batch_size)] == [r.tokens for r in plain]
 
 
-def test_backends_agree_and_a_full_cache_ends_where_plain_decoding_ends(bundles: dict[str, Path]) -> None:
+def test_backends_agree_and_a_full_cache_ends_where_plain_decoding_ends(bundles):
     ends = [SamplingParams(max_new_tokens=100)] * len(PROMPTS)
     engine = load(bundles)
     plain = [r.tokens for r in engine.generate(PROMPTS, ends, speculative=False)]
@@ -159,7 +157,7 @@ def test_backends_agree_and_a_full_cache_ends_where_plain_decoding_ends(bundles:
     assert short == [text[: 6 + i] for i, text in enumerate(plain[:2])]
 
 
-def test_what_it_drafts_reads_the_features(bundles: dict[str, Path]) -> None:
+def test_what_it_drafts_reads_the_features(bundles):
     """Without this no test here would show that prompts and steps reach its cache."""
     engine = load(bundles)
     drafter = engine.proposer.engine  # type: ignore[attr-defined]
@@ -180,7 +178,7 @@ def test_what_it_drafts_reads_the_features(bundles: dict[str, Path]) -> None:
     assert seen[-1][0] + seen[-1][1] <= len(PROMPTS[0]) + len(result.tokens)
 
 
-def test_the_doctor_knows_its_layout(folder: Path, tmp_path: Path) -> None:
+def test_the_doctor_knows_its_layout(folder, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     report = examine(str(folder / "drafter"), str(folder / "big"))
@@ -196,7 +194,7 @@ def test_the_doctor_knows_its_layout(folder: Path, tmp_path: Path) -> None:
     assert "k_proj.weight" in faults and "v_proj.weight" in faults
 
 
-def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_another_target_is_refused(folder, tmp_path):
     from speccompile.bundle.graphs import open_source
 
     path = folder / "other.yaml"
@@ -207,11 +205,11 @@ def test_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
         open_source(plan, plan.drafts[0], dataclasses.replace(dims, hidden_size=32))
 
 
-def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(bundles: dict[str, Path]) -> None:
+def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(bundles):
     check_that_a_shift_shows(load(bundles), PROMPTS * 6, 45)
 
 
-def test_its_sources_are_in_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_sources_are_in_the_cache_key(tmp_path, monkeypatch):
     package = tmp_path / "blocks"
     package.mkdir()
     for name in ("__init__", "model", "proposer"):
@@ -230,7 +228,7 @@ def test_its_sources_are_in_the_cache_key(tmp_path: Path, monkeypatch: pytest.Mo
     assert key() != first and digest_from_package("alone") != alone
 
 
-def test_no_file_of_the_package_names_it() -> None:
+def test_no_file_of_the_package_names_it():
     package = Path(speccompile.__file__).parent
     assert not [path for path in package.rglob("*.py") if "block_drafter" in path.read_text()]
     assert "block_drafter" not in registry.METHODS and registry.method("block_drafter").name == "block_drafter"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library of CPU kernels in tests: compiled for an instruction set, sessions of one op with constant weights."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import platform

@@ -4,8 +4,6 @@
 Prints {"verdicts", "caches", "launches", "wrong"}: how many were compared with the numpy twins, and what differed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels as a CPU library (plugins/host), loaded with ctypes and fed with numpy arrays."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles for the supported GPUs, within the limits of registers and shared memory."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re
@@ -66,13 +64,13 @@ def _headers() -> list[Path]:
     return sorted(p for p in root.rglob("*.*h") if p.relative_to(root).parts[0] != "cpu")
 
 
-def test_the_kernels_have_the_same_code_for_all_gpus() -> None:
+def test_the_kernels_have_the_same_code_for_all_gpus():
     """So the PTX of the oldest GPU is that of all: the front end runs once, and ptxas for each."""
     found = [line for path in _headers() for line in path.read_text().splitlines() if "CUDA_ARCH" in line]
     assert found == ["#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800"]  # refused
 
 
-def test_the_plugin_library_has_code_for_every_gpu_of_tensorrt_rtx() -> None:
+def test_the_plugin_library_has_code_for_every_gpu_of_tensorrt_rtx():
     """Code of a GPU runs on those of the same major number and a larger minor one."""
     (line,) = re.findall(r"^PLUGIN_ARCHS +\?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     archs = [divmod(int(arch), 10) for arch in line.split()]
@@ -82,7 +80,7 @@ def test_the_plugin_library_has_code_for_every_gpu_of_tensorrt_rtx() -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("op", PLUGIN_OPS)
-def test_kernels_compile(op: str, tmp_path: Path) -> None:
+def test_kernels_compile(op, tmp_path):
     """For every GPU, with the registers and the shared memory that a launch may use."""
     with store.compiled_kernels():
         ptx = kernels.compile_kernels(op, (int(ARCHS[0][-2]), int(ARCHS[0][-1])), "ptx")
@@ -109,7 +107,7 @@ def test_kernels_compile(op: str, tmp_path: Path) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("name", ["spec_verify/plugin.cpp", "kv_rollback/plugin.cpp", "library.cpp"])
-def test_the_library_compiles_against_the_documented_interface(name: str, tmp_path: Path) -> None:
+def test_the_library_compiles_against_the_documented_interface(name, tmp_path):
     """Without TensorRT's headers: a stub has the names that the sources use; kernels compile beside code of the host.
 
     PTX is the device's part here.
@@ -119,7 +117,7 @@ def test_the_library_compiles_against_the_documented_interface(name: str, tmp_pa
 
 
 @needs_nvcc
-def test_a_signature_that_is_not_documented_does_not_compile(tmp_path: Path) -> None:
+def test_a_signature_that_is_not_documented_does_not_compile(tmp_path):
     source = (kernels.find_sources() / "library.cpp").read_text()
     wrong = source + "struct W : speccompile::trt::ILogger { void log(int, char const*) noexcept override {} };\n"
     (tmp_path / "wrong.cpp").write_text(wrong)
@@ -128,7 +126,7 @@ def test_a_signature_that_is_not_documented_does_not_compile(tmp_path: Path) -> 
 
 
 @needs_nvcc
-def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_compiled_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     code = kernels.compile_kernels(KV_ROLLBACK, (9, 0))
     (kept,) = (tmp_path / "kernels").iterdir()
@@ -139,7 +137,7 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs_nvcc
-def test_a_gpu_that_no_compiler_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_no_compiler_knows(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-python is not installed: NVRTC WAS NOT RUN")
     with pytest.raises(
@@ -149,7 +147,7 @@ def test_a_gpu_that_no_compiler_knows(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list((tmp_path / "kernels").iterdir())
 
 
-def test_a_compiler_is_looked_for_in_cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_is_looked_for_in_cuda_home(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -160,7 +158,7 @@ def test_a_compiler_is_looked_for_in_cuda_home(tmp_path: Path, monkeypatch: pyte
     assert kernels.find_nvcc() == tmp_path / "bin/nvcc"
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch):
     def no_nvrtc(name: str) -> None:
         raise ImportError(name)
 
@@ -225,9 +223,7 @@ NO_HOST = "gcc: No such file or directory\nnvcc fatal   : Failed to preprocess h
         (None, None, r"plugins: got an nvcc that does not run \(.*nvcc\), and no NVRTC: .*Install"),
     ],
 )
-def test_nvrtc_compiles_where_nvcc_does_not(
-    said: str | None, nvrtc: FakeNvrtc | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvrtc_compiles_where_nvcc_does_not(said, nvrtc, expected, tmp_path, monkeypatch):
     def load(name: str) -> FakeNvrtc:
         if nvrtc is None:
             raise ImportError(name)
@@ -252,7 +248,7 @@ def test_nvrtc_compiles_where_nvcc_does_not(
     [(KV_ROLLBACK, gpu, kind) for gpu in ("75", "80", "90", "100", "120") for kind in ("cubin", "ptx")]
     + [(SPEC_VERIFY, "75", "ptx")],
 )
-def test_the_real_nvrtc_compiles_the_kernels(op: str, gpu: str, kind: str) -> None:
+def test_the_real_nvrtc_compiles_the_kernels(op, gpu, kind):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-python is not installed: NVRTC WAS NOT RUN")
     arch = f"{'sm' if kind == 'cubin' else 'compute'}_{gpu}"
     code = kernels._run_nvrtc(op, arch, kind, f'#include "{kernels.SOURCES[op]}"')
@@ -263,7 +259,7 @@ def test_the_real_nvrtc_compiles_the_kernels(op: str, gpu: str, kind: str) -> No
     assert all(entry.encode() in code for entry in ENTRIES[op])
 
 
-def test_the_digest_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_follows_the_sources(tmp_path, monkeypatch):
     import shutil
 
     tree = tmp_path / "plugins"
@@ -294,7 +290,7 @@ def _compile_once(command: list[str], **given: Any) -> subprocess.CompletedProce
     return subprocess.CompletedProcess(command, 0, "", "")
 
 
-def test_the_wheel_carries_the_sources_and_libraries_for_common_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_carries_the_sources_and_libraries_for_common_cpus(monkeypatch):
     hatchling = pytest.importorskip("hatchling.build", reason="hatchling is not installed: the wheel WAS NOT BUILT")
     monkeypatch.chdir(kernels.find_sources().parent)
     monkeypatch.setattr(subprocess, "run", _compile_once)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linears by AMX: rows have the same bits over several stretches of K, results are near the twin's, mutants are not."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ def open_linear(path: Any, num_rows: int = NUM_ROWS) -> Linear:
 
 @needs_compiler
 @pytest.mark.plan
-def test_rows_have_the_same_bits_over_several_stretches() -> None:
+def test_rows_have_the_same_bits_over_several_stretches():
     linear = open_linear(library())
     assert linear.is_right()
     whole = run(linear.session, linear.feeds)
@@ -107,7 +105,7 @@ def mutated(tmp_path_factory: pytest.TempPathFactory) -> tuple[ctypes.CDLL, Line
 @pytest.mark.plan
 @pytest.mark.mutant
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-def test_a_mutated_kernel_is_noticed(mutant: str | None, mutated: tuple[ctypes.CDLL, Linear]) -> None:
+def test_a_mutated_kernel_is_noticed(mutant, mutated):
     loaded, linear = mutated
     if mutant is None:
         assert linear.is_right()

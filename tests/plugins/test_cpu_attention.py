@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on the CPU: kernels against their definition, equal bits of chains, trees and single steps, bounds."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -79,7 +77,7 @@ def calls_of(kind: dict[str, Any]) -> list[Call]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_error_is_at_most_twice_the_formulas_own(kind: dict[str, Any], variant: str) -> None:
+def test_error_is_at_most_twice_the_formulas_own(kind, variant):
     calls = calls_of(kind)
     exact = [naive(call) for call in calls]
     bound = 2 * max(np.abs(naive(c, np.float32) - e).max() for c, e in zip(calls, exact, strict=True))
@@ -92,7 +90,7 @@ def test_error_is_at_most_twice_the_formulas_own(kind: dict[str, Any], variant: 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_latent_attention_gives_the_bits_of_two_equal_caches(variant: str) -> None:
+def test_latent_attention_gives_the_bits_of_two_equal_caches(variant):
     sizes = AttentionSizes(num_kv_heads=1, group=6, head_dim=72)
     inputs = attention_inputs(LATENT_ATTENTION, sizes, np.random.default_rng(9), np.array([0, 30]))
     attributes = attention_attributes(LATENT_ATTENTION, sizes, window=6)
@@ -103,7 +101,7 @@ def test_latent_attention_gives_the_bits_of_two_equal_caches(variant: str) -> No
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shared_attention_gives_the_bits_of_the_layer_that_wrote(variant: str) -> None:
+def test_shared_attention_gives_the_bits_of_the_layer_that_wrote(variant):
     sizes = AttentionSizes(group=2, head_dim=24)
     inputs = attention_inputs(CACHED_ATTENTION, sizes, np.random.default_rng(9), np.array([0, 30]))
     attributes = attention_attributes(CACHED_ATTENTION, sizes, window=6, softcap=2.0)
@@ -115,7 +113,7 @@ def test_shared_attention_gives_the_bits_of_the_layer_that_wrote(variant: str) -
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sink", [-200.0, -1.0, 3.0, 200.0])
-def test_a_sink_takes_its_share_of_each_head(sink: float, variant: str) -> None:
+def test_a_sink_takes_its_share_of_each_head(sink, variant):
     sizes = AttentionSizes()
     inputs = attention_inputs(SINK_ATTENTION, sizes, np.random.default_rng(8), np.array([0, 30]))
     inputs["sinks"] = np.linspace(sink, sink + 2, sizes.num_heads, dtype=np.float32)
@@ -135,7 +133,7 @@ def test_a_sink_takes_its_share_of_each_head(sink: float, variant: str) -> None:
 
 @pytest.mark.parametrize(("window", "variant"), [(0, "native"), (3, "avx2"), (9, "native"), (5, "portable")])
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
-def test_chains_of_every_length_give_the_bits_of_single_steps(op: Op, window: int, variant: str) -> None:
+def test_chains_of_every_length_give_the_bits_of_single_steps(op, window, variant):
     for head_dim, nodes in ((20, 16), (64, 17), (8, 100)):
         sizes = AttentionSizes(nodes=nodes, head_dim=head_dim, rotary_dim=head_dim // 2 // 2 * 2, max_seq=230)
         rng = np.random.default_rng(nodes)
@@ -145,7 +143,7 @@ def test_chains_of_every_length_give_the_bits_of_single_steps(op: Op, window: in
 
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
-def test_threads_slots_and_other_nodes_change_no_bit(op: Op) -> None:
+def test_threads_slots_and_other_nodes_change_no_bit(op):
     sizes = AttentionSizes(batch=3, nodes=48, max_seq=300, head_dim=24)
     inputs = attention_inputs(op, sizes, np.random.default_rng(2), np.array([200, 0, 31]))
     attributes = attention_attributes(op, sizes, window=40)
@@ -165,7 +163,7 @@ def test_threads_slots_and_other_nodes_change_no_bit(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
 @pytest.mark.parametrize("window", [0, 5])
-def test_a_path_of_a_tree_gives_the_bits_of_a_chain(op: Op, window: int) -> None:
+def test_a_path_of_a_tree_gives_the_bits_of_a_chain(op, window):
     """Other branches, stale rows and rows of other slots may even be NaN: nothing of them is read."""
     chain, path = AttentionSizes(nodes=9, max_seq=70), [0, 2, 3, 7, 8, 9, 11, 13, 14]
     tree = AttentionSizes(nodes=15, max_seq=70)
@@ -189,7 +187,7 @@ def test_a_path_of_a_tree_gives_the_bits_of_a_chain(op: Op, window: int) -> None
     np.testing.assert_array_equal(run(session, branched)[0][:, path], wanted)
 
 
-def test_nan_of_an_ancestor_reaches_its_descendants_alone() -> None:
+def test_nan_of_an_ancestor_reaches_its_descendants_alone():
     call = random_call(np.random.default_rng(0), Sizes(batch=2, nodes=4), is_chain=True, rotary=True)
     call.inputs["qkv"][0, 2] = np.nan
     out = run(open_op(call.op, **call.attributes), call.inputs)[0]
@@ -211,7 +209,7 @@ def bound_run(session: ort.InferenceSession, inputs: Arrays, caches: dict[str, n
 
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
-def test_bound_caches_are_updated_in_place(op: Op) -> None:
+def test_bound_caches_are_updated_in_place(op):
     sizes = AttentionSizes()
     inputs = attention_inputs(op, sizes, np.random.default_rng(4), np.array([3, 30]))
     session = open_op(op, **attention_attributes(op, sizes))
@@ -224,7 +222,7 @@ def test_bound_caches_are_updated_in_place(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
 @pytest.mark.parametrize("length", [-1, 34, 1 << 40, -(1 << 63), (1 << 63) - 1])
-def test_lengths_outside_the_caches_are_refused_and_nothing_is_written(op: Op, length: int) -> None:
+def test_lengths_outside_the_caches_are_refused_and_nothing_is_written(op, length):
     sizes = AttentionSizes()
     inputs = attention_inputs(op, sizes, np.random.default_rng(5), np.array([3, 30]))
     inputs[LENGTHS][1] = length
@@ -236,7 +234,7 @@ def test_lengths_outside_the_caches_are_refused_and_nothing_is_written(op: Op, l
         np.testing.assert_array_equal(held, inputs[name])
 
 
-def test_a_position_without_rotation_is_refused() -> None:
+def test_a_position_without_rotation_is_refused():
     call = random_call(np.random.default_rng(6), Sizes(max_seq=20), rotary=True, lengths=np.array([3, 17]))
     for name in ("cos", "sin"):
         call.inputs[name] = call.inputs[name][:10]
@@ -259,7 +257,7 @@ WRONG_DIMS = [
 
 
 @pytest.mark.parametrize(("name", "shape"), WRONG_DIMS, ids=str)
-def test_tensors_of_other_dims_are_refused(name: str, shape: tuple[int, ...]) -> None:
+def test_tensors_of_other_dims_are_refused(name, shape):
     call = random_call(np.random.default_rng(7), Sizes(), norm=True, rotary=True)
     call.inputs[name] = np.zeros(shape, call.inputs[name].dtype)
     model = model_of(call.op.name, **call.attributes)
@@ -270,7 +268,7 @@ def test_tensors_of_other_dims_are_refused(name: str, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("wrong", [{"rotary_dim": 10}, {"rotary_dim": 3}, {"window": -1}, {"softcap": -1.0}], ids=str)
-def test_attributes_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_attributes_that_make_no_sense_are_refused(wrong):
     attributes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, **wrong}
     with pytest.raises(FAULTS, match="RotaryQkvAttention: "):
         open_op(QKV_ATTENTION[False, True], **attributes)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrong graph or an old ONNX Runtime is refused with a message: nothing is read outside a tensor."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import Case, open_case
-from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
-from tests.plugins.cpu_lab import Arrays, library, linear_case, linear_model, needs_compiler, rows_for, run, session_of
+from tests.plugins.cpu_lab import library, linear_case, linear_model, needs_compiler, rows_for, run, session_of
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -24,7 +21,7 @@ def shorter(array: Any, axis: int) -> Any:
 
 
 @pytest.mark.parametrize("op", PACKED_LINEARS, ids=lambda op: op.name)
-def test_constants_that_do_not_fit_the_attributes_are_refused_at_load(op: Op) -> None:
+def test_constants_that_do_not_fit_the_attributes_are_refused_at_load(op):
     constants, attributes = linear_case(op.name, 96, 96)
     for name, array in constants.items():
         for axis in range(array.ndim):
@@ -35,7 +32,7 @@ def test_constants_that_do_not_fit_the_attributes_are_refused_at_load(op: Op) ->
 
 
 @pytest.mark.parametrize("op", PACKED_LINEARS, ids=lambda op: op.name)
-def test_computed_weights_that_do_not_fit_are_refused_in_the_step(op: Op) -> None:
+def test_computed_weights_that_do_not_fit_are_refused_in_the_step(op):
     constants, attributes = linear_case(op.name, 96, 96)
     feeds = rows_for(op.name, 2, 96)
     session = open_case(Case(op, {}, attributes, ()), str(library()))
@@ -58,7 +55,7 @@ def test_computed_weights_that_do_not_fit_are_refused_in_the_step(op: Op) -> Non
         ({"minimums": "float32"}, "scales and minimums of two element types, expected one"),
     ],
 )
-def test_grids_that_contradict_themselves_are_refused(changes: Arrays, expected: str) -> None:
+def test_grids_that_contradict_themselves_are_refused(changes, expected):
     name = "PackedLinearInt4Min"
     constants, attributes = linear_case(name, 96, 96)
     for key, value in changes.items():
@@ -71,7 +68,7 @@ def test_grids_that_contradict_themselves_are_refused(changes: Arrays, expected:
 
 
 @pytest.mark.parametrize("op", PACKED_LINEARS, ids=lambda op: op.name)
-def test_rows_of_another_width_are_refused(op: Op) -> None:
+def test_rows_of_another_width_are_refused(op):
     constants, attributes = linear_case(op.name, 96, 96)
     session = open_case(Case(op, {}, attributes, ()), str(library()))
     with pytest.raises(FAULTS, match=re.escape("x has dims [1, 2, 64], expected [..., 96]")):
@@ -92,7 +89,7 @@ def test_rows_of_another_width_are_refused(op: Op) -> None:
         ("GatedPackedLinearF32", {"activation": 3}, "activation 3, expected 0, 1 or 2"),
     ],
 )
-def test_attributes_out_of_range_are_refused(name: str, changed: dict[str, int], message: str) -> None:
+def test_attributes_out_of_range_are_refused(name, changed, message):
     constants, attributes = linear_case(name, 96, 96)
     with pytest.raises(FAULTS, match=re.escape(message)):
         session_of(linear_model(name, constants, {**attributes, **changed}), library())
@@ -101,7 +98,7 @@ def test_attributes_out_of_range_are_refused(name: str, changed: dict[str, int],
 @pytest.mark.parametrize(
     ("version", "accepted"), [("1.16.3", False), ("0.99.0", False), ("1.17.0", True), ("2.0", True)]
 )
-def test_an_old_onnx_runtime_is_refused(version: str, accepted: bool) -> None:
+def test_an_old_onnx_runtime_is_refused(version, accepted):
     said: list[str] = []
     get_api_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
     get_version_type = ctypes.CFUNCTYPE(ctypes.c_void_p)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RotaryCrossAttention on the CPU: against its definition, equal bits of nodes alone, bounds."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -27,7 +25,7 @@ def open_op(sizes: AttentionSizes, threads: int = 1, variant: str = "native", **
 
 
 @pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
-def test_error_is_at_most_twice_the_formulas_own(variant: str) -> None:
+def test_error_is_at_most_twice_the_formulas_own(variant):
     rng, calls = np.random.default_rng(0), []
     for index, head_dim in enumerate((2, 6, 16, 20, 64, 80, 128, 256)):
         nodes, rows = (1, 5, 17)[index % 3], (1, 70, 301)[index % 3]
@@ -43,7 +41,7 @@ def test_error_is_at_most_twice_the_formulas_own(variant: str) -> None:
         assert errors.max() <= bound, (sizes, np.argwhere(errors > bound)[0], errors.max(), bound)
 
 
-def test_threads_slots_and_other_nodes_change_no_bit() -> None:
+def test_threads_slots_and_other_nodes_change_no_bit():
     sizes = AttentionSizes(batch=3, nodes=48, max_seq=300, head_dim=24)
     inputs = cross_inputs(sizes, np.random.default_rng(1))
     one, two = (open_op(sizes, threads) for threads in (1, 2))
@@ -57,7 +55,7 @@ def test_threads_slots_and_other_nodes_change_no_bit() -> None:
         np.testing.assert_array_equal(run(one, alone)[0][:, 0], whole[:, node])
 
 
-def test_rows_from_the_limit_on_are_not_read() -> None:
+def test_rows_from_the_limit_on_are_not_read():
     sizes = AttentionSizes(nodes=2)
     inputs = cross_inputs(sizes, np.random.default_rng(2))
     inputs["limits"][:] = [[3, 9], [17, 17]]
@@ -70,7 +68,7 @@ def test_rows_from_the_limit_on_are_not_read() -> None:
     assert np.isfinite(wanted).all()
 
 
-def test_a_limit_beyond_the_caches_is_all_their_rows() -> None:
+def test_a_limit_beyond_the_caches_is_all_their_rows():
     sizes = AttentionSizes()
     inputs = cross_inputs(sizes, np.random.default_rng(3))
     inputs["limits"][:] = sizes.max_seq
@@ -81,7 +79,7 @@ def test_a_limit_beyond_the_caches_is_all_their_rows() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("limits", 0), ("limits", -5), ("positions", -1), ("positions", 40)])
-def test_nodes_without_a_row_or_a_rotation_are_refused(name: str, value: int) -> None:
+def test_nodes_without_a_row_or_a_rotation_are_refused(name, value):
     inputs = cross_inputs(AttentionSizes(), np.random.default_rng(4))
     inputs[name][1, 2] = value
     with pytest.raises(FAULTS, match=f"{OP}: a node (that sees|at position) {value}"):
@@ -102,7 +100,7 @@ WRONG_DIMS = [
 
 
 @pytest.mark.parametrize(("name", "shape"), WRONG_DIMS, ids=str)
-def test_tensors_of_other_dims_are_refused(name: str, shape: tuple[int, ...]) -> None:
+def test_tensors_of_other_dims_are_refused(name, shape):
     inputs = cross_inputs(AttentionSizes(), np.random.default_rng(5))
     inputs[name] = np.zeros(shape, inputs[name].dtype)
     model = model_of(OP, **cross_attributes(AttentionSizes()))
@@ -113,7 +111,7 @@ def test_tensors_of_other_dims_are_refused(name: str, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("wrong", [{"rotary_dim": 22}, {"rotary_dim": 3}, {"num_heads": 5}], ids=str)
-def test_attributes_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+def test_attributes_that_make_no_sense_are_refused(wrong):
     inputs = cross_inputs(AttentionSizes(), np.random.default_rng(6))
     with pytest.raises(FAULTS, match=f"{OP}: "):
         run(open_op(AttentionSizes(), **wrong), inputs)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels of a draft's tail give the tokens and distributions of the numpy twins."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -55,7 +53,7 @@ def assert_dists(got: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1, 2, 16, 97, 1000, 8192])
 @pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
-def test_distributions_of_nodes(vocab: int, kind: str, variant: str) -> None:
+def test_distributions_of_nodes(vocab, kind, variant):
     rng = np.random.default_rng(vocab)
     feeds = {"logits": logits_of(rng, len(WARPS), 2, vocab, kind), **warp_columns(WARPS)}
     session = session_of(model_of("NodeProbs"), library_for(variant))
@@ -71,7 +69,7 @@ def test_distributions_of_nodes(vocab: int, kind: str, variant: str) -> None:
 
 @pytest.mark.parametrize("top_p", [1e-30, 0.5, 0.95, 0.999999])
 @pytest.mark.parametrize("top_k", [0, 3, 700, 9000])
-def test_the_nucleus_of_large_vocabularies(top_p: float, top_k: int) -> None:
+def test_the_nucleus_of_large_vocabularies(top_p, top_k):
     """Peaked and flat rows, in one thread and in two: equal bits."""
     rng = np.random.default_rng(1)
     logits = np.concatenate([logits_of(rng, 1, 1, 50257, kind) for kind in ("normal", "flat", "ties")])
@@ -87,7 +85,7 @@ def test_the_nucleus_of_large_vocabularies(top_p: float, top_k: int) -> None:
     np.testing.assert_array_equal(open_op("NodeProbs", 2).run(None, one)[0], results[0][:1])
 
 
-def test_ties_at_the_edges_are_kept_as_by_the_twin() -> None:
+def test_ties_at_the_edges_are_kept_as_by_the_twin():
     logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, then 120 more
     session = open_op("NodeProbs")
     for top_k, top_p in ((1, 1.0), (181, 1.0), (0, 0.5), (1, 0.3), (190, 0.97), (0, 0.9999999)):
@@ -98,7 +96,7 @@ def test_ties_at_the_edges_are_kept_as_by_the_twin() -> None:
     assert np.flatnonzero(session.run(None, equal)[0]).tolist() == list(range(500))
 
 
-def test_cuts_out_of_range_keep_the_greatest_token_or_all() -> None:
+def test_cuts_out_of_range_keep_the_greatest_token_or_all():
     logits = np.random.default_rng(0).normal(size=(1, 1, 1000)).astype(np.float32)
     session = open_op("NodeProbs")
     for top_k, top_p, kept in (
@@ -114,7 +112,7 @@ def test_cuts_out_of_range_keep_the_greatest_token_or_all() -> None:
         assert (got > 0).sum() == kept and abs(got.sum() - 1) < 1e-5 and got.argmax() == logits.argmax()
 
 
-def test_greedy_batches_need_no_distributions() -> None:
+def test_greedy_batches_need_no_distributions():
     columns = warp_columns([(0.0, 0, 1.0)] * 3)
     logits = np.zeros((3, 4, 97), np.float32)
     [got] = open_op("NodeProbs").run(None, {"logits": logits, **columns})
@@ -128,7 +126,7 @@ def test_greedy_batches_need_no_distributions() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1, 7, 64, 97, 1000])
 @pytest.mark.parametrize("warps", [WARPS, WARPS[:9]], ids=["mixed", "greedy"])
-def test_sampled_tokens(vocab: int, kind: str, warps: list[tuple[float, int, float]]) -> None:
+def test_sampled_tokens(vocab, kind, warps):
     rng = np.random.default_rng(vocab)
     feeds = {
         "logits": logits_of(rng, len(warps), 1, vocab, kind),
@@ -159,7 +157,7 @@ def test_sampled_tokens(vocab: int, kind: str, warps: list[tuple[float, int, flo
         assert same(alone[:2], [token[slot : slot + 1], confidence[slot : slot + 1]])
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution():
     """A grid of draws gives every token its share, to the width of the grid."""
     rng, num = np.random.default_rng(0), 4096
     for warps in ((1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8), (3.0, 20, 0.9)):
@@ -175,7 +173,7 @@ def test_draws_follow_the_distribution() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab", "num"), [(1, 1), (7, 7), (64, 3), (1000, 64), (1000, 1000), (50257, 8)])
-def test_candidates(vocab: int, num: int, kind: str) -> None:
+def test_candidates(vocab, num, kind):
     logits = logits_of(np.random.default_rng(vocab), 2, 2, vocab, kind)
     session = open_op("TopTokens", num_candidates=num)
     candidates, probs = session.run(None, {"logits": logits})
@@ -191,7 +189,7 @@ def test_candidates(vocab: int, num: int, kind: str) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("fraction", [0.5, 0.995, 1.0])
-def test_rows_that_are_not_finite_give_tokens_of_the_vocabulary(value: float, fraction: float) -> None:
+def test_rows_that_are_not_finite_give_tokens_of_the_vocabulary(value, fraction):
     rng = np.random.default_rng(0)
     logits = np.where(rng.random((5, 1, 700)) < fraction, value, rng.normal(size=(5, 1, 700))).astype(np.float32)
     columns = warp_columns([(1.0, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.5), (1.0, 600, 0.5), (0.0, 0, 1.0)])
@@ -204,7 +202,7 @@ def test_rows_that_are_not_finite_give_tokens_of_the_vocabulary(value: float, fr
     open_op("NodeProbs").run(None, {"logits": logits, **columns})
 
 
-def test_more_candidates_than_tokens_are_refused() -> None:
+def test_more_candidates_than_tokens_are_refused():
     with pytest.raises(FAULTS, match="TopTokens: num_candidates 0, expected at least 1"):
         open_op("TopTokens", num_candidates=0)
     session = open_op("TopTokens", num_candidates=8)
@@ -213,7 +211,7 @@ def test_more_candidates_than_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "uniforms", "logits"])
-def test_tensors_of_other_dims_are_refused(name: str) -> None:
+def test_tensors_of_other_dims_are_refused(name):
     feeds = {
         "logits": np.zeros((2, 1, 7), np.float32),
         "uniforms": np.zeros(2, np.float32),

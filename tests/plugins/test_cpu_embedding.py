@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of an embedding on the CPU: kernel, body and twin have the bits of the weights that linears multiply with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ def case_of(form: str, num_in: int, num_out: int, **grid: Any) -> tuple[Any, Arr
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
-def test_rows_have_the_bits_of_the_weights(form: str, num_in: int, num_out: int, kernels: Path) -> None:
+def test_rows_have_the_bits_of_the_weights(form, num_in, num_out, kernels):
     name, tokens = f"PackedRows{form}", np.random.default_rng(0).integers(-num_out, num_out, (2, 40))
     for grid in ({}, *(OTHER_GRIDS if form.startswith("Int") else ())):
         packed, constants, attributes = case_of(form, num_in, num_out, **grid)
@@ -60,7 +58,7 @@ def test_rows_have_the_bits_of_the_weights(form: str, num_in: int, num_out: int,
             assert np.array_equal(got.view(np.int32), right.astype(np.float32).view(np.int32)), grid
 
 
-def test_rows_of_a_grid_are_those_of_the_file() -> None:
+def test_rows_of_a_grid_are_those_of_the_file():
     for form in FORMS[2:]:
         grid = random_grid(form, 290, 50, 290, group=16, dtype="float32")
         _, constants, attributes = case_of(form, 290, 50, group=16, dtype="float32")
@@ -70,7 +68,7 @@ def test_rows_of_a_grid_are_those_of_the_file() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_outside_the_vocabulary_are_refused_and_none_are_fine(form: str) -> None:
+def test_tokens_outside_the_vocabulary_are_refused_and_none_are_fine(form):
     _, constants, attributes = case_of(form, 70, 52)
     model = rows_model(f"PackedRows{form}", constants, attributes)
     for executor, expected in ((library(), "token {} at 1, expected one below 52"), (None, "GatherND")):
@@ -82,7 +80,7 @@ def test_tokens_outside_the_vocabulary_are_refused_and_none_are_fine(form: str) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_that_do_not_fit_are_refused_and_computed_ones_run(form: str) -> None:
+def test_weights_that_do_not_fit_are_refused_and_computed_ones_run(form):
     name = f"PackedRows{form}"
     _, constants, attributes = case_of(form, 96, 96)
     tokens = np.random.default_rng(0).integers(0, 96, (1, NUM_ROWS))
@@ -96,7 +94,7 @@ def test_weights_that_do_not_fit_are_refused_and_computed_ones_run(form: str) ->
             run(open_case(case, str(library())), {"tokens": tokens, **changed})
 
 
-def test_a_sequence_has_rows_and_linears() -> None:
+def test_a_sequence_has_rows_and_linears():
     """From the tokens to the logits as one op, with the bits of two."""
     _, constants, attributes = case_of("Int8", 96, 96)
     bias, tokens = np.zeros(96, np.float32), np.array([[5, 95, 0]])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts on the CPU: kernel, body and twin agree; a row has the same bits whatever shares its step or its experts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_c
 from speccompile.backends.onnxruntime.kernel_selftest import Case, expert_fault, open_case
 from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS
 from speccompile.ops.expert_linear import EXPERT_LINEARS
-from speccompile.ops.op import Op
 from speccompile.ops.registry import OPS
 from tests.plugins.cpu_lab import (
     VARIANTS,
@@ -43,7 +40,7 @@ def kernels(request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
-def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int, kernels: Path) -> None:
+def test_kernel_body_and_twin_agree(name, num_in, num_out, kernels):
     constants, attributes = expert_constants(OPS[name], num_in, num_out, 4, seed=num_in)
     feeds = expert_rows(5, num_in, 4, 2)
     for kind in (0, 1, 2) if "activation" in attributes else (None,):
@@ -58,7 +55,7 @@ def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int, kernel
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_has_the_bits_of_the_linear_of_its_expert(name: str, kernels: Path) -> None:
+def test_a_row_has_the_bits_of_the_linear_of_its_expert(name, kernels):
     """So every bound that holds for linears holds for experts."""
     constants, attributes = expert_constants(OPS[name], 291, 100, 3)
     feeds = expert_rows(19, 291, 3, 2)
@@ -75,7 +72,7 @@ def test_a_row_has_the_bits_of_the_linear_of_its_expert(name: str, kernels: Path
 
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
 @pytest.mark.parametrize("grid", OTHER_GRIDS, ids=lambda grid: "_".join(map(str, grid.values())))
-def test_kernel_body_and_twin_agree_on_every_grid(form: str, grid: dict[str, Any], kernels: Path) -> None:
+def test_kernel_body_and_twin_agree_on_every_grid(form, grid, kernels):
     name = f"GatedExpertLinear{form}"
     constants, attributes = expert_constants(OPS[name], 290, 70, 4, **grid)
     model, feeds = expert_model(name, constants, attributes), expert_rows(5, 290, 4, 2)
@@ -87,7 +84,7 @@ def test_kernel_body_and_twin_agree_on_every_grid(form: str, grid: dict[str, Any
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("per_row", [1, 2, 8])
-def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str, per_row: int, kernels: Path) -> None:
+def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name, per_row, kernels):
     most, num_experts = 100, 9
     constants, attributes = expert_constants(OPS[name], 163, 260, num_experts)
     model = expert_model(name, constants, attributes)
@@ -104,7 +101,7 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str, p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_may_be_repeated_for_each_expert(name: str) -> None:
+def test_rows_may_be_repeated_for_each_expert(name):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
     session, feeds = session_of(expert_model(name, constants, attributes), library()), expert_rows(6, 70, 5, 3)
     repeated = {"x": feeds["x"].repeat(3, axis=0), "ids": feeds["ids"].reshape(-1, 1)}
@@ -112,7 +109,7 @@ def test_rows_may_be_repeated_for_each_expert(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_body_keeps_rows_apart(name: str) -> None:
+def test_the_body_keeps_rows_apart(name):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
     feeds = expert_rows(9, 70, 5, 2)
     for threads in (1, 2):
@@ -125,7 +122,7 @@ def test_the_body_keeps_rows_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_stays_in_its_row(name: str, value: float, kernels: Path) -> None:
+def test_what_is_not_finite_stays_in_its_row(name, value, kernels):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
     session, feeds = session_of(expert_model(name, constants, attributes), kernels), expert_rows(3, 70, 5, 2)
     feeds["ids"][:] = feeds["ids"][0]
@@ -137,7 +134,7 @@ def test_what_is_not_finite_stays_in_its_row(name: str, value: float, kernels: P
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_without_rows(name: str, kernels: Path) -> None:
+def test_steps_without_rows(name, kernels):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
     session = session_of(expert_model(name, constants, attributes), kernels)
     (got,) = run(session, {"x": np.zeros((0, 70), np.float32), "ids": np.zeros((0, 2), np.int64)})
@@ -146,7 +143,7 @@ def test_steps_without_rows(name: str, kernels: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("expert", [-1, 5, 2**40, -(2**62)])
-def test_an_expert_that_is_not_there_is_an_error(name: str, expert: int) -> None:
+def test_an_expert_that_is_not_there_is_an_error(name, expert):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
     feeds = expert_rows(3, 70, 5, 2)
     feeds["ids"][1, 1] = expert
@@ -164,7 +161,7 @@ def shorter(array: Any, axis: int) -> Any:
 
 
 @pytest.mark.parametrize("op", EXPERT_LINEARS, ids=lambda op: op.name)
-def test_tensors_that_do_not_fit_are_refused(op: Op) -> None:
+def test_tensors_that_do_not_fit_are_refused(op):
     constants, attributes = expert_constants(op, 96, 96, 3)
     feeds = expert_rows(2, 96, 3, 2)
     computed = open_case(Case(op, {}, attributes, ()), str(library()))
@@ -188,7 +185,7 @@ def test_tensors_that_do_not_fit_are_refused(op: Op) -> None:
         ((0, 96), (3, 1), "ids have dims [3, 1], expected as many for each of the 0 rows of x"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(rows: tuple[int, ...], ids: tuple[int, ...], message: str) -> None:
+def test_rows_that_do_not_fit_are_refused(rows, ids, message):
     constants, attributes = expert_constants(OPS["ExpertLinearInt4"], 96, 96, 3)
     session = open_case(Case(OPS["ExpertLinearInt4"], {}, attributes, ()), str(library()))
     feeds: Arrays = {"x": np.zeros(rows, np.float32), "ids": np.zeros(ids, np.int64)}
@@ -197,12 +194,12 @@ def test_rows_that_do_not_fit_are_refused(rows: tuple[int, ...], ids: tuple[int,
 
 
 @pytest.mark.parametrize("num_experts", [0, -3, 2**40])
-def test_a_number_of_experts_out_of_range_is_refused(num_experts: int) -> None:
+def test_a_number_of_experts_out_of_range_is_refused(num_experts):
     constants, attributes = expert_constants(OPS["ExpertLinearF32"], 96, 96, 3)
     with pytest.raises(FAULTS, match=re.escape(f"num_experts {num_experts}, expected 1 to 2^20")):
         session_of(expert_model("ExpertLinearF32", constants, {**attributes, "num_experts": num_experts}), library())
 
 
-def test_the_self_test_runs_every_expert_op() -> None:
+def test_the_self_test_runs_every_expert_op():
     assert list(dict.fromkeys(op.name for op, _, _ in expert_cases())) == NAMES
     assert expert_fault(str(library())) is None

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed linears on the CPU: kernel, body and twin agree; a row has the same bits whatever shares its step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +35,7 @@ def kernels(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("variant", ["avx2", "avx512-vnni", "portable"])
-def test_options_choose_the_instruction_set(variant: str) -> None:
+def test_options_choose_the_instruction_set(variant):
     assert isa_of(library_for(variant)) == variant
 
 
@@ -79,7 +77,7 @@ def naive(name: str, values: dict, attributes: dict, dtype: type) -> tuple[np.nd
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
-def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int, kernels: Path) -> None:
+def test_kernel_body_and_twin_agree(name, num_in, num_out, kernels):
     constants, attributes = linear_case(name, num_in, num_out, seed=num_in)
     feeds = rows_for(name, 5, num_in)
     for kind in (0, 1, 2) if "activation" in attributes else (None,):
@@ -95,7 +93,7 @@ def test_kernel_body_and_twin_agree(name: str, num_in: int, num_out: int, kernel
 
 @pytest.mark.parametrize("grid", OTHER_GRIDS, ids=lambda grid: "_".join(map(str, grid.values())))
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
-def test_kernel_and_twin_agree_on_every_grid(form: str, grid: dict, kernels: Path) -> None:
+def test_kernel_and_twin_agree_on_every_grid(form, grid, kernels):
     """Groups of several units end within a stretch of K, at its end and beyond it."""
     for name, num_in in ((f"PackedLinear{form}", 1090), (f"NormGatedPackedLinear{form}", 290)):
         constants, attributes = linear_case(name, num_in, 98, **grid)
@@ -111,7 +109,7 @@ def test_kernel_and_twin_agree_on_every_grid(form: str, grid: dict, kernels: Pat
 
 
 @pytest.mark.parametrize("form", ["Int8", "Int4"])
-def test_graphs_that_name_no_group_and_no_unit_have_groups_of_32(form: str, kernels: Path) -> None:
+def test_graphs_that_name_no_group_and_no_unit_have_groups_of_32(form, kernels):
     """As those of older bundles do."""
     name = f"NormPackedLinear{form}"
     constants, attributes = linear_case(name, 70, 52)
@@ -123,7 +121,7 @@ def test_graphs_that_name_no_group_and_no_unit_have_groups_of_32(form: str, kern
 
 
 @pytest.mark.parametrize("form", ["Int8", "Int4", "Int8Min", "Int4Min"])
-def test_padding_of_a_row_has_no_scale(form: str, kernels: Path) -> None:
+def test_padding_of_a_row_has_no_scale(form, kernels):
     """Rows of 70 have five units of 16 and are padded to six: what stands after five scales is another panel's."""
     constants, attributes = linear_case(f"PackedLinear{form}", 70, 64, group=16, dtype="float32")
     feeds = rows_for(f"PackedLinear{form}", 3, 70)
@@ -136,7 +134,7 @@ def test_padding_of_a_row_has_no_scale(form: str, kernels: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_is_at_most_twice_that_of_the_naive_formula(name: str, kernels: Path) -> None:
+def test_error_is_at_most_twice_that_of_the_naive_formula(name, kernels):
     constants, attributes = linear_case(name, 515, 130)
     feeds = rows_for(name, 16, 515)
     got = run(session_of(linear_model(name, constants, attributes), kernels), feeds)
@@ -149,7 +147,7 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(name: str, kernels: Pa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str, kernels: Path) -> None:
+def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name, kernels):
     num_in, num_out = 291, 324  # 10 groups: more than one stretch; several tasks
     constants, attributes = linear_case(name, num_in, num_out)
     model = linear_model(name, constants, attributes)
@@ -166,7 +164,7 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name: str, k
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(("F32", "Bf16"))])
-def test_rows_have_the_same_bits_where_panels_share_stretches_of_them(name: str, kernels: Path) -> None:
+def test_rows_have_the_same_bits_where_panels_share_stretches_of_them(name, kernels):
     num_in, num_out, num_rows = 1102, 300, 260  # more than 1 MiB of float32; ten panels, which are more than share one
     constants, attributes = linear_case(name, num_in, num_out)
     session = session_of(linear_model(name, constants, attributes), kernels)
@@ -180,7 +178,7 @@ def test_rows_have_the_same_bits_where_panels_share_stretches_of_them(name: str,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(name: str, value: float, kernels: Path) -> None:
+def test_what_is_not_finite_stays_in_its_row(name, value, kernels):
     constants, attributes = linear_case(name, 70, 52)
     session, feeds = session_of(linear_model(name, constants, attributes), kernels), rows_for(name, 3, 70)
     before = run(session, feeds)
@@ -192,7 +190,7 @@ def test_what_is_not_finite_stays_in_its_row(name: str, value: float, kernels: P
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_zeros_and_steps_without_rows(name: str, kernels: Path) -> None:
+def test_rows_of_zeros_and_steps_without_rows(name, kernels):
     constants, attributes = linear_case(name, 70, 52)
     session = session_of(linear_model(name, constants, attributes), kernels)
     zeros = {n: np.zeros((1, 2, 70), np.float32) for n in rows_for(name, 1, 1)}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernel of KVRollback moves the rows of an accepted path as the numpy twin does, bound caches in place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -25,7 +23,7 @@ def random_call(rng: np.random.Generator, batch: int, heads: int, width: int, de
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (2, 8), (3, 33), (9, 128)])
-def test_random_paths(heads: int, width: int) -> None:
+def test_random_paths(heads, width):
     rng = np.random.default_rng(width)
     sessions = [session_of(model_of("KVRollback"), library(), threads) for threads in (1, 2)]
     for depth in (1, 2, 9, 33):
@@ -34,7 +32,7 @@ def test_random_paths(heads: int, width: int) -> None:
             np.testing.assert_array_equal(session.run(None, case)[0], kv_rollback(**case)[0])
 
 
-def test_a_bound_cache_is_changed_in_place() -> None:
+def test_a_bound_cache_is_changed_in_place():
     case = random_call(np.random.default_rng(0), 3, 2, 16, 12)
     held, session = case["cache"].copy(), session_of(model_of("KVRollback"), library())
     binding = session.io_binding()
@@ -58,7 +56,7 @@ def test_a_bound_cache_is_changed_in_place() -> None:
         (0, [0, 2, 1]),
     ],
 )
-def test_paths_that_do_not_rise_or_end_outside_are_refused(length: int, path: list[int]) -> None:
+def test_paths_that_do_not_rise_or_end_outside_are_refused(length, path):
     cache = np.zeros((1, 2, 20, 4), np.float32)
     session = session_of(model_of("KVRollback"), library())
     with pytest.raises(FAULTS, match=r"KVRollback: path\[0, \d\] is .* expected rising nodes within the 20 rows"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of kernels: the bits of their kernels in any number of threads, faults named, broken programs refused."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess
@@ -96,7 +94,7 @@ def same(mine: list[Any], theirs: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_sequences_have_the_bits_of_their_kernels(threads: int) -> None:
+def test_sequences_have_the_bits_of_their_kernels(threads):
     model = chain_model()
     joined, num = with_sequences(model, library())
     assert num == len(CHAIN) and [node.op_type for node in joined.graph.node] == [OP, "Add", OP]
@@ -106,7 +104,7 @@ def test_sequences_have_the_bits_of_their_kernels(threads: int) -> None:
         assert same(together.run(None, feeds), alone.run(None, feeds)), f"{count} rows"
 
 
-def test_runs_at_the_same_time_do_not_share_values() -> None:
+def test_runs_at_the_same_time_do_not_share_values():
     model = chain_model()
     joined, _ = with_sequences(model, library())
     alone, together = session_of(model, library()), session_of(joined, library(), 2)
@@ -117,7 +115,7 @@ def test_runs_at_the_same_time_do_not_share_values() -> None:
             assert same(got, right)
 
 
-def test_a_fault_names_the_kernel_and_the_session_goes_on() -> None:
+def test_a_fault_names_the_kernel_and_the_session_goes_on():
     model = chain_model()
     del model.graph.input[0].type.tensor_type.shape.dim[:]
     joined, _ = with_sequences(model, library())
@@ -145,7 +143,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("old", "new", "fault"), BROKEN)
-def test_a_broken_program_is_refused_at_load(old: str, new: str, fault: str) -> None:
+def test_a_broken_program_is_refused_at_load(old, new, fault):
     joined, _ = with_sequences(chain_model(), library())
     program = attributes_of(joined)["program"]
     text = program.s.decode()
@@ -155,7 +153,7 @@ def test_a_broken_program_is_refused_at_load(old: str, new: str, fault: str) -> 
         session_of(joined, library())
 
 
-def test_nodes_are_ordered_so_that_kernels_stay_together() -> None:
+def test_nodes_are_ordered_so_that_kernels_stay_together():
     def node(op: str, inputs: str, outputs: str, domain: str = DOMAIN, **attributes: Any) -> onnx.NodeProto:
         return helper.make_node(op, inputs.split(), outputs.split(), domain=domain, **attributes)
 
@@ -188,7 +186,7 @@ def test_nodes_are_ordered_so_that_kernels_stay_together() -> None:
     assert put_together(model, {"K"}) == 0
 
 
-def test_kernels_without_an_input_or_with_other_attributes_stay_alone() -> None:
+def test_kernels_without_an_input_or_with_other_attributes_stay_alone():
     nodes = [
         helper.make_node("K", ["x", ""], ["a"], domain=DOMAIN),
         helper.make_node("K", ["a"], ["b"], domain=DOMAIN, name_of="text"),
@@ -207,7 +205,7 @@ def mutated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
-def test_a_mutated_sequence_is_noticed(mutant: str | None, mutated: Path) -> None:
+def test_a_mutated_sequence_is_noticed(mutant, mutated):
     model = chain_model()
     joined, _ = with_sequences(model, mutated)
     feeds = {"x": rows_of(5)}
@@ -247,7 +245,7 @@ int main() {
 """
 
 
-def test_a_team_runs_every_task_once_and_without_races(tmp_path: Path) -> None:
+def test_a_team_runs_every_task_once_and_without_races(tmp_path):
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("NO g++: races of a team WERE NOT LOOKED FOR")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states on the CPU: kernels against their definition, equal bits of all steps, in place, bounds."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -54,7 +52,7 @@ def plain_run(layer: Layer, threads: int = 1, variant: str = "native") -> Run:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @each_layer
-def test_error_is_at_most_twice_the_formulas_own(layer: Layer, variant: str) -> None:
+def test_error_is_at_most_twice_the_formulas_own(layer, variant):
     """The formula's own error is that of the twin in float32, against itself in float64."""
     rng, go = np.random.default_rng(0), plain_run(layer, 2, variant)
     calls = [random_step(layer, rng, *sizes) for sizes in ((1, 1), (3, 1), (4, 5), (2, 33))]
@@ -71,13 +69,13 @@ def test_error_is_at_most_twice_the_formulas_own(layer: Layer, variant: str) -> 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @each_layer
-def test_every_step_gives_the_same_bits(layer: Layer, variant: str) -> None:
+def test_every_step_gives_the_same_bits(layer, variant):
     """Whatever its size, its neighbours, what was rejected before it, and whatever void rows hold."""
     assert fault_of(layer, plain_run(layer, 1, variant)) is None
 
 
 @each_layer
-def test_states_that_are_bound_are_updated_in_place(layer: Layer) -> None:
+def test_states_that_are_bound_are_updated_in_place(layer):
     session = open_layer(layer, 2)
     in_place = bound_run(session, layer)
     assert fault_of(layer, in_place) is None
@@ -90,7 +88,7 @@ def test_states_that_are_bound_are_updated_in_place(layer: Layer) -> None:
 
 @each_layer
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_threads_and_slots_change_no_bit(layer: Layer, is_tree: bool) -> None:
+def test_threads_and_slots_change_no_bit(layer, is_tree):
     inputs = random_step(layer, np.random.default_rng(2), 5, 24, is_tree=is_tree)
     one, two = (plain_run(layer, threads) for threads in (1, 2))
     whole = one(inputs)
@@ -102,7 +100,7 @@ def test_threads_and_slots_change_no_bit(layer: Layer, is_tree: bool) -> None:
             np.testing.assert_array_equal(mine[slot], other[0])
 
 
-def test_threads_share_work_that_is_large() -> None:
+def test_threads_share_work_that_is_large():
     layer = delta_layer(key_heads=4, group=2, key_dim=64, value_dim=64)
     inputs = random_step(layer, np.random.default_rng(3), 3, 16)
     for mine, other in zip(plain_run(layer, 1)(inputs), plain_run(layer, 2)(inputs), strict=True):
@@ -111,7 +109,7 @@ def test_threads_share_work_that_is_large() -> None:
 
 
 @each_layer
-def test_nan_of_a_node_reaches_no_earlier_one(layer: Layer) -> None:
+def test_nan_of_a_node_reaches_no_earlier_one(layer):
     inputs = random_step(layer, np.random.default_rng(4), 3, 6)
     inputs[SURE_NODES][:] = 3
     go = plain_run(layer)
@@ -127,7 +125,7 @@ def test_nan_of_a_node_reaches_no_earlier_one(layer: Layer) -> None:
     np.testing.assert_array_equal(got[1][1, : layer.settled], wanted[1][1, : layer.settled])
 
 
-def test_a_constant_weight_is_a_computed_one() -> None:
+def test_a_constant_weight_is_a_computed_one():
     layer = conv_layer(channels=300)
     inputs = random_step(layer, np.random.default_rng(5), 2, 5)
     model = model_of("ConvRows", **layer.attributes)
@@ -161,7 +159,7 @@ WRONG_COUNTS = [
 
 @pytest.mark.parametrize("layer", [LAYERS["delta rule"], LAYERS["convolution"]], ids=["delta rule", "convolution"])
 @pytest.mark.parametrize(("name", "value"), WRONG_COUNTS, ids=str)
-def test_counts_that_cannot_be_are_refused_and_nothing_is_written(layer: Layer, name: str, value: int) -> None:
+def test_counts_that_cannot_be_are_refused_and_nothing_is_written(layer, name, value):
     inputs = random_step(layer, np.random.default_rng(6), 2, 3)
     inputs[LENGTHS][1], inputs[STATE_LENGTHS][1] = 9, 8
     inputs[name][1] = value
@@ -174,7 +172,7 @@ def test_counts_that_cannot_be_are_refused_and_nothing_is_written(layer: Layer, 
 
 
 @pytest.mark.parametrize("layer", [LAYERS["delta rule"], LAYERS["convolution"]], ids=["delta rule", "convolution"])
-def test_sure_nodes_that_are_no_chain_are_refused(layer: Layer) -> None:
+def test_sure_nodes_that_are_no_chain_are_refused(layer):
     inputs = random_step(layer, np.random.default_rng(6), 2, 4)
     inputs[SURE_NODES][:] = 0, 3
     inputs[TREE_MASK] = mask_of([[-1, 0, 0, 1], [-1, 0, 0, 2]])
@@ -185,7 +183,7 @@ def test_sure_nodes_that_are_no_chain_are_refused(layer: Layer) -> None:
 
 
 @each_layer
-def test_a_graph_without_a_tree_mask_has_chains(layer: Layer) -> None:
+def test_a_graph_without_a_tree_mask_has_chains(layer):
     """As versions before trees built them."""
     inputs = random_step(layer, np.random.default_rng(8), 3, 6)
     model = model_of(layer.op.name, **layer.attributes)
@@ -223,7 +221,7 @@ WRONG_DIMS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "wrong"), WRONG_DIMS, ids=str)
-def test_tensors_of_other_dims_are_refused(name: str, wrong: dict[str, tuple[int, ...]]) -> None:
+def test_tensors_of_other_dims_are_refused(name, wrong):
     layer = LAYERS[name]
     inputs: Arrays = random_step(layer, np.random.default_rng(7), 2, 3)
     inputs |= {name: np.zeros(shape, inputs[name].dtype) for name, shape in wrong.items()}
@@ -235,13 +233,13 @@ def test_tensors_of_other_dims_are_refused(name: str, wrong: dict[str, tuple[int
 
 
 @pytest.mark.parametrize("wrong", [{"num_key_heads": 0}, {"num_value_heads": 3}, {"num_value_heads": -2}], ids=str)
-def test_heads_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+def test_heads_that_make_no_sense_are_refused(wrong):
     layer = LAYERS["delta rule"]
     with pytest.raises(FAULTS, match=r"GatedDelta: .* value heads, expected a multiple of the"):
         session_of(model_of("GatedDelta", **{**layer.attributes, **wrong}), library())
 
 
-def test_the_self_test_takes_the_twins_for_right() -> None:
+def test_the_self_test_takes_the_twins_for_right():
     for op, inputs, attributes in state_cases():
 
         def twin(given: Arrays, op: Any = op, kinds: Any = attributes) -> list[np.ndarray]:

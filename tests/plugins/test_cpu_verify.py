@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels of verification give the verdicts of the numpy twins, in the same bits whatever runs beside them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 
@@ -17,7 +15,6 @@ from tests.core.distribution_lab import (
     CHAIN,
     SETTINGS,
     TREE,
-    Setting,
     decide_by_session,
     emit,
     exact_joint,
@@ -48,7 +45,7 @@ def part(case: Case, slots: Sequence[int]) -> Case:
 
 @pytest.mark.parametrize("vocab", [2, 5, 64, 97, 300, 1300])
 @pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
-def test_random_cases_are_decided_as_by_the_twin(variant: str, vocab: int) -> None:
+def test_random_cases_are_decided_as_by_the_twin(variant, vocab):
     session, rng = session_of(model_of("SpecVerify"), library_for(variant)), np.random.default_rng(vocab)
     num_excused = num_accepted = 0
     for number in range(96):
@@ -61,15 +58,13 @@ def test_random_cases_are_decided_as_by_the_twin(variant: str, vocab: int) -> No
 
 
 @pytest.mark.parametrize(("vocab", "kind", "has_probs"), WARP_CASES)
-def test_extreme_cases_are_decided_as_by_the_twin(
-    session: ort.InferenceSession, vocab: int, kind: str, has_probs: bool
-) -> None:
+def test_extreme_cases_are_decided_as_by_the_twin(session, vocab, kind, has_probs):
     """Ties, equal logits, one token, masks; every temperature, top-k and top-p; draws at both ends."""
     assert_same(lambda given: session.run(None, given), warp_case(vocab, kind, has_probs))
 
 
 @pytest.mark.parametrize(("vocab", "temperature"), [(50257, 0.0), (50257, 1.0), (128256, 1.0)])
-def test_large_vocabularies_on_several_threads(vocab: int, temperature: float) -> None:
+def test_large_vocabularies_on_several_threads(vocab, temperature):
     sessions = [open_op("SpecVerify", threads) for threads in (1, 2)]
     rng = np.random.default_rng(vocab)
     for cuts in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.5}):
@@ -81,7 +76,7 @@ def test_large_vocabularies_on_several_threads(vocab: int, temperature: float) -
             assert_same(lambda given: sessions[0].run(None, given), some)
 
 
-def test_a_slot_does_not_depend_on_its_batch() -> None:
+def test_a_slot_does_not_depend_on_its_batch():
     """Slots of the large vocabulary run on two threads, one alone has its rows cut between them."""
     session, rng = open_op("SpecVerify", 2), np.random.default_rng(4)
     cases = [verify_case(rng, 300, is_chain=c, has_probs=p, heat=heat) for heat, c, p in KINDS]
@@ -93,7 +88,7 @@ def test_a_slot_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_masked_tokens_are_never_drawn(session: ort.InferenceSession, has_probs: bool) -> None:
+def test_masked_tokens_are_never_drawn(session, has_probs):
     """Whatever the draw, also at the ends of chunks and of the vocabulary."""
     for vocab in (7, 256, 257, 1000):
         case = one_warp_case(np.random.default_rng(vocab), vocab, 2048, 2, temperature=1.5)
@@ -108,7 +103,7 @@ def test_masked_tokens_are_never_drawn(session: ort.InferenceSession, has_probs:
         assert set(np.flatnonzero(allowed)) == set(drawn.tolist())
 
 
-def test_an_unread_parent_of_the_root(session: ort.InferenceSession) -> None:
+def test_an_unread_parent_of_the_root(session):
     case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
     case["parents"] = np.full_like(case["parents"], 510)
@@ -117,12 +112,12 @@ def test_an_unread_parent_of_the_root(session: ort.InferenceSession) -> None:
     np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
 
 
-def test_nothing_is_left_of_a_target_equal_to_its_draft(session: ort.InferenceSession) -> None:
+def test_nothing_is_left_of_a_target_equal_to_its_draft(session):
     """Both candidates are refused, and the target's token follows."""
     assert [o.tolist() for o in session.run(None, empty_residual_case())] == [[[0, -1, -1]], [0], [2]]
 
 
-def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.InferenceSession) -> None:
+def test_a_draft_is_refused_where_the_draw_meets_the_bound(session):
     """Accepted is u * draft < target: 0.5 of the target's 0.5 is not below it."""
     case = one_warp_case(np.random.default_rng(0), 4, 2, 2, temperature=1.0)
     case["logits"][:] = [0, 0, -1e4, -1e4]
@@ -134,7 +129,7 @@ def test_a_draft_is_refused_where_the_draw_meets_the_bound(session: ort.Inferenc
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-25, 2.0**-65])
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_the_lowest_temperatures_are_greedy(session: ort.InferenceSession, temperature: float, has_probs: bool) -> None:
+def test_the_lowest_temperatures_are_greedy(session, temperature, has_probs):
     case = verify_case(np.random.default_rng(3), 97, is_chain=False, has_probs=has_probs, heat="greedy")
     case["logits"] = (case["logits"] * 100).astype(np.float32)
     cold = {**case, "temperature": np.full(len(case["tokens"]), temperature, np.float32)}
@@ -145,15 +140,13 @@ def test_the_lowest_temperatures_are_greedy(session: ort.InferenceSession, tempe
 @pytest.mark.parametrize(
     ("form", "sampled", "setting"), spread([(CHAIN, True), (TREE, True), (TREE, False)], SETTINGS, 2), ids=str
 )
-def test_emitted_tokens_follow_the_target(
-    session: ort.InferenceSession, form: tuple[int, ...], sampled: bool, setting: Setting
-) -> None:
+def test_emitted_tokens_follow_the_target(session, form, sampled, setting):
     emitted = emit(form, sampled, setting, 20000, decide_by_session(session))
     assert p_value(emitted, exact_joint(setting)) > 1e-3
 
 
 @pytest.mark.distribution
-def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSession) -> None:
+def test_deterministic_drafts_do_not_change_the_text(session):
     plain = emit((-1,), False, SETTINGS[4], 20000, decide_by_session(session))
     for form in (CHAIN, TREE):
         np.testing.assert_array_equal(emit(form, False, SETTINGS[4], 20000, decide_by_session(session)), plain)
@@ -162,7 +155,7 @@ def test_deterministic_drafts_do_not_change_the_text(session: ort.InferenceSessi
 # A parent is compared, never an index; a token is one only where drafts have distributions.
 @pytest.mark.parametrize("value", [-1, 97, 1 << 40, -(1 << 63), (1 << 63) - 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_hostile_trees_read_nothing_outside(session: ort.InferenceSession, value: int, temperature: float) -> None:
+def test_hostile_trees_read_nothing_outside(session, value, temperature):
     case = one_warp_case(np.random.default_rng(1), 97, 2, 4, temperature=temperature)
     case["parents"][:] = [-1, 0, 1, 2]
     case["parents"][1, 1:] = max(value, 4) if value > 0 else value
@@ -192,7 +185,7 @@ def test_hostile_trees_read_nothing_outside(session: ort.InferenceSession, value
         ("top_p", (0,)),
     ],
 )
-def test_tensors_of_other_dims_are_refused(session: ort.InferenceSession, name: str, shape: tuple[int, ...]) -> None:
+def test_tensors_of_other_dims_are_refused(session, name, shape):
     model = model_of("SpecVerify")
     for value in model.graph.input:  # ONNX Runtime itself compares named dims
         value.type.tensor_type.ClearField("shape")
@@ -204,14 +197,14 @@ def test_tensors_of_other_dims_are_refused(session: ort.InferenceSession, name: 
 
 @pytest.mark.parametrize("vocab", [5, 16, 64, 1000])
 @pytest.mark.parametrize("name", VALUES)
-def test_slots_with_a_row_that_is_not_finite_get_no_token(vocab: int, name: str) -> None:
+def test_slots_with_a_row_that_is_not_finite_get_no_token(vocab, name):
     case = case_of(vocab, VALUES[name])
     wanted = [0, 1, 2, 3] if name == "masked" else [0, -1, 2, -1]
     [got] = open_op("FiniteToken").run(None, case)
     assert got.dtype == np.int64 and got.tolist() == wanted
 
 
-def test_long_rows_are_checked_on_several_threads() -> None:
+def test_long_rows_are_checked_on_several_threads():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((3, 4, 128_256)).astype(np.float32)
     logits[1, 3, -1], tokens = np.nan, np.array([5, 6, 7])
@@ -222,9 +215,7 @@ def test_long_rows_are_checked_on_several_threads() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_rows_that_are_not_finite_still_give_a_token_of_the_vocabulary(
-    session: ort.InferenceSession, value: float, has_probs: bool
-) -> None:
+def test_rows_that_are_not_finite_still_give_a_token_of_the_vocabulary(session, value, has_probs):
     """FiniteToken replaces it; nothing is read or written outside, and no search runs on."""
     for heat, fraction, cut in itertools.product((0.0, 1.0), (0.5, 1.0), (0, 3)):
         case = one_warp_case(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole way of a plugin's call but for the GPU: enqueue, the real driver bindings, a driver that simulates."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -19,7 +17,7 @@ SOURCE = Path(__file__).with_name("fake_libcuda.cpp")
 OPTIONS = ("-shared", "-Wl,-soname,libcuda.so.1", "-Wno-missing-field-initializers")
 
 
-def test_every_verdict_and_cache_of_enqueue_is_the_twins(tmp_path: Path) -> None:
+def test_every_verdict_and_cache_of_enqueue_is_the_twins(tmp_path):
     for module in ("tensorrt_rtx", "cuda.bindings.driver"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: NO ENQUEUE WAS RUN")

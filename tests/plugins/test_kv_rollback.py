@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KVRollback's kernels, run on the CPU, move the same rows as the numpy twin."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -32,7 +30,7 @@ def _check(caches: list[np.ndarray], lengths: np.ndarray, path: np.ndarray, **ho
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 128), (3, 64), (2, 8), (1, 1), (5, 33), (2, 80), (17, 128)])
-def test_random_paths(dtype: str, kv_heads: int, head_dim: int) -> None:
+def test_random_paths(dtype, kv_heads, head_dim):
     rng = np.random.default_rng(head_dim)
     for number in range(6):
         batch, depth = int(rng.integers(1, 5)), int(rng.integers(1, 40 if number == 0 else 12))
@@ -43,7 +41,7 @@ def test_random_paths(dtype: str, kv_heads: int, head_dim: int) -> None:
         _check(caches, lengths, _path(rng, batch, depth), seed=number)
 
 
-def test_64_slots_and_a_chain_among_them() -> None:
+def test_64_slots_and_a_chain_among_them():
     rng = np.random.default_rng(1)
     path = _path(rng, 64, 9)
     path[5] = np.arange(9)
@@ -52,19 +50,19 @@ def test_64_slots_and_a_chain_among_them() -> None:
 
 
 @pytest.mark.parametrize("align", [2, 4, 16])
-def test_addresses_that_wide_loads_cannot_take(align: int) -> None:
+def test_addresses_that_wide_loads_cannot_take(align):
     rng = np.random.default_rng(align)
     cache = rng.normal(size=(2, 2, 20, 64)).astype(np.float16)
     assert rollback_vector_bytes(64, "float16", [4096 + align]) == align
     _check([cache], np.array([3, 0]), np.array([[0, 2, 5, -1], [1, 3, -1, -1]]), align=align)
 
 
-def test_a_gap_in_a_path_keeps_its_row() -> None:
+def test_a_gap_in_a_path_keeps_its_row():
     cache = np.random.default_rng(2).normal(size=(1, 2, 20, 8)).astype(np.float32)
     _check([cache], np.array([4]), np.array([[0, -1, 5, 7]]))
 
 
-def test_rows_beyond_the_cache_are_left_alone() -> None:
+def test_rows_beyond_the_cache_are_left_alone():
     """A slot whose length is stale must not write outside of its cache."""
     cache = np.random.default_rng(3).normal(size=(1, 1, 8, 8)).astype(np.float32)
     got = host_lab.rollback(host_lab.kernels(), [cache], np.array([6]), np.array([[1, 3, 4]]))[0]
@@ -73,7 +71,7 @@ def test_rows_beyond_the_cache_are_left_alone() -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def test_more_caches_than_one_launch_takes() -> None:
+def test_more_caches_than_one_launch_takes():
     pointers = [4096 * (i + 1) for i in range(MAX_CACHES + 3)]
     launches = rollback_launches(pointers, 2, 8, 128, "float16")
     assert [launch.grid for launch, _ in launches] == [(1, 2, MAX_CACHES), (1, 2, 3)]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of calls to the CUDA driver, recorded by a fake driver."""
 
-from __future__ import annotations
-
 import ctypes
 import types
 
@@ -54,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return set_up
 
 
-def test_spec_verify_is_two_launches(launched) -> None:  # type: ignore[no-untyped-def]
+def test_spec_verify_is_two_launches(launched):  # type: ignore[no-untyped-def]
     driver = launched(SpecVerifyArgs, SPEC_VERIFY)
     args = SpecVerifyArgs(logits=1 << 40, next_token=99, batch=8, nodes=8, vocab=128256, draft_vocab=1, dtype=1)
     for _ in range(2):
@@ -66,7 +64,7 @@ def test_spec_verify_is_two_launches(launched) -> None:  # type: ignore[no-untyp
     assert (seen.logits, seen.next_token, seen.vocab, seen.dtype) == (1 << 40, 99, 128256, 1)
 
 
-def test_kv_rollback_is_one_launch_for_480_caches(launched) -> None:  # type: ignore[no-untyped-def]
+def test_kv_rollback_is_one_launch_for_480_caches(launched):  # type: ignore[no-untyped-def]
     driver = launched(KVRollbackArgs, KV_ROLLBACK)
     caches = [4096 * (i + 1) for i in range(481)]
     kernels.launch_rollback(caches, (5, 8, 2048, 128), "bfloat16", 16, 32, 9, 30)
@@ -78,7 +76,7 @@ def test_kv_rollback_is_one_launch_for_480_caches(launched) -> None:  # type: ig
     assert (first.kv_heads, first.max_seq, first.row_vectors) == (8, 2048, 16)
 
 
-def test_a_failing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_driver_is_reported(monkeypatch):
     driver = Driver(SpecVerifyArgs)
     driver.status = 209
     monkeypatch.setattr(kernels.importlib, "import_module", lambda name: driver)
@@ -88,7 +86,7 @@ def test_a_failing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.KernelModule(b"code")
 
 
-def test_copies_go_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_go_on_the_stream(monkeypatch):
     calls: list[tuple[int, ...]] = []
     driver = types.SimpleNamespace(cuMemcpyDtoDAsync=lambda *given: (calls.append(given), (0,))[1])
     monkeypatch.setattr(kernels.importlib, "import_module", lambda name: driver)

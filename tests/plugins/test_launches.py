@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of launches in Python equals that of the headers, and sizes beyond the kernels' limits are refused."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 
@@ -16,7 +14,7 @@ from tests.plugins import host_lab
 pytestmark = pytest.mark.plan
 
 
-def test_argument_structs_are_those_of_the_kernels() -> None:
+def test_argument_structs_are_those_of_the_kernels():
     kernels = host_lab.kernels()
     kernels.host_params_bytes.restype = ctypes.c_ulong
     assert kernels.host_params_bytes(0) == ctypes.sizeof(SpecVerifyArgs)
@@ -29,7 +27,7 @@ def test_argument_structs_are_those_of_the_kernels() -> None:
 
 
 @pytest.mark.parametrize(("batch", "nodes", "vocab"), [(1, 1, 1), (8, 8, 128256), (64, 16, 152064), (3, 5, 257)])
-def test_workspace_bytes(batch: int, nodes: int, vocab: int) -> None:
+def test_workspace_bytes(batch, nodes, vocab):
     kernels = host_lab.kernels()
     kernels.host_workspace_bytes.restype = ctypes.c_ulonglong
     args = SpecVerifyArgs(workspace=1 << 20, batch=batch, nodes=nodes, vocab=vocab)
@@ -39,7 +37,7 @@ def test_workspace_bytes(batch: int, nodes: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "nodes", "vocab"), [(1, 1, 1), (8, 8, 128256), (700, 1, 3), (3, 5, 257)])
-def test_the_plugin_library_does_the_same_arithmetic(batch: int, nodes: int, vocab: int) -> None:
+def test_the_plugin_library_does_the_same_arithmetic(batch, nodes, vocab):
     sizes = (ctypes.c_ulonglong * 4)()
     host_lab.kernels().host_verify_launches(*(ctypes.c_longlong(n) for n in (batch, nodes, vocab)), sizes)
     scan, flush = verify_launches(batch, nodes, vocab, "float16")
@@ -52,7 +50,7 @@ def test_the_plugin_library_does_the_same_arithmetic(batch: int, nodes: int, voc
         assert unit == launches.rollback_vector_bytes(row_bytes // 2, "float16", pointers)
 
 
-def test_constants_are_those_of_the_headers() -> None:
+def test_constants_are_those_of_the_headers():
     text = "".join(path.read_text() for path in sorted(host_lab.PLUGINS.rglob("*.cuh")))
     for name in (
         "CHUNK",
@@ -68,7 +66,7 @@ def test_constants_are_those_of_the_headers() -> None:
     assert re.findall(r"constexpr int MAX_CHUNKS = (\d+);", text) == [str(launches.MAX_VOCAB // launches.CHUNK)]
 
 
-def test_grids() -> None:
+def test_grids():
     scan, flush = verify_launches(8, 8, 128256, "float16")  # 501 chunks, 126 warps a row, 8 warps a block
     assert (scan.kernel, scan.grid) == ("spec_verify_scan_f16", (8 * 8 * 126 // 8, 1, 1))
     assert (flush.grid, flush.threads, flush.shared_bytes) == ((64, 1, 1), 512, 501 * 12)
@@ -77,7 +75,7 @@ def test_grids() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "vocab", "name"), [(257, 100, "nodes"), (4, 524289, "vocab"), (0, 100, "nodes")])
-def test_what_the_kernels_cannot_hold_is_refused(nodes: int, vocab: int, name: str) -> None:
+def test_what_the_kernels_cannot_hold_is_refused(nodes, vocab, name):
     with pytest.raises(
         RuntimeFault, match=rf"SpecVerify\.{name}: got {nodes if name == 'nodes' else vocab}; expected 1"
     ):

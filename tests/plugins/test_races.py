@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No two threads of a block access a byte of shared memory, one of them writing, without a barrier between."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import subprocess
@@ -90,7 +88,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
-def test_there_are_no_races(watched: ctypes.CDLL, is_single: bool) -> None:
+def test_there_are_no_races(watched, is_single):
     cases = list(_random_cases(24))
     for spread, warp in itertools.product((0.3, 3.0), CUTS):
         cases.append(wide_case(np.random.default_rng(3), 20011, 1, CHAIN, spread=spread, dtype="float32", **warp))
@@ -102,7 +100,7 @@ def test_there_are_no_races(watched: ctypes.CDLL, is_single: bool) -> None:
     assert num_races == 0
 
 
-def test_there_are_none_with_a_map(watched: ctypes.CDLL) -> None:
+def test_there_are_none_with_a_map(watched):
     case, rng = _refusals(900), np.random.default_rng(1)
     d2t = rng.permutation(900)[:200]
     dists = case["draft_probs"][..., d2t] + np.float32(1e-4)
@@ -138,14 +136,14 @@ def _num_races(library: ctypes.CDLL) -> int:
     return 0
 
 
-def test_no_barrier_is_missing_where_no_mutant_is_chosen(mutated: Path) -> None:
+def test_no_barrier_is_missing_where_no_mutant_is_chosen(mutated):
     library = host_lab.load_watched(mutated)
     host_lab.races(library)
     assert _num_races(library) == 0
 
 
 @pytest.mark.parametrize("barrier", BARRIERS)
-def test_a_missing_barrier_is_noticed(barrier: str, mutated: Path) -> None:
+def test_a_missing_barrier_is_noticed(barrier, mutated):
     library = host_lab.load_watched(mutated)
     host_lab.races(library)
     with chosen(library, MUTANTS, barrier):
@@ -153,7 +151,7 @@ def test_a_missing_barrier_is_noticed(barrier: str, mutated: Path) -> None:
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_lanes_that_meet_in_different_calls_end_the_program(is_split: bool, mutated: Path) -> None:
+def test_lanes_that_meet_in_different_calls_end_the_program(is_split, mutated):
     script = f"""
 import numpy as np
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpecVerify's kernels, run on the CPU, make the same decisions as the numpy twin."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -33,7 +31,7 @@ CUTS = [
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_cases(dtype: str, is_single: bool) -> None:
+def test_random_cases(dtype, is_single):
     kernels, rng = host_lab.kernels(), np.random.default_rng(DTYPES.index(dtype))
     num_accepted = num_at_boundary = 0
     for number in range(96):
@@ -52,7 +50,7 @@ def test_random_cases(dtype: str, is_single: bool) -> None:
 
 @pytest.mark.parametrize("warp", CUTS, ids=str)
 @pytest.mark.parametrize("spread", [0.3, 3.0])  # flat and peaked
-def test_a_large_vocabulary(spread: float, warp: dict[str, float]) -> None:
+def test_a_large_vocabulary(spread, warp):
     kernels, rng = host_lab.kernels(), np.random.default_rng(3)
     num_at_boundary = 0
     for dtype, form in (("float16", CHAIN), ("float32", TREE[:4])):
@@ -65,7 +63,7 @@ def test_a_large_vocabulary(spread: float, warp: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(("batch", "vocab"), [(64, 97), (33, 513), (1, 128256), (3, 50257)])  # 50257: no vector loads
-def test_batches(batch: int, vocab: int) -> None:
+def test_batches(batch, vocab):
     rng = np.random.default_rng(batch)
     case = wide_case(rng, vocab, batch, TREE if batch > 3 else (-1, 0), spread=2.0, dtype="bfloat16", top_p=0.9)
     assert not assert_same(lambda feeds: host_lab.verify(host_lab.kernels(), as_dtype(feeds, "bfloat16")), case)
@@ -74,14 +72,14 @@ def test_batches(batch: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("has_probs", [True, False])
-def test_zero_residual_mass(has_probs: bool) -> None:
+def test_zero_residual_mass(has_probs):
     case = zero_residual_case(has_probs)
     for is_single in (False, True):
         outputs = host_lab.verify(host_lab.kernels(), case, is_single=is_single)
         assert [o.tolist() for o in outputs] == [[[0, -1, -1]], [0], [2]]
 
 
-def test_no_drafts_and_a_parent_that_prefill_left_at_the_root() -> None:
+def test_no_drafts_and_a_parent_that_prefill_left_at_the_root():
     case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
     case["parents"] = np.full_like(case["parents"], 510)
@@ -91,7 +89,7 @@ def test_no_drafts_and_a_parent_that_prefill_left_at_the_root() -> None:
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_draft_vocabulary_map(is_sorted: bool) -> None:
+def test_draft_vocabulary_map(is_sorted):
     rng, accepted = np.random.default_rng(11), 0
     for number in range(24):
         case = verify_case(
@@ -110,7 +108,7 @@ def test_draft_vocabulary_map(is_sorted: bool) -> None:
     assert accepted > 10
 
 
-def test_the_twin_spreads_draft_dists_over_the_target_vocabulary() -> None:
+def test_the_twin_spreads_draft_dists_over_the_target_vocabulary():
     case = verify_case(np.random.default_rng(2), 64, is_chain=False, has_probs=True, heat="sampled")
     order = np.random.default_rng(3).permutation(64)
     narrow = {**case, "draft_probs": case["draft_probs"][..., order]}
@@ -119,7 +117,7 @@ def test_the_twin_spreads_draft_dists_over_the_target_vocabulary() -> None:
     assert same(spec_verify(**plain, d2t=order), spec_verify(**plain))
 
 
-def test_ties_are_broken_by_index() -> None:
+def test_ties_are_broken_by_index():
     """All logits equal: top_p keeps the first ones, top_k keeps all, greedy takes the first."""
     case = wide_case(np.random.default_rng(0), 1024, 3, (-1,), spread=0.0, dtype="float32")
     case["temperature"] = np.array([1, 1, 0], np.float32)
@@ -136,7 +134,7 @@ UNEVEN += [281, 316, 326, 331, 353, 365, 372, 395, 407, 421, 466, 471]
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["own distribution", "residual"])
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
-def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bool, is_refused: bool) -> None:
+def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single, is_refused):
     """26 tokens of equal mass, all others impossible, and a draw exactly in the middle."""
     vocab, tokens, drafted = 128256, 256 * np.array(UNEVEN) + 100, 7
     logits = np.full((1, 2, vocab), -np.inf, np.float32)
@@ -161,7 +159,7 @@ def test_a_masked_entry_is_not_drawn_where_sums_differ_by_rounding(is_single: bo
 
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["two launches", "one launch"])
-def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single: bool) -> None:
+def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single):
     """Draft and target probs differ by rounding only, which differs between the pass over the row and the draw."""
     vocab = 600
     for logit, ulps in itertools.product(np.float32([-1.3, -2.7, -5.1, -8.3, -9.9, -10.7]), range(-3, 4)):
@@ -186,7 +184,7 @@ def test_a_residual_of_rounding_alone_gives_a_possible_token(is_single: bool) ->
         assert held[token], (logit, ulps)
 
 
-def test_a_draw_of_one_gives_the_last_possible_token() -> None:
+def test_a_draw_of_one_gives_the_last_possible_token():
     """Uniforms end below 1; one that was rounded up must not leave the distribution."""
     case = wide_case(np.random.default_rng(0), 2049, 1, (-1, 0), spread=1.0, dtype="float32")
     case["logits"][..., 700:], case["tokens"][:, 1] = -np.inf, 800  # the draft is impossible: it is refused
@@ -196,7 +194,7 @@ def test_a_draw_of_one_gives_the_last_possible_token() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 2.9e-39, 1e-30, 1e30])
-def test_extreme_temperatures(temperature: float) -> None:
+def test_extreme_temperatures(temperature):
     case = wide_case(np.random.default_rng(0), 1025, 1, (-1,), spread=1.0, dtype="float32", temperature=temperature)
     case["logits"] = -np.abs(case["logits"]) - np.float32(1e-3)
     case["logits"][0, 0, 700] = 0
@@ -210,7 +208,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("warp", CUTS, ids=str)
-def test_rows_of_nan_give_some_token(warp: dict[str, float], value: float) -> None:
+def test_rows_of_nan_give_some_token(warp, value):
     case = wide_case(np.random.default_rng(0), 1025, 2, TREE, spread=1.0, dtype="float32", **warp)
     case["logits"][0, :, 3::7], case["logits"][1] = value, value
     for is_single in (False, True):
@@ -221,7 +219,7 @@ def test_rows_of_nan_give_some_token(warp: dict[str, float], value: float) -> No
 
 @given(data=st.data())
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
-def test_small_cases_with_many_ties(data: st.DataObject) -> None:
+def test_small_cases_with_many_ties(data):
     nodes, vocab = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
     levels = st.sampled_from([-2.0, -0.0, 0.0, 1.0, 1.5])
     row = st.lists(levels, min_size=vocab, max_size=vocab)
@@ -245,7 +243,7 @@ def test_small_cases_with_many_ties(data: st.DataObject) -> None:
         assert_same(lambda feeds, s=is_single: host_lab.verify(host_lab.kernels(), feeds, is_single=s), case)
 
 
-def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks() -> None:
+def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks():
     case = verify_case(np.random.default_rng(8), 1025, is_chain=False, has_probs=True, heat="sampled")
     first = host_lab.verify(host_lab.kernels(), case, seed=0)
     for seed in range(1, 6):
@@ -253,7 +251,7 @@ def test_the_result_does_not_depend_on_the_order_of_threads_and_blocks() -> None
 
 
 @pytest.mark.parametrize("options", [("-DSPECCOMPILE_RESOLVE_THREADS=64",), ("-DSPECCOMPILE_RESOLVE_THREADS=1024",)])
-def test_other_block_sizes(options: tuple[str, ...]) -> None:
+def test_other_block_sizes(options):
     """Loops over chunks and bins, of which one iteration suffices at 512 threads."""
     kernels, rng = host_lab.kernels(*options), np.random.default_rng(4)
     for number in range(14):
@@ -263,7 +261,7 @@ def test_other_block_sizes(options: tuple[str, ...]) -> None:
         assert_same(lambda feeds: host_lab.verify(kernels, feeds), case)
 
 
-def test_division_is_that_of_float32() -> None:
+def test_division_is_that_of_float32():
     import ctypes
 
     rng = np.random.default_rng(6)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extreme calls of SpecVerify for the CPU kernels, beside the random ones of tests/ops/op_lab."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

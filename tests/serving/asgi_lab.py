@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Talks to an application without a network: every message between server and application is in the test's hands."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One server of the example pair for all tests that do not end it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.serving.live_server import bundle_with_template, live_server

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`speccompile serve` as a process of its own."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

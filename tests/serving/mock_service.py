@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real service over the language model in numpy: one letter a token, with engine steps that the test holds up."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of the mock model as a process of its own, with few files: python -m tests.serving.small_server NUM_FILES"""
 
-from __future__ import annotations
-
 import resource
 import sys
 

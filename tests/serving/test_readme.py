@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's way from a recipe to an answer of the server, typed as it stands there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@
 python -m tests.serving.toy_parameter prints {surface: value that `SamplingParams` has}.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-node models with bodies for TensorRT, and plans of them where TensorRT-RTX is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT's bodies of the drafting ops: the twins' numbers, and plans that build."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -20,7 +18,7 @@ def nodes_of(vocab: int) -> tuple[tuple[int, ...], ...]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_candidates_equal_the_twins(dtype: str) -> None:
+def test_candidates_equal_the_twins(dtype):
     session = session_of(body_model("TopTokens", {"vocab": 97, "candidates": 8}, dtypes={"logits": dtype}))
     logits = random_feeds(97, 4, 1)["logits"].astype(dtype)
     expected = top_tokens(logits.astype(np.float32))
@@ -29,7 +27,7 @@ def test_candidates_equal_the_twins(dtype: str) -> None:
     np.testing.assert_allclose(got[1], expected[1], atol=1e-6)
 
 
-def test_dists_are_never_a_dummy() -> None:
+def test_dists_are_never_a_dummy():
     session = session_of(body_model("NodeProbs", {"vocab": 97}))
     feeds = random_feeds(97, 6, 2)
     (expected,) = node_probs(**feeds)
@@ -41,14 +39,14 @@ def test_dists_are_never_a_dummy() -> None:
 
 
 @pytest.mark.parametrize("vocab", [200, 33000])
-def test_candidates_build(vocab: int) -> None:
+def test_candidates_build(vocab):
     model = body_model("TopTokens", {"vocab": vocab, "candidates": 8}, dtypes={"logits": "float16"})
     made = Parsed(model, {"logits": nodes_of(vocab)})
     assert made.plan_bytes > 0 and made.kinds.count("TOPK") == 1
     assert not {k for k in made.kinds if "PLUGIN" in k or "LOOP" in k or "CONDITION" in k}
 
 
-def test_dists_build() -> None:
+def test_dists_build():
     model = body_model("NodeProbs", {"vocab": 4097}, dtypes={"logits": "bfloat16"})
     made = Parsed(model, {"logits": nodes_of(4097), "temperature": ROWS, "top_k": ROWS, "top_p": ROWS})
     assert made.plan_bytes > 0 and not {k for k in made.kinds if "PLUGIN" in k or k == "TOPK"}

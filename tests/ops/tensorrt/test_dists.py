@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ def _check_warp(session, feeds) -> int:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_warp(vocab: int) -> None:
+def test_warp(vocab):
     session = session_of(body_model("Warp", {"vocab": vocab}))
     assert sum(_check_warp(session, random_feeds(vocab, 24, seed)) for seed in range(3)) <= 2
 
@@ -54,7 +53,7 @@ def small_warp():  # type: ignore[no-untyped-def]
     st.integers(0, 14),
     st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.7, 0.9, 0.999, 1.0]),
 )
-def test_top_k_keeps_what_the_twin_keeps(small_warp, logits, unit, heat, top_k, top_p) -> None:  # type: ignore[no-untyped-def]
+def test_top_k_keeps_what_the_twin_keeps(small_warp, logits, unit, heat, top_k, top_p):  # type: ignore[no-untyped-def]
     feeds = {
         "logits": (np.array(logits, np.float32) * np.float32(unit)).reshape(1, 1, 12),
         "temperature": np.array([heat], np.float32),
@@ -64,7 +63,7 @@ def test_top_k_keeps_what_the_twin_keeps(small_warp, logits, unit, heat, top_k, 
     _check_warp(small_warp, feeds)
 
 
-def test_neighbouring_floats_are_told_apart(small_warp) -> None:  # type: ignore[no-untyped-def]
+def test_neighbouring_floats_are_told_apart(small_warp):  # type: ignore[no-untyped-def]
     """The k-th logit and the next one differ by one unit in the last place, around every power of two."""
     for scale in (0.03, 0.5, 1.0, 2.0, 33.0, 127.0, 1e3, 1e5):
         top = np.float32(scale)
@@ -81,7 +80,7 @@ def test_neighbouring_floats_are_told_apart(small_warp) -> None:  # type: ignore
             assert (_warped(small_warp, feeds) > 0).sum() == k, (scale, k)
 
 
-def test_ties_are_kept_as_the_twin_keeps_them() -> None:
+def test_ties_are_kept_as_the_twin_keeps_them():
     session = session_of(body_model("Warp", {"vocab": 360}))
     logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, then 120 more
     for top_k, top_p in ((1, 1.0), (181, 1.0), (0, 0.5), (1, 0.3), (190, 0.97)):
@@ -90,7 +89,7 @@ def test_ties_are_kept_as_the_twin_keeps_them() -> None:
         np.testing.assert_allclose(_warped(session, feeds), warp(**feeds), atol=1e-7)
 
 
-def test_tokens_that_are_masked_out_get_nothing() -> None:
+def test_tokens_that_are_masked_out_get_nothing():
     session = session_of(body_model("Warp", {"vocab": 64}))
     feeds = {**random_feeds(64, 8, 1), "temperature": np.ones(8, np.float32)}
     feeds["logits"][:, :, 5:40] = -np.inf
@@ -98,7 +97,7 @@ def test_tokens_that_are_masked_out_get_nothing() -> None:
 
 
 @pytest.mark.parametrize("vocab", [*VOCABS, 300000])
-def test_draw(vocab: int) -> None:
+def test_draw(vocab):
     session = session_of(body_model("Draw", {"vocab": vocab}))
     rng = np.random.default_rng(vocab)
     probs = rng.dirichlet(np.full(vocab, 0.2), size=(4, 5)).astype(np.float32)
@@ -115,13 +114,13 @@ def test_draw(vocab: int) -> None:
         assert (drawn == near[1]).mean() > 0.9
 
 
-def test_blocks_follow_each_other_by_64_at_most() -> None:
+def test_blocks_follow_each_other_by_64_at_most():
     assert [block_sizes(v) for v in (1, 64, 65, 4096, 4097)] == [(1,), (64,), (2, 64), (64, 64), (2, 64, 64)]
     assert block_sizes(262144) == (64, 64, 64)
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 97, 4097])
-def test_sample_token(vocab: int) -> None:
+def test_sample_token(vocab):
     session = session_of(body_model("SampleToken", {"vocab": vocab}))
     feeds = random_feeds(vocab, 16, vocab)
     feeds = {**feeds, "logits": feeds["logits"][:, :1], "uniforms": np.random.default_rng(0).random(16, np.float32)}
@@ -133,7 +132,7 @@ def test_sample_token(vocab: int) -> None:
     np.testing.assert_allclose(probs, expected[2], atol=2e-6)
 
 
-def test_half_logits_are_read_as_they_are() -> None:
+def test_half_logits_are_read_as_they_are():
     session = session_of(body_model("SampleToken", {"vocab": 97}, dtypes={"logits": "float16"}))
     feeds = random_feeds(97, 8, 3)
     logits = feeds.pop("logits")[:, :1].astype(np.float16)
@@ -144,7 +143,7 @@ def test_half_logits_are_read_as_they_are() -> None:
     np.testing.assert_allclose(confidence, expected[1], atol=1e-6)
 
 
-def test_a_coarser_search_is_noticed() -> None:
+def test_a_coarser_search_is_noticed():
     """With the last two rounds left out, logits that lie close to each other are kept together."""
     model = body_model("Warp", {"vocab": 12})
     lazy = session_of(mutated(model, "Warp", lambda text: text.replace("(low_k_9,", "(low_k_7,")))

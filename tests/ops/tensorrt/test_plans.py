@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT-RTX parses and builds the bodies, with dynamic batch and nodes, and no plugin is in the network."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -37,7 +35,7 @@ WARP: Profile = {"temperature": _rows(), "top_k": _rows(), "top_p": _rows()}
         ("both", 1, 200, "float16"),
     ],
 )
-def test_verification_builds(form: str, low: int, high: int, dtype: str) -> None:
+def test_verification_builds(form, low, high, dtype):
     pins = {"vocab": 200, **({"draft_vocab": high} if low == high else {})}
     model = body_model("SpecVerify", pins, max_nodes=NODES, dtypes={"logits": dtype})
     dists = ((1, 1, low), (2, 4, high), (4, NODES, high))
@@ -63,14 +61,14 @@ def body_reduces(name: str, form: str) -> int:
     return count(name) - (form != "tokens")
 
 
-def test_sampling_builds() -> None:
+def test_sampling_builds():
     model = body_model("SampleToken", {"vocab": 4097}, dtypes={"logits": "float16"})
     made = Parsed(model, {"logits": _rows(1, 4097), "uniforms": _rows(), **WARP})
     assert made.plan_bytes > 0 and not {k for k in made.kinds if "PLUGIN" in k or k == "TOPK"}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_compaction_builds_as_a_cache_update(dtype: str) -> None:
+def test_compaction_builds_as_a_cache_update(dtype):
     pins = {"kv_heads": 2, "max_seq": 64, "head_dim": 16}
     model = body_model("KVRollback", pins, dtypes={"cache": dtype, "updated": dtype})
     made = Parsed(model, {"cache": _rows(2, 64, 16), "lengths": _rows(), "path": _nodes()})
@@ -94,7 +92,7 @@ def _verify_node(vocab: int | str, num_inputs: int) -> ir.Model:
     return ir.from_proto(helper.make_model(helper.make_graph([node], "g", inputs, outputs), ir_version=11))
 
 
-def test_what_has_no_body_is_refused() -> None:
+def test_what_has_no_body_is_refused():
     with pytest.raises(PassError, match=r"SpecVerify: got a vocabulary of unknown size; expected a static one\. Give"):
         attach_functions(_verify_node("vocab", 8), dialect="tensorrt")
     with pytest.raises(
@@ -103,7 +101,7 @@ def test_what_has_no_body_is_refused() -> None:
         attach_functions(_verify_node(97, 9), dialect="tensorrt")
 
 
-def test_the_other_dialect_is_left_as_it_was() -> None:
+def test_the_other_dialect_is_left_as_it_was():
     model = _verify_node(97, 8)
     assert attach_functions(model) > 0
     body = next(f for f in model.functions.values() if f.name == "SpecVerify")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GatedDelta without a loop against its twin; TensorRT-RTX builds it, and ConvRows, with dynamic batch and nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,7 +61,7 @@ def profile_of(layer: Layer) -> dict[str, tuple[Shape, Shape, Shape]]:
 
 
 @pytest.mark.parametrize("delta", [0, 1])
-def test_the_recurrence_builds_without_a_loop(delta: int) -> None:
+def test_the_recurrence_builds_without_a_loop(delta):
     layer = delta_layer(key_heads=2, group=2, key_dim=32, value_dim=16, pending=4, delta=delta)
     made = Parsed(state_model(layer), profile_of(layer))
     assert made.plan_bytes > 0 and not {kind for kind in made.kinds if "PLUGIN" in kind or kind == "TRIP_LIMIT"}
@@ -85,7 +83,7 @@ def _assert_like_twin(layer: Layer, got: Sequence[np.ndarray], inputs: dict[str,
 
 
 @each_layer
-def test_the_body_gives_what_the_twin_gives(layer: Layer) -> None:
+def test_the_body_gives_what_the_twin_gives(layer):
     rng, (run, evaluate) = np.random.default_rng(0), _runs(layer)
     for batch, nodes in ((1, 1), (3, 1), (4, 5), (2, 17)):
         inputs = random_step(layer, rng, batch, nodes, num_void=1)
@@ -95,7 +93,7 @@ def test_the_body_gives_what_the_twin_gives(layer: Layer) -> None:
     _assert_like_twin(layer, run(inputs), inputs, BOUND)
 
 
-def test_keys_that_are_alike_and_never_decay_cost_no_digits() -> None:
+def test_keys_that_are_alike_and_never_decay_cost_no_digits():
     layer = delta_layer(key_heads=1, group=1, key_dim=16, value_dim=4)
     rng, (run, _) = np.random.default_rng(1), _runs(layer)
     inputs = random_step(layer, rng, 2, 128)
@@ -105,7 +103,7 @@ def test_keys_that_are_alike_and_never_decay_cost_no_digits() -> None:
     _assert_like_twin(layer, run(inputs), inputs, BOUND)
 
 
-def test_more_rows_than_it_was_made_for_are_nan_and_never_other_numbers() -> None:
+def test_more_rows_than_it_was_made_for_are_nan_and_never_other_numbers():
     layer, rng = LAYERS["delta rule"], np.random.default_rng(2)
     out, state, _ = _runs(layer)[0](random_step(layer, rng, 1, 256))
     assert most_rows(17, 17) == 145 and np.isnan(out).all() and np.isnan(state).all()
@@ -142,13 +140,13 @@ MUTANTS = [
 
 
 @each_layer
-def test_steps_after_steps_stay_near_the_twin(layer: Layer) -> None:
+def test_steps_after_steps_stay_near_the_twin(layer):
     assert _rounds_fault(layer, _runs(layer)[0]) is None
 
 
 @pytest.mark.mutant
 @pytest.mark.parametrize(("right", "wrong"), MUTANTS)
-def test_a_mutated_body_is_noticed(right: str, wrong: str) -> None:
+def test_a_mutated_body_is_noticed(right, wrong):
     layer, text = LAYERS["delta rule"], gated_delta_op(32, delta=True).text()
     model = unsized_model(layer)
     assert text.count(right) == 1
@@ -158,7 +156,7 @@ def test_a_mutated_body_is_noticed(right: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("activation", [0, 1])
-def test_the_convolution_builds_without_a_loop(activation: int) -> None:
+def test_the_convolution_builds_without_a_loop(activation):
     layer = conv_layer(channels=48, pending=4, activation=activation)
     made = Parsed(state_model(layer), profile_of(layer))
     assert made.plan_bytes > 0 and not {kind for kind in made.kinds if "PLUGIN" in kind or kind == "TRIP_LIMIT"}

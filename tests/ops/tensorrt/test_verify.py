@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import itertools
 
@@ -23,7 +22,7 @@ BATCH, MUTANT_BATCH = 20000, 5000
 
 @pytest.mark.parametrize("vocab", [5, 64, 97, 300])
 @pytest.mark.parametrize("form", ["tokens", "dists", "both"])
-def test_verdicts_are_the_twins(vocab: int, form: str) -> None:
+def test_verdicts_are_the_twins(vocab, form):
     pins = {"vocab": vocab, **{"tokens": {"draft_vocab": 1}, "dists": {"draft_vocab": vocab}, "both": {}}[form]}
     session = session_of(body_model("SpecVerify", pins))
     rng = np.random.default_rng(vocab)
@@ -43,7 +42,7 @@ def test_verdicts_are_the_twins(vocab: int, form: str) -> None:
     assert num_accepted > 60
 
 
-def test_the_form_follows_the_width_of_the_dists() -> None:
+def test_the_form_follows_the_width_of_the_dists():
     assert [drafts_from_width(w, 97) for w in (1, 97, "draft_vocab", None, 40)] == [
         "tokens",
         "dists",
@@ -53,7 +52,7 @@ def test_the_form_follows_the_width_of_the_dists() -> None:
     ]
 
 
-def test_nodes_after_the_last_unrolled_one_are_never_kept() -> None:
+def test_nodes_after_the_last_unrolled_one_are_never_kept():
     """A tree larger than the body's limit loses drafts but keeps the distribution: the kept path is a prefix."""
     rng = np.random.default_rng(2)
     small = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
@@ -70,7 +69,7 @@ def test_nodes_after_the_last_unrolled_one_are_never_kept() -> None:
     assert num_shorter > 10
 
 
-def test_prefill_leaves_a_parent_at_the_root() -> None:
+def test_prefill_leaves_a_parent_at_the_root():
     session = session_of(body_model("SpecVerify", {"vocab": 97}))
     case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
     case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
@@ -80,7 +79,7 @@ def test_prefill_leaves_a_parent_at_the_root() -> None:
     np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
 
 
-def test_zero_residual_mass() -> None:
+def test_zero_residual_mass():
     """A one-hot target and a draft distribution equal to it, with a draft outside both."""
     session = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
     logits = np.full((1, 3, 5), -50, np.float32)
@@ -123,7 +122,7 @@ def verify() -> ort.InferenceSession:
     spread([((-1,), False), (CHAIN, True), (TREE, True), (TREE, False)], SETTINGS[2:], 1),
     ids=str,
 )
-def test_emitted_tokens_follow_the_target(verify, form, sampled, setting) -> None:  # type: ignore[no-untyped-def]
+def test_emitted_tokens_follow_the_target(verify, form, sampled, setting):  # type: ignore[no-untyped-def]
     emitted = emit(form, sampled, setting, BATCH, _decide(verify))
     assert p_value(emitted, exact_joint(setting)) > 1e-3
 
@@ -153,7 +152,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutated_body_is_noticed(mutant: str) -> None:
+def test_a_mutated_body_is_noticed(mutant):
     name, right, wrong = MUTANTS[mutant]
     model = body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=len(TREE))
     session = session_of(mutated(model, name, lambda text: text.replace(right, wrong)))
@@ -173,7 +172,7 @@ TOKEN_MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", TOKEN_MUTANTS)
-def test_a_mutated_walk_is_noticed(mutant: str) -> None:
+def test_a_mutated_walk_is_noticed(mutant):
     right, wrong = TOKEN_MUTANTS[mutant]
     model = body_model("SpecVerify", {"vocab": VOCAB, "draft_vocab": 1}, max_nodes=10)
     session = session_of(mutated(model, "Walk", lambda text: text.replace(right, wrong)))

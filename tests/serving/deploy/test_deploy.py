@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifests and the chart in deploy/ against Kubernetes' own schemas. `make test-deploy` installs what it needs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constraints that cannot be compiled, against a server's process: others go on, and it ends when it should."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import resource

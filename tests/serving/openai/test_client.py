@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's own client against a server that runs the example pair."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

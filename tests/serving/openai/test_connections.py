@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections: their options, their times, and how many there may be."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

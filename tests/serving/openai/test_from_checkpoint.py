@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`speccompile serve` on a tiny checkpoint with random weights: built at the first start, found at the second."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pipeline import fakes

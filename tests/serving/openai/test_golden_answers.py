@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Twelve requests over the four APIs, whole and streamed: a refactor shows an empty diff (`make golden` writes it)."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields that are not supported: values that ask for nothing are accepted, others are refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

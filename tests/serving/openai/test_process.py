@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process: how it starts, and how it ends under load."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `speccompile serve` refuses before it loads a model: keys that are none, times that are none."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -4,8 +4,6 @@
 UPDATE_SCREENSHOTS=1 writes docs/assets/page-*.png anew.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

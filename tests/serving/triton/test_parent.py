@@ -29,7 +29,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_process_ends_with_its_parent_and_not_before() -> None:
+def test_a_process_ends_with_its_parent_and_not_before():
     with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         words = [parent.stdout.readline().strip(), parent.stdout.readline().strip()]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A repository gains a model beside the others; what the command did not write stays. The bundle is a fake one."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
