@@ -141,11 +141,7 @@ class _Logs(logging.Handler):
 
 
 def show_logs(level: str = "warning") -> None:
-    """Print what the package's modules log at this level or above.
-
-    Args:
-        level: one of `LOG_LEVELS`.
-    """
+    """Print what the package's modules log at this level of `LOG_LEVELS`, or above it."""
     logger = logging.getLogger("speccompile")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Logs)]:
         logger.removeHandler(handler)
