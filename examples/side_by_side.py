@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from speccompile import SamplingParams, SpecEngine
-from speccompile.cli.generate import kinds_of
 
 FRAMES_PER_S = 25
 ACCEPTED = "bold green"  # the style of drafts that were accepted
@@ -63,7 +62,7 @@ def record(engine: SpecEngine, prompt: list[int], max_new_tokens: int, speculati
     parts = []
     for step in steps:
         texts = [sink.push((token,))[0] for token in step.tokens]
-        styles = [ACCEPTED if kind == "accepted" else "" for kind in kinds_of(step)]
+        styles = [ACCEPTED if kind == "accepted" else "" for kind in step.kinds]
         parts.append(list(zip(texts, styles, strict=True)))
     return Recording([at - times[0] for at in times], parts, [len(step.tokens) for step in steps])
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from speccompile.cli.generate import STYLES, kinds_of, print_stats
+from speccompile.cli.generate import STYLES, print_stats
 from speccompile.cli.model_options import SOURCE_HELP, check_template, load_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.sampling_options import check_sampling, with_sampling_options
@@ -180,7 +180,7 @@ def _answer(chat: Chat, message: str, console: Console, is_live: bool) -> None:
             if sink is None:
                 print(step.text, end="", flush=True)
                 continue
-            for token, kind in zip(step.tokens, kinds_of(step), strict=True):
+            for token, kind in zip(step.tokens, step.kinds, strict=True):
                 console.print(Text(sink.push((token,))[0], style=STYLES[kind]), end="")
             if step.finish_reason is not None:
                 console.print(Text(sink.finish()), end="")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
     from speccompile.runtime.generation import Generation
     from speccompile.runtime.images import Image
-    from speccompile.runtime.requests import StepOutput
     from speccompile.runtime.spec_engine import SpecEngine, Stream
     from speccompile.runtime.text import TextSink
 
@@ -58,6 +57,9 @@ def generate_command(
     sampling: dict[str, Any],
     model: Any,
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and times.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the tree of each step, why it was drafted and what was accepted.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without drafts.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write results to this file; - is stdout.")] = None,
     batch_size: Annotated[
@@ -82,6 +84,8 @@ def generate_command(
         instead = "lines of a file have `images`" if image else "in a file `prompt` is a text as it is"
         raise typer.BadParameter(f"give {'--image' if image else '--raw'} with one text; {instead}")
     requests = [Request(text, {}, images=tuple(image or ()))] if text is not None else read_requests(prompts or Path())
+    if explain and len(requests) > 1:
+        raise typer.BadParameter("give --explain with one prompt")
     if any(request.messages for request in requests):
         check_template(source, model)
     engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
@@ -92,7 +96,10 @@ def generate_command(
     params = [_sampling(index, defaults, request) for index, request in enumerate(requests)]
     if text is not None and not raw:
         requests = [_as_chat(engine, requests[0])]
-    results = _generate(engine, requests, params, not plain, batch_size, json_out)
+    if explain:
+        results = [_explain(engine, requests[0], params[0], not plain, is_shown=json_out is None)]
+    else:
+        results = _generate(engine, requests, params, not plain, batch_size, json_out)
     if json_out is not None:
         write_results(json_out, [result.json_from_generation() for result in results])
         if str(json_out) != "-":
@@ -163,6 +170,30 @@ def _generate(
     return [results[index] for index in range(num_prompts)]
 
 
+def _explain(
+    engine: SpecEngine, request: Request, params: SamplingParams, speculative: bool, is_shown: bool
+) -> Generation:
+    """Decodes one prompt; prints each step on stderr as it ends, and the text last."""
+    from speccompile.runtime.explain import ExplainedPlanner, explain_step
+    from speccompile.runtime.text import text_of_token
+
+    planner = engine.controller and ExplainedPlanner(engine.controller, engine.proposer)
+    engine.controller, constant = planner, "their number is fixed" if speculative else "drafts off: --plain"
+    images = engine.read_images(request.images)
+    stream = engine.stream(
+        _prompt_of(engine, request), params, images=images, speculative=speculative, wants_trace=True
+    )
+    for number, step in enumerate(stream, 1):
+        reason = planner.reason(step) if planner is not None and speculative else constant
+        last = step.trace.next_token if step.trace is not None else 0
+        text = repr(text_of_token(engine.tokenizer, last)) if engine.tokenizer is not None else str(last)
+        typer.echo(explain_step(number, step, reason, text), err=True)
+    assert stream.generation is not None
+    if is_shown:
+        print(f"{_shown(request)}{stream.generation.text}", flush=True)
+    return stream.generation
+
+
 def _prompt_of(engine: SpecEngine, request: Request) -> str | list[int]:
     if not request.messages:
         return request.prompt
@@ -208,7 +239,7 @@ def _generate_live(
 def _paint(console: Console, shown: str, stream: Stream, sink: TextSink | None) -> None:
     console.print(Text(shown, style="dim"), end="")
     for step in stream:
-        for token, kind in zip(step.tokens, kinds_of(step), strict=True):
+        for token, kind in zip(step.tokens, step.kinds, strict=True):
             text = sink.push((token,))[0] if sink is not None else f" {token}"
             console.print(Text(text, style=STYLES[kind]), end="")
         if step.finish_reason and sink is not None:
@@ -228,13 +259,6 @@ def _print_early_ends(results: Sequence[Generation], max_seq_len: int) -> None:
     if num_full:
         what = "the text ends" if len(results) == 1 else f"{num_full} of {len(results)} texts end"
         print_warning(f"{what} where the cache ends: engine.max_seq_len is {max_seq_len}, the prompt included")
-
-
-def kinds_of(step: StepOutput) -> list[str]:
-    """Returns the kind of each token of a step: drafts first, then the one that the target gave."""
-    kinds = ["accepted"] * step.num_accepted
-    last = "bonus" if step.is_bonus else "recovered" if step.num_draft_tokens else "plain"
-    return [*kinds, last][: len(step.tokens)]
 
 
 def print_stats(console: Console, rows: Sequence[Mapping[str, Any]], drafts: str) -> None:

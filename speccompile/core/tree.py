@@ -186,6 +186,17 @@ class TokenTree:
             tokens.append(int(self.tokens[slot, node]))
         return tokens
 
+    def show(self, slot: int = 0, texts: Sequence[str] = (), path: Sequence[int] = ()) -> None:
+        """Prints the tree of one slot; see `tree_lines`.
+
+        Args:
+            texts: of each node; empty: its token id.
+            path: nodes to mark, e.g. `verdict.nodes_kept(slot)`.
+        """
+        num = int(self.num_nodes[slot])
+        names = [repr(text) for text in texts[:num]] or [str(token) for token in self.tokens[slot, :num].tolist()]
+        print("\n".join(tree_lines(names, self.parents[slot, :num].tolist(), path)))
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Checks the invariants of the class.
 
@@ -201,6 +212,25 @@ class TokenTree:
             top = np.where(used, vocab_size - 1, np.iinfo(np.int64).max)
             low = np.where(used, 0, np.iinfo(np.int64).min)
             _check_range("tokens", self.tokens, low, top, "Draft and target must share one vocabulary.")
+
+
+def tree_lines(names: Sequence[str], parents: Sequence[int], path: Sequence[int] = ()) -> list[str]:
+    """Returns a tree as text: a chain on one line, branches below it, and `*` after the nodes of `path`."""
+    children: list[list[int]] = [[] for _ in names]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(node)
+    lines, left = [], [(0, "", "")]  # node, what its line begins with, and those below it
+    while left:
+        node, head, indent = left.pop()
+        chain = [node]
+        while len(children[chain[-1]]) == 1:
+            chain += children[chain[-1]]
+        lines.append(head + " > ".join(names[n] + "*" * (n in path) for n in chain))
+        for n in reversed(branches := children[chain[-1]]):
+            mark, bar = ("└─ ", "   ") if n == branches[-1] else ("├─ ", "│  ")
+            left.append((n, indent + mark, indent + bar))
+    return lines
 
 
 def _check_shapes(tree: TokenTree) -> None:

@@ -113,3 +113,9 @@ class StepOutput(NamedTuple):
     logprobs: Sequence[TokenLogprobs] = ()
     stop_string: str | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of each token: `accepted` drafts, then the `bonus`, `recovered` or `plain` token that the target gave."""
+        last = "bonus" if self.is_bonus else "recovered" if self.num_draft_tokens else "plain"
+        return [*["accepted"] * self.num_accepted, last][: len(self.tokens)]

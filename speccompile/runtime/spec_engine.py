@@ -18,7 +18,7 @@ from speccompile.core.jobs import MethodContext
 from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.control import Controller, controller_of
+from speccompile.runtime.control import Planner, controller_of
 from speccompile.runtime.generation import Generation
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
@@ -87,7 +87,7 @@ class SpecEngine:
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
         self._num_runs, self._is_closed = 0, False
-        self.controller: Controller | None = controller_of(proposer) if may_stop else None
+        self.controller: Planner | None = controller_of(proposer) if may_stop else None
 
     def __enter__(self) -> Self:
         return self
@@ -174,8 +174,12 @@ class SpecEngine:
         *,
         images: Sequence[ImageData] = (),
         speculative: bool = True,
+        wants_trace: bool = False,
     ) -> Stream:
         """Decodes one prompt step by step.
+
+        Args:
+            wants_trace: add the tree of every step to its step output.
 
         Returns:
             An iterator of steps whose `text` can be shown: never half a character, no part of a stop string.
@@ -184,6 +188,7 @@ class SpecEngine:
             RuntimeFault: as `generate`; or another run was started since the last step was read.
         """
         [sequence] = self._make_sequences([prompt], sampling, [images], with_text=True)
+        sequence.wants_trace = wants_trace
 
         def finish(step: StepOutput) -> Generation:
             return self._generation(sequence, step)

@@ -238,3 +238,19 @@ def test_the_legend_comes_with_colours_alone(engine, capsys, monkeypatch, variab
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     assert generate("-p", "abc", "--max-new-tokens", 5) == 0
     assert ("accepted" in capsys.readouterr().out) == is_shown
+
+
+def test_explain_says_of_each_step_what_was_drafted_and_prints_the_text_last(engine, prompts, capsys):
+    assert generate("abc", "--max-new-tokens", 12, "--explain") == 0
+    out, err = capsys.readouterr()
+    assert out == f"abc{text('abc', 12)}\n"
+    heads = [line for line in err.splitlines() if line.startswith("step ")]
+    assert heads[0].startswith("step 1: ") and heads[0].endswith("; with the prompt")
+    drafted = [line for line in heads if " draft tokens, " in line]
+    assert drafted and all(line.endswith(" accepted; their number is fixed") for line in drafted)
+    assert sum("* > " in line for line in err.splitlines()) and sum("  then " in line for line in err.splitlines())
+    assert generate("abc", "--max-new-tokens", 4, "--explain", "--plain") == 0
+    out, err = capsys.readouterr()
+    assert out == f"abc{text('abc', 4)}\n" and err.count("; drafts off: --plain\n") == 3
+    assert generate("--prompts", prompts, "--explain") == 2
+    assert "give --explain with one prompt" in capsys.readouterr().err

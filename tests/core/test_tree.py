@@ -104,3 +104,11 @@ def test_other_faults_are_refused() -> None:
     tree.validate(vocab_size=100)
     with pytest.raises(RuntimeFault, match=r"tokens\[0, 1\]: got 99; expected 0 to 98.*one vocabulary"):
         tree.validate(vocab_size=99)
+
+
+def test_a_tree_is_shown_with_chains_on_one_line_and_its_path_marked(capsys):
+    tree = TokenTree.tree([[5, 6, 7, 8, 9, 10, 11, 0]], [[-1, 0, 0, 1, 1, 4, 2, -1]])
+    tree.show(path=[0, 1, 4])
+    assert capsys.readouterr().out == "5*\n├─ 6*\n│  ├─ 8\n│  └─ 9* > 10\n└─ 7 > 11\n"
+    TokenTree.chain(tree.tokens[:, :3]).show(texts=["a", " b", "c"])
+    assert capsys.readouterr().out == "'a' > ' b' > 'c'\n"

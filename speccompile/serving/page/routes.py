@@ -86,12 +86,6 @@ class Painter(Protocol):
     def finish(self) -> str: ...
 
 
-def kinds_from_step_output(step_output: StepOutput) -> list[str]:
-    """Returns the kind of each token of a step: drafts first, then the one that the target gave."""
-    last = "bonus" if step_output.is_bonus else "recovered" if step_output.num_draft_tokens else "plain"
-    return [*["accepted"] * step_output.num_accepted, last][: len(step_output.tokens)]
-
-
 def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
     """Returns the tree of a step: `texts` and `parents` by node, the kept `path`, and the text of the next token."""
     return {"texts": trace.texts, "parents": trace.parents, "path": trace.path, "next": next_text}
@@ -125,7 +119,7 @@ def _step(step_output: StepOutput, painter: Painter | None, tokenizer: Any, time
     texts = [painter.push([token])[0] if painter is not None else f" {token}" for token in step_output.tokens]
     step: dict[str, Any] = {
         "kind": "step",
-        "tokens": [list(pair) for pair in zip(texts, kinds_from_step_output(step_output), strict=True)],
+        "tokens": [list(pair) for pair in zip(texts, step_output.kinds, strict=True)],
         "num_draft_tokens": step_output.num_draft_tokens,
         "num_accepted": step_output.num_accepted,
         "is_bonus": step_output.is_bonus,

@@ -12,7 +12,7 @@ from speccompile.common.chat_template import ChatTemplate
 from speccompile.runtime.requests import StepOutput
 from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions
-from speccompile.serving.page.routes import kinds_from_step_output, page_routes, policy_from_html
+from speccompile.serving.page.routes import page_routes, policy_from_html
 from tests.serving.asgi_lab import get, post
 from tests.serving.mock_service import serving, text_of
 
@@ -37,7 +37,7 @@ def app():
     ],
 )
 def test_kinds_of_tokens(step_output, kinds):
-    assert kinds_from_step_output(step_output) == kinds
+    assert step_output.kinds == kinds
 
 
 def test_steps_add_up_to_the_text_and_their_trees_to_the_tokens(app):
