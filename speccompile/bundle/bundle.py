@@ -71,6 +71,19 @@ class Bundle:
         record = self.manifest.get("images")
         return None if record is None or VISION not in self.graphs else ImageRecord.model_validate(record)
 
+    def show(self) -> None:
+        """Prints what was built, its size, and the sizes of its graphs."""
+        from speccompile.bundle.report import summary, text_from_bytes
+
+        sizes = {name: record["size_bytes"] for name, record in self.manifest["files"].items()}
+        rows = [("bundle", str(self.path)), *summary(self.manifest)]
+        for name, record in self.graphs.items():
+            folder = f"{Path(record['file']).parent.as_posix()}/"
+            size = sum(size for file, size in sizes.items() if file.startswith(folder))
+            rows.append((f"graph {name}", text_from_bytes(size)))
+        for label, value in rows:
+            print(f"{label:<20} {value}")
+
     def push_to_hub(
         self,
         name: str,

@@ -41,7 +41,7 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     subtitle = f"speccompile {manifest['speccompile_version']}, {manifest['created_at']}"
     parts = [
         f"<h1>{text_of(title)}</h1><p class=sub>{text_of(subtitle)}</p>",
-        table(("", ""), _summary(manifest)),
+        table(("", ""), summary(manifest)),
         "<h2>Recipe</h2>",
         table(("key", "value"), changed),
         f"<details><summary>{len(rest)} keys with their defaults</summary>{table(('key', 'value'), rest)}</details>",
@@ -58,7 +58,7 @@ def html_from_manifest(manifest: Mapping[str, Any]) -> str:
     return page_from_parts(title, parts)
 
 
-def _summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what a reader wants to know first: what was built, its size, and how fast the target is."""
     recipe, graphs = manifest["recipe"], manifest["graphs"]
     target: Mapping[str, Any] = next((graph for graph in graphs.values() if graph.get("role") == "target"), {})

@@ -57,6 +57,10 @@ def build_command(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its predicted sizes only.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Redo every stage and keep none.")] = False,
+    dump_passes: Annotated[
+        Path | None,
+        typer.Option(help="Write each graph as text after each pass into this folder, new or empty; as --no-cache."),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Verify the bundle then, as `speccompile verify`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -94,7 +98,7 @@ def build_command(
                 _print_plan(plan, prediction)
                 _print_machine(machine, seconds)
             return
-        bundle = _build(plan, output or Path("bundles") / _name(source), no_cache)
+        bundle = _build(plan, output or Path("bundles") / _name(source), no_cache, dump_passes)
         certificate = run_verify(bundle.path) if verify else None
     if as_json:
         print_json({**_json_from_bundle(bundle), **({"certificate": certificate} if certificate else {})})
@@ -125,12 +129,13 @@ def _reason(why: str) -> str:
     return why.partition(":")[0]
 
 
-def _build(plan: BuildPlan, dest: Path, no_cache: bool) -> Bundle:
+def _build(plan: BuildPlan, dest: Path, no_cache: bool, dump: Path | None) -> Bundle:
     from speccompile.bundle.stage_cache import StageCache
+    from speccompile.cli.dump_passes import dumped_passes
     from speccompile.pipeline import build
 
-    with live_stages() as progress:
-        return build(plan, dest, progress, StageCache(None) if no_cache else None)
+    with live_stages() as progress, dumped_passes(dump, progress) as report:
+        return build(plan, dest, report, StageCache(None) if no_cache or dump else None)
 
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:

@@ -177,8 +177,9 @@ def _explain(
     from speccompile.runtime.explain import ExplainedPlanner, explain_step
     from speccompile.runtime.text import text_of_token
 
-    planner = engine.controller and ExplainedPlanner(engine.controller, engine.proposer)
-    engine.controller, constant = planner, "their number is fixed" if speculative else "drafts off: --plain"
+    planner = None if engine.controller is None else ExplainedPlanner(engine.controller, engine.proposer)
+    constant = "their number is fixed" if speculative else "drafts off: --plain"
+    engine.controller = planner
     images = engine.read_images(request.images)
     stream = engine.stream(
         _prompt_of(engine, request), params, images=images, speculative=speculative, wants_trace=True

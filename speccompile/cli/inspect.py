@@ -24,6 +24,9 @@ def register(app: typer.Typer) -> None:
 
 def inspect_command(
     path: Annotated[Path, typer.Argument(help="A bundle's folder, an .onnx file or a .plan file.")],
+    diff: Annotated[
+        Path | None, typer.Option(help="Another one: show how recipe and graphs differ from PATH to it, line by line.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show graphs, inputs and outputs, operators, sizes, and whether the digests hold.
@@ -31,6 +34,9 @@ def inspect_command(
     Of a plan the record of its build is shown, which lies beside it; the plan itself is never read, which could run
     code in it. A bundle whose files do not match its manifest is still shown, with exit code 7.
     """
+    if diff is not None:
+        _print_differences(path, diff, as_json)
+        return
     with errors_as_json(as_json):
         is_graph = path.is_file() and path.suffix == ".onnx"
         if path.is_file() and path.suffix == PLAN_SUFFIX:
@@ -45,6 +51,20 @@ def inspect_command(
             print_error(fault)
     if fault is not None:
         raise typer.Exit(fault.exit_code)
+
+
+def _print_differences(first: Path, second: Path, as_json: bool) -> None:
+    from speccompile.cli.inspect_diff import differences
+
+    with errors_as_json(as_json):
+        found = differences(first, second)
+    if as_json:
+        print_json({"differences": found})
+        return
+    for lines in found.values():
+        typer.echo("\n".join(lines))
+    if not found:
+        typer.echo("no difference")
 
 
 def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:

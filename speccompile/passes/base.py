@@ -103,6 +103,7 @@ def run_pipeline(
         PassError: see `Pass.run`.
     """
     traces = []
+    _log.debug("%d passes", len(table), extra={"graph": (model, "start", len(table))})
     for entry in table:
         if progress is not None:
             progress(entry.name)
@@ -110,6 +111,6 @@ def run_pipeline(
         num_rewrites = entry.run(model)
         elapsed_ms = (time.perf_counter() - start) * 1e3
         trace = PassTrace(entry.name, num_rewrites, before, count_nodes(model), elapsed_ms)
-        _log.debug("%s", trace, extra={"model": model, "trace": trace})
+        _log.debug("%s", trace, extra={"graph": (model, entry.name, num_rewrites)})
         traces.append(trace)
     return traces

@@ -69,8 +69,8 @@ def explain_step(number: int, step: StepOutput, reason: str, next_text: str) -> 
     """Returns what a step did and why, with its tree where it has drafts.
 
     Args:
-        number: from 1 on; the first step has no drafts where its token comes with the prompt.
-        next_text: of the token after the accepted ones.
+        number: 1 or more; the first step has no drafts where its token comes with the prompt.
+        next_text: of the recovered, bonus or plain token after the accepted ones.
     """
     if not step.num_draft_tokens or step.trace is None:
         why = "with the prompt" if number == 1 else reason

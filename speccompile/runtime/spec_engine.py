@@ -176,10 +176,7 @@ class SpecEngine:
         speculative: bool = True,
         wants_trace: bool = False,
     ) -> Stream:
-        """Decodes one prompt step by step.
-
-        Args:
-            wants_trace: add the tree of every step to its step output.
+        """Decodes one prompt step by step; `wants_trace` adds its tree to each.
 
         Returns:
             An iterator of steps whose `text` can be shown: never half a character, no part of a stop string.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.bundle.bundle import read_bundle
 from speccompile.cli.main import app
 from tests.cli.conftest import Run
 from tests.pipeline import fakes
@@ -26,6 +27,14 @@ def test_build_then_inspect(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert code == 0, err
     assert "digests hold; method draft_model" in out
     assert "[batch, nodes]" in out and "k_cache.* (2)" in out
+
+
+def test_a_bundle_shows_its_summary_and_its_graphs(run: Run, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", recipe, "-o", "made")[0] == 0
+    read_bundle("made").show()
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.replace("graph ", "graph-").splitlines())
+    assert rows["bundle"] == "made" and rows["method"] == "draft_model" and rows["size"].endswith("KiB")
+    assert {name for name in rows if name.startswith("graph-")} == {"graph-target", "graph-draft", "graph-rollback"}
 
 
 def test_inspect_and_the_report_show_the_distance_to_float32(

@@ -5,7 +5,6 @@ import difflib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -19,6 +18,7 @@ from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollba
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.pipelines import ORT_QUANTIZATION, onnxruntime_table, reference_table, tensorrt_table
 from speccompile.passes.rollback import build_rollback
+from speccompile.passes.text import text_from_model
 
 pytestmark = pytest.mark.export
 
@@ -43,33 +43,6 @@ def check(name: str, text: str) -> None:
     held = path.read_text() if path.exists() else ""
     diff = "".join(difflib.unified_diff(held.splitlines(True), text.splitlines(True), str(path), "now"))
     assert not diff, f"{diff}\nIf this is meant: make golden"
-
-
-def text_from_model(model: ir.Model) -> str:
-    """One line a node, values numbered in order of appearance, so that generated names do not matter."""
-    numbers: dict[ir.Value, str] = {v: str(v.name) for v in model.graph.inputs}
-    lines = []
-
-    def say(value: ir.Value | None) -> str:
-        if value is None:
-            return "-"
-        if value.is_initializer() and value.const_value is not None:
-            tensor = value.const_value
-            small = tensor.size <= 4
-            return str(tensor.numpy().tolist()) if small else f"{tensor.dtype.name}{list(tensor.shape)}"
-        return numbers.setdefault(value, f"%{len(numbers)}")
-
-    def attribute(held: Any) -> str:
-        return f"{held.name}={held.value:g}" if isinstance(held.value, float) else f"{held.name}={held.value}"
-
-    for node in model.graph:
-        domain = f"{node.domain}::" if node.domain else ""
-        attributes = ", ".join(attribute(a) for _, a in sorted(node.attributes.items()))
-        outputs = ", ".join(say(v) for v in node.outputs)
-        inputs = ", ".join(say(v) for v in node.inputs)
-        lines.append(f"{outputs} = {domain}{node.op_type}({inputs})" + (f" {{{attributes}}}" if attributes else ""))
-    lines += [f"{v.name} <- {say(v)}" for v in model.graph.outputs]
-    return "\n".join(lines) + "\n"
 
 
 def text_from_trace(model: ir.Model, table: tuple[Pass, ...]) -> str:
