@@ -61,6 +61,7 @@ class TrainingBatch:
         dist_probs: [batch, nodes, kept] float32, their probabilities; the tail of the distribution is left out.
         hidden: [batch, nodes, hidden], where wanted.
         layers: [batch, nodes, hidden] by layer, where wanted.
+        is_label: [batch, nodes] bool, whether the distribution after a position is learned; None: all are.
         k_cache: [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in.
         seed: of the trainable's own draws for this batch.
     """
@@ -68,6 +69,7 @@ class TrainingBatch:
     tokens: Tensor
     dist_tokens: Tensor
     dist_probs: Tensor
+    is_label: Tensor = None
     hidden: Tensor = None
     layers: Mapping[int, Tensor] = field(default_factory=dict)
     k_cache: Tensor = None

@@ -7,10 +7,11 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -53,12 +54,17 @@ class ChatTemplate:
             RuntimeFault: the template refuses these messages, or cannot be rendered with them.
         """
         try:
-            template = _environment().from_string(self.source)
+            template = _compiled(self.source)
             variables = {**self.special_tokens, **extra, "messages": messages}
             return template.render(add_generation_prompt=add_generation_prompt, **variables)
         except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
             todo = "Correct the messages: roles, their order, and what the template reads of them."
             raise RuntimeFault(where, f"{fault}", "messages that the chat template takes", todo) from fault
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -134,6 +134,7 @@ def drawn_chains(
     share: float,
     seed: int,
     mask: Mask | None = None,
+    is_label: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns own features [batch * starts, num, hidden] of chains from drawn positions, and the drafts' labels.
 
@@ -141,21 +142,32 @@ def drawn_chains(
         tokens: [batch, nodes] int64.
         features: [batch, nodes, hidden], of the target.
         share: of the positions that are starts, above 0 and at most 1.
+        is_label: [batch, nodes] bool, of roots from which chains start rather than from others.
 
     Returns:
         The features, and for each draft the position in the flattened tokens [batch * nodes]; -1 after the text's end.
     """
     last = tokens.shape[1] - 1
-    first = drawn_positions(tokens, last, round(last * share), seed)
+    first = drawn_positions(tokens, last, round(last * share), seed, None if is_label is None else is_label[:, 1:])
     own = torch.stack(chain_features(advance, tokens, features, first, num, mask), 2)
     return own.flatten(0, 1), labels_of(tokens, first + 1, num)
 
 
-def drawn_positions(tokens: torch.Tensor, most: int, num: int, seed: int) -> torch.Tensor:
-    """Returns different positions below `most` of each row of tokens [batch, nodes], [batch, num]; at least one."""
+def drawn_positions(
+    tokens: torch.Tensor, most: int, num: int, seed: int, wanted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns different positions below `most` of each row of tokens [batch, nodes], [batch, num]; at least one.
+
+    Args:
+        wanted: [batch, most or more] bool: these are taken before all others; None: no position is.
+    """
     generator = torch.Generator().manual_seed(seed % 2**31)
-    drawn = [torch.randperm(most, generator=generator)[: max(1, num)] for _ in tokens]
-    return torch.stack(drawn).to(tokens.device)
+    rows = [torch.randperm(most, generator=generator, device="cpu") for _ in range(len(tokens))]
+    drawn = torch.stack(rows).to(tokens.device)
+    if wanted is not None:
+        is_later = ~torch.gather(wanted, 1, drawn)
+        drawn = torch.gather(drawn, 1, is_later.to(torch.int8).argsort(dim=1, stable=True))
+    return drawn[:, : max(1, num)]
 
 
 def labels_of(tokens: torch.Tensor, roots: torch.Tensor, num: int) -> torch.Tensor:

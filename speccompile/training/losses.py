@@ -16,7 +16,7 @@ from torch import nn
 
 from speccompile.training_contract import Drafted, TrainingBatch
 
-BLOCK_ROWS = 1024
+BLOCK_ROWS = {"cpu": 1024, "cuda": 8192}  # whose logits are in memory at once
 
 
 class _DistributionLoss(torch.autograd.Function):
@@ -41,15 +41,16 @@ class _DistributionLoss(torch.autograd.Function):
         losses, best = states.new_empty(len(states), dtype=torch.float32), ids.new_empty(len(states), num)
         grad_states = torch.empty_like(states, dtype=torch.float32) if wants_states else None
         grad_projection = torch.zeros_like(projection, dtype=torch.float32) if wants_projection else None
-        for block in torch.arange(len(states)).split(BLOCK_ROWS):
-            part = slice(int(block[0]), int(block[-1]) + 1)
+        size = BLOCK_ROWS[states.device.type]
+        for first in range(0, len(states), size):
+            part = slice(first, first + size)
             rows = states[part].to(dtype)
             logits = rows @ cast.T
             if num == 1:
                 top, best[part, 0] = logits.max(-1)
             else:
-                first, best[part] = logits.topk(num, -1)
-                top = first[:, 0]
+                values, best[part] = logits.topk(num, -1)
+                top = values[:, 0]
             mass = probs[part].sum(-1)
             expected = (torch.gather(logits, 1, ids[part]).float() * probs[part]).sum(-1)
             soft = logits.sub_(top[:, None]).exp_()
@@ -137,7 +138,7 @@ def judge(
     losses = torch.zeros(rows, depth, device=device)
     hits = torch.zeros(rows, depth, dtype=torch.bool, device=device)
     greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
-    valid = drafted.labels >= 0
+    valid, num_chains = _valid(drafted.labels, batch.is_label)
     for group in _groups(drafted.projections):
         chosen = valid[:, group].nonzero()  # [drafts, 2]
         row, column = chosen[:, 0], torch.tensor(group, device=device)[chosen[:, 1]]
@@ -146,7 +147,7 @@ def judge(
         wanted = greedy[labels]
         if drafted.d2t is not None:
             ids, probs = _to_draft_vocab(drafted.d2t, ids, probs, vocab_size)
-        scale = weights[column] / max(1, rows) / weights.sum()
+        scale = weights[column] / num_chains / weights.sum()
         states, projection, selection = drafted.states[row, column], drafted.projections[group[0]], drafted.selection
         num = 1 if selection is None else min(selection.num, len(projection))
         loss, each, best = _DistributionLoss.apply(states, projection, ids, probs, scale, options.dtype, num)
@@ -161,6 +162,16 @@ def judge(
         losses[row, column] = each.detach()
         hits[row, column] = (drafted_token if drafted.d2t is None else drafted.d2t[drafted_token]) == wanted
     return total, _measure(losses, hits, valid).stacked()
+
+
+def _valid(labels: torch.Tensor, is_label: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+    """Returns which labels are learned [rows, depth], and how many rows are chains of what is learned."""
+    valid = labels >= 0
+    if is_label is None:
+        return valid, max(1, len(labels))
+    is_learned = is_label.flatten()[labels.clamp(min=0)]
+    # A chain that begins at a text's end has no label, and counts as one.
+    return valid & is_learned, (is_learned | ~valid).any(-1).sum().clamp(min=1)
 
 
 def _candidate_loss(

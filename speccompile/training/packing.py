@@ -1,127 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents as windows of tokens on disk: tokenised, concatenated, cut; split by content hash."""
+"""Documents as windows of tokens: texts are tokenised, joined and cut, conversations are a window each."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from speccompile.bundle.staging import staged_folder
 from speccompile.errors import RecipeError
+from speccompile.training.conversations import ChatReader, TokenRow, rows_from_tokens
 from speccompile.training.corpus import Document
+from speccompile.training.windows import HELD_OUT, TRAIN, Rows, Tokens, rows_of_stream
 
-Tokens = NDArray[np.int32]
-SHARD_WINDOWS = 512  # windows of a shard
 _BATCH = 64  # documents tokenised at once
-TRAIN, HELD_OUT = "train", "held_out"
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Windows of one length in the shards of a folder.
+class _Packer:
+    """The windows of one split so far.
 
     Args:
-        folder: holds <split>-<number>.npy, [windows, seq_len] int32 each.
+        eos: after each text, and the padding of conversations.
     """
 
-    folder: Path
-    seq_len: int
-    counts: dict[str, int]
+    def __init__(self, reader: ChatReader, seq_len: int, max_tokens: int, eos: int) -> None:
+        self.reader, self.seq_len, self.max_tokens, self.eos = reader, seq_len, max_tokens, eos
+        self.texts: list[Tokens] = []
+        self.chats: list[TokenRow] = []
+        self.num_tokens = 0
 
-    def read(self, split: str, shard: int) -> Tokens:
-        return np.asarray(np.load(self.folder / f"{split}-{shard:05d}.npy"), dtype=np.int32)
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens >= self.max_tokens
 
-    def rows(self, split: str, rows: Sequence[int]) -> Tokens:
-        """Returns some windows of a split, [rows, seq_len]."""
-        shards = {row // SHARD_WINDOWS for row in rows}
-        held = {i: np.load(self.folder / f"{split}-{i:05d}.npy", mmap_mode="r") for i in shards}
-        return np.stack([held[row // SHARD_WINDOWS][row % SHARD_WINDOWS] for row in rows])
+    def add(self, documents: Sequence[Document]) -> None:
+        """Takes documents until it is full."""
+        texts = [document.text for document in documents if document.conversation is None]
+        samples = [s for document in documents if document.conversation for s in self.reader.samples(document)]
+        for ids in self.reader.encode(texts, special=True):
+            if not self.is_full:
+                self.texts.append(np.array([*ids, self.eos], dtype=np.int32))
+                self.num_tokens += len(ids) + 1
+        for row in self.reader.rows(samples):
+            if not self.is_full:
+                self.chats.append(row)
+                self.num_tokens += min(self.seq_len, len(row.tokens))
 
-    def num_shards(self, split: str) -> int:
-        return -(-self.counts[split] // SHARD_WINDOWS)
-
-    def all(self, split: str) -> Tokens:
-        """Returns all windows of a split, [windows, seq_len]."""
-        return np.concatenate([self.read(split, i) for i in range(self.num_shards(split))])
+    def rows(self) -> Rows:
+        num = self.max_tokens - sum(min(self.seq_len, len(row.tokens)) for row in self.chats)
+        joined = np.concatenate([np.zeros(0, dtype=np.int32), *self.texts])[: max(0, num)]
+        return Rows.joined([rows_of_stream(joined, self.seq_len), rows_from_tokens(self.chats, self.seq_len, self.eos)])
 
 
 def pack(
-    documents: Iterable[Document], tokenizer: Tokenizer, seq_len: int, max_tokens: dict[str, int], eos: int, seed: int
-) -> dict[str, Tokens]:
-    """Returns the windows by split, at most `max_tokens` of each, in an order drawn from `seed`.
+    documents: Iterable[Document], reader: ChatReader, seq_len: int, max_tokens: dict[str, int], eos: int, seed: int
+) -> dict[str, Rows]:
+    """Returns the windows by split, about `max_tokens` of each, in an order drawn from `seed`.
 
-    Documents are taken in the order of their hash, which is independent of their content. Each is followed by
-    `eos`; the rest that fills no window is dropped.
+    Documents are taken in the order of their hash, which is independent of their content. Each text is followed by
+    `eos`; the rest that fills no window is dropped. Conversations without an answer that begins within `seq_len` are
+    left out.
 
     Raises:
-        RecipeError: too little text for one window of a split.
+        RecipeError: too little text for one window of a split; see `ChatReader.samples`.
     """
-    streams: dict[str, list[Tokens]] = {TRAIN: [], HELD_OUT: []}
-    held = dict.fromkeys(streams, 0)
-    for batch in _batches(documents):
-        batch = [d for d in batch if held[_split(d)] < max_tokens[_split(d)]]
-        for document, encoded in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-            split = _split(document)
-            if held[split] < max_tokens[split]:
-                streams[split].append(np.array([*encoded.ids, eos], dtype=np.int32))
-                held[split] += len(encoded.ids) + 1
-        if all(held[s] >= max_tokens[s] for s in streams):
+    packers = {split: _Packer(reader, seq_len, max_tokens[split], eos) for split in (TRAIN, HELD_OUT)}
+    left = iter(documents)
+    while batch := list(islice(left, _BATCH)):
+        for split, packer in packers.items():
+            if not packer.is_full:
+                packer.add([document for document in batch if document.is_held_out == (split == HELD_OUT)])
+        if all(packer.is_full for packer in packers.values()):
             break
     windows = {}
-    for split, parts in streams.items():
-        joined = np.concatenate(parts)[: max_tokens[split]] if parts else np.zeros(0, dtype=np.int32)
-        num = len(joined) // seq_len
-        if num == 0:
-            got = f"{len(joined)} tokens for {split}"
-            expected = f"at least one window of {seq_len} tokens"
-            raise RecipeError("training.text", got, expected, "Give more text, or shorter windows.")
-        rows = joined[: num * seq_len].reshape(num, seq_len)
-        windows[split] = rows[np.random.default_rng(seed).permutation(num)]
+    for split, packer in packers.items():
+        rows = packer.rows()
+        if not len(rows):
+            got = f"{packer.num_tokens} tokens for {split}"
+            expected = f"at least one window of {seq_len} tokens, or one conversation with an answer"
+            todo = "Give more text, or shorter windows; without answers train on generated ones (plain.steps: 0)."
+            raise RecipeError("training.text", got, expected, todo)
+        windows[split] = rows.taken(np.random.default_rng(seed).permutation(len(rows)))
     return windows
-
-
-def write_windows(dest: Path, windows: dict[str, Tokens]) -> Windows:
-    """Writes shards to `dest`, atomically, and returns them."""
-    seq_len = int(windows[TRAIN].shape[1])
-    counts = {split: len(rows) for split, rows in windows.items()}
-    with staged_folder(dest) as folder:
-        for split, rows in windows.items():
-            for shard, start in enumerate(range(0, len(rows), SHARD_WINDOWS)):
-                np.save(folder / f"{split}-{shard:05d}.npy", rows[start : start + SHARD_WINDOWS])
-        (folder / "windows.json").write_text(json.dumps({"seq_len": seq_len, "counts": counts}))
-    return Windows(dest, seq_len, counts)
-
-
-def open_windows(folder: Path) -> Windows | None:
-    """Returns the windows that `write_windows` wrote, or None."""
-    path = folder / "windows.json"
-    if not path.is_file():
-        return None
-    record = json.loads(path.read_text())
-    return Windows(folder, record["seq_len"], record["counts"])
-
-
-def digest_from_json(record: object) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _split(document: Document) -> str:
-    return HELD_OUT if document.is_held_out else TRAIN
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

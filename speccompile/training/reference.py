@@ -15,7 +15,7 @@ from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.chat_prompts import tokens_of_messages
 from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
-from speccompile.training.states import batch_from_outputs
+from speccompile.training.states import batch_from_outputs, first_nodes
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import read_tokenizer
 from speccompile.training_contract import TargetNeeds, TrainingBatch
@@ -43,10 +43,11 @@ def measure_chains(
     """
     keep_pages()
     source = resolve_checkpoint(plan.target)
-    target = Target(source, torch.float32)
+    device = plan.section.device
+    target = Target(source, torch.float32, device)
     needs = plan.trainer.needs(plan.heads, target.config)
     parts = target.parts(torch.zeros(target.dims.vocab_size, dtype=torch.int64))
-    trainable = plan.trainer.make(plan.heads, parts, folder or plan.output).eval()
+    trainable = plan.trainer.make(plan.heads, parts, folder or plan.output).eval().to(device)
     rows = _read_prompts(prompts, source)[:num_prompts]
     num_drafts = num_drafts or trainable.num_positions
     tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0
@@ -102,16 +103,13 @@ def decode_chains(
         num = next((i for i, draft in enumerate(drafts) if draft != greedy[i]), len(drafts))
         steps.append((len(drafts), num))
         tokens += [*drafts[:num], greedy[num]]
-        held = {name: _cut(name, value, len(tokens) - 1) for name, value in held.items()}
+        held = {name: first_nodes(name, value, len(tokens) - 1) for name, value in held.items()}
     return steps
 
 
 def _batch(tokens: list[int], held: dict[str, torch.Tensor]) -> TrainingBatch:
-    return batch_from_outputs(torch.tensor([tokens]), held, seed=0)
-
-
-def _cut(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-    return value[:, :, :rows] if name in ("k_cache", "v_cache") else value[:, :rows]
+    device = str(held["dist_tokens"].device)
+    return batch_from_outputs(torch.tensor([tokens]), held, seed=0, device=device)
 
 
 def _read_prompts(path: Path, target: Path) -> list[list[int]]:

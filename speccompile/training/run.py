@@ -34,12 +34,12 @@ from speccompile.training.checkpoints import (
 )
 from speccompile.training.distributed import Team, join_team
 from speccompile.training.losses import LossOptions, TrainedModule
-from speccompile.training.packing import TRAIN, Windows, digest_from_json
 from speccompile.training.plots import write_curves
 from speccompile.training.stage import Stage, StageRunner, make_optimizer, measures_from_sums
 from speccompile.training.states import CachedStates, LiveStates, choose, digest_record, output_names, write_states
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import TextBook, cache_folder
+from speccompile.training.windows import TRAIN, Windows, digest_from_json
 from speccompile.training_contract import TargetNeeds
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -138,7 +138,8 @@ class _Run:
     def _make(self, target: Target, windows: Windows) -> tuple[Any, Any]:
         counts = torch.zeros(target.dims.vocab_size, dtype=torch.int64)
         for shard in range(windows.num_shards(TRAIN)):
-            counts += torch.from_numpy(windows.read(TRAIN, shard)).flatten().long().bincount(minlength=len(counts))
+            drafted = torch.from_numpy(windows.read(TRAIN, shard).learned_tokens()).long()
+            counts += drafted.bincount(minlength=len(counts))
         parts = target.parts(counts)
         start = None if self.section.start is None else Path(self.section.start)
         return self.plan.trainer.make(self.plan.heads, parts, start), parts

@@ -13,8 +13,8 @@ import torch
 
 from speccompile.recipe.training import GeneratedSection, PlainSection
 from speccompile.training.distributed import Team
-from speccompile.training.packing import HELD_OUT, TRAIN, Windows
 from speccompile.training.states import CachedStates, LiveStates, batch_from_outputs
+from speccompile.training.windows import HELD_OUT, TRAIN, Windows
 from speccompile.training_contract import TrainingBatch
 
 MEASURE_ROWS = 8  # windows of a measurement's batch
@@ -41,9 +41,11 @@ class Stage:
         return rows
 
     def batch(self, split: str, rows: list[int], seed: int) -> TrainingBatch:
-        tokens = self.windows.rows(split, rows)
-        held = self.states.read(split, rows, tokens)
-        return batch_from_outputs(torch.from_numpy(tokens.astype(np.int64)), held, seed, self.device)
+        """Returns windows with the target's outputs, cut after the last label of the longest."""
+        held = self.windows.rows(split, rows).trimmed()
+        outputs = self.states.read(split, rows, held.tokens)
+        tokens, is_label = torch.from_numpy(held.tokens.astype(np.int64)), torch.from_numpy(held.is_label)
+        return batch_from_outputs(tokens, outputs, seed, self.device, is_label)
 
 
 @lru_cache(maxsize=4)
@@ -124,7 +126,7 @@ class StageRunner:
 
 def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
     """Returns losses and agreement by position, chains kept and the estimated acceptance length, JSON-ready."""
-    losses, hits, tried, kept, chains = sums
+    losses, hits, tried, kept, chains = sums.cpu()  # one wait for the device, not one a figure
     tried, chains = tried.clamp(min=1), chains.clamp(min=1)
     kept_share = (kept / chains).tolist()
     return {

@@ -16,11 +16,12 @@ import torch
 
 from speccompile.bundle.staging import disk_faults
 from speccompile.checkpoints.gguf.folder import weight_files
-from speccompile.training.packing import SHARD_WINDOWS, Windows
 from speccompile.training.target import Target
+from speccompile.training.windows import SHARD_WINDOWS, Windows
 from speccompile.training_contract import TargetNeeds, TrainingBatch
 
-_RUN_TOKENS = 4096  # tokens of one forward of the target
+_RUN_TOKENS = {"cpu": 4096, "cuda": 65536}  # most tokens of one forward of the target
+_LOGIT_BYTES = 8 << 30  # most memory of their logits in 16 bits
 _SPARE_BYTES = 2 << 30  # kept free on the disk
 
 
@@ -43,8 +44,9 @@ class CachedStates:
         self._open: dict[Path, np.ndarray] = {}
 
     def read(self, split: str, rows: Sequence[int], tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        del tokens
-        return {name: torch.stack([self._row(name, split, row) for row in rows]) for name in self.names}
+        """Returns the outputs of windows, cut to the length of `tokens` [rows, nodes]."""
+        held = {name: torch.stack([self._row(name, split, row) for row in rows]) for name in self.names}
+        return {name: first_nodes(name, value, tokens.shape[1]) for name, value in held.items()}
 
     def _row(self, name: str, split: str, row: int) -> torch.Tensor:
         path = _shard(self.folder, name, split, row // SHARD_WINDOWS)
@@ -54,19 +56,38 @@ class CachedStates:
 
 
 def run_in_parts(target: Target, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-    size = max(1, _RUN_TOKENS // tokens.shape[1])
-    parts = [target.run(part, needs) for part in tokens.split(size)]
+    parts = [target.run(part, needs) for part in tokens.split(run_windows(target, tokens.shape[1]))]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def run_windows(target: Target, nodes: int) -> int:
+    """Returns how many windows of `nodes` tokens the target reads at once."""
+    most = min(_RUN_TOKENS[torch.device(target.device).type], _LOGIT_BYTES // (2 * target.dims.vocab_size))
+    return max(1, most // nodes)
+
+
+def first_nodes(name: str, value: torch.Tensor, nodes: int) -> torch.Tensor:
+    """Returns the first positions of an output of the target, by its name in `TrainingBatch`."""
+    return value[:, :, :nodes] if name in ("k_cache", "v_cache") else value[:, :nodes]
+
+
 def batch_from_outputs(
-    tokens: torch.Tensor, held: dict[str, torch.Tensor], seed: int, device: str = "cpu"
+    tokens: torch.Tensor,
+    held: dict[str, torch.Tensor],
+    seed: int,
+    device: str = "cpu",
+    is_label: torch.Tensor | None = None,
 ) -> TrainingBatch:
-    """Returns a batch of `Target.run`'s outputs by name, floats in float32."""
+    """Returns a batch of `Target.run`'s outputs by name, floats in float32.
+
+    Args:
+        is_label: [batch, nodes] bool, see `TrainingBatch`.
+    """
     held = {n: v.to(device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in held.items()}
     layers = {int(name.partition(".")[2]): value for name, value in held.items() if name.startswith("layer.")}
     plain = {name: value for name, value in held.items() if not name.startswith("layer.")}
-    return TrainingBatch(tokens=tokens.to(device), layers=layers, seed=seed, **plain)
+    mask = None if is_label is None else is_label.to(device)
+    return TrainingBatch(tokens=tokens.to(device), layers=layers, seed=seed, is_label=mask, **plain)
 
 
 def output_names(needs: TargetNeeds) -> tuple[str, ...]:
@@ -94,7 +115,7 @@ def write_states(
             done += min(SHARD_WINDOWS, count - shard * SHARD_WINDOWS)
             absent = [n for n in names if not _shard(folder, n, split, shard).is_file()]
             if absent:
-                tokens = torch.from_numpy(windows.read(split, shard).astype(np.int64))
+                tokens = torch.from_numpy(windows.read(split, shard).tokens.astype(np.int64))
                 held = run_in_parts(target, tokens, needs)
                 for name in absent:
                     _save(_shard(folder, name, split, shard), _array_from_tensor(name, held[name]))
@@ -133,7 +154,8 @@ def _time_outputs(
     folder: Path, target: Target, windows: Windows, needs: TargetNeeds
 ) -> tuple[float, float, float, float]:
     """Returns the milliseconds of a forward, a write and a read of a window, and its bytes on the disk."""
-    tokens = torch.from_numpy(windows.read("train", 0)[: max(1, _RUN_TOKENS // windows.seq_len)].astype(np.int64))
+    rows = windows.read("train", 0).tokens[: run_windows(target, windows.seq_len)]
+    tokens = torch.from_numpy(rows.astype(np.int64))
     target.run(tokens[:1], needs)
     start = time.perf_counter()
     held = target.run(tokens, needs)

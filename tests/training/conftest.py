@@ -56,6 +56,33 @@ def text(folder: Path) -> Path:
     return path
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'w3', 'user': 'w4', 'assistant': 'w5'}[m.role] }} {{ m.content }} w1 "
+    "{% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chat_target(folder: Path) -> Path:
+    made = fakes.make_checkpoint(folder / "chat-target", hidden=16, layers=4)
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    return made
+
+
+@pytest.fixture(scope="session")
+def chats(folder: Path) -> Path:
+    """300 conversations of up to three turns, of which a few are held out."""
+    rng, path = random.Random(0), folder / "chats.jsonl"
+    lines = []
+    for _ in range(300):
+        num = rng.choice((1, 1, 2, 3))
+        words = [" ".join(f"w{rng.randrange(6, fakes.VOCAB)}" for _ in range(rng.randrange(1, 5))) for _ in range(num)]
+        turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines))
+    return path
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache(folder: Path) -> Iterator[None]:
     before = os.environ.get("SPECCOMPILE_CACHE")

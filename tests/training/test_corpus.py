@@ -13,11 +13,14 @@ from tokenizers import Tokenizer
 
 from speccompile.errors import RecipeError
 from speccompile.training import corpus
+from speccompile.training.conversations import ChatReader
 from speccompile.training.corpus import find_sources, is_held_out
-from speccompile.training.packing import HELD_OUT, TRAIN, open_windows, pack, write_windows
+from speccompile.training.packing import pack
+from speccompile.training.windows import HELD_OUT, TRAIN, Rows, open_windows, write_windows
 from tests.pipeline import fakes
 
 TOKENIZER = Tokenizer.from_str(json.dumps(fakes.tokenizer(fakes.VOCAB)))
+READER = ChatReader(Path("no-folder"), TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -32,22 +35,27 @@ def test_no_window_mixes_the_splits(text):
     sources = find_sources([str(text)], python_sources=False)
     documents = list(sources.documents())
     assert 0 < sum(d.is_held_out for d in documents) < len(documents) == 500
-    windows = pack(documents, TOKENIZER, 16, {TRAIN: 10**6, HELD_OUT: 10**6}, eos=1, seed=3)
+    windows = pack(documents, READER, 16, {TRAIN: 10**6, HELD_OUT: 10**6}, eos=1, seed=3)
     for split, held_out in ((TRAIN, False), (HELD_OUT, True)):
         stream = [t for d in documents if d.is_held_out is held_out for t in [*TOKENIZER.encode(d.text).ids, 1]]
         num = len(stream) // 16
         wanted = {tuple(stream[i * 16 : i * 16 + 16]) for i in range(num)}
         assert len(windows[split]) == num
-        assert {tuple(row) for row in windows[split].tolist()} == wanted
+        assert {tuple(row) for row in windows[split].tokens.tolist()} == wanted
+        assert windows[split].is_label.all()
 
 
 def test_windows_come_back_from_the_disk(tmp_path: Path):
-    rows = np.arange(1300 * 4, dtype=np.int32).reshape(1300, 4)
-    made = write_windows(tmp_path / "w", {TRAIN: rows, HELD_OUT: rows[:3]})
+    tokens = np.arange(1300 * 4, dtype=np.int32).reshape(1300, 4)
+    rows = Rows(tokens, tokens % 3 == 0)
+    made = write_windows(tmp_path / "w", {TRAIN: rows, HELD_OUT: rows.taken(slice(3))})
     held = open_windows(tmp_path / "w")
     assert held == made and held.counts == {TRAIN: 1300, HELD_OUT: 3}
     assert held.num_shards(TRAIN) == 3
-    np.testing.assert_array_equal(held.rows(TRAIN, [1299, 0, 512, 511]), rows[[1299, 0, 512, 511]])
+    found = held.rows(TRAIN, [1299, 0, 512, 511])
+    np.testing.assert_array_equal(found.tokens, tokens[[1299, 0, 512, 511]])
+    np.testing.assert_array_equal(found.is_label, tokens[[1299, 0, 512, 511]] % 3 == 0)
+    np.testing.assert_array_equal(held.read(TRAIN, 2).is_label, rows.is_label[1024:])
     assert open_windows(tmp_path / "none") is None
 
 
@@ -79,7 +87,6 @@ def test_a_line_of_a_file_is_a_document(tmp_path: Path):
     ("name", "body", "got"),
     [
         ("a.jsonl", '{"txt": 1, "id": 2}', "a.jsonl:1: the keys txt, id"),
-        ("a.jsonl", '{"text": "a"}\n\n{"messages": []}', "a.jsonl:3: the keys messages"),
         ("a.jsonl", '{"conversations": [], "id": 1}', "a.jsonl:1: the keys conversations, id"),
         ("a.jsonl", '{"text": null}', "a.jsonl:1: `text` of NoneType"),
         ("a.jsonl", '{"text": ["a"]}', "a.jsonl:1: `text` of list"),
@@ -95,12 +102,12 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, name: str, body: str,
     with pytest.raises(RecipeError) as caught:
         find_sources([str(tmp_path / name)], python_sources=False)
     assert got in caught.value.got and caught.value.where == "training.text.files"
-    assert ("chat template" in caught.value.todo) == ("messages" in body or "conversations" in body)
-    assert name == "a.csv" or caught.value.expected == 'an object {"text": "..."} a line'
+    assert ("as OpenAI does" in caught.value.todo) == ("conversations" in body)
+    assert name == "a.csv" or caught.value.expected == 'an object {"text": "..."} or {"messages": [...]} a line'
 
 
 def test_too_little_text_is_an_error():
     with pytest.raises(RecipeError, match="at least one window of 8 tokens"):
-        pack([], TOKENIZER, 8, {TRAIN: 100, HELD_OUT: 100}, eos=1, seed=0)
+        pack([], READER, 8, {TRAIN: 100, HELD_OUT: 100}, eos=1, seed=0)
     with pytest.raises(RecipeError, match="no document"):
         find_sources([], python_sources=False)

@@ -157,9 +157,9 @@ def test_the_target_writes_the_text_of_the_second_stage(write_recipe, target, mo
     result = run(recipe)
     assert sorted(result["held_out"]) == ["generated", "plain"]
     loaded = load_recipe(recipe)
-    monkeypatch.setattr(text_module, "build", None)  # generated text is not generated again
+    monkeypatch.setattr(text_module, "generate", None)  # generated text is not generated again
     windows = TextBook(loaded, target, lambda message: None).windows("generated")
-    tokens = torch.from_numpy(windows.rows("train", range(windows.counts["train"]))).long()
+    tokens = torch.from_numpy(windows.rows("train", range(windows.counts["train"])).tokens).long()
     assert tokens.shape[1] == 20 and 16 <= windows.counts["train"] <= 24
     # Every second sequence is greedy: there each new token is the target's own first choice.
     from speccompile.training.target import Target
@@ -206,7 +206,7 @@ def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     write_states(states, target, windows, needs, lambda done, total: seen.append((done, total)))
     assert seen[-1] == (sum(windows.counts.values()),) * 2
     assert choose(states, target, windows, needs, passes=0.1, wish="auto") == (True, {"wish": "auto", "missing": []})
-    tokens = windows.rows("train", [600, 3])
+    tokens = windows.rows("train", [600, 3]).tokens
     kept = CachedStates(states, output_names(needs)).read("train", [600, 3], tokens)
     live = LiveStates(target, needs).read("train", [600, 3], tokens)
     assert kept["dist_tokens"].tolist() == live["dist_tokens"].tolist()

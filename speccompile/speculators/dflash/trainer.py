@@ -181,7 +181,8 @@ class TrainableBlocks(nn.Module):
         num, nodes = self.num_positions, batch.tokens.shape[1]
         features = self.heads([batch.layers[i].float() for i in self.heads.read_layers])
         # A root at the text's last positions would have drafts without a label.
-        roots = drawn_positions(batch.tokens, max(1, nodes - num + 1), round(nodes * self.starts), batch.seed)
+        most, wanted = max(1, nodes - num + 1), round(nodes * self.starts)
+        roots = drawn_positions(batch.tokens, most, wanted, batch.seed, batch.is_label)
         states = self._blocks(features, torch.gather(batch.tokens, 1, roots), roots, num).flatten(0, 1)
         labels = labels_of(batch.tokens, roots, num)
         before = batch.tokens.flatten()[labels.clamp(min=0)]
@@ -193,7 +194,7 @@ class TrainableBlocks(nn.Module):
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns the most probable walk over one block."""
         features = self.heads([batch.layers[i].float() for i in self.heads.read_layers])
-        root_positions = torch.full((1, 1), batch.tokens.shape[1] - 1)
+        root_positions = torch.full((1, 1), batch.tokens.shape[1] - 1, device=batch.tokens.device)
         states = self._blocks(features, batch.tokens[:, -1:], root_positions, num)[0, 0]
         logits = states @ self.lm_head.T
         if not self.heads.drafter.is_paired:

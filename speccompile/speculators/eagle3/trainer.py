@@ -78,8 +78,8 @@ class TrainableEagle3(nn.Module):
         """Returns the drafts; a chain that starts at t reads features up to t and tokens up to t + 1, the root."""
         features, num = self._features(batch), self.num_positions
         own, labels = drawn_chains(
-            self._advance, batch.tokens, features, num, self.starts, batch.seed, self._mask()
-        )  # fmt: skip
+            self._advance, batch.tokens, features, num, self.starts, batch.seed, self._mask(), batch.is_label
+        )
         projections = (self.body.lm_head.weight,) * num
         return Drafted(self.body.finish(own), labels, projections, self.target_tokens())
 

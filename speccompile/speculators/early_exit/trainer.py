@@ -50,7 +50,7 @@ class TrainableExit(nn.Module):
             config.num_hidden_layers = self.head.sizes.num_exit_layers
             model, _ = read_weights(self.folder, config)
             model.base_model.norm = nn.Identity()
-            self._first_layers.append(model.base_model.eval())
+            self._first_layers.append(model.base_model.eval().to(batch.tokens.device))
         tokens = batch.tokens
         for _ in range(num):
             stream = self._first_layers[0](input_ids=tokens, use_cache=False).last_hidden_state[:, -1]

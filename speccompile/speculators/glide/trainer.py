@@ -34,7 +34,7 @@ class TrainableGlide(nn.Module):
         count, nodes = batch.tokens.shape
         generator = torch.Generator().manual_seed(batch.seed % 2**31)
         device = batch.tokens.device
-        shift = torch.randint(self.num_positions, (count, 1), generator=generator).to(device)
+        shift = torch.randint(self.num_positions, (count, 1), generator=generator, device="cpu").to(device)
         positions = torch.arange(nodes, device=device)[None]
         depth = (positions + shift) % self.num_positions  # [batch, nodes], 0 at roots
         roots = positions - depth
@@ -60,12 +60,12 @@ class TrainableGlide(nn.Module):
     @torch.no_grad()
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:
         """Returns a chain: reads each token of the text as a block's first, then drafts with a growing cache."""
-        nodes = batch.tokens.shape[1]
-        positions = torch.arange(nodes)[None]
+        nodes, device = batch.tokens.shape[1], batch.tokens.device
+        positions = torch.arange(nodes, device=device)[None]
         target = (batch.k_cache.float(), batch.v_cache.float())
         sees = positions[:, None, : nodes - 1] < positions[:, :, None]
         sees[..., 0] = True
-        causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        causal = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
         sizes = self.drafter.sizes
         text = WholeText(sizes, positions, target, sees[:, None], mask=causal)
         states = self.drafter(batch.tokens, text)
@@ -74,7 +74,7 @@ class TrainableGlide(nn.Module):
             token = (state @ self.drafter.model.embed_tokens.weight.T).argmax(-1)
             drafted.append(token[0])
             if step + 1 < num:
-                text = WholeText(sizes, torch.full((1, 1), nodes + step), target, past=text.rows)
+                text = WholeText(sizes, torch.full((1, 1), nodes + step, device=device), target, past=text.rows)
                 state = self.drafter(token[:, None], text)[:, -1]
         return torch.stack(drafted)
 

@@ -50,7 +50,9 @@ class TrainableMtp(nn.Module):
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns the drafts; a chain that starts at t reads states up to t and tokens up to t + 1, the root."""
         num, hidden = self.num_positions, batch.hidden[:, :-1].float()
-        own, labels = drawn_chains(self._advance, batch.tokens, hidden, num, self.starts, batch.seed)
+        own, labels = drawn_chains(
+            self._advance, batch.tokens, hidden, num, self.starts, batch.seed, is_label=batch.is_label
+        )
         return Drafted(self.module.finish(own), labels, (self.lm_head,) * num)
 
     def draft(self, batch: TrainingBatch, num: int) -> torch.Tensor:

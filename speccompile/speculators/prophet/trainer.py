@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from speccompile.errors import RecipeError
+from speccompile.export.chains import drawn_positions
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import copy_weights
 from speccompile.speculators.prophet.config import ProphetTraining
@@ -36,8 +37,8 @@ class TrainableProphet(nn.Module):
         """Returns the drafts; a start at t reads the state there and tokens t + 1 .., imitates their distributions."""
         count, nodes = batch.tokens.shape
         num = count * (nodes - 1)
-        generator = torch.Generator().manual_seed(batch.seed % 2**31)
-        drawn = torch.randperm(num, generator=generator)[: max(1, round(num * self.starts))].to(batch.tokens.device)
+        wanted = None if batch.is_label is None else batch.is_label[:, 1:].reshape(1, num)
+        [drawn] = drawn_positions(batch.tokens[:1], num, round(num * self.starts), batch.seed, wanted)
         row, position = drawn // (nodes - 1), drawn % (nodes - 1)
         ahead = position[:, None] + 1 + torch.arange(self.num_positions, device=position.device)
         tokens = batch.tokens[row[:, None], ahead.clamp(max=nodes - 1)]
