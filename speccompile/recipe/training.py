@@ -47,7 +47,9 @@ class GeneratedSection(TrainingBase):
     batch_size: int = Field(16, ge=1, description="Sequences of a step, over all processes.")
     learning_rate: float = Field(3e-4, gt=0.0, description="At the top of the schedule.")
     warmup_steps: Steps = Field(20, description="Steps of linear warm-up; a cosine follows.")
-    prompt_tokens: int = Field(48, ge=1, description="Tokens of a text that the target continues; conversations are cut at their turns.")
+    prompt_tokens: int = Field(
+        48, ge=1, description="Tokens of a text that the target continues; conversations are cut at their turns."
+    )
     num_sequences: int = Field(2048, ge=2, description="Sequences to train on; as many more are held out as 3 percent.")
     temperatures: tuple[Annotated[float, Field(ge=0.0, allow_inf_nan=False)], ...] = Field(
         (0.0, 0.8), min_length=1, description="Temperatures of the sequences, in turn; 0 is greedy."

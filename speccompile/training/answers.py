@@ -155,11 +155,7 @@ def _sampling(seq_len: int, seed: int, prompt: Prompt) -> SamplingParams:
 
 
 class _Journal:
-    """Answers that were written so far, a line each; the line that a stop cut is written again.
-
-    Args:
-        path: the file, which may not exist.
-    """
+    """Answers that were written so far, a line each; the line that a stop cut is written again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

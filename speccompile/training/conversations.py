@@ -44,11 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens of a conversation.
-
-    Args:
-        is_answer: by token, whether the model writes it.
-    """
+    """Tokens of a conversation, and of each whether it is the model that writes it."""
 
     tokens: list[int]
     is_answer: list[bool]

@@ -31,11 +31,7 @@ _NO_CODE = ("tests", "test", "_vendor", "lib2to3", "idlelib", "turtledemo", "pyd
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as OpenAI's interface has them.
-
-    Args:
-        variables: of the chat template, `tools` among them.
-    """
+    """Messages as OpenAI's interface has them, and variables of the chat template, `tools` among them."""
 
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
@@ -48,12 +44,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation.
+    """One text, or one conversation, whose `text` is empty.
 
     Args:
-        text: empty where it is a conversation.
         digest: SHA-256 of its bytes, or of the conversation as JSON, hex.
-        split_digest: of what decides whether it is held out.
+        split_digest: the same of what decides whether it is held out; empty: all of it does.
     """
 
     text: str

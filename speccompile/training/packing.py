@@ -17,11 +17,7 @@ _BATCH = 64  # documents tokenised at once
 
 
 class _Packer:
-    """The windows of one split so far.
-
-    Args:
-        eos: after each text, and the padding of conversations.
-    """
+    """The windows of one split so far; `eos` comes after each text, and pads conversations."""
 
     def __init__(self, reader: ChatReader, seq_len: int, max_tokens: int, eos: int) -> None:
         self.reader, self.seq_len, self.max_tokens, self.eos = reader, seq_len, max_tokens, eos
