@@ -21,7 +21,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 
 NUM_REQUESTS, NUM_WARM = 1000, 200
 MAX_LOST_BYTES = 8 << 20  # other processes of the GPU may take some; a leak of one context a request is far more
-CLIENTS, SECONDS, CANCELS = 8, 20.0, 0.2
+CLIENTS, SECONDS, CANCELS = 8, 20.0, 0.2  # seconds of each of the two phases
 WIDE_VOCAB, WIDE_PROMPT, WIDE_TOKENS, ROUNDS = 128256, 512, 64, 3
 
 
@@ -144,13 +144,12 @@ def loading_rows(bundle: Path, prompt: Sequence[int], clear: Callable[[], None])
     return [row("load and 8 tokens", got, "no slower the second time", again <= first * 1.2)]
 
 
-def server_rows(bundle: Path, work: Path, seconds: float = SECONDS) -> list[dict[str, Any]]:
+def server_rows(bundle: Path, work: Path) -> list[dict[str, Any]]:
     """Loads `speccompile serve` with 8 streams, then with streams that are cut off, against the offline texts.
 
     Args:
         bundle: to serve.
         work: for the log.
-        seconds: of each of the two phases.
     """
     from bench.gpu_check.decoding import ROOT
     from bench.server_soak.load import Load, run_load
@@ -163,8 +162,8 @@ def server_rows(bundle: Path, work: Path, seconds: float = SECONDS) -> list[dict
     server, rows = ServeProcess(bundle, log), []
     try:
         for name, load in (
-            (f"{CLIENTS} streams", Load(CLIENTS, seconds)),
-            (f"{CLIENTS} streams, one in five cut off", Load(CLIENTS, seconds, cancels=CANCELS, seed=1)),
+            (f"{CLIENTS} streams", Load(CLIENTS, SECONDS)),
+            (f"{CLIENTS} streams, one in five cut off", Load(CLIENTS, SECONDS, cancels=CANCELS, seed=1)),
         ):
             seen = asyncio.run(run_load(server, tasks, load))
             counts = wait_empty(server)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One section in a process of its own: python -m bench.gpu_check.child SECTION WORK ANSWER.json."""
+"""One section in a process of its own: python -m bench.gpu_check.child SECTION WORK ANSWER.json [--quick]."""
 
 from __future__ import annotations
 
@@ -27,40 +27,44 @@ def kernels(work: Path) -> dict[str, Any]:
     return dict(run())
 
 
-def ort_cuda(work: Path) -> dict[str, Any]:
-    """Checks and measures ONNX Runtime's CUDA provider."""
-    from bench.gpu_check.ort_cuda import run
-
-    return run(work)
-
-
-def tensorrt(work: Path) -> dict[str, Any]:
-    """Checks and measures full TensorRT."""
-    from bench.gpu_check.plans import run
-
-    return run("tensorrt", work)
+def subject_of(backend: str) -> Any:
+    """Returns the `parts.Subject` of that name; each imports packages of its own."""
+    if backend == "ort-cuda":
+        return importlib.import_module("bench.gpu_check.ort_cuda").OrtCuda()
+    return importlib.import_module("bench.gpu_check.plans").Plans(backend.replace("-", "_"))
 
 
-def tensorrt_rtx(work: Path) -> dict[str, Any]:
-    """Checks and measures TensorRT-RTX: in a process of its own, as one holds one TensorRT."""
-    from bench.gpu_check.plans import run
+def run_part(name: str, work: Path) -> dict[str, Any]:
+    """Runs BACKEND.PART: a process holds one TensorRT, and one that dies hides no other part."""
+    from bench.gpu_check import parts
 
-    return run("tensorrt_rtx", work)
+    backend, _, part = name.partition(".")
+    return parts.run(subject_of(backend), part, work)
 
 
-SECTIONS = {
-    "machine": machine,
-    "kernels": kernels,
-    "ort-cuda": ort_cuda,
-    "tensorrt": tensorrt,
-    "tensorrt-rtx": tensorrt_rtx,
+SECTIONS = {"machine": machine, "kernels": kernels}
+# With --quick: about four minutes on an H100 once the bundles are there.
+QUICK = {
+    "decoding": {"NUM_PROMPTS": 24, "NUM_TOKENS": 64, "NUM_TIMED": 8, "ROUNDS": 2, "NUM_REFERENCE": 2},
+    "checks": {"NUM_REQUESTS": 200, "NUM_WARM": 60, "SECONDS": 8.0, "ROUNDS": 2},
 }
+
+
+def shorten() -> None:
+    """Does fewer prompts, tokens, rounds, requests and seconds."""
+    for module, sizes in QUICK.items():
+        held = importlib.import_module(f"bench.gpu_check.{module}")
+        for name, size in sizes.items():
+            assert hasattr(held, name), f"{module} has no {name}"
+            setattr(held, name, size)
 
 
 def main() -> None:
     section, work, answer = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     try:
-        held = SECTIONS[section](work)
+        if "--quick" in sys.argv[4:]:
+            shorten()
+        held = run_part(section, work) if "." in section else SECTIONS[section](work)
     except SpecCompileError as fault:
         held = {"status": report.FAILED, "reason": f"{type(fault).__name__}: {fault}", "rows": []}
     except ModuleNotFoundError as fault:

@@ -2,7 +2,7 @@
 """Check and measure everything that needs a CUDA GPU, and write one archive to send back.
 
     make gpu-env            # once: .venv-gpu with all packages
-    make gpu-check          # python bench/gpu_check/main.py [--sections kernels,ort-cuda,...] [--work DIR]
+    make gpu-check          # python bench/gpu_check/main.py [--sections kernels,ort-cuda,...] [--quick] [--work DIR]
 
 Every section runs in a process of its own, with a time limit and a log. One that cannot run here says why. WORK
 (build/gpu-check) gets bundles, logs, report.md, report.json and gpu-check-DATE.tar.gz; no tracked file changes.
@@ -31,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench.gpu_check import report  # noqa: E402
 
-SECTIONS = {"kernels": 1200, "ort-cuda": 2400, "tensorrt": 3600, "tensorrt-rtx": 3600}  # seconds at most
+PARTS = ("tokens", "speed", "hybrid", "server", "wide")  # methods of parts.Subject
+
+BACKENDS = {"ort-cuda": 1200, "tensorrt": 1800, "tensorrt-rtx": 1800}  # seconds of a part at most
 NEEDED = {"numpy": "numpy", "cuda.bindings.runtime": "cuda-python", "pydantic": "pydantic", "tokenizers": "tokenizers"}
 PACKAGES = (
     "numpy",
@@ -46,12 +48,15 @@ PACKAGES = (
 )
 
 
-def run_child(section: str, work: Path, limit_s: float) -> dict[str, Any]:
+SECTIONS = {"kernels": 1200, **{f"{name}.{part}": limit for name, limit in BACKENDS.items() for part in PARTS}}
+
+
+def run_child(section: str, work: Path, limit_s: float, *options: str) -> dict[str, Any]:
     """Runs one section; returns a result however its process ends."""
     log, answer = work / "logs" / f"{section}.log", work / f"{section}.json"
     log.parent.mkdir(parents=True, exist_ok=True)
     answer.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "bench.gpu_check.child", section, str(work), str(answer)]
+    command = [sys.executable, "-m", "bench.gpu_check.child", section, str(work), str(answer), *options]
     with log.open("w", encoding="utf-8") as handle:
         try:
             done = subprocess.run(
@@ -134,19 +139,26 @@ def facts_of(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def section_names(text: str) -> list[str]:
-    """Returns the names of a comma-separated list."""
-    names = [name for name in text.split(",") if name]
-    for name in names:
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(f"got {name!r}; expected some of {', '.join(SECTIONS)}")
+    """Returns the names of a comma-separated list; a backend stands for all its parts."""
+    names = []
+    for name in filter(None, text.split(",")):
+        found = [section for section in SECTIONS if name in (section, section.partition(".")[0])]
+        if not found:
+            raise argparse.ArgumentTypeError(f"got {name!r}; expected some of {_known()}")
+        names += found
     return names
+
+
+def _known() -> str:
+    return f"kernels, {', '.join(BACKENDS)}, or a part: {', '.join(f'ort-cuda.{part}' for part in PARTS)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked = "these alone, and they must run: some of " + ", ".join(SECTIONS)
+    asked = "these alone, and they must run: some of " + _known()
     parser.add_argument("--sections", nargs="+", type=section_names, metavar="NAME", help=asked)
     parser.add_argument("--work", type=Path, default=ROOT / "build/gpu-check", help="bundles, logs, results")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts, rounds and seconds: some minutes")
     args = parser.parse_args(arguments)
     work = args.work.absolute()
 
@@ -163,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     write_environment(work)
     for name in itertools.chain(*args.sections) if args.sections else SECTIONS:
         print(f"gpu-check: {name} ...", flush=True)
-        results[name] = held = run_child(name, work, SECTIONS[name])
+        results[name] = held = run_child(name, work, SECTIONS[name], *(["--quick"] if args.quick else []))
         print(f"gpu-check: {name}: {held['status']} {held['reason']}", flush=True)
         for r in held["rows"]:
             print(f"  {r['what']}: {r['got']}" + (f" (expected {r['expected']})" if r["expected"] else ""))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import speccompile
-from bench.gpu_check import checks, decoding, report
+from bench.gpu_check import checks, decoding, parts, report
 from speccompile.core import specs
 from speccompile.core.sampling import SamplingParams
 from speccompile.ops.kv_rollback import kv_rollback
@@ -90,30 +90,30 @@ def copy_for_cpu(bundle: Path, dest: Path) -> Path:
     return checks.edited_copy(bundle, dest, move)
 
 
-def run(work: Path) -> dict[str, Any]:
-    """Build with `engine.device: cuda`, compare with transformers and the CPU, time."""
-    import onnxruntime
+class OrtCuda(parts.Subject):
+    """The example pair with `engine.device: cuda`."""
 
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+    name, overrides, max_tie_gap = "ort-cuda", ("engine.backend=onnxruntime", "engine.device=cuda"), MAX_TIE_GAP
+
+    def why_not_run(self) -> dict[str, Any] | None:
+        import onnxruntime
+
+        if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+            return None
         return report.not_run(
             f"onnxruntime {onnxruntime.__version__} has no CUDA provider: "
             "run make gpu-env (one environment cannot hold onnxruntime and onnxruntime-gpu)"
         )
-    overrides = ("engine.backend=onnxruntime", "engine.device=cuda")
-    bundle = decoding.build_pair(work, "ort-cuda", *overrides)
-    reference = decoding.Reference()
-    wanted = decoding.reference_rows(reference)
-    rows = [report.row("reference", "golden file" if reference.model is None else "transformers on this GPU, fp32")]
-    rows += decoding.equality_rows(bundle, wanted, reference, MAX_TIE_GAP)
-    prompts = [r["prompt_ids"] for r in wanted[:NUM_SAMPLED]]
-    engine = speccompile.load(bundle)
-    engine.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
-    rows += checks.graph_rows(engine)
-    rows.append(rollback_row(engine.engines[0].engine, prompts[0] * 24))
-    rows += sampled_rows(bundle, copy_for_cpu(bundle, work / "on-cpu"), prompts)
-    rows.append(checks.memory_row(engine.engines[0].engine.device, engine, prompts))
-    timed, raw = decoding.speed_rows(bundle, wanted, reference)
-    rows += [*timed, *decoding.hybrid_rows(work, "ort-cuda", MAX_TIE_GAP, *overrides)]
-    rows += checks.server_rows(bundle, work)
-    rows += checks.wide_rows(decoding.wide_builder(work, "ort-cuda", *overrides), decoding.MODEL, work)
-    return report.result(rows, raw=raw)
+
+    def tokens(self, work: Path) -> dict[str, Any]:
+        """Compares with transformers and the CPU; CUDA graphs, tree commits, memory."""
+        bundle = self.build(work)
+        rows = self.equality_rows(bundle, decoding.Reference())
+        prompts = [r["prompt_ids"] for r in decoding.golden_rows()[:NUM_SAMPLED]]
+        engine = speccompile.load(bundle)
+        engine.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
+        rows += checks.graph_rows(engine)
+        rows.append(rollback_row(engine.engines[0].engine, prompts[0] * 24))
+        rows += sampled_rows(bundle, copy_for_cpu(bundle, work / "on-cpu"), prompts)
+        rows.append(checks.memory_row(engine.engines[0].engine.device, engine, prompts))
+        return report.result(rows)

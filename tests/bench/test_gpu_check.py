@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import tarfile
+import types
 from pathlib import Path
 
 import pytest
 
-from bench.gpu_check import child, decoding, main, report
+from bench.gpu_check import checks, child, decoding, main, report
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 from speccompile.errors import RuntimeFault
 
@@ -53,7 +54,7 @@ def test_missing_packages_are_named_before_a_device_is_asked_for(tmp_path):
 
 def run_main(monkeypatch, tmp_path, results, *arguments):
     held = {"machine": {**report.result([report.row("device", "Fake")]), "machine": MACHINE}, **results}
-    monkeypatch.setattr(main, "run_child", lambda name, work, limit_s: held[name])
+    monkeypatch.setattr(main, "run_child", lambda name, *given: held.get(name) or held[name.partition(".")[0]])
     work = tmp_path / "work"
     (work / "logs").mkdir(parents=True)
     (work / "logs/kernels.log").write_text("a line of the log")
@@ -80,8 +81,8 @@ def test_results_become_a_table_and_one_archive(monkeypatch, tmp_path, capsys):
     assert "bundles/pair/weights.bin" not in found
     text = found["report.md"]
     assert "- GPU: Fake, sm_90, 8 GiB" in text and "Python 3." in text
-    assert "| tensorrt | not run | none installed |" in text
-    assert "| ort-cuda | failed | wrong: equal |" in text
+    assert "| tensorrt.speed | not run | none installed |" in text
+    assert "| ort-cuda.tokens | failed | wrong: equal |" in text
     assert "| kernels | tokens/s, plain | 1235 |  |  |" in text
     assert "| kernels | equal | 72 / 72 | all | ok |" in text and "| all equal | WRONG |" in text
     assert json.loads(found["report.json"])["results"]["kernels"]["rows"][0]["got"] == 1234.5678
@@ -101,6 +102,7 @@ def test_results_become_a_table_and_one_archive(monkeypatch, tmp_path, capsys):
         ({"kernels": PASSED, "tensorrt": report.not_run("x")}, ("--sections", "kernels,tensorrt"), 3),
         ({"kernels": PASSED, "ort-cuda": FAILED}, ("--sections", "kernels,", "ort-cuda"), 1),
         ({"kernels": report.result([])}, ("--sections", "kernels"), 1),
+        ({"ort-cuda.wide": PASSED, "ort-cuda": FAILED}, ("--sections", "ort-cuda.wide", "--quick"), 0),
     ],
 )
 def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, tmp_path, results, arguments, code):
@@ -110,7 +112,10 @@ def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, tmp_p
 def test_a_section_that_is_not_there_is_named(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_main(monkeypatch, tmp_path, {}, "--sections", "kernels,ort_cuda")
-    assert "got 'ort_cuda'; expected some of kernels, ort-cuda, tensorrt, tensorrt-rtx" in capsys.readouterr().err
+    assert (
+        "got 'ort_cuda'; expected some of kernels, ort-cuda, tensorrt, tensorrt-rtx, or a part: ort-cuda.tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_report_names_the_package_that_has_cudas_bindings(monkeypatch):
@@ -152,6 +157,27 @@ def test_a_section_may_leave_out_what_follows_from_its_rows():
     assert report.completed({"status": "not run", "reason": "why"})["status"] == "not run"
 
 
+def test_every_part_is_a_method_of_its_subject_and_says_where_it_cannot_run(monkeypatch, tmp_path):
+    for section in main.SECTIONS:
+        backend, _, part = section.partition(".")
+        assert backend == "kernels" or callable(getattr(child.subject_of(backend), part))
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+    held = child.run_part("ort-cuda.wide", tmp_path)
+    assert held["status"] == "not run" and "has no CUDA provider: run make gpu-env" in held["reason"]
+
+
+def test_a_quick_run_does_less(monkeypatch):
+    modules, before = {"decoding": decoding, "checks": checks}, {}
+    for module, sizes in child.QUICK.items():
+        for name in sizes:
+            before[module, name] = size = getattr(modules[module], name)
+            monkeypatch.setattr(modules[module], name, size)  # as it was after the test
+    child.shorten()
+    assert before and all(getattr(modules[module], name) < size for (module, name), size in before.items())
+    rows = decoding.golden_rows()
+    assert len(rows) == decoding.NUM_PROMPTS and {len(r["tokens"]) for r in rows} == {decoding.NUM_TOKENS}
+
+
 class Told:
     """A reference that knows the gap."""
 
@@ -160,7 +186,7 @@ class Told:
     def __init__(self, gap):
         self._gap = gap
 
-    def gap(self, prompt, wanted, got):
+    def gap(self, prompt, text):
         return self._gap
 
 
@@ -178,8 +204,24 @@ def test_equality_distinguishes_ties_from_faults(monkeypatch):
         assert rows[0]["got"].startswith("1 of 2 prompts equal, the others part at gaps of up to ")
 
 
-def test_without_torch_the_golden_tokens_are_the_reference(monkeypatch):
+def test_a_text_that_ends_early_is_no_tie(monkeypatch):
+    for wanted, got in (([2, 3], [2]), ([2], [2, 3]), ([2], [])):
+        assert decoding.gap_of(Told(0.0), [1], wanted, got) == float("inf")
+    assert decoding.gap_of(Told(0.25), [1], [2, 3], [2, 4]) == 0.25
+
+
+def test_a_gap_is_the_most_over_all_tokens_of_a_text():
+    torch = pytest.importorskip("torch")
+    reference = decoding.Reference.__new__(decoding.Reference)
+    logits = torch.tensor([[[9.0, 0, 0], [1, 3, 0], [0, 4, 3.5], [7, 0, 0]]])
+    reference.model = lambda ids, use_cache: types.SimpleNamespace(logits=logits[:, : ids.shape[1]])
+    reference.device = "cpu"
+    assert reference.gap([0, 0], [1, 1]) == 0.0
+    assert reference.gap([0, 0], [0, 2]) == 2.0
+    assert reference.gap([0, 0], [1, 2]) == 0.5
+
+
+def test_without_torch_no_text_that_differs_is_a_tie(monkeypatch):
     monkeypatch.setattr(decoding.importlib.util, "find_spec", lambda name: None)
     reference = decoding.Reference()
-    assert reference.model is None and reference.gap([1], [2], [3]) == float("inf")
-    assert decoding.reference_rows(reference) == decoding.golden_rows()
+    assert reference.model is None and reference.gap([1], [2]) == float("inf")

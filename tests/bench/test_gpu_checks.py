@@ -76,7 +76,8 @@ def test_graphs_that_bring_nothing_are_seen(without, is_right, monkeypatch, tmp_
 def test_streams_are_compared_with_offline_texts(server, is_right, monkeypatch, tmp_path):
     monkeypatch.setattr(soak_main, "make_tasks", lambda bundle, prompts: TASKS)
     monkeypatch.setattr(serve, "ServeProcess", lambda bundle, log: server)
-    rows = checks.server_rows(tmp_path / "bundle", tmp_path, seconds=0.05)
+    monkeypatch.setattr(checks, "SECONDS", 0.05)
+    rows = checks.server_rows(tmp_path / "bundle", tmp_path)
     judged = {row["what"]: row["ok"] for row in rows if row["ok"] is not None}
     assert judged.pop("server, exit code after SIGTERM") is True
     assert list(judged) == ["server, 8 streams", "server, 8 streams, one in five cut off"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import speccompile
-from bench.gpu_check import checks, decoding, ort_cuda, report
+from bench.gpu_check import checks, child, decoding, ort_cuda
 from speccompile.core.sampling import SamplingParams
 from tests import store
 from tests.backends.fake_ort import FakeOrt
@@ -26,7 +26,7 @@ def work(tmp_path_factory):
 def bundle(work):
     pytest.importorskip("torch")
     with store.cheap_stages():
-        return decoding.build_pair(work, "ort-cuda", "engine.backend=onnxruntime", "engine.device=cuda")
+        return ort_cuda.OrtCuda().build(work)
 
 
 @pytest.fixture
@@ -88,23 +88,19 @@ def test_sampled_texts_are_compared(bundle, fake_ort, work, monkeypatch):
     assert all(r["ok"] is False for r in ort_cuda.sampled_rows(bundle, twin, PROMPTS))
 
 
-def test_the_section_has_all_these_rows(bundle, fake_ort, work, monkeypatch):
+def test_the_part_tokens_has_all_these_rows(bundle, fake_ort, work, monkeypatch):
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
-    monkeypatch.setattr(decoding, "build_pair", lambda *given: bundle)
+    monkeypatch.setattr(decoding, "build_bundle", lambda *given: bundle)
     monkeypatch.setattr(decoding, "equality_rows", lambda *given: [])
-    monkeypatch.setattr(decoding, "speed_rows", lambda *given: ([], {}))
-    monkeypatch.setattr(decoding, "hybrid_rows", lambda *given: [])
-    monkeypatch.setattr(checks, "server_rows", lambda *given: [report.row("server", "right", "right", True)])
-    monkeypatch.setattr(checks, "wide_rows", lambda *given: [report.row("vocabulary", 1.0)])
     monkeypatch.setattr(checks, "NUM_REQUESTS", 12)
     monkeypatch.setattr(checks, "NUM_WARM", 12)
     monkeypatch.setattr(ort_cuda, "NUM_SAMPLED", 2)
     monkeypatch.setattr(ort_cuda, "NUM_TOKENS", 30)  # so many that shapes come again and are captured
-    held = ort_cuda.run(work)
+    held = child.run_part("ort-cuda.tokens", work)
     assert held["status"] == "passed"
     judged = ["CUDA graphs, target", "CUDA graphs, draft", "tree commits, 5 at one shape"]
     judged += [f"sampled texts, {name}" for name in ort_cuda.SAMPLED]
-    judged += ["free memory over 12 requests", "server"]
+    judged += ["free memory over 12 requests"]
     assert [r["what"] for r in held["rows"] if r["ok"] is not None] == judged
 
 
