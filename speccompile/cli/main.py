@@ -18,6 +18,7 @@ from speccompile.cli import (
     doctor,
     generate,
     inspect,
+    replay,
     schema,
     serve,
     train,
@@ -63,7 +64,10 @@ def _options(
     show_logs()
 
 
-for _command in (build, verify, generate, chat, serve, triton, bench, train, inspect, doctor, convert, cache, schema):
+_COMMANDS = (
+    *(build, verify, generate, chat, serve, replay, triton, bench, train, inspect, doctor, convert, cache, schema),
+)
+for _command in _COMMANDS:
     _command.register(app)
 for _info in app.registered_commands:
     _info.cls = TidyCommand

@@ -7,6 +7,7 @@ import importlib.util
 import ipaddress
 import math
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -87,6 +88,9 @@ def serve_command(
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write all requests with their texts into this new file, for `replay`.")
+    ] = None,
     log_level: LogLevel = None,
 ) -> None:
     """Serve a bundle or a model: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /.
@@ -94,6 +98,7 @@ def serve_command(
     A model or a recipe is built first, into $SPECCOMPILE_CACHE (~/.cache/speccompile), where the next start finds it.
     """
     check_packages()
+    from speccompile.runtime.record import RecordedService
     from speccompile.runtime.requests import SPECULATION
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.serving.openai.app import make_app
@@ -116,7 +121,8 @@ def serve_command(
     listener = Listener(host, port, drain_s, log_level or "info", limits)
     bound = bind(listener)
     engine, name = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
-    service = Service(engine, ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted))
+    service_options = ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted)
+    service = Service(engine, service_options) if record is None else RecordedService(engine, service_options, record)
     options = ServerOptions(
         model_name or name or None,
         keys,
