@@ -70,6 +70,14 @@ class TrainingSection(TrainingBase):
     kl_share: float = Field(
         1.0, ge=0.0, le=1.0, description="Share of the target's distribution in the label; the rest is the text."
     )
+    loss: Literal["kl", "lk", "lk_hybrid"] = Field(
+        "kl",
+        description="'kl': cross-entropy with the label. 'lk': -log of the probability that a drawn draft is accepted; "
+        "'lk_hybrid': from KL divergence to that probability as it grows.",
+    )
+    chain_weights: bool = Field(
+        False, description="A draft's weight is also the probability that all drafts before it are accepted."
+    )
     decay: float = Field(1.0, gt=0.0, le=1.0, description="Weight of a draft position over that of the one before.")
     weight_decay: float = Field(0.01, ge=0.0, description="AdamW's, on matrices.")
     max_grad_norm: float = Field(1.0, gt=0.0, description="Gradients are clipped to this norm.")

@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from speccompile.training.loss_kinds import loss_terms, losses_by_autograd
 from speccompile.training_contract import Drafted, TrainingBatch
 
 BLOCK_ROWS = {"cpu": 1024, "cuda": 8192}  # whose logits are in memory at once
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """Sum over rows of weight * cross-entropy(probs, softmax(states @ projection^T)); probs of the best tokens.
+    """Sum over rows of weight * loss(probs, softmax(states @ projection^T)).
 
-    With it: each row's loss, and its `num` most probable tokens [rows, num], the best first.
+    With it: each row's loss, the probability that its draft is accepted, and its `num` most probable tokens
+    [rows, num], the best first.
     """
 
     @staticmethod
@@ -33,12 +35,14 @@ class _DistributionLoss(torch.autograd.Function):
         ids: torch.Tensor,
         probs: torch.Tensor,
         weights: torch.Tensor,
-        dtype: torch.dtype,
+        options: LossOptions,
         num: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wants_states, wants_projection = ctx.needs_input_grad[:2]
+        dtype = options.dtype
         cast = projection.to(dtype)
         losses, best = states.new_empty(len(states), dtype=torch.float32), ids.new_empty(len(states), num)
+        alphas = torch.empty_like(losses)
         grad_states = torch.empty_like(states, dtype=torch.float32) if wants_states else None
         grad_projection = torch.zeros_like(projection, dtype=torch.float32) if wants_projection else None
         size = BLOCK_ROWS[states.device.type]
@@ -51,22 +55,21 @@ class _DistributionLoss(torch.autograd.Function):
             else:
                 values, best[part] = logits.topk(num, -1)
                 top = values[:, 0]
-            mass = probs[part].sum(-1)
-            expected = (torch.gather(logits, 1, ids[part]).float() * probs[part]).sum(-1)
+            kept = torch.gather(logits, 1, ids[part]).float()
             soft = logits.sub_(top[:, None]).exp_()
             total = soft.sum(-1, dtype=torch.float32)
-            losses[part] = mass * (total.log() + top.float()) - expected
+            log_draft = kept - (total.log() + top.float())[:, None]
+            losses[part], alphas[part], on_draft, on_kept = loss_terms(options.kind, probs[part], log_draft)
             if grad_states is None:
                 continue
-            # d loss / d logits = mass * softmax - distribution, times the row's weight.
-            grad = soft.mul_((mass * weights[part] / total).to(dtype)[:, None])
-            grad.scatter_add_(1, ids[part], -(probs[part] * weights[part][:, None]).to(dtype))
+            grad = soft.mul_((on_draft * weights[part] / total).to(dtype)[:, None])
+            grad.scatter_add_(1, ids[part], (on_kept * weights[part][:, None]).to(dtype))
             grad_states[part] = (grad @ cast).float()
             if grad_projection is not None:
                 grad_projection += (grad.T @ rows).float()
         ctx.save_for_backward(grad_states, grad_projection)
-        ctx.mark_non_differentiable(losses, best)
-        return (losses * weights).sum(), losses, best
+        ctx.mark_non_differentiable(losses, alphas, best)
+        return (losses * weights).sum(), losses, alphas, best
 
     @staticmethod
     def backward(ctx: Any, total: torch.Tensor, *_: Any) -> tuple[Any, ...]:
@@ -85,11 +88,15 @@ class LossOptions:
     Args:
         kl_share: of the target's distribution in the label; the rest is the next token of the text.
         decay: weight of a draft position relative to the one before.
+        kind: one of `loss_kinds.KINDS`.
+        is_chained: a draft's weight is also the probability that drawing accepts all drafts before it.
     """
 
     kl_share: float
     decay: float
     dtype: torch.dtype
+    kind: str = "kl"
+    is_chained: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class Measures:
     Args:
         hits: drafts that are the target's own greedy token.
         kept: chains whose first i + 1 drafts are all hits.
+        alphas: probabilities that drawn drafts are accepted.
+        reached: probabilities that the first i + 1 drafts of a chain are all accepted.
     """
 
     losses: torch.Tensor
@@ -106,10 +115,12 @@ class Measures:
     tried: torch.Tensor
     kept: torch.Tensor
     chains: torch.Tensor
+    alphas: torch.Tensor
+    reached: torch.Tensor
 
     def stacked(self) -> torch.Tensor:
-        """Returns [5, positions] float64, the inverse of `Measures(*rows)`."""
-        parts = (self.losses, self.hits, self.tried, self.kept, self.chains)
+        """Returns [7, positions] float64, the inverse of `Measures(*rows)`."""
+        parts = (self.losses, self.hits, self.tried, self.kept, self.chains, self.alphas, self.reached)
         return torch.stack([part.double() for part in parts])
 
 
@@ -121,7 +132,7 @@ class TrainedModule(nn.Module):
         self.trainable, self.options, self.vocab_size = trainable, options, vocab_size
 
     def forward(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss, and the measures as [5, positions] float64."""
+        """Returns the loss, and the measures as [7, positions] float64."""
         drafted: Drafted = self.trainable(batch)
         return judge(drafted, batch, self.options, self.vocab_size)
 
@@ -132,36 +143,64 @@ def judge(
     """See `TrainedModule.forward`."""
     rows, depth = drafted.labels.shape
     device = drafted.states.device
-    weights = torch.tensor([options.decay**i for i in range(depth)], device=device)
+    decay = torch.tensor([options.decay**i for i in range(depth)], device=device)
     dists = _labels(batch, options.kl_share)
     total: torch.Tensor = drafted.states.new_zeros((), dtype=torch.float32)
-    losses = torch.zeros(rows, depth, device=device)
+    losses, alphas = (torch.zeros(rows, depth, device=device) for _ in range(2))
     hits = torch.zeros(rows, depth, dtype=torch.bool, device=device)
     greedy = batch.dist_tokens.flatten(0, 1)[:, 0]
     valid, num_chains = _valid(drafted.labels, batch.is_label)
-    for group in _groups(drafted.projections):
+    weights = (decay / num_chains / decay.sum()).expand(rows, depth)
+    # Where a draft's weight is what those before it were accepted with, depths come one after the other.
+    for group in [[i] for i in range(depth)] if options.is_chained else _groups(drafted.projections):
         chosen = valid[:, group].nonzero()  # [drafts, 2]
         row, column = chosen[:, 0], torch.tensor(group, device=device)[chosen[:, 1]]
-        labels = drafted.labels[row, column]
-        ids, probs = dists[0][labels], dists[1][labels]
-        wanted = greedy[labels]
+        label = drafted.labels[row, column]
+        ids, probs = dists[0][label], dists[1][label]
         if drafted.d2t is not None:
             ids, probs = _to_draft_vocab(drafted.d2t, ids, probs, vocab_size)
-        scale = weights[column] / num_chains / weights.sum()
-        states, projection, selection = drafted.states[row, column], drafted.projections[group[0]], drafted.selection
-        num = 1 if selection is None else min(selection.num, len(projection))
-        loss, each, best = _DistributionLoss.apply(states, projection, ids, probs, scale, options.dtype, num)
+        at = (row, column)
+        loss, each, alpha, token = _losses_of(drafted, group[0], at, (ids, probs), weights[at], options)
         total = total + loss
-        drafted_token = best[:, 0]
-        if selection is not None:
-            # A product would be rounded to bfloat16, whose steps at a logit of 20 are wider than most gaps.
-            unary = (projection[best] * states[:, None]).sum(-1)
-            scores = unary + selection.score(states, selection.before[row, column], best).float()
-            total = total + _candidate_loss(scores, best, ids, probs, scale)
-            drafted_token = torch.gather(best, 1, scores.argmax(-1, keepdim=True))[:, 0]
-        losses[row, column] = each.detach()
-        hits[row, column] = (drafted_token if drafted.d2t is None else drafted.d2t[drafted_token]) == wanted
-    return total, _measure(losses, hits, valid).stacked()
+        losses[row, column], alphas[row, column] = each.detach(), alpha.detach()
+        hits[row, column] = (token if drafted.d2t is None else drafted.d2t[token]) == greedy[label]
+        if options.is_chained:
+            weights = weights * torch.where(valid[:, group], alphas[:, group], 1.0)
+    return total, _measure(losses, hits, alphas, valid).stacked()
+
+
+def _losses_of(
+    drafted: Drafted,
+    depth: int,
+    at: tuple[torch.Tensor, torch.Tensor],
+    labels: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    options: LossOptions,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the weighted sum of the losses of drafts of one projection, and three figures of each.
+
+    These are its loss, the probability that it is accepted, and its most probable token.
+
+    Args:
+        depth: one that has the projection.
+        at: (row, depth) of the drafts.
+        labels: tokens of the draft vocabulary [drafts, kept] int64, and their probabilities.
+        weights: [drafts].
+    """
+    (ids, probs), selection = labels, drafted.selection
+    states, projection = drafted.states[at], drafted.projections[depth]
+    num = 1 if selection is None else min(selection.num, len(projection))
+    total, losses, alphas, best = _DistributionLoss.apply(states, projection, ids, probs, weights, options, num)
+    if selection is None:
+        return total, losses, alphas, best[:, 0]
+    # A product would be rounded to bfloat16, whose steps at a logit of 20 are wider than most gaps.
+    unary = (projection[best] * states[:, None]).sum(-1)
+    scores = unary + selection.score(states, selection.before[at], best).float()
+    # What is no candidate is left out of the label.
+    wanted = ((best[:, :, None] == ids[:, None]) * probs[:, None]).sum(-1)
+    of_candidates, alphas = losses_by_autograd(options.kind, wanted, scores.log_softmax(-1))
+    chosen = torch.gather(best, 1, scores.argmax(-1, keepdim=True))[:, 0]
+    return total + (of_candidates * weights).sum(), losses, alphas, chosen
 
 
 def _valid(labels: torch.Tensor, is_label: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
@@ -174,22 +213,6 @@ def _valid(labels: torch.Tensor, is_label: torch.Tensor | None) -> tuple[torch.T
     return valid & is_learned, (is_learned | ~valid).any(-1).sum().clamp(min=1)
 
 
-def _candidate_loss(
-    scores: torch.Tensor, candidates: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Returns the sum over rows of weight * cross-entropy(probs of the candidates, softmax(scores)).
-
-    Args:
-        scores: [rows, num] float32.
-        candidates: [rows, num] int64; what is none of them is left out of the label.
-        ids: [rows, kept] int64, with `probs` the label.
-        probs: [rows, kept].
-        weights: [rows].
-    """
-    wanted = ((candidates[:, :, None] == ids[:, None]) * probs[:, None]).sum(-1)
-    return -((wanted * scores.log_softmax(-1)).sum(-1) * weights).sum()
-
-
 def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.Tensor]:
     ids, probs = batch.dist_tokens.flatten(0, 1), batch.dist_probs.flatten(0, 1).float()
     probs = probs / probs.sum(-1, keepdim=True)
@@ -200,8 +223,11 @@ def _labels(batch: TrainingBatch, kl_share: float) -> tuple[torch.Tensor, torch.
     # No token follows the last one of a window: its label is the target's most probable token.
     is_last = torch.arange(nodes, device=ids.device).repeat(len(batch.tokens)) == nodes - 1
     following = torch.where(is_last, ids[:, 0], following)
-    share = torch.full_like(probs[:, :1], 1.0 - kl_share)
-    return torch.cat((ids, following[:, None]), 1), torch.cat((probs * kl_share, share), 1)
+    # The token is one of those that are known, or one more: none comes twice with a probability.
+    is_known = ids == following[:, None]
+    share = torch.where(is_known.any(1, keepdim=True), 0.0, torch.full_like(probs[:, :1], 1.0 - kl_share))
+    probs = probs * kl_share + is_known * (1.0 - kl_share)
+    return torch.cat((ids, following[:, None]), 1), torch.cat((probs, share), 1)
 
 
 def _to_draft_vocab(
@@ -220,9 +246,8 @@ def _groups(projections: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(held.values())
 
 
-def _measure(losses: torch.Tensor, hits: torch.Tensor, valid: torch.Tensor) -> Measures:
+def _measure(losses: torch.Tensor, hits: torch.Tensor, alphas: torch.Tensor, valid: torch.Tensor) -> Measures:
     whole = valid.all(-1, keepdim=True)
-    kept = (hits.long().cumprod(-1).bool() & whole).sum(0)
-    return Measures(
-        (losses * valid).sum(0), (hits & valid).sum(0), valid.sum(0), kept, whole.expand_as(valid).sum(0)
-    )  # fmt: skip
+    kept, reached = (hits.long().cumprod(-1).bool() & whole).sum(0), (alphas.cumprod(-1) * whole).sum(0)
+    sums = ((losses * valid).sum(0), (hits & valid).sum(0), valid.sum(0), kept, whole.expand_as(valid).sum(0))
+    return Measures(*sums, (alphas * valid).sum(0), reached)

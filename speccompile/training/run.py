@@ -108,7 +108,8 @@ class _Run:
         _check_batches(self.section, stages, self.team.size)
         needs = self.plan.trainer.needs(self.plan.heads, target.config)
         trainable, parts = self._make(target, self._windows(book, stages[0]))
-        options = LossOptions(self.section.kl_share, self.section.decay, self.precision)
+        kind, is_chained = self.section.loss, self.section.chain_weights
+        options = LossOptions(self.section.kl_share, self.section.decay, self.precision, kind, is_chained)
         trained = TrainedModule(trainable, options, target.dims.vocab_size).to(self.section.device)
         module = self.team.shard(trained)
         optimizer = make_optimizer(module, self.section.weight_decay)

@@ -93,7 +93,7 @@ class StageRunner:
         self.precision, self.max_grad_norm = precision, max_grad_norm
 
     def step(self, step: int) -> torch.Tensor:
-        """Runs one step; returns the measures of its batch over all processes, [5, positions] float64."""
+        """Runs one step; returns the measures of its batch over all processes, [7, positions] float64."""
         rows = self.stage.rows(step)
         batch = self.stage.batch(TRAIN, self.team.part(rows), seed=hash((self.stage.seed, step, self.team.rank)))
         rate = learning_rate(self.stage.section, step)
@@ -109,7 +109,7 @@ class StageRunner:
 
     @torch.no_grad()
     def measure(self) -> torch.Tensor:
-        """Returns the measures of all held-out windows, [5, positions] float64."""
+        """Returns the measures of all held-out windows, [7, positions] float64."""
         count = self.stage.windows.counts[HELD_OUT]
         total = None
         for start in range(0, count, MEASURE_ROWS * self.team.size):
@@ -125,8 +125,8 @@ class StageRunner:
 
 
 def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
-    """Returns losses and agreement by position, chains kept and the estimated acceptance length, JSON-ready."""
-    losses, hits, tried, kept, chains = sums.cpu()  # one wait for the device, not one a figure
+    """Returns measures by position and the estimated acceptance lengths, greedy and at temperature 1, JSON-ready."""
+    losses, hits, tried, kept, chains, alphas, reached = sums.cpu()  # one wait for the device, not one a figure
     tried, chains = tried.clamp(min=1), chains.clamp(min=1)
     kept_share = (kept / chains).tolist()
     return {
@@ -134,4 +134,6 @@ def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
         "agreement": [round(v, 5) for v in (hits / tried).tolist()],
         "kept": [round(v, 5) for v in kept_share],
         "acceptance_length": round(1.0 + sum(kept_share), 5),
+        "acceptance": [round(v, 5) for v in (alphas / tried).tolist()],
+        "sampled_length": round(1.0 + float((reached / chains).sum()), 5),
     }
