@@ -46,7 +46,6 @@ def loss_terms(kind: str, probs: torch.Tensor, log_draft: torch.Tensor) -> LossT
     below the label.
 
     Args:
-        kind: one of `KINDS`.
         probs: [rows, kept] float32, the label; a token that comes twice has 0 at all but one.
         log_draft: [rows, kept] float32, logarithms of the draft distribution at the label's tokens.
     """

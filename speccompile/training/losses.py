@@ -88,7 +88,6 @@ class LossOptions:
     Args:
         kl_share: of the target's distribution in the label; the rest is the next token of the text.
         decay: weight of a draft position relative to the one before.
-        kind: one of `loss_kinds.KINDS`.
         is_chained: a draft's weight is also the probability that drawing accepts all drafts before it.
     """
 
@@ -106,7 +105,7 @@ class Measures:
     Args:
         hits: drafts that are the target's own greedy token.
         kept: chains whose first i + 1 drafts are all hits.
-        alphas: probabilities that drawn drafts are accepted.
+        alphas: probabilities that drafts are accepted where they are drawn at temperature 1.
         reached: probabilities that the first i + 1 drafts of a chain are all accepted.
     """
 
@@ -182,8 +181,7 @@ def _losses_of(
     These are its loss, the probability that it is accepted, and its most probable token.
 
     Args:
-        depth: one that has the projection.
-        at: (row, depth) of the drafts.
+        at: rows and depths of the drafts, [drafts] int64 each.
         labels: tokens of the draft vocabulary [drafts, kept] int64, and their probabilities.
         weights: [drafts].
     """
