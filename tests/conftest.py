@@ -154,6 +154,16 @@ def cheap_measurements() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Any]:
+    """Grammars over the vocabulary of `tests.runtime.grammar_lab`."""
+    from tests.runtime.grammar_lab import make_grammars
+
+    grammars = make_grammars()
+    yield grammars
+    grammars.close()
+
+
 @pytest.fixture(scope="session")
 def e2e_folder(tmp_path_factory) -> Path:
     pytest.importorskip("torch")

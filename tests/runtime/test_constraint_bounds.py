@@ -24,13 +24,6 @@ pytestmark = pytest.mark.live
 PATTERNS = StructuredOutputs(**BOMBS["patterns of properties"][0])
 
 
-@pytest.fixture(scope="module")
-def grammars():
-    grammars = make_grammars()
-    yield grammars
-    grammars.close()
-
-
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_with_its_reason(grammars, name):
     given, message = BOMBS[name]

@@ -13,7 +13,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammar_endings as module
 from speccompile.runtime.schema_sizes import SchemaSizes, growth_of_grammar
-from tests.runtime.grammar_lab import EOS, SCHEMAS, Pieces, is_valid, make_grammars, make_object
+from tests.runtime.grammar_lab import EOS, SCHEMAS, Pieces, is_valid, make_object
 from tests.runtime.test_structured_text import make_engine
 
 pytest.importorskip("llguidance")
@@ -23,13 +23,6 @@ OPTIONAL = {**make_object(need={"type": "integer"}, more={"type": "array", "item
 LIST = {"$defs": {"l": make_object(v=SCHEMAS[24], l={"anyOf": [{"$ref": "#/$defs/l"}, {"type": "null"}]})}}
 LIST["$ref"] = "#/$defs/l"
 CALL = StructuredOutputs(grammar='%llguidance {}\nstart: "<" %json ' + json.dumps(SCHEMAS[1]) + ' ">"')
-
-
-@pytest.fixture(scope="module")
-def grammars():
-    grammars = make_grammars()
-    yield grammars
-    grammars.close()
 
 
 def least(grammars, wanted):

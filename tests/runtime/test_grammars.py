@@ -24,11 +24,6 @@ CODE = StructuredOutputs(regex="[ab]{2}(c|d[ab])?")
 REASONED = StructuredOutputs(regex="a+", reasoning=("<", ">"))
 
 
-@pytest.fixture(scope="module")
-def grammars():
-    return make_grammars()
-
-
 def allowed(matcher, path=""):
     mask = matcher.allowed(IDS(path))
     return None if mask is None else tokens_of(mask)

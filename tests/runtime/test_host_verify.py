@@ -12,10 +12,10 @@ from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.logits_processors import LogitsProcessor
-from speccompile.runtime.scheduler import decode
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.sequences import TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests.decode_one import decode_one
+from tests.lab.decoding import finished
 from tests.mock_lm import VOCAB, MockEngine
 from tests.runtime.test_loop import MAX_SEQ, TARGET, make_proposer, make_verifier
 
@@ -31,9 +31,8 @@ ASKED = [SamplingParams(max_new_tokens=30 + i, seed=40 + i, **dist) for i, dist 
 
 
 def text_of(kind, batch, asked=ASKED, is_invariant=True, **config):
-    sequences = [TokenSequence(i, p, a, frozenset(), None) for i, (p, a) in enumerate(zip(PROMPTS, asked, strict=True))]
-    for _ in decode(make_verifier(), make_proposer(kind, **config), SequenceBatch(sequences, batch, is_invariant)):
-        pass
+    proposer = make_proposer(kind, **config)
+    sequences = finished(make_verifier(), proposer, PROMPTS, asked, batch, is_invariant=is_invariant)
     return [sequence.tokens[sequence.num_prompt :] for sequence in sequences], sum(
         sequence.stats.num_draft_tokens for sequence in sequences
     )

@@ -12,7 +12,8 @@ from speccompile.runtime import host_verify
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.logprobs import TokenLogprobs, log_softmax, token_logprobs
 from speccompile.runtime.scheduler import decode
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.sequences import SequenceBatch
+from tests.lab.decoding import sequences_of
 from tests.mock_lm import VOCAB
 from tests.runtime.test_loop import TARGET, make_proposer, make_verifier
 from tests.runtime.test_spec_engine import make_engine
@@ -28,7 +29,7 @@ PROCESSED = [replace(params, logprobs_mode="processed_logprobs") for params in A
 
 
 def decoded(kind, batch, asked, is_invariant=True, **config):
-    sequences = [TokenSequence(i, p, a, frozenset(), None) for i, (p, a) in enumerate(zip(PROMPTS, asked, strict=True))]
+    sequences = sequences_of(PROMPTS, asked)
     told = [[] for _ in sequences]
     for steps in decode(make_verifier(), make_proposer(kind, **config), SequenceBatch(sequences, batch, is_invariant)):
         for step in steps:

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
 from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.decode_one import decode_one
+from tests.lab.decoding import random_prompts, sequences_of
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=1)
@@ -73,8 +76,7 @@ def make_verifier(slots=4, max_seq=MAX_SEQ, chunk=5):
 
 
 def run(prompts, params, verifier, proposer, batch=4, stop_ids=frozenset()):
-    params = params if isinstance(params, list) else [params] * len(prompts)
-    waiting = [TokenSequence(i, p, s, stop_ids, None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    waiting = sequences_of(prompts, params, stop_ids)
     texts, reasons = [[] for _ in prompts], [None] * len(prompts)
     for steps in decode(verifier, proposer, SequenceBatch(waiting, batch)):
         for step in steps:
@@ -84,9 +86,7 @@ def run(prompts, params, verifier, proposer, batch=4, stop_ids=frozenset()):
     return texts, reasons, waiting
 
 
-def some_prompts(num, seed=0, low=1, high=20):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
+some_prompts = partial(random_prompts, high=20)
 
 
 KINDS = [
@@ -191,7 +191,7 @@ def test_an_abandoned_run_leaves_engines_that_work():
     prompts = some_prompts(5)
     params = SamplingParams(max_new_tokens=30)
     for num_steps in (0, 1, 3):
-        waiting = [TokenSequence(i, p, params, frozenset(), None) for i, p in enumerate(prompts)]
+        waiting = sequences_of(prompts, params)
         steps = decode(verifier, proposer, SequenceBatch(waiting, 3))
         for _ in range(num_steps):
             next(steps)
@@ -236,7 +236,7 @@ class Alternating(FixedLength):
 def decode_with(planner, temperature):
     proposer = make_proposer("draft", num_draft_tokens=3)
     params = SamplingParams(max_new_tokens=20, temperature=temperature, seed=5)
-    waiting = [TokenSequence(i, p, params, frozenset(), None) for i, p in enumerate(some_prompts(3))]
+    waiting = sequences_of(some_prompts(3), params)
     list(decode(make_verifier(), proposer, SequenceBatch(waiting, 4), planner=planner))
     return [sequence.tokens for sequence in waiting]
 

@@ -6,7 +6,8 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.scheduler import decode
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.sequences import SequenceBatch
+from tests.lab.decoding import finished, sequences_of
 from tests.mock_lm import VOCAB
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 from tests.runtime.test_loop import TARGET, make_proposer, make_verifier, run, some_prompts
@@ -18,10 +19,8 @@ def decoded(reads_last, prompts, params, kind="none", batch=3, chunk=5, **config
     """Returns sequences and how often the target ran."""
     verifier = make_verifier(chunk=chunk)
     verifier.may_read_last = verifier.may_read_last and reads_last
-    waiting = [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    for _ in decode(verifier, make_proposer(kind, **config), SequenceBatch(waiting, batch, is_invariant=True)):
-        pass
-    return waiting, verifier.engine.feeds_seen
+    done = finished(verifier, make_proposer(kind, **config), prompts, params, batch, is_invariant=True)
+    return done, verifier.engine.feeds_seen
 
 
 @pytest.mark.parametrize(("kind", "config"), KINDS)
@@ -49,7 +48,10 @@ def test_the_first_token_is_that_of_a_step(kind, config, fields):
 @pytest.mark.parametrize("chunk", [1, 2, 5, 8])
 def test_a_plain_text_takes_one_run_less(chunk):
     for num_prompt in range(1, 20):
-        prompt, asked = some_prompts(1, num_prompt, num_prompt, num_prompt + 1), [SamplingParams(max_new_tokens=4)]
+        prompt, asked = (
+            some_prompts(1, num_prompt, low=num_prompt, high=num_prompt + 1),
+            [SamplingParams(max_new_tokens=4)],
+        )
         runs = [len(decoded(reads, prompt, asked, batch=1, chunk=chunk)[1]) for reads in (False, True)]
         seen = [shape["tokens"][1] for shape in decoded(True, prompt, asked, batch=1, chunk=chunk)[1]]
         if chunk == 1:
@@ -81,7 +83,7 @@ def test_a_prompt_that_is_not_finite_ends_alone_and_its_slot_is_cleared():
     prompts = [[1, 2, VOCAB - 1, 3], [4, 5, 6]]
     cleared = []
     verifier.engine.clear_slot = cleared.append
-    waiting = [TokenSequence(i, p, SamplingParams(3), frozenset(), None) for i, p in enumerate(prompts)]
+    waiting = sequences_of(prompts, SamplingParams(3))
     steps = [s for steps in decode(verifier, make_proposer("none"), SequenceBatch(waiting, 1)) for s in steps]
     assert (steps[0].output_index, steps[0].tokens, steps[0].finish_reason) == (0, [], "error")
     assert "not finite" in waiting[0].error and cleared == [0]

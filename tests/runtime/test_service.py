@@ -9,6 +9,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Busy, Request
 from speccompile.runtime.service import Service, ServiceOptions
+from tests.lab.decoding import fail_once
 from tests.runtime.test_spec_engine import TARGET, Letters, make_engine, text
 
 
@@ -200,15 +201,7 @@ def test_a_wrong_request_is_refused_at_once(serve):
 def test_a_fault_of_the_engine_ends_the_batch_and_the_service_goes_on(serve, monkeypatch):
     service = serve()
     target = service.engine.verifier.engine.engine
-    real, calls = target.run, []
-
-    def failing(feeds, first_slot=0):
-        calls.append(1)
-        if len(calls) == 12:
-            raise RuntimeFault("engine target", "a fault", "none", "Try again.")
-        return real(feeds, first_slot)
-
-    monkeypatch.setattr(target, "run", failing)
+    fail_once(monkeypatch, target, 12)
     sinks = [Sink() for _ in range(8)]
     for sink in sinks:
         service.submit(Request("abc", greedy(20)), sink)

@@ -12,6 +12,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.lab.decoding import fail_once
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=21)
@@ -140,15 +141,7 @@ def test_a_newer_run_ends_an_older_stream(engine):
 def test_an_error_inside_a_run_leaves_an_engine_that_works(engine, monkeypatch):
     params = SamplingParams(max_new_tokens=20)
     target = engine.verifier.engine.engine
-    real, calls = target.run, []
-
-    def failing(feeds, first_slot=0):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeFault("engine target", "a fault", "none", "Try again.")
-        return real(feeds, first_slot)
-
-    monkeypatch.setattr(target, "run", failing)
+    fail_once(monkeypatch, target, 3)
     with pytest.raises(RuntimeFault, match="a fault"):
         engine.generate(["abc", "dab", "xx"], params)
     assert [g.text for g in engine.generate(["abc", "dab"], params)] == [text("abc", 20), text("dab", 20)]

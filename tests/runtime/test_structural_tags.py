@@ -10,7 +10,7 @@ import pytest
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.grammars import Grammars
-from tests.runtime.grammar_lab import EOS, TOKENS, Pieces, is_valid, make_grammars, make_object
+from tests.runtime.grammar_lab import EOS, TOKENS, Pieces, is_valid, make_object
 
 pytest.importorskip("llguidance")
 CHARS = {token.decode(): at for at, token in enumerate(TOKENS) if len(token) == 1}
@@ -83,11 +83,6 @@ CASES = {
     "repeat": (times("repeat", regex("a|bb"), min=1, max=3), "ab", r"(a|bb){1,3}"),
     "repeat without a bound": (times("repeat", tag("a", FLAG, ""), min=2, max=-1), "a1", r"(a1){2,}"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def grammars():
-    return make_grammars()
 
 
 def accepted(matcher, chars, length):

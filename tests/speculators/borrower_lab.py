@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.scheduler import decode
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
-from tests.mock_lm import VOCAB, MockEngine, MockLM
+from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts
+from tests.mock_lm import MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 
 MAX_SEQ = 64
@@ -34,33 +31,21 @@ class Lab:
         """Decodes; returns the finished sequences."""
         target = MockEngine(TARGET, "target", batch, MAX_SEQ, headroom=9)
         proposer = self.make(target, DRAFT, batch)
-        sequences = [
-            TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))
-        ]
-        for _ in decode(Verifier(target, MAX_SEQ, chunk), proposer, SequenceBatch(list(sequences), batch)):
-            pass
-        return sequences
-
-
-def some_prompts(num, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, size=rng.integers(1, 14)).tolist() for _ in range(num)]
+        return finished(Verifier(target, MAX_SEQ, chunk), proposer, prompts, params, batch)
 
 
 def check_greedy(lab: Lab, batch: int) -> int:
     """Greedy text is the target's own, to the end of the cache; returns accepted drafts."""
-    prompts = [*some_prompts(9), [3]]
+    prompts = [*random_prompts(9), [3]]
     params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200, 12, 200, 20)]
     sequences = lab.run(prompts, params, batch)
-    for sequence, prompt, asked in zip(sequences, prompts, params, strict=True):
-        num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
-        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
-    return sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
+    check_texts(TARGET, sequences, prompts, params, MAX_SEQ)
+    return num_accepted(sequences)
 
 
 def check_seeds(make: Callable[[], Lab]) -> None:
     """The same seed gives the same text in any batch, with any chunks."""
-    prompts = some_prompts(6, seed=5)
+    prompts = random_prompts(6, seed=5)
     asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
     params = [
         SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
@@ -75,5 +60,4 @@ def check_dist(lab: Lab, num: int = 1500) -> None:
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     sequences = lab.run([prompt] * num, params, 60)
     assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
-    accepted = sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
-    assert accepted > 0.1 * num
+    assert num_accepted(sequences) > 0.1 * num

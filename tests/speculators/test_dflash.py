@@ -44,10 +44,10 @@ from speccompile.graph_kinds.blocks import (
 from speccompile.runtime.control import FixedLength
 from speccompile.runtime.loop import run_step
 from speccompile.runtime.prompts import read_prompts
-from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.dflash.config import DflashConfig
+from tests.lab.decoding import finished, num_accepted
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, decode_many, fit_p_value
 from tests.speculators.hidden_lm import WIDTH, MockTarget, OnDevice
@@ -178,16 +178,7 @@ def make(slots=1, costs=None, *, has_path=False, **fields):
 
 def run(proposer_of, params, prompts=PROMPTS, slots=2, **fields):
     target, proposer = proposer_of(slots, **fields)
-    waiting = [
-        TokenSequence(i, list(p), a, frozenset(), None) for i, (p, a) in enumerate(zip(prompts, params, strict=True))
-    ]
-    for _ in decode(Verifier(target, ROWS), proposer, SequenceBatch(waiting, slots)):
-        pass
-    return waiting, proposer
-
-
-def num_accepted(done):
-    return sum(accepted * steps for sequence in done for (_, accepted), steps in sequence.stats.outcomes.items())
+    return finished(Verifier(target, ROWS), proposer, prompts, params, slots), proposer
 
 
 FORMS = (

@@ -12,11 +12,11 @@ from speccompile.drafting import static_tree as static_trees
 from speccompile.drafting.siblings import draw_siblings
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
-from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.core.distribution_lab import spread
+from tests.lab.decoding import finished
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 
@@ -38,10 +38,7 @@ def make_proposer(tree, slots=1, costs=None, rows=ROWS, **fields):
 
 def run(proposer, slots, params):
     verifier = Verifier(MockEngine(TARGET, "target", slots, ROWS, headroom=NODES + 1), ROWS)
-    waiting = [TokenSequence(i, list(p), params[i], frozenset(), None) for i, p in enumerate(PROMPTS)]
-    for _ in decode(verifier, proposer, SequenceBatch(waiting, slots)):
-        pass
-    return waiting
+    return finished(verifier, proposer, PROMPTS, params, slots)
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -10,9 +10,10 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.scheduler import decode
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.verifier import Verifier
-from tests.mock_lm import VOCAB, MockLM
+from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts, sequences_of
+from tests.mock_lm import MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockCandidateHeads, MockTarget, MockTreeHeads, OnDevice
 
@@ -41,41 +42,23 @@ def make(method, tree, costs=None, slots=8, chunk=5):
     return Verifier(target, MAX_SEQ, chunk), made.make_proposer(config, {job.name: heads}, context), heads
 
 
-def run(verifier, proposer, prompts, params, batch):
-    waiting = [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    for _ in decode(verifier, proposer, SequenceBatch(waiting, batch)):
-        pass
-    return waiting
-
-
-def some_prompts(num, seed=0, low=1, high=14):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
-
-
-def accepted(sequences):
-    return sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
-
-
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
 def test_greedy_text_is_the_targets_own(method, tree, batch):
-    prompts = some_prompts(9)
+    prompts = random_prompts(9)
     params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200, 9, 14)]
     for costs in (None, CHEAP, DEAR):
         verifier, proposer, _ = make(method, tree, costs)
-        sequences = run(verifier, proposer, prompts, params, batch)
-        for sequence, prompt, asked in zip(sequences, prompts, params, strict=True):
-            num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
-            assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+        sequences = finished(verifier, proposer, prompts, params, batch)
+        check_texts(TARGET, sequences, prompts, params, MAX_SEQ)
         if costs is CHEAP:
-            assert accepted(sequences) > 50
+            assert num_accepted(sequences) > 50
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES, ids=str)
 def test_sampled_text_depends_on_the_seed_alone(method, tree):
     """Deterministic drafts leave the text as plain decoding makes it, draw for draw."""
-    prompts = some_prompts(6, seed=5)
+    prompts = random_prompts(6, seed=5)
     asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
     params = [
         SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
@@ -83,10 +66,10 @@ def test_sampled_text_depends_on_the_seed_alone(method, tree):
     verifier, _, _ = make(method, tree)
     plain = registry.method("none")
     nothing = plain.make_proposer(plain.Config(), {}, MethodContext(8, MAX_SEQ, MAX_DRAFTS))
-    texts = [[sequence.tokens for sequence in run(verifier, nothing, prompts, params, 3)]]
+    texts = [[sequence.tokens for sequence in finished(verifier, nothing, prompts, params, 3)]]
     for batch in (1, 4):
         verifier, proposer, _ = make(method, tree, CHEAP)
-        texts.append([sequence.tokens for sequence in run(verifier, proposer, prompts, params, batch)])
+        texts.append([sequence.tokens for sequence in finished(verifier, proposer, prompts, params, batch)])
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -98,9 +81,9 @@ def test_two_sampled_tokens_follow_the_targets_distribution(method, tree):
     verifier, proposer, _ = make(method, tree, slots=60)
     verifier.may_read_last = False  # so that the first token comes with drafts, too
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    sequences = run(verifier, proposer, [prompt] * num, params, 60)
+    sequences = finished(verifier, proposer, [prompt] * num, params, 60)
     assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0), num_tokens=2) > LEAST
-    assert accepted(sequences) > 0.2 * num
+    assert num_accepted(sequences) > 0.2 * num
 
 
 @pytest.mark.parametrize(("method", "tree"), CASES[:3], ids=str)
@@ -108,9 +91,7 @@ def test_states_stay_where_the_target_left_them(method, tree):
     verifier, proposer, heads = make(method, tree)
     prompts = [[1, 2, 3], [4, 2], [5, 6], [7, 8, 9, 10, 11, 12]]
     params = [SamplingParams(max_new_tokens=60)] * 4
-    waiting = SequenceBatch(
-        [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4
-    )
+    waiting = SequenceBatch(sequences_of(prompts, params), 4)
     steps, copies = decode(verifier, proposer, waiting), []
     next(steps)  # the first tokens, which came with the prompts
     for _ in range(6):
@@ -144,17 +125,17 @@ def test_heads_read_the_state_of_each_sequences_last_token_and_no_sibling_is_dra
         return made
 
     heads.run, proposer.propose = watched_run, watched
-    done = run(verifier, proposer, some_prompts(5), [SamplingParams(max_new_tokens=25)] * 5, 3)
-    assert accepted(done) > 20
+    done = finished(verifier, proposer, random_prompts(5), [SamplingParams(max_new_tokens=25)] * 5, 3)
+    assert num_accepted(done) > 20
 
 
 def test_a_tree_is_longer_than_a_chain():
-    prompts, params = some_prompts(8, seed=9, low=3), [SamplingParams(max_new_tokens=60)] * 8
+    prompts, params = random_prompts(8, seed=9, low=3), [SamplingParams(max_new_tokens=60)] * 8
     lengths = {}
     for tree in ("chain", "auto"):
         verifier, proposer, _ = make("medusa", tree)
-        sequences = run(verifier, proposer, prompts, params, 8)
-        lengths[tree] = accepted(sequences) / sum(
+        sequences = finished(verifier, proposer, prompts, params, 8)
+        lengths[tree] = num_accepted(sequences) / sum(
             sequence.stats.json_from_stats()["num_steps"] for sequence in sequences
         )
     assert lengths["auto"] > lengths["chain"] + 0.1
@@ -163,19 +144,19 @@ def test_a_tree_is_longer_than_a_chain():
 def test_expensive_drafts_are_not_made():
     for method in METHODS:
         verifier, proposer, heads = make(method, CHOICES, DEAR)
-        run(verifier, proposer, [[1, 2, 3]], [SamplingParams(max_new_tokens=30)], 1)
+        finished(verifier, proposer, [[1, 2, 3]], [SamplingParams(max_new_tokens=30)], 1)
         assert heads.num_runs == 0
 
 
 def test_a_chain_is_asked_of_heads_that_were_built_for_trees():
     """As `load(bundle, method={"method": "medusa", "tree": "chain"})` does: the graph gives several candidates."""
     verifier, _, heads = make("medusa", "auto", CHEAP)
-    method, (prompt, *_) = registry.method("medusa"), some_prompts(1, low=6)
+    method, (prompt, *_) = registry.method("medusa"), random_prompts(1, low=6)
     config = method.Config("heads", tree="chain")
     proposer = method.make_proposer(config, {"heads": heads}, MethodContext(8, MAX_SEQ, MAX_DRAFTS, CHEAP))
     propose, trees = proposer.propose, []
     proposer.propose = lambda batch: trees.append(propose(batch)) or trees[-1]
     for heat in (0.0, 1.0):
-        [sequence] = run(verifier, proposer, [prompt], [SamplingParams(max_new_tokens=40, temperature=heat)], 1)
-        assert accepted([sequence]) > 5
+        [sequence] = finished(verifier, proposer, [prompt], [SamplingParams(max_new_tokens=40, temperature=heat)], 1)
+        assert num_accepted([sequence]) > 5
     assert all(tree.is_chain for tree in trees) and max(tree.nodes for tree in trees) == NUM_HEADS + 1

@@ -13,6 +13,7 @@ from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as Config
 from tests.decode_one import decode_one
+from tests.lab.decoding import check_texts, finished, random_prompts, sequences_of
 from tests.mock_lm import VOCAB, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockHeads, MockTarget, OnDevice
@@ -35,36 +36,22 @@ def make(costs=None, slots=4, chunk=5, **config):
     return Verifier(target, MAX_SEQ, chunk), proposer, heads
 
 
-def run(verifier, proposer, prompts, params, batch):
-    waiting = [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-    for _ in decode(verifier, proposer, SequenceBatch(waiting, batch)):
-        pass
-    return waiting
-
-
-def some_prompts(num, seed=0, low=1, high=14):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, size=rng.integers(low, high)).tolist() for _ in range(num)]
-
-
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("costs", [None, CHEAP, DEAR])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_greedy_text_is_the_targets_own(config, costs, batch):
     verifier, proposer, _ = make(costs, **config)
-    prompts = some_prompts(7)
+    prompts = random_prompts(7)
     params = [SamplingParams(max_new_tokens=n) for n in (30, 1, 2, 17, 25, 3, 200)]
-    sequences = run(verifier, proposer, prompts, params, batch)
-    for sequence, prompt, asked in zip(sequences, prompts, params, strict=True):
-        num = min(asked.max_new_tokens, MAX_SEQ + 1 - len(prompt))
-        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, num)
+    sequences = finished(verifier, proposer, prompts, params, batch)
+    check_texts(TARGET, sequences, prompts, params, MAX_SEQ)
     if costs is CHEAP:
         assert sum(s.stats.json_from_stats()["num_accepted"] for s in sequences) > 50
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_same_seed_gives_same_text_in_any_batch(config):
-    prompts = some_prompts(6, seed=5)
+    prompts = random_prompts(6, seed=5)
     asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
     params = [
         SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
@@ -72,7 +59,7 @@ def test_same_seed_gives_same_text_in_any_batch(config):
     texts = []
     for batch, chunk in ((1, 3), (4, 5), (3, 128)):
         verifier, proposer, _ = make(CHEAP, chunk=chunk, **config)
-        texts.append([sequence.tokens for sequence in run(verifier, proposer, prompts, params, batch)])
+        texts.append([sequence.tokens for sequence in finished(verifier, proposer, prompts, params, batch)])
     assert texts[0] == texts[1] == texts[2]
     oracle, proposer, _ = make(CHEAP, slots=1, **config)
     sequence = TokenSequence(0, prompts[1], params[1], frozenset(), None)
@@ -87,17 +74,17 @@ TIGHT = {"target": StepCosts(((1, 10.0), (16, 25.0))), HEADS: StepCosts(((1, 12.
 
 def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
     """Its drafts change its text, so neither its neighbours nor what came before it decide whether it drafts."""
-    prompts = some_prompts(8, seed=6)
+    prompts = random_prompts(8, seed=6)
     params = [SamplingParams(max_new_tokens=60, temperature=0.4 + 0.2 * i, seed=i) for i in range(8)]
     drafted = []
     for batch in (1, 4):
         verifier, proposer, _ = make(TIGHT, slots=4)
-        done = run(verifier, proposer, prompts, params, batch)
+        done = finished(verifier, proposer, prompts, params, batch)
         drafted.append([(sequence.tokens, sequence.stats.num_draft_tokens) for sequence in done])
     alone = []
     for prompt, asked in zip(prompts, params, strict=True):
         verifier, proposer, _ = make(TIGHT, slots=1)
-        (sequence,) = run(verifier, proposer, [prompt], [asked], 1)
+        (sequence,) = finished(verifier, proposer, [prompt], [asked], 1)
         alone.append((sequence.tokens, sequence.stats.num_draft_tokens))
     assert drafted[0] == drafted[1] == alone
     assert min(num for _, num in alone) < 10 and max(num for _, num in alone) > 50
@@ -111,7 +98,7 @@ def test_three_sampled_tokens_follow_the_targets_distribution(config, costs):
     verifier, proposer, _ = make(costs, slots=20, **config)
     verifier.may_read_last = False  # so that the first token comes with drafts, too
     params = [SamplingParams(max_new_tokens=4, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
-    sequences = run(verifier, proposer, [prompt] * num, params, 20)
+    sequences = finished(verifier, proposer, [prompt] * num, params, 20)
     assert fit_p_value(sequences, TARGET, (heat, top_k, 1.0)) > LEAST
     drafts = sum(sequence.stats.num_draft_tokens for sequence in sequences)
     accepted = sum(sequence.stats.json_from_stats()["num_accepted"] for sequence in sequences)
@@ -134,7 +121,7 @@ def test_the_distribution_test_notices_the_distributions_of_another_draft():
 
     heads.run = wrong
     params = [SamplingParams(max_new_tokens=2, temperature=0.9, seed=s) for s in range(num)]
-    sequences = run(verifier, proposer, [prompt] * num, params, 20)
+    sequences = finished(verifier, proposer, [prompt] * num, params, 20)
     dist = warp(TARGET.logits(np.array(prompt))[None], [0.9], [0], [1.0])[0].astype(np.float64)
     counts = np.bincount([sequence.tokens[3] for sequence in sequences], minlength=VOCAB)
     seen = dist * num >= 5
@@ -145,9 +132,7 @@ def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
     verifier, proposer, heads = make(None)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10, 11, 12]]
     params = [SamplingParams(max_new_tokens=30)] * 4
-    waiting = SequenceBatch(
-        [TokenSequence(i, p, s, frozenset(), None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))], 4
-    )
+    waiting = SequenceBatch(sequences_of(prompts, params), 4)
     steps = decode(verifier, proposer, waiting)
     copies = []
     propose = proposer.propose
@@ -172,7 +157,7 @@ def test_heads_continue_the_slots_own_text_and_states_stay_on_the_device():
 
 def test_a_prompt_of_one_token_drafts_from_its_second_step_on():
     verifier, proposer, heads = make(None)
-    [sequence] = run(verifier, proposer, [[3]], [SamplingParams(max_new_tokens=12)], 1)
+    [sequence] = finished(verifier, proposer, [[3]], [SamplingParams(max_new_tokens=12)], 1)
     outcomes = sequence.stats.outcomes
     assert sum(count for (drafts, _), count in outcomes.items() if drafts == 0) >= 1
     assert heads.num_runs >= 2 and sequence.tokens[1:] == TARGET.greedy([3], 12)
@@ -198,7 +183,7 @@ def test_an_abandoned_run_leaves_no_state():
     steps = decode(verifier, proposer, SequenceBatch([TokenSequence(0, [1, 2, 3], params[0], frozenset(), None)], 4))
     next(steps)
     prompts = [[9, 8], [7]]
-    for sequence, prompt in zip(run(verifier, proposer, prompts, params, 2), prompts, strict=True):
+    for sequence, prompt in zip(finished(verifier, proposer, prompts, params, 2), prompts, strict=True):
         assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 20)
 
 

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The responses of OpenAI's other API, and messages as Anthropic's API has them."""
 
-import asyncio
 import json
 
 import pytest
 
 from speccompile.common.chat_template import ChatTemplate
-from speccompile.runtime.service import Service
-from speccompile.serving.openai.app import make_app
-from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+from speccompile.serving.openai.server import ServerOptions
 from speccompile.serving.openai.tool_formats import REASONING
 from speccompile.serving.openai.tools import ChatFormats
+from tests.lab.servers import ask_openai, chat_server
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import get, post
 from tests.serving.openai.test_tools import PATH, TEMPLATE, TOOLS, WEATHER
@@ -24,33 +22,24 @@ CLAUDE_TOOLS = [{"name": "weather", "description": "w", "input_schema": WEATHER[
 
 
 @pytest.fixture(scope="module")
-def server():
-    service = Service(make_engine("draft chain"))
+def served():
     options = ServerOptions("mock", tool_call_parser="hermes", request_metrics=True, vllm_metrics=True)
-    server = OpenAIServer(service, options)
-    server.template = TEMPLATE
-    service.start()
-    yield server
-    service.close()
+    with chat_server(make_engine("draft chain"), TEMPLATE, options) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
-def app(server):
-    return make_app(server)
+def app(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def server(served):
+    return served[1]
 
 
 def respond(app, **fields):
-    async def run():
-        async with (
-            httpx.AsyncClient(transport=httpx.ASGITransport(app=app)) as http,
-            openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0) as client,
-        ):
-            answer = await client.responses.create(
-                **{"model": "mock", "input": "a", "max_output_tokens": 200, **fields}
-            )
-            return [event async for event in answer] if fields.get("stream") else answer
-
-    return asyncio.run(run())
+    return ask_openai(app, "responses", **{"model": "mock", "input": "a", "max_output_tokens": 200, **fields})
 
 
 def test_a_response_is_the_chats_text(app):

@@ -11,8 +11,9 @@ from speccompile.serving.openai import chat
 from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+from tests.lab.servers import chat_server
 from tests.serving.asgi_lab import post
-from tests.serving.mock_service import ALPHABET, serving
+from tests.serving.mock_service import ALPHABET, make_engine, serving
 
 PATH = "/v1/chat/completions"
 # One letter for each role, so that the mock's tokenizer can read it.
@@ -49,10 +50,8 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def app():
-    with serving() as (_, service, _):
-        server = OpenAIServer(service, ServerOptions(model_name="mock"))
-        server.template = ChatTemplate(LETTERS)
-        yield make_app(server)
+    with chat_server(make_engine()[0], ChatTemplate(LETTERS)) as (app, _):
+        yield app
 
 
 def test_an_answer_to_messages(app):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.runtime.service import Service, ServiceOptions
+from speccompile.runtime.service import ServiceOptions
 from speccompile.serving.openai.app import make_app
-from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+from speccompile.serving.openai.server import ServerOptions
 from speccompile.serving.openai.tool_formats import HERMES
 from speccompile.serving.openai.tools import ChatFormats
+from tests.lab.servers import chat_server
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import post
 from tests.serving.openai.test_tools import TEMPLATE, TOOLS, WEATHER
@@ -66,12 +67,9 @@ _FRACTION = re.compile(r"-?[0-9]+\.[0-9]{3,}")
 
 @pytest.fixture(scope="module")
 def server():
-    service = Service(make_engine("draft chain"), ServiceOptions(keep_prefixes=False))
-    server = OpenAIServer(service, ServerOptions("mock", request_metrics=True))
-    server.template = TEMPLATE
-    service.start()
-    yield server
-    service.close()
+    options = ServerOptions("mock", request_metrics=True)
+    with chat_server(make_engine("draft chain"), TEMPLATE, options, ServiceOptions(keep_prefixes=False)) as (_, server):
+        yield server
 
 
 def normalised(text: str) -> str:

@@ -9,11 +9,10 @@ from speccompile.common.chat_template import ChatTemplate
 from speccompile.core.specs import SCORED_NODES
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.verifier import SCORED_CHUNK
-from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.logprobs import TokenTexts
-from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+from tests.lab.servers import chat_server
 from tests.serving.asgi_lab import post
-from tests.serving.mock_service import ALPHABET, TARGET, serving
+from tests.serving.mock_service import ALPHABET, TARGET, make_engine, serving
 from tests.serving.openai.test_chat import LETTERS
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -22,10 +21,8 @@ MESSAGES = [{"role": "user", "content": "bc"}]
 
 @pytest.fixture(scope="module")
 def app():
-    with serving() as (_, service, _):
-        server = OpenAIServer(service, ServerOptions(model_name="mock"))
-        server.template = ChatTemplate(LETTERS)
-        yield make_app(server)
+    with chat_server(make_engine()[0], ChatTemplate(LETTERS)) as (app, _):
+        yield app
 
 
 def rows_of(prompt, text):

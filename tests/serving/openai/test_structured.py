@@ -7,9 +7,7 @@ import re
 import pytest
 
 from speccompile.common.chat_template import ChatTemplate
-from speccompile.runtime.service import Service
-from speccompile.serving.openai.app import make_app
-from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+from tests.lab.servers import chat_server
 from tests.runtime.grammar_lab import SCHEMAS, is_valid
 from tests.runtime.test_structured_text import make_engine
 from tests.serving.asgi_lab import post
@@ -22,12 +20,9 @@ ASK = {"prompt": "a", "max_tokens": 200, "temperature": 1.0}
 
 @pytest.fixture(scope="module")
 def app():
-    service = Service(make_engine("draft tree"))
-    server = OpenAIServer(service, ServerOptions(model_name="mock"))
-    server.template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}")
-    service.start()
-    yield make_app(server)
-    service.close()
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with chat_server(make_engine("draft tree"), template) as (app, _):
+        yield app
 
 
 @pytest.mark.parametrize(

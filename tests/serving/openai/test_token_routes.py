@@ -4,11 +4,10 @@
 import pytest
 
 import speccompile
-from speccompile.serving.openai.app import make_app
-from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.openai.tools import ChatFormats
+from tests.lab.servers import chat_server
 from tests.serving.asgi_lab import get, post
-from tests.serving.mock_service import ALPHABET, Letters, serving
+from tests.serving.mock_service import ALPHABET, Letters, make_engine
 from tests.serving.openai.test_tools import TEMPLATE
 
 
@@ -19,10 +18,9 @@ class Named(Letters):
 
 @pytest.fixture(scope="module")
 def app():
-    with serving(tokenizer=Named()) as (_, service, _):
-        server = OpenAIServer(service, ServerOptions(model_name="mock"))
-        server.template, server._formats = TEMPLATE, ChatFormats(None, None)
-        yield make_app(server)
+    with chat_server(make_engine(tokenizer=Named())[0], TEMPLATE) as (app, server):
+        server._formats = ChatFormats(None, None)
+        yield app
 
 
 def test_a_prompt_has_the_tokens_that_it_is_read_with(app):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.tool_formats import TOOL_FORMATS, grammar_from_tools
-from tests.runtime.grammar_lab import Pieces, make_grammars
+from tests.runtime.grammar_lab import Pieces
 
 pytest.importorskip("llguidance")
 IDS = Pieces()
@@ -42,13 +42,6 @@ BY_NAME = parameters(to("#/$defs/U"), **{"$defs": {"U": INTEGER}})
 OTHER = parameters(to("#/$defs/U"), **{"$defs": {"U": BOOLEAN}})
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/definitions/A"}
 ADA = {"name": "a", "address": {"street": "b"}, "friends": [{"name": "c", "address": {"street": "d", "kind": "work"}}]}
-
-
-@pytest.fixture(scope="module")
-def grammars():
-    grammars = make_grammars()
-    yield grammars
-    grammars.close()
 
 
 def accepts(grammars, form, tools, name, arguments):
