@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
-from speccompile.core.tree import TokenTree
-from speccompile.drafting.candidates import Candidates
+from speccompile.core.tree import Floats, TokenTree
+from speccompile.drafting.tree import DraftTrees, Probs
 
 LEARNING_RATE = 0.1  # per verdict, of the log odds between confidence and acceptance
 MAX_LOG_ODDS = 4.0
@@ -28,6 +32,7 @@ PRIOR_SHARE = 0.02  # weight of one verdict in the shared prior
 PRIOR_WEIGHT = 10  # of its first value, in verdicts: early verdicts count for more than PRIOR_SHARE
 PRIOR_DRIFT = 5e-4  # towards its first value in a step without drafts: unprofitable drafting is retried, but rarely
 FIRST_RATE = 0.7  # acceptance rate of a path's tokens before any verdict
+ALMOST_ONE = 1.000000001  # keeps a confidence of 1 from 0 / 0 and from certainty
 
 
 class SharedPrior:
@@ -64,31 +69,21 @@ class AcceptanceEstimate:
             of a match.
     """
 
-    __slots__ = ("_factors", "_first", "accepted_length", "log_odds", "prior")
+    __slots__ = ("_first", "accepted_length", "log_odds", "prior")
 
     def __init__(self, prior: SharedPrior, log_odds: float = 0.0, rank_shares: Sequence[float] = RANK_SHARES) -> None:
         self.prior, self.accepted_length = prior, prior.value
         self._first = [share * log_odds for share in rank_shares]
         self.log_odds = list(self._first)
-        self._factors: list[float] = []  # of the odds, by rank, as many as were needed so far; empty: to be computed
 
     def prob(self, confidence: float, rank: int = 0) -> float:
         factor = math.exp(self.log_odds[min(rank, len(self.log_odds) - 1)])
-        return factor * confidence / (factor * confidence + 1.000000001 - confidence)
+        return factor * confidence / (factor * confidence + ALMOST_ONE - confidence)
 
-    def probs(self, confidences: Sequence[float]) -> list[float]:
-        """Returns the probability that each candidate of one parent is accepted, given that the parent is.
-
-        The sum is at most 1.
-        """
-        factors = self._factors
-        if len(factors) < len(confidences):
-            factors = [math.exp(odds) for odds in self.log_odds]
-            self._factors = factors = factors + factors[-1:] * (len(confidences) - len(factors))
-        # 1e-9 keeps a confidence of 1 from 0/0 and from certainty.
-        probs = [f * c / (f * c + 1.000000001 - c) for f, c in zip(factors, confidences, strict=False)]
-        total = sum(probs)
-        return probs if total <= 1 else [prob / total for prob in probs]
+    def factors(self, num: int) -> list[float]:
+        """Returns the factors of the odds of the first `num` ranks."""
+        known = list(map(math.exp, self.log_odds[:num]))
+        return known + known[-1:] * (num - len(known))
 
     def learn_length(self, was_drafted: bool, num_accepted: int) -> None:
         """Updates the accepted length.
@@ -103,20 +98,23 @@ class AcceptanceEstimate:
             self.accepted_length += RECOVERY * (self.prior.value - self.accepted_length)
             self.prior.rest()
 
-    def learn_ranks(self, tree: Candidates, scored: Sequence[int], path: Sequence[int]) -> None:
+    def learn_ranks(self, trees: DraftTrees, slot: int, scored: Sequence[int], path: Sequence[int]) -> None:
         """Updates the odds by rank with the candidates whose parents were kept.
 
         Args:
+            slot: of the sequence in the trees.
             scored: candidate of each scored node, the root first; only the root: no draft was scored.
+            path: scored nodes that were kept.
         """
-        self._factors = []
         if len(scored) == 1:
             self.recover()
             return
-        kept = {scored[node] for node in path}
-        for candidate in scored[1:]:
-            if tree.parents[candidate] in kept:
-                self.learn_rank(tree.ranks[candidate], float(candidate in kept) - tree.probs[candidate])
+        kept = set(map(scored.__getitem__, path))
+        parents, ranks = trees.parents[slot, scored].tolist(), trees.ranks[slot, scored].tolist()
+        probs = trees.probs[slot, scored].tolist()
+        for candidate, parent, rank, prob in zip(scored, parents, ranks, probs, strict=True):
+            if parent in kept:
+                self.learn_rank(rank, float(candidate in kept) - prob)
 
     def learn_rank(self, rank: int, surprise: float) -> None:
         """Moves the odds of a rank.
@@ -130,9 +128,44 @@ class AcceptanceEstimate:
 
     def recover(self) -> None:
         """Moves the odds towards their first values, so that drafts are tried again after none was worth scoring."""
-        self._factors = []
         pairs = zip(self.log_odds, self._first, strict=True)
         self.log_odds = [odds + RECOVERY * (first - odds) for odds, first in pairs]
+
+
+@dataclass(slots=True, eq=False)
+class DraftState:
+    """The `draft_state` of a sequence, which moves with it between slots.
+
+    Args:
+        estimate: of the acceptance of its drafts; None where nothing is estimated.
+        hidden: [width] float32, the target's hidden state of the token before the root; None where `TargetStates` does
+            not have it on the host.
+        features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
+        states: rows of the target's outputs on the host, after these; an array for each name of `PendingFeatures`.
+        num_live: number of rows after these, still in the target's last outputs.
+        drawn: a `DrawnRecord` from verdicts on drawn chains; None before the first chain of adaptive length.
+    """
+
+    estimate: AcceptanceEstimate | None
+    hidden: Floats | None = None
+    features: list[Floats] = field(default_factory=list)
+    states: list[tuple[NDArray[Any], ...]] = field(default_factory=list)
+    num_states: int = 0
+    num_live: int = 0
+    drawn: Any = None
+
+
+def acceptance_probs(factors: Probs, confidences: NDArray[Any]) -> Probs:
+    """Returns the probability that each candidate of a node is accepted, given that the node is; at most 1 together.
+
+    Args:
+        factors: of the odds by rank, [slots, candidates]; see `AcceptanceEstimate.factors`.
+        confidences: [slots, nodes, candidates], by rank.
+    """
+    odds = factors[:, None] * confidences
+    probs: Probs = odds / (odds + (ALMOST_ONE - confidences))
+    probs /= np.maximum(probs.sum(axis=2, keepdims=True), 1)
+    return probs
 
 
 @runtime_checkable
@@ -143,8 +176,8 @@ class Foreseeing(Protocol):
     def foreseen(self) -> Sequence[float]: ...
 
     @property
-    def offered(self) -> Sequence[Candidates]:
-        """By slot, the drafts that it found last and how likely they are, those that it left out included."""
+    def offered(self) -> DraftTrees:
+        """The drafts that it found last and how likely they are, those that it left out included."""
         ...
 
 

@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import PREFILL_CHUNK
-from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, START_NODES, TOKENS
-from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Expansion
-from speccompile.drafting.features import PendingFeatures
+from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.lattice import Lattice
 from speccompile.drafting.path_lattice import PathLattice
+from speccompile.drafting.sliding_rows import GrowingRows
+from speccompile.drafting.tree import Expansion
 from speccompile.graph_kinds.blocks import PAIR_SCORES
 
 
-class BlockCache:
-    """See `speccompile.drafting.proposer.DraftRows`.
+class BlockCache(FeatureCache):
+    """See `speccompile.drafting.proposer.Scorer`.
 
     One run reads the features of the positions that were accepted since the last one, and gives the lattice of the
     next block. Trees grow over the lattice without another run, but for the small step of a draft whose slots depend on
@@ -37,8 +35,6 @@ class BlockCache:
             other.
     """
 
-    catches_up = False
-
     def __init__(
         self,
         engine: Engine,
@@ -48,36 +44,19 @@ class BlockCache:
         max_nodes: int,
         step: Engine | None = None,
     ) -> None:
-        self.engine, self.max_seq_len, self.max_nodes, self._make = engine, max_seq_len, max_nodes, make
-        width = engine.spec.input(FEATURES).dims[2]
-        assert isinstance(width, int)
-        self.pending = PendingFeatures(width, make, names)
-        self.lengths = [0] * engine.max_slots
-        self.caches = (CacheRows(engine, self.lengths),)
+        super().__init__(engine, make, names, max_seq_len, max_nodes)
+        self.rows = GrowingRows(engine, self.lengths)
+        self.caches = (self.rows,)
         self._step = step
         self._lattice: Lattice | None = None
 
-    def start(self, slot: int) -> None:
-        self.pending.flush()  # the target is about to read the prompt
-        self.lengths[slot] = 0
-
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
         """Keeps all rows: each depends on the positions up to its own alone."""
-        self.pending.flush()
-        self.lengths[slot] = min(self.lengths[slot], num_rows)
-        return self.lengths[slot]
+        return super().resume(slot, sequence, num_rows + 1)
 
-    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
-        """Reads the chunk [1, nodes] except the prompt's last row, which stays pending for the first draft."""
-        num = tokens.shape[1]
-        is_last = start + num == len(sequence.tokens) - 1
-        self._read(slot, num - is_last, self._make(outputs))
-        if is_last:
-            self.pending.add(sequence, outputs, 0, np.array([num - 1], dtype=np.int64))
-
-    def _read(self, slot: int, num: int, features: Any) -> None:
-        """Reads the first `num` of the features [1, at least as many, hidden] of one slot; its block is not used."""
-        if not num:
+    def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
+        """Reads as many of the features [1, at least as many, hidden] of one slot; its block is not used."""
+        if not (num := len(tokens)):
             return
         feeds = {
             TOKENS: np.zeros((1, 1), dtype=np.int64),
@@ -99,8 +78,7 @@ class BlockCache:
         sequences = batch.sequences
         for slot, sequence in enumerate(sequences):
             while (num := self.pending.count(sequence)) > self.max_nodes:
-                num = min(num - 1, PREFILL_CHUNK)
-                self._read(slot, num, self.pending.take_rows(sequence, num)[None])
+                self._catch_up(slot, sequence, min(num - 1, PREFILL_CHUNK))
         counts = [self.pending.count(sequence) for sequence in sequences]
         features, rows = self.pending.take(sequences, max(counts))
         feeds = {
@@ -123,14 +101,3 @@ class BlockCache:
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         assert self._lattice is not None
         return self._lattice.expand(level)
-
-    def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        self.pending.keep(batch.sequences, verdict, outputs)
-
-    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
-        """Copies the states of the scored roots to the host: the draft reads them before the next draft."""
-        self.pending.keep(batch.sequences, verdict, outputs)
-        self.pending.flush()
-
-    def flush(self) -> None:
-        self.pending.flush()

@@ -12,23 +12,30 @@ recorded in the bundle (`recorded`), never by a clock.
 
 from __future__ import annotations
 
+import bisect
 import copy
-import itertools
 import logging
+import math
+import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import StepTimes
-from speccompile.drafting.candidates import Candidates
-from speccompile.drafting.step_costs import OnlineCosts
 
 _log = logging.getLogger(__name__)
-TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 
+TYPICAL_MEMORY = 0.95  # weight of the past in the size of a typical tree
 FIRST_PLAIN, PLAIN_STEPS = 8, 32  # of a row of plain steps, the first correct the costs, and then one of so many
 FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
 KEPT_RECOVERY = 0.005  # pull towards it in a step that grew no further than one depth: they are tried again
+
+MACHINE_WEIGHT = 1 / 20  # of one step in the machine's factor, which all costs share
+SHAPE_WEIGHT = 1 / 100  # of one step in the factor of its own shape
+MAX_SURPRISE = 0.4  # bound on the error of a log time that is used: other processes make some steps long
+KEPT_STEPS = 8  # steps that a table of costs is used for
+FORGOTTEN_STEPS = 250  # steps with as many sequences after which a shape that none of them used is forgotten
 
 
 class Outlook(NamedTuple):
@@ -105,11 +112,11 @@ class Budget:
         self._recorded_ms = 0.0  # the step before may have gone unobserved, as where drafts may be drawn
         if not self.weighs_time or self.least:
             return True
-        scores = self.costs.scores(num_slots)
-        more_ms = scores[min(round(self._drafts), self.max_nodes)] - scores[0]
-        more_ms += self._runs * self.costs.draft_ms(num_slots, num_slots)
-        self.outlook = Outlook(more_ms / self._drafts / scores[0], min(accepted / self._drafts, 1.0))
-        is_worth = _is_worth(accepted, more_ms, 1.0, scores[0])
+        costs = self.costs.of(num_slots)
+        more_ms = costs.scores[min(round(self._drafts), self.max_nodes)] - costs.scores[0]
+        more_ms += self._runs * costs.drafts[1] * costs.factor
+        self.outlook = Outlook(more_ms / self._drafts / costs.scores[0], min(accepted / self._drafts, 1.0))
+        is_worth = _is_worth(accepted, more_ms, 1.0, costs.scores[0])
         if _log.isEnabledFor(logging.DEBUG):
             cost, share = self.outlook
             _log.debug(
@@ -117,20 +124,38 @@ class Budget:
             )
         return is_worth
 
-    def spend(self, num_slots: int, num_nodes: int) -> float:
-        """Records a draft run of `num_nodes` nodes (over all sequences) and returns its milliseconds."""
-        costs = self.costs
-        if costs.draft is not None:
-            self._recorded_ms += costs.draft.ms(num_nodes)
-        return costs.draft_ms(num_slots, num_nodes)
+    def floor(self, num_slots: int) -> float:
+        """Returns the probability below which a path is not worth keeping.
 
-    def goes_on(self, trees: Sequence[Candidates], depth: int, reach: float, spent_ms: float) -> bool:
-        """Returns whether the candidates at a depth are worth another expansion.
+        Such a path takes more time to score than it is expected to save: a token of a good tree costs at most what a
+        token costs in plain decoding.
+        """
+        if self.is_forced or self.least:
+            return 0.0
+        if not self.weighs_time:
+            return self._min_path
+        scores = self.costs.of(num_slots).scores
+        least = min(map(operator.sub, scores[1:], scores), default=0.0)
+        return max(self._min_path, least / scores[0])
+
+    def spend(self, num_slots: int, num_nodes: int = 1) -> None:
+        """Counts the time of a draft run of `num_nodes` nodes per sequence."""
+        self._recorded_ms += self.costs.of(num_slots).drafts[num_nodes]
+
+    def goes_on(self, gains: Sequence[float], num_slots: int, depth: int, reach: float, num_nodes: int = 1) -> bool:
+        """Returns whether the candidates at a depth are worth another expansion, after the run that gave them.
 
         Args:
+            gains: see `size`.
             reach: sum of their paths' probabilities over all sequences: the tokens that the expansion would bring if
                 the draft were always right. The expected gain is the share of it that expansions kept so far.
+            num_nodes: per sequence, of the run that gave these candidates.
         """
+        costs = self.costs.of(num_slots)
+        if depth == 1 or not self.runs_once:
+            self._recorded_ms += costs.drafts[num_nodes]
+        if reach <= 0:
+            return False
         if depth > 1 and self._last_reach > 0:
             self._kept += (1 - TYPICAL_MEMORY) * (reach / self._last_reach - self._kept)
         self._last_reach = reach
@@ -138,11 +163,9 @@ class Budget:
             return False
         if not self.weighs_time or depth < self.least:
             return True
-        num_slots = len(trees)
-        num, expected, cost_ms = self._best(trees, spent_ms)
-        scores = self.costs.scores(num_slots)
-        more_ms = 0.0 if self.runs_once else self.costs.draft_ms(num_slots, num_slots * self.width)
-        more_ms += max(scores[min(num + 1, self.max_nodes)] - scores[num], 0.0)
+        num, expected, cost_ms = self.best(gains, num_slots, self._recorded_ms * costs.factor)
+        more_ms = 0.0 if self.runs_once else costs.drafts[min(self.width, self.max_nodes)] * costs.factor
+        more_ms += max(costs.scores[min(num + 1, self.max_nodes)] - costs.scores[num], 0.0)
         is_worth = _is_worth(self._kept * reach, more_ms, expected, cost_ms)
         if depth == 1 and not is_worth:
             self._kept += KEPT_RECOVERY * (FIRST_KEPT - self._kept)
@@ -154,44 +177,27 @@ class Budget:
             return False
         if not self.weighs_time:
             return True
-        scores, draft_ms = self.costs.scores(1), self.costs.draft_ms(1, 1)
+        costs = self.costs.of(1)
+        scores, draft_ms = costs.scores, costs.drafts[1] * costs.factor
         num_runs = min(num_drafts, 1) if self.runs_once else num_drafts
         next_ms = 0.0 if self.runs_once and num_runs else draft_ms
         more_ms = next_ms + max(scores[num_drafts + 1] - scores[num_drafts], 0.0)
         return _is_worth(gain, more_ms, expected, scores[num_drafts] + num_runs * draft_ms)
 
-    def floor(self, trees: Sequence[Candidates]) -> float:
-        """Returns the probability below which a path is not worth keeping.
+    def size(self, gains: Sequence[float], num_slots: int) -> int:
+        """Returns how many draft tokens to score, the same number in every sequence that has as many.
 
-        Such a path has `max_nodes` better ones before it, or takes more time to score than it is expected to save: a
-        token of a good tree costs at most what a token costs in plain decoding.
+        Args:
+            gains: tokens that the first, the second ... draft token brings, all sequences together; `max_nodes` at
+                most.
         """
-        floor = 0.0 if self.is_forced or self.least else self._min_path
+        costs = self.costs.of(num_slots)
+        num, _, _ = self.best(gains, num_slots, self._recorded_ms * costs.factor)
         if self.weighs_time and not self.least:
-            scores = self.costs.scores(len(trees))
-            least = min((b - a for a, b in itertools.pairwise(scores)), default=0.0)
-            floor = max(floor, least / scores[0])
-        if len(trees) == 1 and len(trees[0].paths) > self.max_nodes:
-            floor = max(floor, sorted(trees[0].paths, reverse=True)[self.max_nodes])
-        return floor
-
-    def size(self, trees: Sequence[Candidates], spent_ms: float = 0.0) -> int:
-        """Returns how many draft tokens to score, the same number in every sequence that has as many."""
-        num, _, _ = self._best(trees, spent_ms)
-        if self.weighs_time and not self.least:
-            one_ms = self.costs.draft_ms(len(trees), len(trees))
             self._drafts += (1 - TYPICAL_MEMORY) * (num - self._drafts)
-            if one_ms:
-                self._runs += (1 - TYPICAL_MEMORY) * (spent_ms / one_ms - self._runs)
+            if costs.drafts[1]:
+                self._runs += (1 - TYPICAL_MEMORY) * (self._recorded_ms / costs.drafts[1] - self._runs)
         return num
-
-    def _best(self, trees: Sequence[Candidates], spent_ms: float) -> tuple[int, float, float]:
-        """Returns (draft tokens, tokens expected, milliseconds) of the best size."""
-        num_slots = len(trees)
-        ranked = [sorted(tree.paths[1:], reverse=True) for tree in trees]
-        most = min(self.max_nodes, max(map(len, ranked), default=0))
-        gains = ranked[0] if num_slots == 1 else [sum(p[n] for p in ranked if n < len(p)) for n in range(most)]
-        return self.best(gains[:most], num_slots, spent_ms)
 
     def best(
         self, gains: Sequence[float], num_slots: int, spent_ms: float = 0.0, *, held: int = 0, expected: float = 0.0
@@ -199,15 +205,14 @@ class Budget:
         """Returns (draft tokens, tokens expected, milliseconds) of the best number of draft tokens.
 
         Args:
-            gains: tokens that the first, the second ... draft token brings, all sequences together; `max_nodes` at
-                most, `held` included.
+            gains: see `size`; `max_nodes` at most, `held` included.
             held: draft tokens of a sequence that are scored in any case, before these.
             expected: of them, how many are expected to be accepted, all sequences together.
         """
         expected += num_slots
         if not self.weighs_time:
             return held + len(gains), expected + sum(gains), 1.0
-        scores = self.costs.scores(num_slots)
+        scores = self.costs.of(num_slots).scores
         best, best_expected, best_ms = held, expected, scores[held] + spent_ms
         for num, gain in enumerate(gains, held + 1):
             expected += gain
@@ -237,3 +242,143 @@ def _is_measured(costs: StepCosts) -> bool:
 def _is_worth(tokens: float, ms: float, expected: float, cost_ms: float) -> bool:
     """Returns whether `tokens` more in `ms` more milliseconds improve on `expected` tokens in `cost_ms`."""
     return tokens * cost_ms > expected * ms
+
+
+@dataclass(slots=True)
+class BatchCosts:
+    """Costs and measurements of steps with one number of sequences.
+
+    Args:
+        recorded, drafts: recorded milliseconds of scoring, and of a draft run, by nodes per sequence.
+        scores: milliseconds of a step without its drafting, by draft tokens per sequence.
+        num_left: steps that these are still used for.
+        factor: of the recorded time of draft runs.
+        factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
+        num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
+        last: value of `num_learnt` after the last step by nodes per sequence, of those in `factors`.
+        rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
+        draft: log(drafting time / recorded time); None: not measured.
+    """
+
+    recorded: tuple[float, ...] = ()
+    drafts: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    num_left: int = 0
+    factor: float = 1.0
+    factors: dict[int, float] = field(default_factory=dict)
+    num_seen: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    num_learnt: int = 0
+    rest_ms: list[float | None] = field(default_factory=lambda: [None, None])
+    draft: float | None = None
+
+    def log_factor(self, nodes: int) -> float:
+        """Returns the log factor of a shape: linear between measured shapes, constant beyond them."""
+        known = self.factors.get(nodes)
+        if known is not None or not self.factors:
+            return known or 0.0
+        seen = sorted(self.factors)
+        at = bisect.bisect(seen, nodes)
+        if at in (0, len(seen)):
+            return self.factors[seen[min(at, len(seen) - 1)]]
+        low, high = seen[at - 1], seen[at]
+        share = (nodes - low) / (high - low)
+        return (1 - share) * self.factors[low] + share * self.factors[high]
+
+    def forget(self) -> None:
+        """Forgets the factors of shapes that were not used for `FORGOTTEN_STEPS`: they cost what neighbours say."""
+        for nodes in [nodes for nodes, step in self.last.items() if self.num_learnt - step > FORGOTTEN_STEPS]:
+            del self.last[nodes], self.factors[nodes]
+            self.num_seen[nodes] = 1
+
+
+class OnlineCosts:
+    """Costs by the number of sequences and nodes.
+
+    The recorded costs are of one sequence: a step of b sequences with n nodes each is assumed to cost as much as one
+    of b * n nodes, until such steps were measured. A step's time is the recorded one times the machine's factor, which
+    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. A shape
+    that is no longer used is forgotten, so that it is tried again: some slow steps may be why.
+
+    Args:
+        target: recorded costs of scoring, by nodes; not empty.
+        draft: recorded costs of a draft run, by nodes; None: drafting runs no graph.
+        max_drafts: most draft tokens of a sequence in a step.
+    """
+
+    def __init__(self, target: StepCosts, draft: StepCosts | None, max_drafts: int) -> None:
+        self.target, self.draft, self.max_drafts = target, draft, max_drafts
+        self._machine: float | None = None
+        self._num_seen = 0
+        self._batches: dict[int, BatchCosts] = {}
+        self._had_drafts = True
+
+    def of(self, num_slots: int) -> BatchCosts:
+        """Returns the costs of steps with so many sequences."""
+        batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, BatchCosts())
+        if not batch.recorded:
+            nodes = range(0, num_slots * (self.max_drafts + 2), num_slots)
+            batch.recorded = tuple(map(self.target.ms, nodes))
+            batch.drafts = tuple(map(self.draft.ms, nodes)) if self.draft is not None else (0.0,) * len(nodes)
+        if batch.num_left <= 0:
+            batch.forget()
+            machine = self._machine or 0.0
+            rests = [rest if rest is not None else batch.rest_ms[1 - i] or 0.0 for i, rest in enumerate(batch.rest_ms)]
+            batch.scores = tuple(
+                recorded_ms * math.exp(machine + batch.log_factor(nodes)) + rests[nodes > 1]
+                for nodes, recorded_ms in enumerate(batch.recorded[1:], 1)
+            )
+            batch.factor = math.exp(machine if batch.draft is None else batch.draft)
+            batch.num_left = KEPT_STEPS
+        return batch
+
+    def scores(self, num_slots: int) -> tuple[float, ...]:
+        """Returns the milliseconds of a step without its drafting, for 0 to `max_drafts` draft tokens per sequence."""
+        return self.of(num_slots).scores
+
+    def draft_ms(self, num_slots: int, num_nodes: int = 1) -> float:
+        """Returns the milliseconds of a draft run of `num_nodes` nodes per sequence."""
+        batch = self.of(num_slots)
+        return batch.drafts[num_nodes] * batch.factor
+
+    def observe(self, num_slots: int, num_nodes: int, recorded_draft_ms: float, times: StepTimes) -> None:
+        """Corrects the costs with the times of a step.
+
+        Args:
+            num_nodes: nodes that the target scored per sequence, root and padding included.
+            recorded_draft_ms: recorded cost of its draft runs; 0: nothing was drafted.
+        """
+        batch = self._batches.get(num_slots) or self._batches.setdefault(num_slots, BatchCosts())
+        batch.num_left -= 1
+        had_drafts, self._had_drafts = self._had_drafts, recorded_draft_ms > 0
+        num = batch.num_seen[num_nodes] = batch.num_seen.get(num_nodes, 0) + 1
+        if num == 1:
+            return
+        self._learn_score(batch, num_nodes, math.log(times.score_s * 1e3 / self.target.ms(num_slots * num_nodes)))
+        has_drafts = num_nodes > 1
+        rest_ms, known = max(times.step_s - times.propose_s - times.score_s, 0.0) * 1e3, batch.rest_ms[has_drafts]
+        batch.rest_ms[has_drafts] = (
+            rest_ms if known is None else known + MACHINE_WEIGHT * (min(rest_ms, 2 * known + 0.01) - known)
+        )
+        # A draft that did not run in the step before first reads the tokens it missed: not a cost of a draft token.
+        if recorded_draft_ms > 0 and had_drafts:
+            seen = math.log(times.propose_s * 1e3 / recorded_draft_ms)
+            batch.draft = seen if batch.draft is None else batch.draft + MACHINE_WEIGHT * _bounded(seen - batch.draft)
+            batch.factor = math.exp(batch.draft)
+
+    def _learn_score(self, batch: BatchCosts, num_nodes: int, seen: float) -> None:
+        self._num_seen += 1
+        if self._machine is None:
+            self._machine = seen
+        if num_nodes not in batch.factors:
+            batch.num_left = 0
+        known = batch.log_factor(num_nodes)
+        surprise = _bounded(seen - self._machine - known)
+        self._machine += max(MACHINE_WEIGHT, 1 / self._num_seen) * surprise
+        batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / batch.num_seen[num_nodes]) * surprise
+        batch.num_learnt += 1
+        batch.last[num_nodes] = batch.num_learnt
+
+
+def _bounded(surprise: float) -> float:
+    return min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)

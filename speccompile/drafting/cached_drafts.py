@@ -12,9 +12,7 @@ from speccompile.core.protocols import Engine
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.drawn_length import DrawnLength
-from speccompile.drafting.dynamic_tree import TreeGrower
-from speccompile.drafting.expansion import Scorer
-from speccompile.drafting.proposer import Drafts
+from speccompile.drafting.proposer import Drafts, Scorer, TreeGrower
 from speccompile.drafting.race import MIN_RACERS
 from speccompile.drafting.static_tree import StaticTrees
 from speccompile.drafting.tree_config import TreeFields

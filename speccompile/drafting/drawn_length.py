@@ -9,10 +9,11 @@ change the output distribution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from speccompile.core.protocols import Batch
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates
 
 FIRST_RATE = 0.75  # acceptance rate of a new sequence, on the high side: a token may be followed by others
 MEMORY = 0.95  # weight of the past in a sequence's acceptance rate
@@ -31,16 +32,21 @@ class DrawnRecord:
     def __init__(self, log_odds: float) -> None:
         self.rate, self.estimate = FIRST_RATE, AcceptanceEstimate(SharedPrior(1), log_odds)
 
-    def learn(self, chain: Candidates, num_accepted: int) -> None:
-        """Updates the estimates with one verdict."""
-        num_drafts = len(chain.tokens) - 1
-        self.estimate.learn_ranks(chain, range(num_drafts + 1), range(num_accepted + 1))
-        if num_drafts == 0:
+    def learn(self, probs: Sequence[float], num_accepted: int) -> None:
+        """Updates the estimates with one verdict.
+
+        Args:
+            probs: by draft token, its probability of acceptance.
+        """
+        if not probs:
+            self.estimate.recover()
             self.rate += RECOVERY * (FIRST_RATE - self.rate)
             return
+        for depth, prob in enumerate(probs[: num_accepted + 1]):
+            self.estimate.learn_rank(0, float(depth < num_accepted) - prob)
         for _ in range(num_accepted):
             self.rate += (1 - MEMORY) * (1 - self.rate)
-        if num_accepted < num_drafts:
+        if num_accepted < len(probs):
             self.rate *= MEMORY
 
 
@@ -75,13 +81,14 @@ class DrawnChains:
 
     def __init__(self, rule: DrawnLength, records: list[DrawnRecord], is_forced: bool) -> None:
         self._rule, self._records, self._is_forced = rule, records, is_forced
-        self._chains = [Candidates.from_root(0) for _ in records]  # for their probabilities; tokens are all 0
+        self._probs: list[list[float]] = [[] for _ in records]  # of acceptance, by draft token
+        self._paths = [[1.0] for _ in records]
 
     def goes_on(self, slot: int) -> bool:
         """Returns whether the sequence in slot `slot` draws one more token: whether that is worth its time."""
         if self._is_forced:
             return True
-        paths = self._chains[slot].paths
+        paths = self._paths[slot]
         if paths[-1] < self._rule.min_path:
             return False
         return self._rule.budget.draws_on(len(paths) - 1, sum(paths), paths[-1] * self._records[slot].rate)
@@ -92,9 +99,10 @@ class DrawnChains:
         Args:
             confidence: the draft's probability of the token at temperature 1; NaN counts as 0.
         """
-        chain, confidence = self._chains[slot], confidence if confidence >= 0 else 0.0
-        chain.add(len(chain.tokens) - 1, [0], [self._records[slot].estimate.prob(confidence)])
+        prob = self._records[slot].estimate.prob(confidence if confidence >= 0 else 0.0)
+        self._probs[slot].append(prob)
+        self._paths[slot].append(self._paths[slot][-1] * prob)
 
     def learn(self, num_accepted: list[int]) -> None:
-        for record, chain, num in zip(self._records, self._chains, num_accepted, strict=True):
-            record.learn(chain, num)
+        for record, probs, num in zip(self._records, self._probs, num_accepted, strict=True):
+            record.learn(probs, num)

@@ -10,7 +10,6 @@ from typing import Any
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.registry import find_class
-from speccompile.core.specs import FEATURES
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.mask_drafts import MaskFeatureCache
@@ -91,13 +90,3 @@ class FusedLayers:
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
         layers: tuple[int, ...] = find_class(self.rule)(self.model, self.config, self.asked, num_layers, weights)
         return layers
-
-
-def fused_features(fusion: Engine) -> tuple[Callable[[Outputs], Any], list[str]]:
-    """Returns what makes features of the target's outputs, and the names of those that it reads."""
-    names = [t.name for t in fusion.spec.inputs]
-
-    def fuse(outputs: Outputs) -> Any:
-        return fusion.run({name: outputs[name] for name in names})[FEATURES]
-
-    return fuse, names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scorer over a draft that reads features: which cache rows hold the target's features, and how it catches up."""
+"""Scorer over a draft that reads features of the target: those that it has not read yet, and its cache rows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,129 @@ from speccompile.core.specs import (
     TOKENS,
     TREE_MASK,
 )
-from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Expansion, padding_mask
-from speccompile.drafting.features import PendingFeatures
+from speccompile.core.tree import Floats, Ints
+from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.sliding_rows import draft_rows, rows_of_step
+from speccompile.drafting.tree import Expansion, padding_mask
 from speccompile.graph_kinds.features import NO_FEATURE
+
+MAX_STATES = 128  # rows per sequence that are kept as states before features are made of them
+
+
+class PendingFeatures:
+    """Feature rows, by sequence, of the positions that the target has read and the draft has not.
+
+    From a verdict to the next draft the target's outputs are passed on without a copy, on a GPU without leaving it.
+    Before they would be lost (a prompt is read, the next batch is another one, nothing is drafted), the rows in use are
+    copied to the host, to each sequence's `draft_state.states`. Features are made of them before the next draft, or of
+    `MAX_STATES` rows at once: a sequence that is decoded plainly for long has many.
+
+    Args:
+        make: makes features [batch, nodes, width] of the target's outputs, valid as long as these are.
+        names: of the target's outputs that `make` reads, [batch, nodes, ..] each.
+    """
+
+    def __init__(self, width: int, make: Callable[[Outputs], Any], names: Sequence[str]) -> None:
+        self._none: Floats = np.zeros((0, width), dtype=np.float32)
+        self._make, self._width, self._names = make, width, tuple(names)
+        self._live: Outputs | None = None  # of the target's last step
+        self._path: Ints = np.zeros((0, 1), dtype=np.int64)
+        self._sequences: list[TokenSequence] = []  # of that step
+
+    def add(self, sequence: TokenSequence, outputs: Outputs, slot: int, nodes: Ints) -> None:
+        """Copies the target's states of the positions after those that the sequence has.
+
+        Args:
+            nodes: [num] int64, nodes to copy, in order.
+        """
+        state: DraftState = sequence.draft_state
+        if not len(nodes):
+            return
+        state.states.append(tuple(np.asarray(outputs[name])[slot, nodes] for name in self._names))
+        state.num_states += len(nodes)
+        if state.num_states >= MAX_STATES:
+            self._make_features(state)
+
+    def _make_features(self, state: DraftState) -> None:
+        if not state.states:
+            return
+        columns = zip(*state.states, strict=True)
+        outputs = {name: np.concatenate(parts)[None] for name, parts in zip(self._names, columns, strict=True)}
+        state.features.append(np.array(np.asarray(self._make(outputs))[0], dtype=np.float32))
+        state.states, state.num_states = [], 0
+
+    def keep(self, sequences: Sequence[TokenSequence], verdict: Verdict, outputs: Outputs) -> None:
+        """Adds the features of the accepted paths of a step, the roots included; none of sequences without a draft."""
+        self._live, self._sequences, self._path = outputs, list(sequences), np.maximum(verdict.path, 0)
+        for sequence, num in zip(sequences, verdict.num_accepted.tolist(), strict=True):
+            sequence.draft_state.num_live = 1 + num if sequence.has_draft else 0
+
+    def count(self, sequence: TokenSequence) -> int:
+        state: DraftState = sequence.draft_state
+        return sum(map(len, state.features)) + state.num_states + state.num_live
+
+    def _take_all(self, sequence: TokenSequence) -> Floats:
+        state: DraftState = sequence.draft_state
+        self._make_features(state)
+        parts, state.features = state.features, []
+        return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
+
+    def take(self, sequences: Sequence[TokenSequence], width: int) -> tuple[Any, Ints]:
+        """Returns all rows of a batch, at most `width` each; they are no longer pending.
+
+        Returns:
+            Features [batch, states, width of a feature], and the row of each position in them [batch, width] int64.
+        """
+        batch = len(sequences)
+        is_live = self._live is not None and len(sequences) == len(self._sequences)
+        for sequence, scored in zip(sequences, self._sequences, strict=False):
+            state: DraftState = sequence.draft_state
+            is_live = is_live and sequence is scored and not (state.features or state.states)
+        if is_live and self._live is not None:
+            live = self._make(self._live)
+            self._release()
+            return live, np.ascontiguousarray(self._path[:, :width])
+        self.flush()
+        held = np.zeros((batch, width, self._width), dtype=np.float32)
+        for slot, sequence in enumerate(sequences):
+            rows = self._take_all(sequence)
+            held[slot, : len(rows)] = rows
+        return held, np.ascontiguousarray(np.broadcast_to(np.arange(width), (batch, width)))
+
+    def take_rows(self, sequence: TokenSequence, num: int) -> Floats:
+        """Returns the first `num` rows [num, width] of a sequence; they are no longer pending."""
+        self.flush()
+        rows = self._take_all(sequence)
+        if num < len(rows):
+            sequence.draft_state.features = [rows[num:]]
+        return rows[:num]
+
+    def _release(self) -> None:
+        for sequence in self._sequences:
+            sequence.draft_state.num_live = 0
+        self._live, self._sequences = None, []
+
+    def flush(self) -> None:
+        """Copies the rows in use from the target's outputs to the host: the target is about to run."""
+        if self._live is None:
+            return
+        for slot, sequence in enumerate(self._sequences):
+            self.add(sequence, self._live, slot, self._path[slot, : sequence.draft_state.num_live])
+        self._release()
+
+
+def fused_features(fusion: Engine) -> tuple[Callable[[Outputs], Any], list[str]]:
+    """Returns what makes features of the target's outputs, and the names of those that it reads."""
+    names = [t.name for t in fusion.spec.inputs]
+
+    def fuse(outputs: Outputs) -> Any:
+        return fusion.run({name: outputs[name] for name in names})[FEATURES]
+
+    return fuse, names
 
 
 class FeatureCache:
-    """See `speccompile.drafting.proposer.DraftRows`.
+    """See `speccompile.drafting.proposer.Scorer`.
 
     Tokens that the target has read, the draft reads with the target's features: the prompt, and after every verdict
     the accepted path. Each draft node after the root reads the draft's own feature of its parent, an output of the run
@@ -147,9 +261,11 @@ class FeatureCache:
         rows: Ints = np.zeros(level.tokens.shape, dtype=np.int64)
         starts, feature_rows = [], []
         for slot, (nodes, parents) in enumerate(zip(level.nodes, level.parents, strict=True)):
-            known, root = self._feature_rows[slot], self._roots[slot]
-            rows[slot, : len(nodes)] = [known.get(parent, root) for parent in parents]
-            feature_rows.append({node: 1 + column for column, node in enumerate(nodes)})
+            known, root, made = self._feature_rows[slot], self._roots[slot], dict[int, int]()
+            for column, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+                rows[slot, column] = known.get(parent, root)
+                made[node] = 1 + column
+            feature_rows.append(made)
             starts.append(self.lengths[slot] + (level.num_in_place[slot] if nodes else 0))
         feeds: dict[str, Any] = {
             TOKENS: level.tokens,
@@ -159,7 +275,7 @@ class FeatureCache:
             **level.warp,
         }
         if width > 1:
-            feeds |= {TREE_MASK: _mask_without_idle(level), SCORED_NODES: level.scored_nodes}
+            feeds |= {TREE_MASK: level.mask_without_idle(), SCORED_NODES: level.scored_nodes}
         # Row 0 is the first column's input: its parent's own feature, which other children of that parent read as well.
         self._roots, self._feature_rows = [0] * len(feature_rows), feature_rows
         return self._run(feeds)
@@ -180,10 +296,3 @@ class FeatureCache:
 
     def flush(self) -> None:
         self.pending.flush()
-
-
-def _mask_without_idle(level: Expansion) -> NDArray[np.bool_]:
-    is_idle = np.array([not nodes for nodes in level.nodes])
-    if not is_idle.any():
-        return level.tree_mask
-    return np.where(is_idle[:, None, None], np.eye(level.tokens.shape[1], dtype=np.bool_), level.tree_mask)

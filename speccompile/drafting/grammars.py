@@ -14,7 +14,7 @@ the output distribution exact depends on how drafts are made:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from speccompile.core.sampling import warp
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Bools, Floats, Ints, TokenTree
-from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.tree import DraftTrees
 
 FORCED = 1.0  # confidence of a token that alone may follow
 NO_TOKEN = -1  # a candidate that the grammar refuses
@@ -120,11 +120,16 @@ def _restrict_node(
         tokens[:], sure[:] = NO_TOKEN, 0
         tokens[:num], sure[:num] = np.where(dist[best] > 0, best, NO_TOKEN), dist[best]
         return
-    is_right = mask[np.minimum(tokens, len(mask) - 1)] & (tokens < len(mask))
+    is_right = _allowed(mask, tokens)
     order = np.argsort(~is_right, kind="stable")
     refused = float(sure[~is_right].sum())
     left = np.minimum(sure[order] / max(1 - refused, 1e-3), 1)
     tokens[:], sure[:] = np.where(is_right[order], tokens[order], NO_TOKEN), np.where(is_right[order], left, 0)
+
+
+def _allowed(mask: Bools, tokens: Ints) -> Bools:
+    is_right: Bools = mask[np.clip(tokens, 0, len(mask) - 1)] & (tokens >= 0) & (tokens < len(mask))
+    return is_right
 
 
 def _masked(dist: Floats, mask: Bools, params: SamplingParams) -> Floats:
@@ -166,23 +171,36 @@ def chain_with_forced(
     return [*forced, *tokens[num:]], [FORCED] * num + list(confidences[num:])
 
 
-def product_with_forced(
-    grammar: Grammar | None, tokens: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]]
-) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]:
-    """Returns the candidates of each depth and their confidences; a forced token is the only one of its depth.
+def force_candidates(grammar: Grammar, tokens: Ints, confidences: Floats) -> None:
+    """Makes a forced token the only candidate of its depth, in place.
 
     Args:
-        grammar: of the sequence; None: nothing is forced.
+        tokens: [depths, candidates] int64, the same after every node of a depth.
+        confidences: [depths, candidates].
     """
-    forced = [[token] for token in grammar.forced()[: len(tokens)]] if grammar is not None else []
-    return [*forced, *tokens[len(forced) :]], [[FORCED]] * len(forced) + list(confidences[len(forced) :])
+    for depth, token in enumerate(grammar.forced()[: len(tokens)]):
+        tokens[depth], confidences[depth] = NO_TOKEN, 0
+        tokens[depth, 0], confidences[depth, 0] = token, FORCED
 
 
-def allowed_in(grammar: Grammar | None, tree: Candidates) -> Callable[[int, int], bool] | None:
-    """Returns whether a token may follow a candidate of a tree, as a function of both; None: all may."""
-    if grammar is None:
-        return None
-    return lambda parent, token: is_allowed(grammar, path_of(tree, parent), token)
+def paths_after(batch: Batch, trees: DraftTrees, nodes: Ints) -> Paths:
+    """Returns the paths to nodes [slots, scored], -1: none, of the sequences that have a grammar."""
+    rows = list[list[list[int] | None]]()
+    for slot, sequence in enumerate(batch.sequences):
+        scored = nodes[slot].tolist() if sequence.grammar is not None else []
+        rows.append([trees.path(slot, node) if node >= 0 else None for node in scored])
+    return rows
+
+
+def refuse(batch: Batch, paths: Paths, tokens: Ints, confidences: NDArray[Any]) -> NDArray[Any]:
+    """Returns confidences [slots, scored, candidates] that are 0 for candidates that a grammar refuses."""
+    made = np.array(confidences)
+    for slot, (sequence, row) in enumerate(zip(batch.sequences, paths, strict=True)):
+        for column, path in enumerate(row):
+            mask = None if path is None else sequence.grammar.draft_mask(path)
+            is_right = False if mask is None else _allowed(mask, tokens[slot, column])
+            made[slot, column] = np.where(is_right, made[slot, column], 0)
+    return made
 
 
 def drafts_within(
@@ -204,15 +222,6 @@ def drafts_within(
             paths[draft + 1], at[draft + 1] = [*path, token], len(chosen) + 1
             chosen.append(draft)
     return chosen, [at[parents[draft]] for draft in chosen]
-
-
-def path_of(tree: Candidates, node: int) -> list[int]:
-    """Returns the draft tokens from the root's child to a candidate."""
-    path = list[int]()
-    while node > 0:
-        path.append(tree.tokens[node])
-        node = tree.parents[node]
-    return path[::-1]
 
 
 def tree_within(batch: Batch, tree: TokenTree) -> TokenTree:

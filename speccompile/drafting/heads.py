@@ -8,7 +8,7 @@ the whole chain and none, as leaving out a drawn token would change the output d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,21 +29,27 @@ from speccompile.core.specs import (
 )
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
-from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, own_path
+from speccompile.drafting.acceptance import (
+    AcceptanceEstimate,
+    DraftState,
+    SharedPrior,
+    acceptance_probs,
+    own_path,
+)
 from speccompile.drafting.budget import Budget, Outlook
-from speccompile.drafting.candidates import Candidates, grow_product, tree_from_candidates, tree_from_shape
 from speccompile.drafting.grammars import (
-    Grammar,
-    allowed_in,
     chain_with_forced,
     drafts_within,
     drawn_chains_with_forced,
-    product_with_forced,
+    force_candidates,
+    has_grammars,
+    paths_after,
+    refuse,
     tree_within,
 )
 from speccompile.drafting.hidden import TargetStates
 from speccompile.drafting.race import order_candidates
-from speccompile.drafting.state import DraftState, estimates
+from speccompile.drafting.tree import DraftTrees, Probs
 from speccompile.errors import RecipeError
 
 
@@ -87,7 +93,7 @@ class HeadsProposer:
         self.states = TargetStates(width)
         self._reads_tokens = any(t.name == TOKENS for t in spec.inputs)
         self._prior = SharedPrior(budget.max_depth)
-        self._grown: tuple[list[Candidates], list[list[int]]] | None = None
+        self._grown: tuple[DraftTrees, list[list[int]]] | None = None
         self._drafting: Sequence[int] = ()  # slots that drafted in the last step
         self._num_nodes: list[int] = []  # by slot, of the last tree
 
@@ -136,12 +142,17 @@ class HeadsProposer:
             return drawn_chains_with_forced(batch, self._drawn_chain(roots, limits, outputs))
         if CANDIDATES in outputs:
             outputs = self._first(_raced(batch, outputs))
-        spent_ms = self.budget.spend(len(sequences), len(sequences))
+        self.budget.spend(len(sequences))
         if self.shape is not None:
             drafts = tree_from_shape(self.shape, roots, self._tokens_of_shape(outputs, self.shape), limits)
             return tree_within(batch, drafts)
-        known = {slot: estimates(sequences)[slot] for slot in drafting}
-        return self._grow(roots, known, limits, outputs, spent_ms, [sequence.grammar for sequence in sequences])
+        has_ranks, most = CANDIDATES in outputs, self.budget.max_nodes
+        num = len(outputs[CANDIDATES][0]) * most if has_ranks else len(outputs[SAMPLED_TOKENS][0])
+        trees = DraftTrees(roots, num)
+        (self._grow if has_ranks else self._put)(batch, trees, limits, outputs)
+        tree, chosen = trees.best(self.budget.size(trees.gains(most), len(roots)))
+        self._grown = (trees, chosen)
+        return tree
 
     @property
     def outlook(self) -> Outlook | None:
@@ -157,7 +168,7 @@ class HeadsProposer:
         return {**outputs, **used}
 
     def _worth_drafting(self, able: Sequence[int], sequences: Sequence[TokenSequence], is_drawn: bool) -> Sequence[int]:
-        accepted = [known.accepted_length for known in estimates(sequences)]
+        accepted = [sequence.draft_state.estimate.accepted_length for sequence in sequences]
         if is_drawn and not self.budget.is_forced:
             return [slot for slot in able if self._drawn.begins(accepted[slot], 1)]
         total = sum(accepted[slot] for slot in able)
@@ -175,54 +186,41 @@ class HeadsProposer:
             return np.asarray(outputs[CANDIDATES])[:, heads, ranks]
         return np.asarray(outputs[SAMPLED_TOKENS])
 
-    def _grow(
-        self,
-        roots: Ints,
-        known: Mapping[int, AcceptanceEstimate],
-        limits: Sequence[int],
-        outputs: Outputs,
-        spent_ms: float,
-        grammars: Sequence[Grammar | None],
-    ) -> TokenTree:
-        """Returns the tree of the best candidates.
+    def _grow(self, batch: Batch, trees: DraftTrees, limits: Sequence[int], outputs: Outputs) -> None:
+        tokens, confidences = np.array(outputs[CANDIDATES]), np.array(outputs[CANDIDATE_PROBS])
+        for slot, sequence in enumerate(batch.sequences):
+            if sequence.grammar is not None:
+                force_candidates(sequence.grammar, tokens[slot], confidences[slot])
+        known = [sequence.draft_state.estimate.factors(tokens.shape[2]) for sequence in batch.sequences]
+        probs = acceptance_probs(np.array(known), confidences)
+        add_products(batch, trees, limits, tokens, probs, self.budget.max_nodes)
 
-        Args:
-            roots: [batch] int64.
-            limits: most draft tokens on a path, by slot.
-        """
-        trees = [Candidates.from_root(int(root)) for root in roots]
-        rows = {name: np.asarray(value).tolist() for name, value in outputs.items() if name != CHAIN_PROBS}
-        floor = self.budget.floor(trees) if self.is_chain else 0.0
-        for slot, estimate in known.items():
-            if CANDIDATES in rows:
-                product = rows[CANDIDATES][slot], rows[CANDIDATE_PROBS][slot]
-                tokens, confidences = product_with_forced(grammars[slot], *product)
-                probs = [estimate.probs(level) for level in confidences]
-                allows = allowed_in(grammars[slot], trees[slot])
-                grow_product(trees[slot], tokens, probs, self.budget.max_nodes, allows)
-                continue
+    def _put(self, batch: Batch, trees: DraftTrees, limits: Sequence[int], outputs: Outputs) -> None:
+        """Adds the drafts that the heads themselves have chosen: a chain, or a tree with its parents."""
+        floor = self.budget.floor(len(batch.sequences)) if self.is_chain else 0.0
+        rows = {
+            n: np.asarray(outputs[n]).tolist() for n in (SAMPLED_TOKENS, CONFIDENCES, DRAFT_PARENTS) if n in outputs
+        }
+        for slot in self._drafting:
+            sequence = batch.sequences[slot]
             num = self.budget.max_depth if self.is_chain else None
             drafts, sure = rows[SAMPLED_TOKENS][slot][:num], rows[CONFIDENCES][slot][:num]
             if self.is_chain:
-                drafts, sure = chain_with_forced(grammars[slot], drafts, sure)
+                drafts, sure = chain_with_forced(sequence.grammar, drafts, sure)
             above = range(len(drafts)) if self.is_chain else rows[DRAFT_PARENTS][slot]
-            kept, parents = drafts_within(grammars[slot], drafts, above)
+            kept, parents = drafts_within(sequence.grammar, drafts, above)
             drafts, sure = [drafts[draft] for draft in kept], [sure[draft] for draft in kept]
-            add_drafts(trees[slot], drafts, sure, parents, estimate, floor)
-        num_drafts = self.budget.size(trees, spent_ms)
-        tree, chosen = tree_from_candidates(trees, num_drafts, limits)
-        self._grown = (trees, chosen)
-        return tree
+            put_drafts(trees, slot, drafts, sure, parents, sequence.draft_state.estimate, floor, limits[slot])
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the hidden states of the paths' last nodes, and updates the estimates."""
         self.skip(batch, verdict, outputs)
-        for slot, known in enumerate(estimates(batch.sequences)):
-            has_drafted = slot in self._drafting
+        for slot, sequence in enumerate(batch.sequences):
+            known, has_drafted = sequence.draft_state.estimate, slot in self._drafting
             known.learn_length(has_drafted, len(own_path(verdict, slot, self._num_nodes[slot])) - 1)
             if self._grown is not None and has_drafted:
                 trees, chosen = self._grown
-                known.learn_ranks(trees[slot], chosen[slot], own_path(verdict, slot, len(chosen[slot])))
+                known.learn_ranks(trees, slot, chosen[slot], own_path(verdict, slot, len(chosen[slot])))
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         last = [verdict.path[slot, num] for slot, num in enumerate(verdict.num_accepted.tolist())]
@@ -264,25 +262,58 @@ def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:
         raise RecipeError("speculator.tree", got, expected, todo)
 
 
-def add_drafts(
-    tree: Candidates,
+def add_products(batch: Batch, trees: DraftTrees, limits: Sequence[int], tokens: Ints, probs: Probs, most: int) -> None:
+    """Adds the most probable paths of candidates that are the same after every node of a depth.
+
+    Args:
+        limits: by slot, most draft tokens on a path.
+        tokens, probs: [slots, depths, candidates] int64, float64.
+        most: of a sequence at each depth.
+    """
+    nodes: Ints = np.zeros((len(limits), 1), dtype=np.int64)
+    for depth in range(tokens.shape[1]):
+        shape = (*nodes.shape, tokens.shape[2])
+        nodes = np.where(np.greater(limits, depth)[:, None], nodes, -1)
+        after, chance = np.broadcast_to(tokens[:, [depth]], shape), np.broadcast_to(probs[:, [depth]], shape)
+        if has_grammars(batch):
+            chance = refuse(batch, paths_after(batch, trees, nodes), after, chance)
+        start = trees.add(nodes, after, chance, most)
+        nodes = np.broadcast_to(np.arange(start, trees.num_nodes), (len(limits), trees.num_nodes - start))
+
+
+def put_drafts(
+    trees: DraftTrees,
+    slot: int,
     tokens: Sequence[int],
     confidences: Sequence[float],
     parents: Sequence[int],
     known: AcceptanceEstimate,
-    floor: float = 0.0,
+    floor: float,
+    limit: int,
 ) -> None:
-    """Adds drafts whose parents are given; those of one parent stand together.
+    """Gives a sequence its drafts, whose parents are given; those of one parent stand together."""
+    ranks = [at - parents.index(parent) for at, parent in enumerate(parents)]
+    num = 1 + max(ranks, default=0)
+    sure = np.zeros((1, len(parents), num))
+    sure[0, [at - rank for at, rank in enumerate(ranks)], ranks] = confidences
+    probs = acceptance_probs(np.array([known.factors(num)]), sure)[0]
+    chances = [float(probs[at - rank, rank]) for at, rank in enumerate(ranks)]
+    trees.put(slot, tokens, parents, chances, ranks, floor=floor, limit=limit)
+
+
+def tree_from_shape(shape: TreeShape, roots: Ints, drafts: Ints, limits: Sequence[int]) -> TokenTree:
+    """Returns the same shape in every sequence, as deep as each may go.
 
     Args:
-        floor: a chain ends where its path is less likely than this; 0 for trees.
+        shape: of the tree; whole depths come first in it.
+        roots: [batch] int64.
+        drafts: [batch, shape.num_drafts] int64.
+        limits: most draft tokens on a path, by sequence.
     """
-    start = 0
-    while start < len(parents):
-        parent, end = parents[start], start
-        if parent >= len(tree.tokens):  # the chain has ended
-            return
-        while end < len(parents) and parents[end] == parent:
-            end += 1
-        tree.add(parent, tokens[start:end], known.probs(confidences[start:end]), floor)
-        start = end
+    num_nodes = np.searchsorted(shape.depths(), np.array(limits), side="right").astype(np.int64)
+    nodes = int(num_nodes.max())
+    tokens = np.concatenate((roots[:, None], drafts), axis=1)[:, :nodes]
+    if shape.is_chain:
+        return TokenTree.chain(tokens, num_nodes)
+    used = np.arange(nodes) < num_nodes[:, None]
+    return TokenTree(tokens, np.where(used, shape.parents()[:nodes], -1), num_nodes)

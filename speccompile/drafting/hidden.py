@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 from speccompile.core.protocols import TokenSequence
 from speccompile.core.specs import HIDDEN, START_NODES
 from speccompile.core.tree import Floats, Ints
-from speccompile.drafting.state import same_sequences
 
 
 class TargetStates:
@@ -48,7 +48,8 @@ class TargetStates:
         return [slot for slot in slots if sequences[slot].draft_state.hidden is not None]
 
     def _has_live(self, sequences: Sequence[TokenSequence]) -> bool:
-        if self._live is not None and not same_sequences(sequences, self._slots):
+        is_same = len(sequences) == len(self._slots) and all(map(operator.is_, sequences, self._slots))
+        if self._live is not None and not is_same:
             self.flush()
         return self._live is not None
 

@@ -15,13 +15,13 @@ from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Expansion, padding_mask
+from speccompile.drafting.tree import Expansion, padding_mask
 
 _FIRST = np.zeros((1, 1), dtype=np.int64)
 
 
 class DraftCache:
-    """See `speccompile.drafting.expansion.Scorer`, for a draft that reads tokens alone.
+    """See `speccompile.drafting.proposer.Scorer`, for a draft that reads tokens alone.
 
     Args:
         engine: the draft (`candidate_spec`); its cache has rows for `max_nodes` and one more after `max_seq_len`.

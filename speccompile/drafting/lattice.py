@@ -18,7 +18,7 @@ from speccompile.core.protocols import Outputs
 from speccompile.core.sampling import warp
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints
-from speccompile.drafting.expansion import Expansion
+from speccompile.drafting.tree import Expansion
 
 
 class Lattice:

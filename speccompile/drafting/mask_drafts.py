@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
-from speccompile.drafting.expansion import Expansion, Scorer
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.kv_cache import DraftCache
+from speccompile.drafting.proposer import Scorer
+from speccompile.drafting.tree import Expansion
 
 _AFTER_NODES = (CANDIDATES, CANDIDATE_PROBS, NODE_PROBS)
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.specs import CANDIDATES
 from speccompile.core.tree import Floats
-from speccompile.drafting.expansion import Expansion
 from speccompile.drafting.lattice import Lattice
+from speccompile.drafting.tree import Expansion
 from speccompile.graph_kinds.blocks import (
     BASE_SCORES,
     CANDIDATE_ROWS,

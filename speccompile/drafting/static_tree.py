@@ -23,12 +23,12 @@ from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import own_path
-from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
-from speccompile.drafting.expansion import DraftLayout, Expansion, Scorer, make_expansion
 from speccompile.drafting.grammars import Paths, draft_warp, has_grammars, is_allowed, restrict
+from speccompile.drafting.proposer import Scorer
 from speccompile.drafting.race import raced_candidates
 from speccompile.drafting.siblings import draw_siblings
+from speccompile.drafting.tree import DraftLayout, Expansion, make_expansion
 
 
 class StaticTrees:
@@ -70,9 +70,11 @@ class StaticTrees:
 
     def _plan_levels(self) -> list[tuple[Expansion, DraftLayout]]:
         num_drafts = self.shape.num_drafts
-        shape, rows, plans = Candidates([0] * (1 + num_drafts), self._parents), DraftLayout(1, num_drafts), []
+        parents, rows, plans = self.shape.parents()[None], DraftLayout(1, num_drafts), []
         for depth, nodes in enumerate(self._levels[1:], start=1):
-            level, _ = make_expansion(depth, [shape], [[node for node, _, _ in nodes]], rows, {})
+            level, _ = make_expansion(
+                depth, np.zeros_like(parents), parents, [[node for node, _, _ in nodes]], rows, {}
+            )
             held = DraftLayout(1, num_drafts)
             held.chains, held.columns = [list(rows.chains[0])], [list(rows.columns[0])]
             plans.append((level, held))

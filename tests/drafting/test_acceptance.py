@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
-from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, acceptance_probs
+from speccompile.drafting.tree import DraftTrees
 
 
 def prior(value):
@@ -16,6 +16,17 @@ def prior(value):
 
 def estimate(log_odds=0.0):
     return AcceptanceEstimate(SharedPrior(3), log_odds)
+
+
+def probs_of(known, *confidences):
+    """Returns the probabilities of candidates after one node."""
+    return acceptance_probs(np.array([known.factors(len(confidences))]), np.array([[confidences]]))[0, 0].tolist()
+
+
+def tree_of(parents, probs, ranks):
+    trees = DraftTrees([0], len(parents))
+    trees.put(0, range(1, 1 + len(parents)), parents, probs, ranks)
+    return trees
 
 
 def test_accepted_length_follows_verdicts_and_recovers():
@@ -43,38 +54,33 @@ def test_sequences_begin_with_the_shared_prior_and_rarely_try_again():
 def test_the_odds_of_acceptance_are_estimated_by_rank():
     rng, known, tail = np.random.default_rng(3), estimate(), []
     for step in range(6000):
-        tree = Candidates.from_root(0)
-        tree.add(0, [5, 6], known.probs([0.3, 0.2]))
+        probs = probs_of(known, 0.3, 0.2)
+        tree = tree_of([0, 0], probs, [0, 1])
         hit = int(rng.choice(3, p=[0.3, 0.6, 0.1]))  # none, the first rank, the second
-        known.learn_ranks(tree, [0, 1, 2], [0, hit] if hit else [0])
+        known.learn_ranks(tree, 0, [0, 1, 2], [0, hit] if hit else [0])
         if step > 500:
-            tail.append(tree.probs[1:])
+            tail.append(probs)
     np.testing.assert_allclose(np.mean(tail, axis=0), [0.6, 0.1], atol=0.02)
 
 
 def test_probs_of_children_of_one_parent_add_up_to_at_most_one():
-    assert sum(estimate(4.0).probs([0.5, 0.4, 0.05, 0.02, 0.01])) <= 1 + 1e-12
-    assert len(estimate().probs([0.5])) == 1 and len(estimate().probs([0.1] * 9)) == 9
-    assert estimate(-1.0).probs([1.0]) == [pytest.approx(1.0)] and estimate(-1.0).probs([0.0]) == [0.0]
-    assert estimate(1.0).prob(0.4) == pytest.approx(estimate(1.0).probs([0.4])[0])
+    assert sum(probs_of(estimate(4.0), 0.5, 0.4, 0.05, 0.02, 0.01)) <= 1 + 1e-12
+    assert estimate(2.0).factors(9) == pytest.approx(np.exp(2 * np.array([1, 0.2, -0.2, *[-0.4] * 6])))
+    assert probs_of(estimate(-1.0), 1.0) == [pytest.approx(1.0)] and probs_of(estimate(-1.0), 0.0) == [0.0]
+    assert estimate(1.0).prob(0.4) == pytest.approx(probs_of(estimate(1.0), 0.4)[0])
 
 
 def test_only_children_of_the_kept_path_change_the_odds():
-    tree = Candidates.from_root(0)
-    tree.add(0, [1, 2], [0.5, 0.25])
-    tree.add(1, [3, 4], [0.5, 0.2])
-    tree.add(2, [5], [0.5])
-    known = estimate()
-    known.learn_ranks(tree, [0, 1, 2, 5], [0, 1])  # 1 is kept; 2 is not; what follows 2 was never tried
+    tree, known = tree_of([0, 0, 1, 1, 2], [0.5, 0.25, 0.5, 0.2, 0.5], [0, 1, 0, 1, 0]), estimate()
+    known.learn_ranks(tree, 0, [0, 1, 2, 5], [0, 1])  # 1 is kept; 2 is not; what follows 2 was never tried
     np.testing.assert_allclose(known.log_odds, [0.05, -0.025, 0, 0])
 
 
 def test_odds_of_drafts_that_are_never_scored_recover():
-    known, tree = estimate(1.0), Candidates.from_root(0)
-    tree.add(0, [1], [0.5])
+    known, tree = estimate(1.0), tree_of([0], [0.5], 0)
     for _ in range(200):
-        known.learn_ranks(tree, [0, 1], [0])
+        known.learn_ranks(tree, 0, [0, 1], [0])
     assert known.log_odds[0] < -3
     for _ in range(300):
-        known.learn_ranks(tree, [0], [0])
+        known.learn_ranks(tree, 0, [0], [0])
     assert known.log_odds[0] == pytest.approx(1.0, abs=0.05)

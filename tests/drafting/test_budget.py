@@ -7,46 +7,54 @@ import pytest
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import StepTimes
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.tree import DraftTrees
 
 COSTS = StepCosts(((1, 10.0), (4, 10.5), (16, 20.0)))
+TREE = ([0, 1, 2, 3, 0, 1, 2], [0] * 4 + [1] * 3, [0.6, 0.2, 0.1, 0.01, 0.5, 0.3, 0.01])
+
+
+def gains_of(tokens, parents, probs, most=16, floor=0.0):
+    """Returns the gains of one sequence's tree."""
+    trees = DraftTrees([0], len(tokens))
+    trees.put(0, tokens, parents, probs, floor=floor)
+    return trees.gains(most)
+
+
+def spend(budget, ms):
+    """Counts runs of the draft that take so long together."""
+    budget._recorded_ms = ms
 
 
 def test_size_maximises_expected_tokens_per_millisecond():
-    tree = Candidates.from_root(0)
-    tree.add(0, range(4), [0.6, 0.2, 0.1, 0.01])
-    tree.add(1, range(3), [0.5, 0.3, 0.01])
-    budget = Budget(16, 4, 2, COSTS, StepCosts(((1, 1.0),)))
-    rates = {}
-    falling = sorted(tree.paths[1:], reverse=True)
-    for num in range(len(falling) + 1):
-        rates[num] = (1 + sum(falling[:num])) / (COSTS.ms(1 + num) + 2.0)
-    assert budget.size([tree], 2.0) == max(rates, key=rates.__getitem__)
-    assert 0 < budget.size([tree], 2.0) < len(falling)
-    assert Budget(16, 4, 2, COSTS, StepCosts(((1, 1.0),)), is_fixed=True).size([tree], 2.0) == len(falling)
-    assert Budget(3, 4, 2).size([tree], 2.0) == 3
+    budget, gains = Budget(16, 4, 2, COSTS, StepCosts(((1, 1.0),))), gains_of(*TREE)
+    assert gains == pytest.approx([0.6, 0.3, 0.2, 0.18, 0.1, 0.01, 0.006])
+    rates = [(1 + sum(gains[:num])) / (COSTS.ms(1 + num) + 2.0) for num in range(len(gains) + 1)]
+    spend(budget, 2.0)
+    assert 0 < budget.size(gains, 1) == rates.index(max(rates)) < len(gains)
+    assert Budget(16, 4, 2, COSTS, StepCosts(((1, 1.0),)), is_fixed=True).size(gains, 1) == len(gains)
+    assert Budget(3, 4, 2).size(gains_of(*TREE, most=3), 1) == 3
 
 
 def test_growing_ends_where_another_expansion_is_not_worth_its_time():
     cheap, dear = (Budget(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
-    tree = Candidates.from_root(0)
-    tree.add(0, range(2), [0.6, 0.2])
-    assert cheap.goes_on([tree], 1, 0.8, 0.1)
-    assert not cheap.goes_on([tree], 1, 0.001, 0.1)
-    assert not dear.goes_on([tree], 1, 0.8, 30.0)
-    assert not cheap.goes_on([tree], 4, 0.8, 0.1)
+    gains = [0.6, 0.2]
+    assert cheap.goes_on(gains, 1, 1, 0.8)
+    assert not cheap.goes_on(gains, 1, 1, 0.001)
+    assert not dear.goes_on(gains, 1, 1, 0.8)
+    assert not cheap.goes_on(gains, 1, 4, 0.8)
+    assert not Budget(16, 4, 2).goes_on(gains, 1, 1, 0.0)
 
 
 def test_drafting_begins_where_a_typical_tree_is_worth_its_time():
     cheap, dear = (Budget(16, 4, 2, COSTS, StepCosts(((1, ms),))) for ms in (0.1, 30.0))
     assert cheap.begins(1.0, 1) and not dear.begins(1.0, 1) and not cheap.begins(0.0, 1)
-    tree = Candidates.from_root(0)
-    tree.add(0, range(16), [0.06] * 16)
+    gains = [0.06] * 16
     for _ in range(200):
-        cheap.size([tree], 40 * 0.1)  # trees that take 40 runs of the draft
+        spend(cheap, 40 * 0.1)  # trees that take 40 runs of the draft
+        cheap.size(gains, 1)
     assert not cheap.begins(0.3, 1)
     cheap.is_forced = True
-    assert cheap.begins(0.0, 1) and cheap.size([tree]) == 16 and cheap.goes_on([tree], 1, 0.0, 0.0)
+    assert cheap.begins(0.0, 1) and cheap.size(gains, 1) == 16 and cheap.goes_on(gains, 1, 1, 0.01)
 
 
 def test_the_floor_leaves_out_nothing_that_would_be_scored():
@@ -54,29 +62,23 @@ def test_the_floor_leaves_out_nothing_that_would_be_scored():
     for costs in (COSTS, StepCosts()):
         budget = Budget(6, 3, 3, costs, StepCosts(((1, 0.1),)) if costs.ms_by_nodes else costs)
         for _ in range(50):
-            whole, cut = Candidates.from_root(0), Candidates.from_root(0)
-            for parent in range(5):
-                probs = np.sort(rng.dirichlet(np.full(5, 0.4))[:4])[::-1].tolist()
-                if parent < len(cut.tokens):
-                    cut.add(parent, range(4), probs, budget.floor([cut]))
-                whole.add(parent, range(4), probs)
-            num = budget.size([whole], 0.5)
-            kept = sorted(whole.paths[1:], reverse=True)[:num]
-            floor = budget.floor([whole])
-            assert all(path >= floor for path in kept)
-            assert floor > 0 or len(whole.paths) <= 7
+            probs = np.concatenate([np.sort(rng.dirichlet(np.full(5, 0.4))[:4])[::-1] for _ in range(5)])
+            parents, floor = np.arange(20) // 4, budget.floor(1)
+            spend(budget, 0.5)
+            kept = gains_of([0] * 20, parents, probs, 6)[: budget.size(gains_of([0] * 20, parents, probs, 6), 1)]
+            assert all(path >= floor for path in kept) and (floor > 0) == bool(costs.ms_by_nodes)
+            assert gains_of([0] * 20, parents, probs, 6, floor)[: len(kept)] == kept
 
 
 def test_the_least_is_drafted_whatever_it_costs_and_is_not_typical():
     dear = Budget(16, 4, 2, COSTS, StepCosts(((1, 30.0),)), min_path=0.5)
-    tree = Candidates.from_root(0)
-    tree.add(0, range(4), [0.3, 0.2, 0.1, 0.01], dear.floor([tree]))
-    assert len(tree.tokens) == 1 and not dear.begins(0.1, 3)
+    assert dear.floor(1) == 0.5 and not dear.begins(0.1, 3)
     dear.least = 3
-    tree.add(0, range(4), [0.3, 0.2, 0.1, 0.01], dear.floor([tree]))
-    assert len(tree.tokens) == 5 and dear.begins(0.0, 3)
-    assert [dear.goes_on([tree], depth, 1e-6, 60.0) for depth in (1, 2, 3, 4)] == [True, True, False, False]
-    assert [dear.size([tree], 90.0) for _ in range(50)] == [3] * 50
+    assert dear.floor(1) == 0.0 and dear.begins(0.0, 3)
+    gains = [0.3, 0.2, 0.1, 0.01]
+    assert [dear.goes_on(gains, 1, depth, 1e-6) for depth in (1, 2, 3, 4)] == [True, True, False, False]
+    spend(dear, 90.0)
+    assert [dear.size(gains, 1) for _ in range(50)] == [3] * 50
     assert dear._drafts == 1.0
 
 
@@ -84,15 +86,12 @@ CHEAP = (StepCosts(((1, 10.0), (16, 11.0))), StepCosts(((1, 0.1),)))
 DEAR = (StepCosts(((1, 1.0), (16, 16.0))), StepCosts(((1, 1.0),)))
 
 
-def chain(probs):
-    tree = Candidates.from_root(0)
-    for parent, prob in enumerate(probs):
-        tree.add(parent, [parent], [prob])
-    return tree
-
-
 def length(budget, *chains, spent_ms=0.0):
-    return budget.size([chain(probs) for probs in chains], spent_ms)
+    trees = DraftTrees([0] * len(chains), max(map(len, chains)))
+    for slot, probs in enumerate(chains):
+        trees.put(slot, [0] * len(probs), range(len(probs)), probs)
+    spend(budget, spent_ms)
+    return budget.size(trees.gains(budget.max_nodes), len(chains))
 
 
 def test_time_decides_the_length_of_a_chain():
@@ -113,9 +112,9 @@ def test_one_good_chain_does_not_lengthen_a_batch_of_bad_ones():
 
 def test_the_least_probability_of_a_path_is_a_floor_unless_drafts_are_forced():
     budget = Budget(9, 9, 1, min_path=0.5)
-    assert budget.floor([chain([0.9])]) == 0.5
+    assert budget.floor(1) == 0.5
     budget.is_forced = True
-    assert budget.floor([chain([0.9])]) == 0.0
+    assert budget.floor(1) == 0.0
 
 
 @pytest.mark.parametrize("num_slots", [1, 8])
@@ -138,13 +137,13 @@ def test_costs_follow_measured_times():
     budget = Budget(4, 4, 1, *CHEAP)
     for _ in range(300):
         step(budget, 2, 1, 20.0, rest_ms=1.0)
-        step(budget, 2, 3, 45.0, draft_nodes=2, propose_ms=6.0, rest_ms=2.0)
-        step(budget, 2, 3, 45.0, draft_nodes=2, propose_ms=3.0, rest_ms=2.0)
+        step(budget, 2, 3, 45.0, draft_nodes=1, propose_ms=6.0, rest_ms=2.0)
+        step(budget, 2, 3, 45.0, draft_nodes=1, propose_ms=3.0, rest_ms=2.0)
     scores = budget.costs.scores(2)
     assert scores[0] == pytest.approx(21.0, rel=0.02) and scores[2] == pytest.approx(47.0, rel=0.02)
     assert scores[0] < scores[1] < scores[2]  # interpolated between measured shapes
     # The first drafts after a plain step read the tokens they missed: not a cost of a draft.
-    assert budget.costs.draft_ms(2, 2) == pytest.approx(3.0, rel=0.05)
+    assert budget.costs.draft_ms(2) == pytest.approx(3.0, rel=0.05)
     assert budget.recorded().costs.scores(2)[0] == pytest.approx(CHEAP[0].ms(2))
 
 
@@ -175,7 +174,7 @@ def test_the_first_step_of_a_shape_is_no_measurement():
         step(budget, 1, nodes, 4 * CHEAP[0].ms(nodes), draft_nodes=nodes - 1, propose_ms=90.0, rest_ms=50.0)
     scores = budget.costs.scores(1)
     assert scores[:4] == tuple(map(CHEAP[0].ms, range(1, 5)))
-    assert budget.costs.draft_ms(1, 1) == CHEAP[1].ms(1)
+    assert budget.costs.draft_ms(1) == CHEAP[1].ms(1)
     for nodes in (3, 1, 4, 2) * 9:
         step(budget, 1, nodes, CHEAP[0].ms(nodes), draft_nodes=nodes - 1, propose_ms=0.1 * (nodes - 1), rest_ms=0.1)
     assert budget.costs.scores(1)[:4] == pytest.approx([CHEAP[0].ms(n) + 0.1 for n in range(1, 5)])
@@ -213,12 +212,16 @@ def test_steps_of_another_batch_size_forget_nothing():
 def test_a_low_share_of_expansions_is_tried_again():
     """Second tokens brought nothing for a while: steps of one token cannot show that they would now."""
     budget = Budget(4, 4, 1, CHEAP[0], StepCosts(((1, 2.0),)))
-    grown = [chain([0.5])]
+
+    def goes_on(depth=1, reach=0.5):
+        spend(budget, 0.0)
+        return budget.goes_on([0.5], 1, depth, reach)
+
     for _ in range(60):
-        budget.goes_on(grown, 1, 0.5, 0.2)
-        budget.goes_on(grown, 2, 0.0, 0.2)
-    assert not budget.goes_on(grown, 1, 0.5, 0.2)
-    tried = [budget.goes_on(grown, 1, 0.5, 0.2) for _ in range(500)]
+        goes_on()
+        goes_on(2, 1e-9)
+    assert not goes_on()
+    tried = [goes_on() for _ in range(500)]
     assert any(tried) and tried.index(True) > 10
 
 
@@ -228,10 +231,10 @@ def test_draft_runs_of_steps_that_went_unobserved_do_not_count():
     step(budget, 1, 2, 500.0, draft_nodes=1, propose_ms=90.0)  # the first of a shape
     for _ in range(100):
         budget.begins(1.0, 1)
-        budget.spend(1, 1)
+        budget.spend(1)
     budget.begins(1.0, 1)
     step(budget, 1, 2, 10.0, draft_nodes=1, propose_ms=0.2)
-    assert budget.costs.draft_ms(1, 1) == pytest.approx(0.2)
+    assert budget.costs.draft_ms(1) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("costs", [(StepCosts(((1, 0.0), (4, 1.0))), CHEAP[1]), (CHEAP[0], StepCosts(((1, 0.0),)))])

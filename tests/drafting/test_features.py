@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
-from speccompile.drafting.features import MAX_STATES, PendingFeatures
-from speccompile.drafting.state import DraftState
+from speccompile.drafting.acceptance import DraftState
+from speccompile.drafting.feature_drafts import MAX_STATES, PendingFeatures
 from tests.speculators.hidden_lm import OnDevice
 
 WIDTH = 2

@@ -2,6 +2,7 @@
 """Trees of one run of heads: the likeliest products, given parents, fixed shapes, and which engine drafts which."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates, grow_product, tree_from_shape
-from speccompile.drafting.heads import HeadsProposer, add_drafts
+from speccompile.drafting.heads import HeadsProposer, add_products, put_drafts, tree_from_shape
+from speccompile.drafting.tree import DraftTrees
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.heads import (
     DraftForm,
@@ -23,52 +24,63 @@ from speccompile.graph_kinds.heads import (
 CHOICES = TreeShape.from_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 
+BATCH = SimpleNamespace(sequences=[SimpleNamespace(grammar=None)])
+
+
 @pytest.mark.parametrize("num", [1, 4, 9, 14, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_products_are_the_likeliest_paths_of_all(num, seed):
     rng = np.random.default_rng(seed)
     depth, ranks = 3, 3
     probs = -np.sort(-rng.random((depth, ranks)), axis=1)
-    probs = (probs / probs.sum(axis=1, keepdims=True)).tolist()
-    candidates = [[10 * d + r for r in range(ranks)] for d in range(depth)]
-    tree = Candidates.from_root(7)
-    grow_product(tree, candidates, probs, num)
+    probs /= probs.sum(axis=1, keepdims=True)
+    candidates = np.array([[10 * d + r for r in range(ranks)] for d in range(depth)])
+    trees = DraftTrees([7], depth * num)
+    add_products(BATCH, trees, [9], candidates[None], probs[None], num)
     every = [p for n in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=n)]
-    products = sorted((np.prod([probs[d][r] for d, r in enumerate(p)]) for p in every), reverse=True)
-    assert len(tree.tokens) == 1 + min(num, len(every))
-    np.testing.assert_allclose(tree.paths[1:], products[:num], rtol=1e-9)
-    seen = set()
-    for node in range(1, len(tree.tokens)):
-        parent = tree.parents[node]
-        assert parent < node and tree.tokens[node] in candidates[tree.depths[parent]]
-        seen.add((parent, tree.tokens[node]))
-    assert len(seen) == len(tree.tokens) - 1
+    products = sorted((np.prod([probs[d, r] for d, r in enumerate(p)]) for p in every), reverse=True)
+    np.testing.assert_allclose(trees.ranked(num)[0], products[:num], rtol=1e-9)
+    tree, [chosen] = trees.best(num)
+    tree.validate()
+    assert len(chosen) == tree.nodes == 1 + min(num, len(every))
+    paths = {tuple(trees.path(0, node)) for node in chosen}
+    assert len(paths) == len(chosen) and all(path[:-1] in paths for path in paths if path)
+    assert all(token in candidates[at] for path in paths for at, token in enumerate(path))
+    np.testing.assert_allclose(
+        sorted((np.prod([probs[d, t % 10] for d, t in enumerate(path)]) for path in paths), reverse=True)[1:],
+        products[:num],
+    )
 
 
-def test_one_candidate_a_depth_is_a_chain():
-    tree = Candidates.from_root(7)
-    grow_product(tree, [[4], [5], [6]], [[0.5], [0.9], [0.2]], 8)
-    assert tree.tokens == [7, 4, 5, 6] and tree.parents == [-1, 0, 1, 2]
+def test_one_candidate_a_depth_is_a_chain_within_its_limit():
+    for limit in (3, 2):
+        trees = DraftTrees([7], 24)
+        add_products(BATCH, trees, [limit], np.array([[[4], [5], [6]]]), np.array([[[0.5], [0.9], [0.2]]]), 8)
+        tree, _ = trees.best(8)
+        assert tree.is_chain and tree.tokens.tolist() == [[7, 4, 5, 6][: 1 + limit]]
 
 
 def test_drafts_with_given_parents_become_candidates():
-    tree = Candidates.from_root(7)
-    add_drafts(
-        tree,
-        [3, 4, 5, 6, 8, 9],
+    known, confidences, parents = (
+        AcceptanceEstimate(SharedPrior(2)),
         [0.6, 0.3, 0.5, 0.25, 0.7, 0.1],
         [0, 0, 2, 2, 1, 1],
-        AcceptanceEstimate(SharedPrior(2)),
     )
-    assert tree.tokens == [7, 3, 4, 5, 6, 8, 9] and tree.parents == [-1, 0, 0, 2, 2, 1, 1]
-    np.testing.assert_allclose(tree.paths, [1, 0.6, 0.3, 0.15, 0.075, 0.42, 0.06])
-    assert tree.depths == [0, 1, 1, 2, 2, 2, 2]
+    for limit, num in ((9, 6), (1, 2)):
+        trees = DraftTrees([7], 6)
+        put_drafts(trees, 0, [3, 4, 5, 6, 8, 9], confidences, parents, known, 0.0, limit)
+        paths = [1, 0.6, 0.3, 0.15, 0.075, 0.42, 0.06]
+        np.testing.assert_allclose(trees.paths[0, :7], [*paths[: 1 + num], *[0] * (6 - num)])
+        assert trees.ranks[0, :7].tolist() == [0, 0, 1, 0, 1, 0, 1]
+        tree, [chosen] = trees.best(6)
+        assert chosen == ([0, 1, 5, 2, 3, 4, 6] if num == 6 else [0, 1, 2])
+        assert tree.tokens.tolist() == [[7, 3, 8, 4, 5, 6, 9][: 1 + num] if num == 6 else [7, 3, 4]]
 
 
 def test_a_chain_ends_where_its_path_is_below_the_floor():
-    tree = Candidates.from_root(7)
-    add_drafts(tree, [3, 4, 5], [0.6, 0.5, 0.9], range(3), AcceptanceEstimate(SharedPrior(3)), 0.5)
-    assert tree.tokens == [7, 3]
+    trees = DraftTrees([7], 3)
+    put_drafts(trees, 0, [3, 4, 5], [0.6, 0.5, 0.9], range(3), AcceptanceEstimate(SharedPrior(3)), 0.5, 9)
+    assert trees.best(3)[0].tokens.tolist() == [[7, 3]]
 
 
 def test_a_fixed_shape_is_as_deep_as_each_sequence_may_go():

@@ -21,16 +21,24 @@ from speccompile.core.specs import (
     TOKENS,
     TREE_MASK,
 )
-from speccompile.drafting.expansion import DraftLayout, make_expansion
+from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.mask_drafts import MaskFeatureCache
 from speccompile.drafting.sliding_rows import GrowingRows, SlidingRows, rows_of_slot, rows_of_step
-from speccompile.drafting.state import DraftState
+from speccompile.drafting.tree import DraftLayout, make_expansion
 from speccompile.graph_kinds.features import FIRST_POSITIONS, FeatureDims, feature_draft_spec
 from speccompile.ops.cached_attention import visible_rows
 
 SLOTS, MOST, MAX_SEQ, VOCAB, MASK = 3, 5, 150, 50, 49
 PRIME = 10_007  # of all numbers: they stay whole in float32, and their products in int64
+
+
+def padded(rows):
+    """Returns lists of different lengths as an array."""
+    made = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for slot, row in enumerate(rows):
+        made[slot, : len(row)] = row
+    return made
 
 
 class WholeDraft:
@@ -193,8 +201,10 @@ class Pair:
                 frontiers[slot] = [int(i) for i in self.rng.permutation(children)[:size]]
             if not any(frontiers):
                 return
-            made = [make_expansion(depth, trees, frontiers, layout, {}) for layout in layouts]
-            level, frontiers = made[0]
+            tokens, parents = (padded([getattr(tree, name) for tree in trees]) for name in ("tokens", "parents"))
+            made = [make_expansion(depth, tokens, parents, frontiers, layout, {}) for layout in layouts]
+            level, scored = made[0]
+            frontiers = [[node for node in row if node >= 0] for row in scored.tolist()]
             outputs = self.each(
                 lambda scorer, number, made=made: scorer.expand(self.batch(number, num), made[number][0])
             )

@@ -16,7 +16,6 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates
 from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength, bucket_of
 from speccompile.runtime.requests import StepOutput
@@ -84,16 +83,13 @@ class Sim:
 
     def choose(self, most: int) -> int:
         """Drafts as long as that pays, then scores what pays."""
-        trees, spent_ms = [Candidates.from_root(0) for _ in range(self.batch)], 0.0
+        gains: list[float] = []
         for depth in range(most):
-            reach = self.batch * self.rate**depth
-            if depth and not self.budget.goes_on(trees, depth, reach, spent_ms):
-                break
-            spent_ms += self.budget.spend(self.batch, self.batch)
+            gains.append(self.batch * self.rate ** (depth + 1))
             self.num_runs += 1
-            for tree in trees:
-                tree.add(depth, [0], [self.rate])
-        return self.budget.size(trees, spent_ms)
+            if not self.budget.goes_on(gains, self.batch, depth + 1, gains[-1]):
+                break
+        return self.budget.size(gains, self.batch)
 
     def run(self, num_steps: int) -> tuple[float, list[int]]:
         """Returns expected tokens a millisecond, as luck decides nothing, and the length of each step."""

@@ -18,7 +18,8 @@ from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.core.tree import TokenTree
 from speccompile.drafting import grammars as drafting
 from speccompile.drafting import static_tree
-from speccompile.drafting.candidates import Candidates, grow_product
+from speccompile.drafting.heads import add_products
+from speccompile.drafting.tree import DraftTrees
 from speccompile.runtime import grammar_drafts
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
@@ -287,10 +288,10 @@ def test_forced_tokens_are_each_the_only_one(seed):
 def test_a_tree_of_heads_has_what_the_grammar_allows():
     sequence = sequence_of(CONSTRAINT)
     rows = [[0, 3, 1], [1, 5, 2], [1, 2, 3]], [[0.6, 0.3, 0.1]] * 3
-    tree = Candidates.from_root(0)
-    tokens, probs = drafting.product_with_forced(sequence.grammar, *rows)
-    grow_product(tree, tokens, probs, 30, drafting.allowed_in(sequence.grammar, tree))
-    paths = {tuple(drafting.path_of(tree, node)) for node in range(1, len(tree.tokens))}
+    trees, tokens, probs = DraftTrees([0], 90), np.array([rows[0]]), np.array([rows[1]])
+    drafting.force_candidates(sequence.grammar, tokens[0], probs[0])
+    add_products(SimpleNamespace(sequences=[sequence]), trees, [9], tokens, probs, 30)
+    paths = {tuple(trees.path(0, node)) for node in trees.best(90)[1][0][1:]}
     every = [path for length in range(1, 4) for path in product(*rows[0][:length])]
     assert paths == {path for path in every if all(allowed_after(path[:at])[t] for at, t in enumerate(path))}
     assert (1, 5, 1) in paths and (0,) not in paths
@@ -304,7 +305,9 @@ def test_a_tree_of_heads_has_what_the_grammar_allows():
 def test_forced_tokens_come_before_a_chains_own_and_in_place_of_a_lookups():
     sequence = sequence_of(CONSTRAINT, "a")
     assert drafting.chain_with_forced(sequence.grammar, [2, 3, 1], [0.5] * 3) == ([5, 3, 1], [1.0, 0.5, 0.5])
-    assert drafting.product_with_forced(sequence.grammar, [[2, 5], [3, 1]], [[0.7, 0.2]] * 2)[0] == [[5], [3, 1]]
+    candidates, confidences = np.array([[2, 5], [3, 1]]), np.array([[0.7, 0.2]] * 2)
+    drafting.force_candidates(sequence.grammar, candidates, confidences)
+    assert candidates.tolist() == [[5, -1], [3, 1]] and confidences.tolist() == [[1.0, 0.0], [0.7, 0.2]]
     proposer = SuffixMethod().make_proposer(SuffixConfig(depth=5), {}, MethodContext(1, 32, 6))
     proposer.start(0, sequence)
     batch = SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)

@@ -11,7 +11,7 @@ from tests.golden.method_fakes import Letters, make_engine
 from tests.runtime.call_trace import traced
 
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
-STEPS = {"none": (12, 45), "draft_model": (23, 264), "eagle3": (27, 599)}
+STEPS = {"none": (10, 37), "draft_model": (14, 127), "eagle3": (15, 199)}
 COMPLETION = (42, 1020)  # calls vary by a few with the turns of two threads
 
 

@@ -22,8 +22,8 @@ from speccompile.core.specs import (
     TOKENS,
     hidden_name,
 )
-from speccompile.drafting.expansion import Expansion
 from speccompile.drafting.path_lattice import PathLattice
+from speccompile.drafting.tree import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.graph_kinds.blocks import PAIR_SCORES
 

@@ -11,9 +11,8 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, GraphSpec
 from speccompile.core.tree import TokenTree
-from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.drawn_length import DrawnRecord
-from speccompile.drafting.state import DraftState
 from speccompile.errors import RecipeError
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
@@ -117,10 +116,7 @@ def test_a_record_of_drawn_drafts_follows_the_verdicts():
     record = DrawnRecord(0.0)
 
     def learn(num_drafts, num_accepted):
-        chain = Candidates.from_root(0)
-        for node in range(num_drafts):
-            chain.add(node, [0], [record.estimate.prob(0.5)])
-        record.learn(chain, num_accepted)
+        record.learn([record.estimate.prob(0.5)] * num_drafts, num_accepted)
 
     for _ in range(40):  # always right: the odds rise; always wrong: they fall again
         learn(4, 4)

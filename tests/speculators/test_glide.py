@@ -14,7 +14,7 @@ from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.drafting.expansion import Expansion
+from speccompile.drafting.tree import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.runtime.sequences import TokenSequence

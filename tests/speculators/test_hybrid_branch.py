@@ -14,7 +14,7 @@ from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates, tree_from_candidates
+from speccompile.drafting.tree import DraftTrees
 from speccompile.errors import RuntimeFault
 from speccompile.speculators.hybrid import branch as module
 from speccompile.speculators.hybrid.branch import Branches, find_branch, with_branches
@@ -27,17 +27,23 @@ from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_
 FLAT = AcceptanceEstimate(SharedPrior(1), 0.0, (1.0,))
 
 
-def grown(rng: random.Random, num: int, most_tokens: int = 3) -> Candidates:
-    """Returns a random tree of `num` drafts, siblings distinct."""
-    tree = Candidates.from_root(9)
-    while len(tree.tokens) <= num:
-        parent, token = rng.randrange(len(tree.tokens)), rng.randrange(most_tokens)
-        pairs = zip(tree.parents, tree.tokens, strict=True)
-        if (parent, token) not in list(pairs)[1:]:
-            tree.add(parent, [token], [rng.uniform(0.1, 0.9)])
+def put_random(trees: DraftTrees, slot: int, rng: random.Random, num: int, most_tokens: int = 3) -> None:
+    """Gives a sequence a random tree of `num` drafts, siblings distinct."""
+    drafts: list[tuple[int, int]] = []  # parent, token
+    while len(drafts) < num:
+        draft = rng.randrange(1 + len(drafts)), rng.randrange(most_tokens)
+        if draft not in drafts:
+            drafts.append(draft)
         elif rng.random() < 0.1:
             most_tokens += 1
-    return tree
+    trees.put(slot, [t for _, t in drafts], [p for p, _ in drafts], [rng.uniform(0.1, 0.9) for _ in drafts])
+
+
+def grown(rng: random.Random, nums: list[int]) -> DraftTrees:
+    trees = DraftTrees([9] * len(nums), max(nums))
+    for slot, num in enumerate(nums):
+        put_random(trees, slot, rng, num)
+    return trees
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
@@ -51,12 +57,11 @@ def check_form(make, seed):
     """Compares merged trees with their definition: the paths of both, of which the likeliest new ones are kept."""
     rng = random.Random(seed)
     slots = rng.randint(1, 3)
-    bases = [grown(rng, rng.randint(0, 5)) for _ in range(slots)]
-    found = [grown(rng, rng.randint(0, 6)) for _ in range(slots)]
-    tree, _ = tree_from_candidates(bases, 5, [9] * slots)
+    bases, found = (grown(rng, [rng.randint(0, most) for _ in range(slots)]) for most in (5, 6))
+    tree, _ = bases.best(5)
     find, merge = make
     num = rng.randint(1, 6)
-    branches = [find(tree, slot, found[slot], FLAT) for slot in range(slots)]
+    branches = [find(tree, slot, found, FLAT) for slot in range(slots)]
     made = merge(tree, branches, num)
     made.validate()
     for slot, branch in enumerate(branches):
@@ -66,8 +71,8 @@ def check_form(make, seed):
         assert parents[:before] == tree.parents[slot, :before].tolist()
         paths = paths_of(tokens, parents)
         assert len(set(paths)) == size  # siblings are distinct
-        own = set(paths_of(bases[slot].tokens, bases[slot].parents))
-        theirs = dict(zip(paths_of(found[slot].tokens, found[slot].parents), found[slot].paths, strict=True))
+        own = {tuple(bases.path(slot, node)) for node in range(1 + bases.count(slot))}
+        theirs = {tuple(found.path(slot, node)): found.paths[slot, node] for node in range(1 + found.count(slot))}
         new = {path: prob for path, prob in theirs.items() if path not in own}
         assert set(paths) - own <= set(new) and size - before == min(num, len(new)) == len(set(paths) - own)
         np.testing.assert_allclose(sorted(branch.probs), sorted(new.values()))
@@ -84,7 +89,7 @@ MUTANTS = {
     "shared nodes stay twice": ("children.setdefault((parent, token), num + len", "(lambda _, new: new)(0, num + len"),
     "any nodes are kept": ("key=b.probs.__getitem__, reverse=True)[:num]", "key=b.probs.__getitem__)[:num]"),
     "parents keep the numbers of a whole branch": ("node_of.get(above, above)", "above"),
-    "a path begins at its branch": ("path = found.paths[above] if is_first", "path = 1.0 if is_first"),
+    "a path begins at its branch": ("path = paths[above] if is_first", "path = 1.0 if is_first"),
 }
 
 
@@ -108,8 +113,9 @@ RECORD = StepCosts(tuple((nodes, 2.0 + 0.25 * nodes) for nodes in (1, 2, 4, 8, 1
 def test_as_many_nodes_are_added_as_bring_the_most_tokens_a_millisecond(seed):
     rng = random.Random(seed)
     slots, spent_ms = rng.randint(1, 3), rng.uniform(0, 2)
-    tree, _ = tree_from_candidates([grown(rng, rng.randint(1, 4)) for _ in range(slots)], 4, [9] * slots)
-    found = [rng.choice((None, grown(rng, rng.randint(0, 6)))) for _ in range(slots)]
+    tree, _ = grown(rng, [rng.randint(1, 4) for _ in range(slots)]).best(4)
+    lookup = grown(rng, [rng.randint(0, 6) for _ in range(slots)])
+    found = [rng.choice((None, lookup)) for _ in range(slots)]
     branches, expected = Branches(Budget(8, 8, 1, RECORD)), rng.uniform(0, 2) * slots
     made = branches.add(tree, found, expected, spent_ms)
     new = [[] if f is None else find_branch(tree, s, f, branches.estimate).probs for s, f in enumerate(found)]
@@ -126,9 +132,8 @@ def test_as_many_nodes_are_added_as_bring_the_most_tokens_a_millisecond(seed):
 
 def test_a_branch_is_as_likely_as_earlier_ones_were_accepted_scored_or_not():
     """The tree says 1, 2; the lookup 1, 3. Of the text, only what comes after an accepted 1 decides on the branch."""
-    found = Candidates.from_root(9)
-    found.add(0, [1], [0.8])
-    found.add(1, [3], [0.8])
+    found = DraftTrees([9], 2)
+    found.put(0, [1, 3], [0, 1], [0.8, 0.8])
     tree = TokenTree.chain(np.array([[9, 1, 2]]))
     rates = {}
     for following, is_scored in ((3, True), (3, False), (4, True), (4, False)):
@@ -157,18 +162,19 @@ class Rambling(NoneProposer):
     """A lookup that finds random trees; it expects less of them than any drafter of its own."""
 
     def __init__(self, seed=0):
-        self.rng, self.offered, self.foreseen = random.Random(seed), [], []
+        self.rng, self.offered, self.foreseen = random.Random(seed), DraftTrees([], 0), []
 
     def propose(self, batch):
-        self.offered = []
-        for sequence in batch.sequences:
-            tree = grown(self.rng, self.rng.randint(0, 4) if sequence.max_drafts > 2 else 0, 24)
-            tree.tokens[0] = sequence.tokens[-1]
-            self.offered.append(
-                tree if max(tree.depths) <= sequence.max_drafts else Candidates.from_root(tree.tokens[0])
-            )
-        self.foreseen = [0.01 * (len(tree.tokens) > 1) for tree in self.offered]
-        return tree_from_candidates(self.offered, 4, [9] * len(self.offered))[0]
+        self.offered = DraftTrees([sequence.tokens[-1] for sequence in batch.sequences], 4)
+        for slot, sequence in enumerate(batch.sequences):
+            most = 4 if sequence.max_drafts > 2 else 0
+            put_random(self.offered, slot, self.rng, self.rng.randint(0, min(most, sequence.max_drafts)), 24)
+        return self._score()
+
+    def _score(self):
+        tree, _ = self.offered.best(4)
+        self.foreseen = [0.01 * (num > 1) for num in tree.num_nodes.tolist()]
+        return tree
 
 
 MOCK = MockLM(seed=5, vocab=6)
@@ -234,14 +240,11 @@ class Knowing(Rambling):
     """A lookup that finds what the target says next, but is never chosen alone."""
 
     def propose(self, batch):
-        self.offered = []
-        for sequence in batch.sequences:
-            chain = Candidates.from_root(sequence.tokens[-1])
-            for depth, token in enumerate(MOCK.greedy(sequence.tokens, min(4, sequence.max_drafts))):
-                chain.add(depth, [token], [0.9])
-            self.offered.append(chain)
-        self.foreseen = [0.01] * len(self.offered)
-        return tree_from_candidates(self.offered, 4, [9] * len(self.offered))[0]
+        self.offered = DraftTrees([sequence.tokens[-1] for sequence in batch.sequences], 4)
+        for slot, sequence in enumerate(batch.sequences):
+            tokens = MOCK.greedy(sequence.tokens, min(4, sequence.max_drafts))
+            self.offered.put(slot, tokens, range(len(tokens)), [0.9] * len(tokens))
+        return self._score()
 
 
 def test_branches_bring_tokens_and_each_drafter_learns_its_own():

@@ -168,7 +168,7 @@ def test_a_run_costs_as_many_rows_as_it_drafts_tokens(costs):
     assert drafts.budget.runs_once and drafts.budget.max_depth == 4
     steep = {**costs, "draft": StepCosts(((1, 1.0), (2, 2.0), (16, 16.0)))}
     budget = make_proposer(costs=steep, num_draft_tokens="auto", max_draft_tokens=4).likeliest.budget
-    assert budget.costs.draft_ms(1, 1) == 4.0 and budget.costs.draft_ms(2, 2) == 8.0
+    assert budget.costs.draft_ms(1) == 4.0 and budget.costs.draft_ms(2) == 8.0
 
 
 def test_the_recipe_decides_whether_there_are_masks_where_the_draft_knows_one():

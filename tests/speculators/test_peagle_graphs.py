@@ -13,9 +13,9 @@ from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, hidden_name
-from speccompile.drafting.feature_config import fused_features
+from speccompile.drafting.acceptance import DraftState
+from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.mask_drafts import MaskFeatureCache
-from speccompile.drafting.state import DraftState
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.speculators.eagle3.config import Eagle3Config, Eagle3Method
 

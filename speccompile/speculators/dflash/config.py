@@ -12,7 +12,8 @@ from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.core.registry import find_class
 from speccompile.drafting.block_drafts import BlockCache
-from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions, fused_features
+from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
+from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import MAX_CANDIDATES
 from speccompile.errors import RecipeError

@@ -10,7 +10,8 @@ from typing import Literal
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions, fused_features
+from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
+from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.training_contract import check_positive

@@ -13,11 +13,11 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
 from speccompile.core.tree import Ints
-from speccompile.drafting.expansion import Expansion
+from speccompile.drafting.tree import Expansion
 
 
 class SharedRows:
-    """See `speccompile.drafting.proposer.DraftRows`.
+    """See `speccompile.drafting.proposer.Scorer`.
 
     The target has read all tokens before the root, which fills the rows of the shared layers. The rows from the root
     on, which the draft writes, are written again by the target, with the same numbers where drafts are accepted.
@@ -50,21 +50,13 @@ class SharedRows:
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Reads the nodes of one expansion."""
-        starts, idle = [], []
-        for slot, (sequence, nodes, num) in enumerate(
-            zip(batch.sequences, level.nodes, level.num_in_place, strict=True)
-        ):
-            starts.append(len(sequence.tokens) + num if nodes else len(sequence.tokens) - 1)
-            if not nodes:
-                idle.append(slot)
+        starts = []
+        for slot, sequence in enumerate(batch.sequences):
+            starts.append(len(sequence.tokens) + (level.num_in_place[slot] if level.nodes[slot] else -1))
         feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
-        width = level.tokens.shape[1]
-        if width > 1:
-            mask = level.tree_mask
-            if idle:  # padding at the end of the cache must not have positions that the model does not know
-                mask = mask.copy()
-                mask[idle] = np.eye(width, dtype=np.bool_)
-            feeds |= {TREE_MASK: mask, SCORED_NODES: level.scored_nodes}
+        if level.tokens.shape[1] > 1:
+            # Padding at the end of the cache must not have positions that the model does not know.
+            feeds |= {TREE_MASK: level.mask_without_idle(), SCORED_NODES: level.scored_nodes}
         return self.engine.run(feeds)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None: ...

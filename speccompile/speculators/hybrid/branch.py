@@ -19,7 +19,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.tree import DraftTrees
 
 FIRST_ODDS = -1.0  # log odds between the lookup's rate and that of a branch, before any verdict
 
@@ -40,24 +40,25 @@ class Branch:
     num_nodes: int
 
 
-def find_branch(tree: TokenTree, slot: int, found: Candidates, estimate: AcceptanceEstimate) -> Branch:
-    """Returns what a lookup found that a tree does not have.
+def find_branch(tree: TokenTree, slot: int, found: DraftTrees, estimate: AcceptanceEstimate) -> Branch:
+    """Returns what a lookup found in one sequence that a tree does not have.
 
     Args:
         tree: deterministic; its nodes are scored in any case.
-        found: the lookup's drafts after the same root.
+        found: the lookup's drafts after the same roots.
     """
-    num = int(tree.num_nodes[slot])
+    num, most = int(tree.num_nodes[slot]), 1 + found.count(slot)
     rows = zip(tree.parents[slot, 1:num].tolist(), tree.tokens[slot, 1:num].tolist(), strict=True)
     children = {key: node for node, key in enumerate(rows, 1)}
-    node_of, branch = [0], Branch([], [], [], [], num)
-    for above, token, sure in zip(found.parents[1:], found.tokens[1:], found.probs[1:], strict=True):
+    node_of, branch, paths = [0], Branch([], [], [], [], num), found.paths[slot].tolist()
+    parts = (part[slot, 1:most].tolist() for part in (found.parents, found.tokens, found.probs))
+    for above, token, sure in zip(*parts, strict=True):
         parent = node_of[above]
         node = children.setdefault((parent, token), num + len(branch.tokens))
         node_of.append(node)
         if node == num + len(branch.tokens):
             is_first = parent < num
-            path = found.paths[above] if is_first else branch.probs[parent - num]
+            path = paths[above] if is_first else branch.probs[parent - num]
             branch.tokens.append(token)
             branch.parents.append(parent)
             branch.sure.append(sure)
@@ -99,11 +100,11 @@ class Branches:
     def begin(self) -> None:
         self._found = []
 
-    def add(self, tree: TokenTree, found: Sequence[Candidates | None], expected: float, spent_ms: float) -> TokenTree:
+    def add(self, tree: TokenTree, found: Sequence[DraftTrees | None], expected: float, spent_ms: float) -> TokenTree:
         """Returns the tree to score.
 
         Args:
-            found: by slot, the drafts of a lookup where the tree is another drafter's; None: nothing is added.
+            found: by slot, a lookup's drafts where the tree is another drafter's; None: nothing is added.
             expected: drafts of the tree that are expected to be accepted, over all sequences.
         """
         estimate = self.estimate

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speccompile.core.jobs import StepCosts
-from speccompile.drafting.step_costs import MACHINE_WEIGHT, MAX_SURPRISE
+from speccompile.drafting.budget import MACHINE_WEIGHT, MAX_SURPRISE
 
 MAX_FIRST_SURPRISE = 2.0  # of the first log time of a batch size; later ones: `MAX_SURPRISE`
 READ_OVER = 4  # steps that share the time in which a drafter reads what it missed: it is likely to run again

@@ -24,7 +24,7 @@ from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates
+from speccompile.drafting.tree import DraftTrees
 from speccompile.speculators.hybrid.branch import Branches
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer, choose
 from speccompile.speculators.hybrid.merge import merge_trees
@@ -202,13 +202,13 @@ class HybridProposer:
             lookups: by slot, which of them expects the most; -1: none found anything.
         """
         assert self._branches is not None
-        found, expected = list[Candidates | None](), 0.0
+        found, expected = list[DraftTrees | None](), 0.0
         for slot, (pick, lookup) in enumerate(zip(self._picks, lookups, strict=True)):
             is_other = pick == self._ran
             expected += offer.expected[slot] if is_other else known[slot]
             is_merged = is_other and lookup >= 0 and self._foresees[lookup]
             proposer = self.drafters[lookup].proposer
-            found.append(cast("Foreseeing", proposer).offered[slot] if is_merged else None)
+            found.append(cast("Foreseeing", proposer).offered if is_merged else None)
         return self._branches.add(tree, found, expected, offer.ms)
 
     def _draft(self, index: int, part: PartBatch, limits: Sequence[int]) -> TokenTree:

@@ -15,8 +15,8 @@ from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates
 from speccompile.drafting.grammars import num_allowed
+from speccompile.drafting.tree import DraftTrees
 
 if TYPE_CHECKING:
     from speccompile.speculators.ngram.config import NgramConfig
@@ -101,14 +101,11 @@ class NgramProposer:
         return [sum(prob**num for num in range(1, len(row))) for prob, row in rows]
 
     @property
-    def offered(self) -> list[Candidates]:
+    def offered(self) -> DraftTrees:
         """See `speccompile.drafting.acceptance.Foreseeing`."""
-        made = []
-        for prob, row in zip(self._probs, self._rows, strict=True):
-            chain = Candidates.from_root(row[0])
-            for depth, token in enumerate(row[1:]):
-                chain.add(depth, [token], [prob])
-            made.append(chain)
+        made = DraftTrees([row[0] for row in self._rows], self.max_drafts)
+        for slot, (prob, row) in enumerate(zip(self._probs, self._rows, strict=True)):
+            made.put(slot, row[1:], range(len(row) - 1), [prob] * (len(row) - 1))
         return made
 
     def start(self, slot: int, sequence: TokenSequence) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,8 @@ from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.tree import Ints, TokenTree
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.candidates import Candidates, tree_from_candidates
-from speccompile.drafting.grammars import FORCED, drafts_within
+from speccompile.drafting.grammars import FORCED, drafts_within, has_grammars
+from speccompile.drafting.tree import DraftTrees
 from speccompile.speculators.suffix.tree import Cursor, SuffixTree
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 FIRST_RATES = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9)
 TOKENS_PER_MATCH = 2  # where nothing was measured
 SHARED_WEIGHT = 0.02  # of one verdict in the rates that new sequences begin with
+
+Drafts = tuple[list[int], Sequence[int], list[float], int]  # tokens, parents, probabilities, and the rank of all
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +61,9 @@ class SuffixProposer:
         self.shared = SuffixTree(config.depth, config.shared_bytes) if config.shared_bytes else None
         self._prior = SharedPrior(self.max_drafts)
         self._log_odds = [0.0] * len(FIRST_RATES)  # that a sequence begins with, by match length
-        self._drafts: list[Candidates] = []  # of the last step, by slot; a draft's rank says how long the match was
+        self._drafts = DraftTrees([], 0)  # of the last step; a draft's rank says how long the match was
         self.foreseen: list[float] = []  # see `speccompile.drafting.acceptance.Foreseeing`
-        self.offered: list[Candidates] = []  # see there
+        self.offered = self._drafts  # see there
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
         """Makes an empty tree; that of all requests gets the prompt's end, as outputs are found by what is before."""
@@ -92,32 +96,36 @@ class SuffixProposer:
     def propose(self, batch: Batch) -> TokenTree:
         """Returns, for each slot, the most frequent continuations of the longest match."""
         self.budget.is_forced = batch.is_forced
-        self._drafts = [self._find(sequence, sequence.tokens, sequence.max_drafts) for sequence in batch.sequences]
-        pairs = zip(batch.sequences, self._drafts, strict=True)
-        self.offered = offered = [
-            found if sequence.grammar is None else self._with_forced(sequence, found) for sequence, found in pairs
-        ]
-        num = self.budget.size(offered)
-        tree, chosen = tree_from_candidates(offered, num, [sequence.max_drafts for sequence in batch.sequences])
-        rows = zip(offered, chosen, strict=True)
-        self.foreseen = [sum([found.paths[c] for c in nodes[1:]]) for found, nodes in rows]
+        roots = [sequence.tokens[-1] for sequence in batch.sequences]
+        self._drafts = self.offered = DraftTrees(roots, self.max_drafts)
+        if self.config.tree == "chain" and has_grammars(batch):
+            self.offered = DraftTrees(roots, self.max_drafts)
+        for slot, sequence in enumerate(batch.sequences):
+            found = self._find(sequence, sequence.tokens, sequence.max_drafts)
+            self._drafts.put(slot, *found)
+            if self.offered is not self._drafts:
+                self.offered.put(slot, *self._with_forced(sequence, found))
+        offered = self.offered
+        if offered.num_nodes == 1:
+            self.foreseen = [0.0] * len(roots)
+            return TokenTree.roots(roots)
+        tree, chosen = offered.best(self.budget.size(offered.gains(self.max_drafts), len(roots)))
+        self.foreseen = [float(offered.paths[slot, nodes[1:]].sum()) for slot, nodes in enumerate(chosen)]
         return tree
 
-    def _with_forced(self, sequence: TokenSequence, found: Candidates) -> Candidates:
-        forced = list(sequence.grammar.forced()[: min(self.max_drafts, sequence.max_drafts)])
-        if self.config.tree != "chain" or found.tokens[1 : 1 + len(forced)] == forced:
+    def _with_forced(self, sequence: TokenSequence, found: Drafts) -> Drafts:
+        num = min(self.max_drafts, sequence.max_drafts)
+        forced = list(sequence.grammar.forced()[:num]) if sequence.grammar is not None else []
+        if found[0][: len(forced)] == forced:
             return found
-        chain = Candidates.from_root(sequence.tokens[-1])
-        for depth, token in enumerate(forced):
-            chain.add(depth, [token], [FORCED])
-        return chain
+        return forced, range(len(forced)), [FORCED] * len(forced), 0
 
-    def _find(self, sequence: TokenSequence, text: list[int], most: int) -> Candidates:
+    def _find(self, sequence: TokenSequence, text: list[int], most: int) -> Drafts:
         """Returns the drafts after `text`, the tokens of a sequence or the first ones of these.
 
-        They are at most `most` on a path; the root alone where nothing matches.
+        They are at most `most` on a path; none where nothing matches.
         """
-        state, config, found = sequence.draft_state, self.config, Candidates.from_root(text[-1])
+        state, config = sequence.draft_state, self.config
         self._read(state, text)
         tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)
         if state.shared is not None and self.shared is not None and (length := self.shared.match(state.shared)) > size:
@@ -128,7 +136,7 @@ class SuffixProposer:
         elif not self.budget.weighs_time:
             depth = min(depth, size * TOKENS_PER_MATCH)
         if size < config.min_match or depth == 0:
-            return found
+            return [], [], [], 0
         if config.tree == "chain":
             tokens, shares = tree.chain(cursor, text, depth, config.min_prob)
             parents = list(range(-1, len(tokens) - 1))
@@ -137,17 +145,16 @@ class SuffixProposer:
         chosen, starts = drafts_within(sequence.grammar, tokens, [parent + 1 for parent in parents])
         tokens, shares = [tokens[draft] for draft in chosen], [shares[draft] for draft in chosen]
         prob, rate, rank = state.estimate.prob, FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1
-        for token, start, share in zip(tokens, starts, shares, strict=True):
-            found.add(start, [token], [prob(rate * share, rank)], first_rank=rank)
-        return found
+        return tokens, starts, [prob(rate * share, rank) for share in shares], rank
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Learns which drafts were right, scored or not; emitted tokens are read before the next draft."""
-        for slot, (sequence, found) in enumerate(zip(batch.sequences, self._drafts, strict=True)):
-            if len(found.tokens) > 1:
-                estimate = sequence.draft_state.estimate
-                estimate.learn_ranks(found, *_judge(found, emitted_tokens(tree, verdict, slot)))
-                rank = min(found.ranks[1], len(self._log_odds) - 1)
+        found = self._drafts
+        for slot, sequence in enumerate(batch.sequences):
+            if num := found.count(slot):
+                estimate, emitted = sequence.draft_state.estimate, emitted_tokens(tree, verdict, slot)
+                estimate.learn_ranks(found, slot, *_judge(found, slot, num, emitted))
+                rank = min(int(found.ranks[slot, 1]), len(self._log_odds) - 1)
                 self._log_odds[rank] += SHARED_WEIGHT * (estimate.log_odds[rank] - self._log_odds[rank])
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
@@ -158,12 +165,16 @@ class SuffixProposer:
     def flush(self) -> None: ...
 
 
-def _judge(found: Candidates, emitted: list[int]) -> tuple[list[int], list[int]]:
-    decided = [c for c, depth in enumerate(found.depths) if depth <= len(emitted)]
-    path = [0]
-    for at, candidate in enumerate(decided):
-        depth = found.depths[candidate]
-        is_next = depth == len(path) and found.parents[candidate] == decided[path[-1]]
-        if depth and is_next and found.tokens[candidate] == emitted[depth - 1]:
-            path.append(at)
+def _judge(found: DraftTrees, slot: int, num: int, emitted: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the candidates that the emitted tokens decide on, and which of these they are."""
+    decided, path, depths = [0], [0], [0]
+    rows = zip(found.tokens[slot].tolist()[1:], found.parents[slot].tolist()[1:], strict=True)
+    for candidate, (token, parent) in enumerate(itertools.islice(rows, num), 1):
+        depth = depths[parent] + 1
+        depths.append(depth)
+        if depth > len(emitted):
+            continue
+        if depth == len(path) and parent == decided[path[-1]] and token == emitted[depth - 1]:
+            path.append(len(decided))
+        decided.append(candidate)
     return decided, path

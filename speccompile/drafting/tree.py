@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees of a batch in arrays, level by level, and one expansion of them: the inputs of one run of the draft.
+
+A draft with a KV cache writes the nodes of an expansion after the root's row. Cached rows can be used as a tree only
+with its mask, so an expansion feeds the nodes to expand and, once more, their ancestors. Ancestors that all these nodes
+share and whose rows are already in path order form a chain, need no mask, and are not fed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speccompile.core.tree import Bools, Ints, TokenTree, chain_mask, mask_from_bits
+
+Probs = NDArray[np.float64]
+LEAST = 1e-300  # probability of a path
+
+
+class DraftTrees:
+    """The candidates of a batch. Node 0 of each sequence is its root; parents come before their children.
+
+    Attributes:
+        tokens, parents, ranks: [slots, nodes] int64; a rank is the place among the candidates after the same node.
+        probs: [slots, nodes] float64, the probability of acceptance given that the parent is accepted.
+        paths: [slots, nodes] float64, that of the whole path from the root; 0: there is no such candidate.
+
+    Args:
+        roots: by slot, the token of the root.
+        most: candidates of a sequence that there may be.
+    """
+
+    def __init__(self, roots: Ints | Sequence[int], most: int) -> None:
+        # The last column is never used: what comes after node -1 has probability 0.
+        self.tokens, self.parents, self.ranks = np.zeros((3, len(roots), most + 2), dtype=np.int64)
+        self.probs, self.paths = np.zeros((2, len(roots), most + 2))
+        self.tokens[:, 0], self.parents[:, 0], self.probs[:, 0], self.paths[:, 0] = roots, -1, 1, 1
+        self.num_nodes = 1  # columns in use
+        self._slots = np.arange(len(roots))[:, None]
+
+    def add(self, parents: Ints, tokens: Ints, probs: Probs, most: int, floor: float = 0.0) -> int:
+        """Adds the children of some nodes, the most probable path first.
+
+        Args:
+            parents: [slots, parents] int64; -1: none.
+            tokens: [slots, parents, candidates] int64.
+            probs: [slots, parents, candidates] float64.
+            most: children of a sequence that are kept.
+            floor: children whose path is less probable are left out.
+
+        Returns:
+            The first new node.
+        """
+        slots, shape = self._slots, (len(self._slots), -1)
+        paths = (self.paths[slots, parents][:, :, None] * probs).reshape(shape)
+        paths = np.where(paths >= max(floor, LEAST), paths, 0)  # also where a sequence takes no part and has NaN
+        order = (-paths).argsort(axis=1, kind="stable")[:, :most]
+        start, self.num_nodes = self.num_nodes, self.num_nodes + order.shape[1]
+        new, column = slice(start, self.num_nodes), order // tokens.shape[2]
+        self.paths[:, new], self.probs[:, new] = paths[slots, order], probs.reshape(shape)[slots, order]
+        self.tokens[:, new] = tokens.reshape(shape)[slots, order]
+        self.parents[:, new], self.ranks[:, new] = parents[slots, column], order - column * tokens.shape[2]
+        return start
+
+    def put(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        probs: Sequence[float],
+        ranks: int | Sequence[int] = 0,
+        *,
+        floor: float = 0.0,
+        limit: float = np.inf,
+    ) -> None:
+        """Gives one sequence all of its candidates, which begin with node 1.
+
+        Args:
+            floor, limit: paths less probable than this, and those with more draft tokens, do not exist.
+        """
+        paths, depths = [1.0], [0]
+        for parent, prob in zip(parents, probs, strict=True):
+            path = paths[parent] * prob
+            depths.append(depths[parent] + 1)
+            paths.append(path if path >= floor and depths[-1] <= limit else 0.0)
+        new = slice(1, len(paths))
+        self.tokens[slot, new], self.parents[slot, new], self.ranks[slot, new] = tokens, parents, ranks
+        self.probs[slot, new], self.paths[slot, new] = probs, paths[1:]
+        self.num_nodes = max(self.num_nodes, len(paths))
+
+    def ranked(self, most: int) -> Probs:
+        """Returns the probabilities of the most probable paths of each sequence, falling, [slots, at most `most`]."""
+        falling: Probs = np.sort(self.paths[:, 1 : self.num_nodes], axis=1)[:, ::-1][:, :most]
+        return falling
+
+    def gains(self, most: int) -> list[float]:
+        """Returns the tokens that the first, the second ... draft token brings, all sequences together."""
+        gains: list[float] = self.ranked(most).sum(axis=0).tolist()
+        return gains
+
+    def count(self, slot: int) -> int:
+        """Returns the number of candidates of a sequence."""
+        return int(np.count_nonzero(self.paths[slot])) - 1
+
+    def path(self, slot: int, node: int) -> list[int]:
+        """Returns the draft tokens from the root's child to a node."""
+        tokens = list[int]()
+        while node > 0:
+            tokens.append(int(self.tokens[slot, node]))
+            node = int(self.parents[slot, node])
+        return tokens[::-1]
+
+    def best(self, num: int) -> tuple[TokenTree, list[list[int]]]:
+        """Returns the tree of the `num` most probable candidates of every sequence, and the candidate of each node.
+
+        First comes the path of the most probable children: where it is accepted, nothing has to be moved in the
+        target's cache. Then the others by index; siblings keep their order.
+        """
+        order = (-self.paths[:, 1 : self.num_nodes]).argsort(axis=1, kind="stable")[:, :num] + 1
+        exists, kept = self.paths[self._slots, order] > 0, []
+        for slot, nodes in enumerate(order.tolist()):
+            chosen = sorted(itertools.compress(nodes, exists[slot].tolist()))
+            kept.append(_first_path_first(chosen, self.parents[slot, : self.num_nodes].tolist()))
+        num_nodes = np.array(list(map(len, kept)), dtype=np.int64)
+        tokens: Ints = np.zeros((len(kept), int(num_nodes.max())), dtype=np.int64)
+        parents: Ints = np.full(tokens.shape, -1, dtype=np.int64)
+        is_chain = True
+        for slot, chosen in enumerate(kept):
+            above, node_of = self.parents[slot, chosen[1:]].tolist(), dict(zip(chosen, range(len(chosen)), strict=True))
+            tokens[slot, : len(chosen)] = self.tokens[slot, chosen]
+            links = list(map(node_of.__getitem__, above))
+            parents[slot, 1 : len(chosen)] = links
+            is_chain = is_chain and links == list(range(len(links)))
+        if is_chain:
+            return TokenTree.chain(tokens, num_nodes), kept
+        return TokenTree(tokens, parents, num_nodes), kept
+
+
+def _first_path_first(chosen: Sequence[int], parents: Sequence[int]) -> list[int]:
+    path, rest = [0], []
+    for node in chosen:
+        if parents[node] == path[-1]:
+            path.append(node)
+        else:
+            rest.append(node)
+    return path + rest
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """Inputs of one expansion. A slot that takes no part has padding: token 0, which attends to itself alone.
+
+    Args:
+        depth: of the expanded nodes; the root has depth 0.
+        tokens: [batch, nodes] int64.
+        tree_mask: [batch, nodes, nodes] bool.
+        scored_nodes: [batch, scored] int64, columns of the expanded nodes, 0 at padding.
+        num_in_place: by slot, how many drafts the cache already holds after the root; this expansion's rows follow.
+        nodes: by slot, the candidate index of each column; empty: the slot takes no part.
+        parents: by slot, the candidate index of each column's parent; 0 is the root.
+        warp: temperature, top_k and top_p where drafts are drawn; otherwise empty.
+    """
+
+    depth: int
+    tokens: Ints
+    tree_mask: Bools
+    scored_nodes: Ints
+    num_in_place: Sequence[int]
+    nodes: Sequence[Sequence[int]]
+    parents: Sequence[Sequence[int]]
+    warp: Mapping[str, NDArray[Any]]
+
+    def mask_without_idle(self) -> Bools:
+        """Returns the mask in which slots that take no part see each position alone, so that none has a high one."""
+        if all(self.nodes):
+            return self.tree_mask
+        mask = self.tree_mask.copy()
+        for slot, nodes in enumerate(self.nodes):
+            if not nodes:
+                mask[slot] = np.eye(mask.shape[1], dtype=np.bool_)
+        return mask
+
+
+class DraftLayout:
+    """Which drafts the draft's KV cache holds after each root.
+
+    Args:
+        max_nodes: most columns of an expansion; at least one more than the greatest depth that is expanded.
+    """
+
+    __slots__ = ("chains", "columns", "max_nodes")
+
+    def __init__(self, num_slots: int, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+        self.chains: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows in path order that stay
+        self.columns: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows of the last expansion
+
+    def plan(self, slot: int, parents: Sequence[int], frontier: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns the columns of a slot's next expansion, and moves the layout on.
+
+        Args:
+            frontier: nodes to expand, the most probable first; all descend from those of the last expansion. Empty: the
+                slot takes no part, and padding overwrites its last columns.
+
+        Returns:
+            The nodes to feed, in index order, and those of the frontier that fit.
+        """
+        chain, fed = self.chains[slot], self.columns[slot]
+        top = chain[-1] if chain else 0
+        needed: set[int] = set()
+        taken = []
+        for node in frontier:
+            lacking = []
+            above = node
+            while above != top and above not in needed:
+                lacking.append(above)
+                above = parents[above]
+            if len(needed) + len(lacking) <= self.max_nodes:
+                needed.update(lacking)
+                taken.append(node)
+        columns = sorted(needed)
+        while columns and fed and columns[0] == fed[0] and columns[0] not in taken:
+            if top in map(parents.__getitem__, columns[1:]):
+                break
+            top = columns[0]
+            chain.append(top)
+            columns, fed = columns[1:], fed[1:]
+        self.columns[slot] = columns
+        return columns, taken
+
+    def num_kept(self, slot: int, path: Sequence[int]) -> int:
+        """Returns how many drafts of an accepted path (without the root) have their rows in the cache, in order."""
+        held, num = self.chains[slot] + self.columns[slot], 0
+        for node, there in zip(path, held, strict=False):
+            if node != there:
+                break
+            num += 1
+        return num
+
+
+def make_expansion(
+    depth: int,
+    tokens: Ints,
+    parents: Ints,
+    frontiers: Sequence[Sequence[int]],
+    layout: DraftLayout,
+    warp: Mapping[str, NDArray[Any]],
+) -> tuple[Expansion, Ints]:
+    """Returns the inputs that expand `frontiers`, and the nodes that are scored, [slots, scored] int64, -1: none.
+
+    Args:
+        tokens, parents: those of the trees, [slots, nodes] int64.
+        frontiers: by slot, see `DraftLayout.plan`; empty: the slot takes no part.
+        layout: of the draft's cache; updated.
+    """
+    plans, links, width, num_scored = [], parents.tolist(), 0, 0
+    for slot, frontier in enumerate(frontiers):
+        fed, taken = layout.plan(slot, links[slot], frontier)
+        plans.append((fed, taken))
+        width, num_scored = max(width, len(fed)), max(num_scored, len(taken))
+    scored: Ints = np.full((len(plans), num_scored), -1, dtype=np.int64)
+    fed_nodes, scored_columns = np.zeros((len(plans), width), dtype=np.int64), np.zeros(scored.shape, dtype=np.int64)
+    bits, above = [], []
+    for slot, (fed, taken) in enumerate(plans):
+        at: dict[int, int] = {}
+        seen: list[int] = []
+        above.append(list(map(links[slot].__getitem__, fed)))
+        for column, (node, parent) in enumerate(zip(fed, above[-1], strict=True)):
+            at[node] = column
+            seen.append(1 << column | (seen[at[parent]] if parent in at else 0))
+        for column in range(len(fed), width):
+            seen.append(1 << column)
+        bits += seen
+        fed_nodes[slot, : len(fed)], scored[slot, : len(taken)] = fed, taken
+        scored_columns[slot, : len(taken)] = list(map(at.__getitem__, taken))
+    slots = np.arange(len(plans))[:, None]
+    level = Expansion(
+        depth,
+        np.where(fed_nodes > 0, tokens[slots, fed_nodes], 0),
+        mask_from_bits(bits, width).reshape(len(plans), width, width),
+        scored_columns,
+        list(map(len, layout.chains)),
+        [fed for fed, _ in plans],
+        above,
+        warp,
+    )
+    return level, scored
+
+
+def padding_mask(lengths: Ints, counts: Sequence[int], width: int, max_seq_len: int) -> Bools:
+    """Returns the mask of chains whose padding attends to itself alone, so that no position exceeds the last one.
+
+    Args:
+        lengths: [batch] int64, rows before the chains.
+        counts: by slot, columns of its chain; the others are padding, and so are those beyond the last position.
+    """
+    used = np.arange(width) < np.minimum(counts, max_seq_len - lengths)[:, None]
+    mask: Bools = chain_mask(len(counts), width) & used[:, :, None]
+    return mask | np.eye(width, dtype=np.bool_)
