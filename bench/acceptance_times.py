@@ -31,7 +31,8 @@ from speccompile.certificate.decoding import make_sequences
 from speccompile.core import registry
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
-from speccompile.drafting import dynamic_tree, static_tree
+from speccompile.drafting import proposer as grown
+from speccompile.drafting import static_tree
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
@@ -81,7 +82,7 @@ def no_race() -> Iterator[None]:
         return np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
 
     name = "raced_candidates"
-    with patch.object(dynamic_tree, name, as_given), patch.object(static_tree, name, as_given):
+    with patch.object(grown, name, as_given), patch.object(static_tree, name, as_given):
         yield
 
 

@@ -245,7 +245,8 @@ class TreeGrower:
             if not budget.goes_on(gains, num_slots, depth, float(frontier.sum()), width):
                 return gains
             nodes = [range(start, start + num) for num in np.count_nonzero(frontier, axis=1).tolist()]
-            level, scored = make_expansion(depth, trees.tokens, trees.parents, nodes, self._layout, warp)
+            parents = trees.parents[:, : trees.num_nodes]
+            level, scored = make_expansion(depth, trees.tokens, parents, nodes, self._layout, warp)
             outputs, depth, width = self.scorer.expand(batch, level), depth + 1, level.tokens.shape[1]
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
