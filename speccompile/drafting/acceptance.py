@@ -102,9 +102,8 @@ class AcceptanceEstimate:
         """Updates the odds by rank with the candidates whose parents were kept.
 
         Args:
-            slot: of the sequence in the trees.
             scored: candidate of each scored node, the root first; only the root: no draft was scored.
-            path: scored nodes that were kept.
+            path: indices into `scored` of the nodes that were kept, 0 first.
         """
         if len(scored) == 1:
             self.recover()

@@ -146,10 +146,10 @@ class Budget:
         """Returns whether the candidates at a depth are worth another expansion, after the run that gave them.
 
         Args:
-            gains: see `size`.
+            gains: as in `size`, at most `max_nodes`.
             reach: sum of their paths' probabilities over all sequences: the tokens that the expansion would bring if
                 the draft were always right. The expected gain is the share of it that expansions kept so far.
-            num_nodes: per sequence, of the run that gave these candidates.
+            num_nodes: nodes per sequence that the run before read, at least 1.
         """
         costs = self.costs.of(num_slots)
         if depth == 1 or not self.runs_once:
@@ -251,8 +251,8 @@ class BatchCosts:
     Args:
         recorded, drafts: recorded milliseconds of scoring, and of a draft run, by nodes per sequence.
         scores: milliseconds of a step without its drafting, by draft tokens per sequence.
-        num_left: steps that these are still used for.
-        factor: of the recorded time of draft runs.
+        num_left: steps until `scores` are computed again; 0: now.
+        factor: measured time of a draft run / recorded time.
         factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
         num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
         last: value of `num_learnt` after the last step by nodes per sequence, of those in `factors`.

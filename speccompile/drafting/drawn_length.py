@@ -36,7 +36,7 @@ class DrawnRecord:
         """Updates the estimates with one verdict.
 
         Args:
-            probs: by draft token, its probability of acceptance.
+            probs: probability that each draft token is accepted, in order; empty: nothing was drawn.
         """
         if not probs:
             self.estimate.recover()

@@ -266,9 +266,9 @@ def add_products(batch: Batch, trees: DraftTrees, limits: Sequence[int], tokens:
     """Adds the most probable paths of candidates that are the same after every node of a depth.
 
     Args:
-        limits: by slot, most draft tokens on a path.
+        limits: by slot, most draft tokens on a path; 0: the sequence does not draft.
         tokens, probs: [slots, depths, candidates] int64, float64.
-        most: of a sequence at each depth.
+        most: candidates that a sequence keeps at each depth, at least 1.
     """
     nodes: Ints = np.zeros((len(limits), 1), dtype=np.int64)
     for depth in range(tokens.shape[1]):

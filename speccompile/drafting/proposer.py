@@ -218,7 +218,7 @@ class TreeGrower:
 
         Args:
             last_depths: by slot, the depth of the deepest node that may be expanded; below 0: it does not draft.
-            is_masked: a sequence has a grammar.
+            is_masked: at least one sequence has a grammar.
         """
         budget, num_slots, most = self.budget, len(last_depths), self.budget.max_nodes
         self._layout, floor = DraftLayout(num_slots, most), budget.floor(num_slots)

@@ -31,8 +31,8 @@ class DraftTrees:
         paths: [slots, nodes] float64, that of the whole path from the root; 0: there is no such candidate.
 
     Args:
-        roots: by slot, the token of the root.
-        most: candidates of a sequence that there may be.
+        roots: [slots] tokens.
+        most: candidates that a sequence may get, at most.
     """
 
     def __init__(self, roots: Ints | Sequence[int], most: int) -> None:
@@ -50,8 +50,8 @@ class DraftTrees:
             parents: [slots, parents] int64; -1: none.
             tokens: [slots, parents, candidates] int64.
             probs: [slots, parents, candidates] float64.
-            most: children of a sequence that are kept.
-            floor: children whose path is less probable are left out.
+            most: children that each sequence keeps, at most.
+            floor: children whose path has a probability below this are left out.
 
         Returns:
             The first new node.
@@ -256,7 +256,6 @@ def make_expansion(
     Args:
         tokens, parents: those of the trees, [slots, nodes] int64.
         frontiers: by slot, see `DraftLayout.plan`; empty: the slot takes no part.
-        layout: of the draft's cache; updated.
     """
     plans, links, width, num_scored = [], parents.tolist(), 0, 0
     for slot, frontier in enumerate(frontiers):
