@@ -17,7 +17,7 @@ from speccompile.core import registry
 from speccompile.core.method import Method
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, Section
-from speccompile.recipe.training import TrainingSection
+from speccompile.recipe.training import GeneratedSection, TrainingSection
 from speccompile.training_contract import Trainer
 
 
@@ -74,11 +74,21 @@ def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan
 
 def _check_steps(section: TrainingSection) -> None:
     generated = section.generated
-    if generated.steps and generated.prompt_tokens >= generated.seq_len:
-        got = f"{generated.prompt_tokens} with seq_len {generated.seq_len}"
-        raise RecipeError("training.generated.prompt_tokens", got, "room for new tokens", "Lower it.")
+    if generated.steps and "prompt_tokens" in generated.model_fields_set:
+        check_prompt_tokens(generated)
     if not section.plain.steps and not generated.steps:
         raise RecipeError("training.plain.steps", "0 in both stages", "at least one step", "Raise one of them.")
+
+
+def check_prompt_tokens(generated: GeneratedSection) -> None:
+    """Checks that prompts cut from texts leave room; those of conversations have their own length.
+
+    Raises:
+        RecipeError: they fill their sequences.
+    """
+    if generated.prompt_tokens >= generated.seq_len:
+        got = f"{generated.prompt_tokens} with seq_len {generated.seq_len}"
+        raise RecipeError("training.generated.prompt_tokens", got, "room for new tokens", "Lower it.")
 
 
 @contextlib.contextmanager

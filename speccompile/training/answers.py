@@ -18,6 +18,7 @@ from speccompile.pipeline import build
 from speccompile.recipe.models import Recipe, SpeculatorSection
 from speccompile.recipe.plan import find_device, resolve
 from speccompile.recipe.training import GeneratedSection
+from speccompile.recipe.training_plan import check_prompt_tokens
 from speccompile.runtime.engine import load
 from speccompile.training.conversations import ChatReader, TokenRow, rows_from_tokens
 from speccompile.training.corpus import HELD_OUT_SHARE, Document
@@ -60,6 +61,8 @@ def choose_prompts(
         rounds = [(heats[(i + again) % len(heats)], ids) for again in range(len(heats)) for i, ids in enumerate(chats)]
         found[split] = [Prompt(ids, True, heat) for heat, ids in rounds[:num]]
         texts = [document for document in by_split[split] if document.conversation is None]
+        if texts:
+            check_prompt_tokens(section)
         cut = _text_prompts(texts, reader, section.prompt_tokens, num - len(found[split]), rng)
         found[split] += [Prompt(ids, False, heats[i % len(heats)]) for i, ids in enumerate(cut)]
         if not found[split]:

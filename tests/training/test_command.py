@@ -95,7 +95,6 @@ def test_a_recipe_that_cannot_be_trained_is_refused(write_recipe, override, wher
 @pytest.mark.parametrize(
     ("method", "override", "where", "got"),
     [
-        ("medusa", "training.generated={steps: 1, seq_len: 20}", "training.generated.prompt_tokens", "48 with seq_len"),
         ("mlp", "training.heads={tie_weights: true, num_heads: 1}", "training.heads.num_heads", None),
         ("prophet", "training.heads={num_heads: 5}", "training.heads.num_kv_heads", "2 for 5 heads"),
         ("draft_model", "training.heads={num_kv_heads: 3}", "training.heads.num_heads", "4 heads, 3 key heads"),
@@ -106,6 +105,13 @@ def test_an_error_about_a_default_says_so(write_recipe, method, override, where,
         resolve_training(load_recipe(write_recipe(method, "defaults"), [override]))
     assert caught.value.where == where and (got or "") in caught.value.got
     assert (f"by default: {where} is not written" in caught.value.got) == (got is not None)
+
+
+def test_the_default_length_of_prompts_is_refused_where_texts_are_cut_by_it(write_recipe):
+    """Whether there are texts, and not conversations alone, is known once they are read."""
+    recipe = load_recipe(write_recipe("medusa", "prompts"), ["training.generated={steps: 1, seq_len: 20}"])
+    with pytest.raises(RecipeError, match=r"48 with seq_len 20, by default: training.generated.prompt_tokens is not w"):
+        run_module.train(recipe, resolve_training(recipe), run_module.Listener())
 
 
 def test_a_default_that_the_target_refuses_is_named_so(write_recipe):
