@@ -21,12 +21,10 @@ from speccompile.bundle.graphs import (
     needed_jobs,
     tune_graph,
 )
-from speccompile.bundle.guard import claim_folder
 from speccompile.bundle.manifest import write_bundle_files
 from speccompile.bundle.shared_weights import share_weights
-from speccompile.bundle.stage_cache import StageCache
-from speccompile.bundle.stages import Progress, StageLog
-from speccompile.bundle.staging import staged_folder
+from speccompile.bundle.stage_cache import Progress, StageCache, StageLog
+from speccompile.bundle.staging import claim_folder, staged_folder
 from speccompile.bundle.tokenizers import check_same_tokenizer, check_tokenizer
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.core import registry

@@ -21,8 +21,7 @@ from speccompile.bundle.format import MANIFEST, digest_from_file, digest_from_js
 from speccompile.bundle.graphs import find_graph, needed_jobs
 from speccompile.bundle.manifest import RECIPE
 from speccompile.bundle.publish import find_bundle, is_hub_id
-from speccompile.bundle.stage_cache import BUNDLES, StageCache
-from speccompile.bundle.stages import Progress
+from speccompile.bundle.stage_cache import BUNDLES, Progress, StageCache
 from speccompile.bundle.staging import disk_faults
 from speccompile.bundle.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.folders import HUB_GGUF

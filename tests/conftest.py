@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.backends import contention
+from speccompile.backends import machine
 from tests import tiers
 from tests.cpu_time import CpuTimes
 
@@ -133,16 +133,16 @@ def real_wait_share() -> Iterator[float]:
 
     Yields the product's bound, for tests of what it does: see `with_wait_share`.
     """
-    bound = contention.MAX_WAIT_SHARE
+    bound = machine.MAX_WAIT_SHARE
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contention, "MAX_WAIT_SHARE", 1.0)
+        patch.setattr(machine, "MAX_WAIT_SHARE", 1.0)
         yield bound
 
 
 @pytest.fixture
 def with_wait_share(real_wait_share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubts measurements beside other work as the product does."""
-    monkeypatch.setattr(contention, "MAX_WAIT_SHARE", real_wait_share)
+    monkeypatch.setattr(machine, "MAX_WAIT_SHARE", real_wait_share)
 
 
 @pytest.fixture(scope="module")

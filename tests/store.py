@@ -21,8 +21,13 @@ from typing import Any
 import pytest
 
 import speccompile
-from speccompile.bundle.digests import digest_from_package, digest_from_sources, versions_from_environment
-from speccompile.bundle.format import digest_from_json, digests_from_folder
+from speccompile.bundle.format import (
+    digest_from_json,
+    digest_from_package,
+    digest_from_sources,
+    digests_from_folder,
+    versions_from_environment,
+)
 from speccompile.bundle.stage_cache import StageCache
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
 
@@ -120,7 +125,7 @@ def cheap_measurements() -> Iterator[None]:
     kernel form of a graph that is compiled without a form's name.
     """
     from speccompile.backends import measuring
-    from speccompile.backends.onnxruntime import adapt, tune
+    from speccompile.backends.onnxruntime import tune
 
     def measure(job: Any, node_counts: Sequence[int] = measuring.NODE_COUNTS, tries: int = 1) -> dict[str, Any]:
         settings = {"threads": job.threads or 1, "spinning": "stop"}
@@ -131,8 +136,7 @@ def cheap_measurements() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "SECONDS_PER_SETTING", 0.0)
         patch.setattr(measuring, "MIN_REPEATS", 2)
-        for module in (tune, adapt):  # whose first import would otherwise keep the replaced function for good
-            patch.setattr(module, "measure_graph", measure)
+        patch.setattr(tune, "measure_graph", measure)
         yield
 
 

@@ -33,7 +33,7 @@ from bench.greedy_equality import open_target
 from bench.peers.peers import convert_checkpoint, peer_environment, read_peers
 from speccompile.backends.distance import Distance, compare, distance_from_rows
 from speccompile.bundle.bundle import Bundle
-from speccompile.bundle.calibration import read_texts
+from speccompile.bundle.choices import read_texts
 from speccompile.certificate.checkpoint import Reference
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import GraphSpec, probe_inputs
 
 MAX_OTHERS_BYTES = 256 << 20  # more than a cache that two graphs could share
 NODE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)

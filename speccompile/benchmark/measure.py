@@ -205,7 +205,7 @@ def _report(
 
 
 def _warnings(environment: Mapping[str, Any], modes: Mapping[str, Any]) -> list[str]:
-    from speccompile.backends.contention import MAX_WAIT_SHARE
+    from speccompile.backends.machine import MAX_WAIT_SHARE
 
     waited = max((mode["wait_share"] or 0.0 for mode in modes.values()), default=0.0)
     load = "".join(f", load average {load[0]:.1f}" for load in [environment["load_average_after"]] if load)

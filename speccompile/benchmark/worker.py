@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.contention import WaitClock
+from speccompile.backends.machine import WaitClock
 from speccompile.errors import SpecCompileError
 
 if TYPE_CHECKING:

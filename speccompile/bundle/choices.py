@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan leaves open until its checkpoints are known: the dtype, and whether quantised weights are kept."""
+"""What a plan leaves open until its checkpoints are known.
+
+The dtype, whether quantised weights are kept, and the text over which forms are compared and weights quantised.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
-from speccompile.checkpoints.checkpoint import read_config, read_text_config
+from speccompile.checkpoints.checkpoint import read_config, read_text_config, special_tokens
 from speccompile.checkpoints.folders import find_config
 from speccompile.checkpoints.safetensors import read_header
 from speccompile.checkpoints.tensor_files import has_grids
+from speccompile.checkpoints.texts import MESSAGES, TOKENIZER, Texts, TextSample, tokens_from_file
+from speccompile.common.chat_prompts import tokens_of_messages
+from speccompile.common.chats import read_chats
+from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
 from speccompile.core.jobs import STORED, GraphJob
-from speccompile.recipe.plan import AUTO, BuildPlan
+from speccompile.core.protocols import GraphSource
+from speccompile.errors import BundleError, CheckpointError, RecipeError, RuntimeFault
+from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS
+from speccompile.recipe.plan import AUTO, TARGET, BuildPlan
 
 
 def complete_plan(plan: BuildPlan) -> BuildPlan:
@@ -71,3 +82,75 @@ def _stored_dtype(folder: Path, config: Mapping[str, Any]) -> str | None:
         counts = Counter(tensor.dtype for tensor in read_header(file).values())
         return {"F16": "float16", "BF16": "bfloat16"}.get(counts.most_common(1)[0][0]) if counts else None
     return None
+
+
+MAX_TOKENS = 32768  # read of a file: more text takes longer and was not seen to help
+MIN_TOKENS = 256
+_KEY = "target.calibration"
+_SHORT = f"Give more text, or {AUTO_TEXTS} to draw it from the model."
+
+
+def sample_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Backend) -> TextSample | None:
+    """Returns the text of a target: the user's file, else the prompts of the package as its chat template has them.
+
+    None for drafts, random weights and weights as they are: no form is compared with float32. Weights are rounded in a
+    target whose draft shares its quantised weights.
+
+    Args:
+        source: of the job, with its checkpoint's folder and sizes.
+
+    Raises:
+        RecipeError: the file cannot be read, or does not hold enough text.
+        CheckpointError: the tokenizer cannot be read.
+    """
+    is_given = plan.calibration not in (AUTO_TEXTS, NO_TEXTS)
+    has_forms = job.quantization not in ("none", "stored") or is_given
+    if job.name != TARGET or plan.weights != "checkpoint" or not backend.calibrates or not has_forms:
+        return None
+    weights: Any = "rounded" if plan.calibration == NO_TEXTS else "compensated"
+    if any(_shares_weights(draft, job) for draft in plan.drafts):
+        weights = "as drafts"
+    if is_given:
+        path = Path(plan.calibration)
+        texts = read_texts(path, source.folder, source.dims.vocab_size)
+        if not _are_prompts(path):
+            return TextSample(texts, source="given", weights=weights)
+        told, prompts = "the target's answers to given prompts", texts
+    else:
+        told, prompts = "the target's answers to prompts", _chat_prompts(source.folder, source.dims.vocab_size)
+    if not prompts:
+        return TextSample(weights=weights)
+    return TextSample((), prompts, tuple(special_tokens(source.folder)[0]), told, weights)
+
+
+def _shares_weights(draft: GraphJob, target: GraphJob) -> bool:
+    return bool(registry.find_class(draft.source).shares_weights) and draft.quantization == target.quantization
+
+
+def read_texts(path: Path, folder: Path, vocab_size: int) -> Texts:
+    """Returns the first `MAX_TOKENS` tokens of a file, `MIN_TOKENS` at least; see `texts.tokens_from_file`."""
+
+    def chat(tokenizer: Any, messages: list[Any], where: str) -> list[int]:
+        try:
+            return tokens_of_messages(tokenizer, folder, messages)
+        except (BundleError, RuntimeFault) as fault:
+            raise RecipeError(f"{_KEY}: {where} ({fault.where})", fault.got, fault.expected, fault.todo) from fault
+
+    return tokens_from_file(_KEY, path, folder, vocab_size, (MIN_TOKENS, MAX_TOKENS), _SHORT, chat)
+
+
+def _are_prompts(path: Path) -> bool:
+    first = next((line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()), "")
+    messages: Any = json.loads(first).get(MESSAGES) if path.suffix == ".jsonl" else None
+    return bool(messages) and messages[-1]["role"] != "assistant"
+
+
+def _chat_prompts(folder: Path, vocab_size: int) -> Texts:
+    if not (folder / TOKENIZER).exists():
+        return ()
+    tokenizer = load_tokenizer(folder / TOKENIZER, CheckpointError, "Download the file again.")
+    try:
+        prompts = [tuple(tokens_of_messages(tokenizer, folder, chat.messages)) for chat in read_chats()]
+    except (BundleError, RuntimeFault):  # no template, no package for it, or one that takes other messages
+        return ()
+    return tuple(prompts) if all(ids and max(ids) < vocab_size for ids in prompts) else ()

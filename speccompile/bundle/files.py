@@ -12,8 +12,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from speccompile.bundle.guard import check_home, resolve_path
-from speccompile.bundle.staging import disk_faults
+from speccompile.bundle.staging import check_home, disk_faults, resolve_path
 from speccompile.errors import BuildError
 
 _REGULAR, _STREAMS = stat.S_IFREG, {stat.S_IFCHR, stat.S_IFIFO}

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping
+import platform
+from collections.abc import Collection, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from speccompile.common.json_reader import read_json_object
+from speccompile.core.sampling import SAMPLER_VERSION
 from speccompile.errors import BundleError
+from speccompile.version import VERSION
 
 SCHEMA_VERSION = 3
 REBUILD = "Build the bundle again, or copy it again from where it was built."
@@ -128,3 +134,56 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+# Packages whose version may change a graph or a measurement.
+_PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "torch", "transformers")
+
+
+def versions_from_environment() -> dict[str, str]:
+    """Returns the versions of Python, speccompile, its sampler and the packages a build depends on, where installed."""
+    versions = {"python": platform.python_version(), "speccompile": VERSION}
+    versions["sampler"] = str(SAMPLER_VERSION)
+    found = ((name, _version(name)) for name in _PACKAGES)
+    return versions | {name: version for name, version in found if version is not None}
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    """Returns the version of an installed package, which is read once a process: a file each, 4 ms."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def digest_from_sources(packages: Iterable[str]) -> str:
+    """Returns the SHA-256 over Python files of speccompile.
+
+    Args:
+        packages: subpackages or modules, e.g. "passes" or "core/specs".
+    """
+    root = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for package in sorted(packages):
+        base = root / package
+        for file in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
+            total.update(f"{file.relative_to(root)}\0{digest_from_file(file)}\n".encode())
+    return total.hexdigest()
+
+
+def digest_from_package(module: str, leave_out: Collection[str] = ()) -> str:
+    """Returns the SHA-256 over the Python files of a module's package, wherever it is installed.
+
+    Args:
+        leave_out: names of excluded modules, e.g. "proposer".
+    """
+    package, total = module.rpartition(".")[0] or module, hashlib.sha256()
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    homes = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [(home, file) for home in homes for file in sorted(home.rglob("*.py"))]
+    for home, file in files or [(Path(str(spec.origin)).parent, Path(str(spec.origin)))]:
+        if file.stem not in leave_out:
+            total.update(f"{package}/{file.relative_to(home)}\0{digest_from_file(file)}\n".encode())
+    return total.hexdigest()

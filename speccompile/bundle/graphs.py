@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend, CompileJob, LoadJob
-from speccompile.backends.contention import WAIT_SHARE, is_disturbed
 from speccompile.backends.distance import Distance
-from speccompile.bundle.calibration import sample_of
-from speccompile.bundle.digests import digest_from_package, digest_from_sources, versions_from_environment
-from speccompile.bundle.format import digest_from_json, read_json, write_json
-from speccompile.bundle.stage_cache import StageCache
-from speccompile.bundle.stages import StageLog
+from speccompile.backends.machine import WAIT_SHARE, is_disturbed
+from speccompile.bundle.choices import sample_of
+from speccompile.bundle.format import (
+    digest_from_json,
+    digest_from_package,
+    digest_from_sources,
+    read_json,
+    versions_from_environment,
+    write_json,
+)
+from speccompile.bundle.stage_cache import StageCache, StageLog
 from speccompile.checkpoints.lora import open_lora
 from speccompile.checkpoints.tensor_files import has_grids, open_files
 from speccompile.checkpoints.texts import TextSample
@@ -37,7 +42,7 @@ _TUNING = "tuning.json"
 # Sources that can change a compiled graph, besides those that its backend names and its method's folder: no decode-time
 # policy, no engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
-    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/race", "graph_kinds"),
+    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/sampling", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundle/graphs"),
 )
 # Modules of a method's folder; options are in the key themselves.

@@ -12,11 +12,17 @@ from typing import Any
 
 import yaml
 
-from speccompile.bundle.digests import versions_from_environment
-from speccompile.bundle.format import MANIFEST, SCHEMA_VERSION, digest_from_manifest, digests_from_folder, write_json
+from speccompile.bundle.format import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    digest_from_manifest,
+    digests_from_folder,
+    versions_from_environment,
+    write_json,
+)
 from speccompile.bundle.report import html_from_manifest
 from speccompile.bundle.tokenizers import copy_tokenizer
-from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.checkpoint import special_tokens
 from speccompile.checkpoints.vision import image_record
 from speccompile.recipe.plan import BuildPlan
 from speccompile.version import VERSION

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of stages by the digest of their inputs, so that an unchanged stage is not redone."""
+"""Stages of a build: their seconds and memory, and results by the digest of their inputs, so that none is redone."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from speccompile.backends.machine import read_peak_rss, reset_peak_rss
 from speccompile.bundle.format import MANIFEST, check_files, digests_from_folder, read_json, write_json
 from speccompile.bundle.staging import copy_folder, disk_faults, remove_leftovers, staged_folder
 from speccompile.common.cache_root import make_folders
@@ -123,3 +128,134 @@ class StageCache:
                 if total > self.limit_bytes:
                     _log.info("the cache holds more than %d bytes: %s is removed", self.limit_bytes, entry)
                     shutil.rmtree(entry, ignore_errors=True)
+
+
+_DIGEST = re.compile(r"(.*-)?[0-9a-f]{8,64}")
+# Single files by kind: measurements of a machine, and kernels compiled for a GPU or a CPU with results of self-tests.
+_KEPT_FILES = {
+    "tuning": (".json",),
+    "kernels": (".ptx", ".cubin", ".so", ".json"),
+    "tensorrt": (".timings", ".kernels"),
+}
+GGUF = "gguf"  # folders of checkpoints that are links to GGUF files
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One kept result.
+
+    Args:
+        kind: e.g. "graphs" or "training/states".
+        used_s: time of creation or last use, seconds since the epoch.
+    """
+
+    kind: str
+    path: Path
+    size_bytes: int
+    used_s: float
+
+
+def list_entries(root: Path) -> list[CacheEntry]:
+    """Returns the entries of a cache, the least recently used first; none where there is no such folder."""
+    found = []
+    for kind, path in _find(root):
+        try:
+            files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+            size = sum(file.stat().st_size for file in files)
+            found.append(CacheEntry(kind, path, size, path.stat().st_mtime))
+        except FileNotFoundError:  # removed by a build in the meantime
+            continue
+    return sorted(found, key=lambda entry: entry.used_s)
+
+
+def remove_entries(root: Path, entries: Iterable[CacheEntry]) -> int:
+    """Removes entries, and leftovers of dead builds in the folders of stages; returns the bytes freed.
+
+    Raises:
+        BuildError: an entry cannot be removed.
+    """
+    freed = 0
+    for entry in entries:
+        with disk_faults(entry.path):
+            if entry.path.is_dir():
+                shutil.rmtree(entry.path)
+            else:
+                entry.path.unlink(missing_ok=True)
+        freed += entry.size_bytes
+    for folder in root.glob("*"):
+        if folder.is_dir() and not folder.is_symlink():
+            remove_leftovers(folder)
+    return freed
+
+
+def _find(root: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(root.glob("*/*")):
+        kind = path.parent.name
+        is_file = path.suffix in _KEPT_FILES.get(kind, ()) and path.is_file() and _DIGEST.fullmatch(path.stem)
+        is_folder = kind == GGUF and path.is_dir() and _DIGEST.fullmatch(path.name)
+        if is_file or is_folder or is_stage_entry(path):
+            yield kind, path
+    for path in sorted(root.glob("training/*/*")):
+        if path.is_dir() and _DIGEST.fullmatch(path.name):
+            yield f"training/{path.parent.name}", path
+
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Stage:
+    """A stage while it runs; all but its name are set inside its block.
+
+    Args:
+        joint_peak_bytes: the most memory of this process and one that it started together.
+    """
+
+    name: str
+    cached: bool = False
+    joint_peak_bytes: int = 0
+    skipped: str | None = None
+    note: str | None = None
+
+
+@dataclass
+class StageLog:
+    """Collects time and memory of the stages.
+
+    Args:
+        progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it; "STAGE: cached" and
+            "STAGE: not run: REASON" report how it ended.
+        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" is the
+            reason where nothing was done, "note" a remark on the result. The peak includes a process that the
+            stage started.
+    """
+
+    progress: Progress
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    current: str = ""
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Stage]:
+        """Measure a block."""
+        stage, self.current = Stage(name), name
+        self.progress(name)
+        reset_peak_rss()
+        start = time.perf_counter()
+        yield stage
+        seconds = round(time.perf_counter() - start, 3)
+        peak = max(read_peak_rss(), stage.joint_peak_bytes)
+        row = {"name": name, "seconds": seconds, "peak_rss_bytes": peak, "cached": stage.cached}
+        if stage.skipped is not None:
+            self.progress(f"{name}: not run: {stage.skipped}")
+            row["skipped"] = stage.skipped
+        row |= {} if stage.note is None else {"note": stage.note}
+        self.rows.append(row)
+        _log.info("%s: %.1f s%s", name, seconds, f", not run: {stage.skipped}" if stage.skipped else "")
+
+    def skip(self, *names: str) -> None:
+        for name in names:
+            self.progress(f"{name}: cached")
+            self.rows.append({"name": name, "seconds": 0.0, "peak_rss_bytes": read_peak_rss(), "cached": True})
+
+    def step(self, name: str) -> None:
+        self.progress(f"{self.current}: {name}")

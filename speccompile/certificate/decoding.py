@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.probes import all_sure
 from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
+from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, all_sure
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence

@@ -15,8 +15,7 @@ from speccompile.bundle.bundle import TARGET
 from speccompile.certificate.checkpoint import Reference, dtype_of, is_exact
 from speccompile.certificate.decoding import gives_logits
 from speccompile.certificate.results import Check, check_of, not_run
-from speccompile.core.probes import all_sure
-from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
+from speccompile.core.specs import LENGTHS, LOGITS, TOKENS, all_sure
 from speccompile.runtime.spec_engine import SpecEngine
 
 DISTANCE = "distance"

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.bundle.bundle import Bundle
-from speccompile.bundle.digests import versions_from_environment
-from speccompile.bundle.format import CERTIFICATE, CERTIFICATE_PAGE, write_json
+from speccompile.bundle.format import CERTIFICATE, CERTIFICATE_PAGE, versions_from_environment, write_json
 from speccompile.certificate.acceptance import check_acceptance
 from speccompile.certificate.caches import check_caches
-from speccompile.certificate.checkpoint import Reference, dtype_of, find_checkpoint, is_exact, open_reference
+from speccompile.certificate.checkpoint import (
+    Reference,
+    check_tokenizer,
+    dtype_of,
+    find_checkpoint,
+    is_exact,
+    open_reference,
+)
 from speccompile.certificate.distances import check_distance
 from speccompile.certificate.faults import check_faults
 from speccompile.certificate.grammar import GRAMMAR, check_grammar
@@ -26,7 +32,6 @@ from speccompile.certificate.page import html_from_certificate
 from speccompile.certificate.prompts import find_prompts
 from speccompile.certificate.results import Check, certificate_from_checks, not_run
 from speccompile.certificate.sampled import NUM_SAMPLES, SAMPLED, Tell, check_sampled
-from speccompile.certificate.tokenizers import check_tokenizer
 from speccompile.errors import BundleError
 from speccompile.runtime.engine import load
 from speccompile.runtime.spec_engine import SpecEngine

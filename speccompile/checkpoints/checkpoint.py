@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.config_values import check_heads, check_values
-from speccompile.checkpoints.extra_modules import extra_keys
-from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, has_alibi
+from speccompile.checkpoints.config_values import check_heads, check_values, text_config, text_names
+from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, extra_keys, has_alibi
 from speccompile.checkpoints.gguf.folder import gguf_weights
-from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config
-from speccompile.checkpoints.mamba_sizes import with_stated_sizes
+from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config, with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
-from speccompile.checkpoints.text_towers import text_config, text_names
 from speccompile.common.json_reader import kind_of, read_json_object, shown, whole_number
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError
@@ -331,3 +328,36 @@ def _compare_layers(source: Path, parts: Mapping[int, set[str]], todo: str) -> N
                 raise CheckpointError(
                     str(source), f"layer {layer} without {part}", "the weights that every other layer has", todo
                 )
+
+
+def special_tokens(source: Path) -> tuple[list[int], int | None]:
+    """Returns (end-of-sequence ids, beginning-of-sequence id) of generation_config.json, else of config.json.
+
+    Raises:
+        CheckpointError: one of them is not a JSON object, or has other values than token ids there.
+    """
+    eos: list[int] = []
+    bos: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        path = source / name
+        if path.exists():
+            data = text_config(read_json_object(path, CheckpointError, "Download the file again."))
+            eos = eos if data.get("eos_token_id") is None else token_ids(path, data, "eos_token_id")
+            bos = bos if data.get("bos_token_id") is None else token_ids(path, data, "bos_token_id")
+    return eos, bos[0] if bos else None
+
+
+def token_ids(path: Path, config: Mapping[str, Any], key: str) -> list[int]:
+    """Returns the token ids of a key of a config, given as one number or as a list; [] for null.
+
+    Raises:
+        CheckpointError: another value.
+    """
+    given = config.get(key)
+    rows = given if isinstance(given, list) else [] if given is None else [given]
+    ids = [whole_number(row, 0, MAX_SIZE) for row in rows]
+    found = [i for i in ids if i is not None]
+    if len(found) != len(ids):
+        expected = "a token id, or a list of them"
+        raise CheckpointError(f"{path} ({key})", shown(given), expected, "Correct it, or download the file again.")
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.checkpoint import special_tokens
 from speccompile.checkpoints.texts import tokens_from_file
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import KEY, DraftVocab

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from speccompile.checkpoints.layer_sizes import DELTA_KINDS, DELTA_TYPES, is_latent
-from speccompile.checkpoints.mamba_sizes import MIXER_KINDS, MIXER_TYPES, mixer_kinds
+from speccompile.checkpoints.config_values import is_tower, text_config
+from speccompile.checkpoints.layer_sizes import (
+    DELTA_KINDS,
+    DELTA_TYPES,
+    MIXER_KINDS,
+    MIXER_TYPES,
+    is_latent,
+    mixer_kinds,
+)
 from speccompile.checkpoints.packed_schemes import METHODS, MXFP4, error_of_method, method_of
-from speccompile.checkpoints.text_towers import is_tower, text_config
 from speccompile.errors import ExportError
 
 _HYBRID = "recurrent or linear-attention layers beside attention"
@@ -160,3 +167,17 @@ def _check_rope(where: str, rope: Mapping[str, Any], config: Mapping[str, Any], 
                 f"at most original_max_position_embeddings, which is {limit}",
                 "Beyond it all angles change while a text grows. Lower engine.max_seq_len.",
             )
+
+
+# Of Qwen3-Next, Qwen3.5 and others: in a tree of their own beside the model.
+_BESIDE = re.compile(r"^(model\.)?(mtp\.|mtp_layers\.)")
+# Of DeepSeek-V3 and GLM: numbered as further layers, each with this projection.
+_NUMBERED = re.compile(r"^(.*\blayers\.(\d+)\.)eh_proj\.weight$")
+
+
+def extra_keys(keys: Iterable[str], num_layers: int) -> set[str]:
+    """Returns the keys of drafting modules among those of a model's weights."""
+    held = list(keys)
+    found = (_NUMBERED.match(key) for key in held)
+    prefixes = tuple(match[1] for match in found if match is not None and int(match[2]) >= num_layers)
+    return {key for key in held if _BESIDE.match(key) or key.startswith(prefixes)}

@@ -3,13 +3,190 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from speccompile.checkpoints.mamba_sizes import FULL, LINEAR, MIXER_TYPES, mixer_layer_dims
-from speccompile.common.json_reader import shown, whole_number
+from speccompile.common.json_reader import finite_number, shown, whole_number
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.errors import CheckpointError
+
+FULL, LINEAR = "full_attention", "linear_attention"
+CONV, PARALLEL = "conv", "hybrid"  # a short convolution; attention and a mixer in one layer
+_TODO = "Correct it, or download the file again."
+_OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
+_PATTERN = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}  # of Nemotron-H
+# What transformers takes where a config of Zamba 2 lacks the kinds.
+_ZAMBA_KINDS = "m" + 7 * "mmmmmh" + "mmmmh" + "mmmh" + "mm"
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The keys of a mixer's sizes in a config, the usual one first, and the default of transformers."""
+
+    heads: tuple[tuple[str, ...], int]
+    groups: tuple[tuple[str, ...], int]
+    state: tuple[tuple[str, ...], int]
+    kernel: tuple[tuple[str, ...], int]
+    width: Callable[[Mapping[str, Any]], Any]
+
+
+def _expanded(key: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Returns the function that gives the hidden size times the number under a key, 2 where it is missing."""
+
+    def width(config: Mapping[str, Any]) -> Any:
+        factor, hidden = finite_number(config.get(key, 2)), whole_number(config.get("hidden_size"), 1, _MAX_SIZE)
+        return None if factor is None or hidden is None or factor > _MAX_SIZE else int(factor * hidden)
+
+    return width
+
+
+def _falcon_width(config: Mapping[str, Any]) -> Any:
+    stated = config.get("mamba_d_ssm", 1024)
+    return _expanded("mamba_expand")(config) if stated is None else stated
+
+
+def _by_heads(heads: str, head_dim: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Returns the function that gives heads times their width; 128 and 64 where they are missing."""
+
+    def width(config: Mapping[str, Any]) -> Any:
+        factors = whole_number(config.get(heads, 128), 1, _MAX_SIZE), whole_number(config.get(head_dim, 64), 1, 2**10)
+        return None if None in factors else (factors[0] or 0) * (factors[1] or 0)
+
+    return width
+
+
+def _bamba_sizes(width: Callable[[Mapping[str, Any]], Any]) -> _Sizes:
+    keys = (("mamba_n_heads",), 128), (("mamba_n_groups",), 1), (("mamba_d_state",), 256), (("mamba_d_conv",), 4)
+    return _Sizes(*keys, width)
+
+
+_MIXERS = {
+    "bamba": _bamba_sizes(_expanded("mamba_expand")),
+    "falcon_h1": _bamba_sizes(_falcon_width),
+    "granitemoehybrid": _bamba_sizes(_expanded("mamba_expand")),
+    "mamba2": _Sizes(
+        (("num_heads",), 128),
+        (("n_groups",), 8),
+        (("state_size",), 128),
+        (("conv_kernel",), 4),
+        _by_heads("num_heads", "head_dim"),
+    ),
+    "nemotron_h": _Sizes(
+        (("mamba_num_heads",), 128),
+        (("n_groups", "mamba_n_groups"), 8),
+        (("ssm_state_size",), 128),
+        (("conv_kernel", "mamba_d_conv"), 4),
+        _by_heads("mamba_num_heads", "mamba_head_dim"),
+    ),
+    "zamba2": _Sizes(
+        (("n_mamba_heads",), 8),
+        (("mamba_ngroups",), 1),
+        (("mamba_d_state",), 64),
+        (("mamba_d_conv",), 4),
+        _expanded("mamba_expand"),
+    ),
+}
+_CONV_TYPES = ("lfm2", "lfm2_moe")
+MIXER_TYPES = (*_MIXERS, *_CONV_TYPES)
+# Kinds of layers by type; those that keep nothing are only in Nemotron-H.
+MIXER_KINDS = {
+    **dict.fromkeys(("bamba", "granitemoehybrid"), (FULL, LINEAR)),
+    **dict.fromkeys(_CONV_TYPES, (FULL, CONV)),
+    "falcon_h1": (PARALLEL,),
+    "mamba2": (LINEAR,),
+    "nemotron_h": tuple(_PATTERN.values()),
+    "zamba2": (LINEAR, PARALLEL),
+}
+
+
+def mixer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
+    """Returns the kind of each layer, as it is stated or as transformers takes it where nothing is."""
+    kind = config["model_type"]
+    stated = config.get("layers_block_type") or config.get("layer_types")
+    if kind == "nemotron_h" and not stated:
+        stated = [_PATTERN.get(letter, letter) for letter in str(config.get("hybrid_override_pattern") or "ME*-")]
+    if isinstance(stated, list) and kind not in ("bamba", "falcon_h1", "mamba2"):
+        return tuple(_OLD_KINDS.get(str(name), str(name)) for name in stated)
+    if kind == "falcon_h1":
+        return (PARALLEL,) * num_layers
+    if kind == "zamba2":
+        return tuple(PARALLEL if letter == "h" else LINEAR for letter in _ZAMBA_KINDS)
+    own, others = {"bamba": ("attn_layer_indices", LINEAR), "lfm2": ("full_attn_idxs", CONV)}.get(kind, ("", LINEAR))
+    indices = config.get(own)
+    if kind == "lfm2" and indices is None:
+        return (FULL,) * num_layers
+    known = set(indices) if isinstance(indices, list) and all(isinstance(i, int) for i in indices) else set()
+    return tuple(FULL if i in known else others for i in range(num_layers))
+
+
+def with_stated_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a flat config with the sizes that some types leave to be computed.
+
+    The number of Nemotron-H's layers is that of their kinds; a head of Zamba 2 reads hidden states of twice the width;
+    Mamba 2 has no positions, so no text is too long for it.
+    """
+    made = dict(config)
+    if made.get("model_type") == "nemotron_h":
+        made["layers_block_type"] = list(mixer_kinds(made, 0))
+        made["num_hidden_layers"] = len(made["layers_block_type"])
+        made.pop("hybrid_override_pattern", None)
+    if made.get("model_type") == "mamba2":
+        made.setdefault("max_position_embeddings", _MAX_SIZE)
+    if made.get("model_type") == "zamba2":
+        heads, hidden = (whole_number(made.get(k), 1, _MAX_SIZE) for k in ("num_attention_heads", "hidden_size"))
+        made["head_dim"] = 2 * (hidden or 0) // (heads or 1)
+    return made
+
+
+def mixer_layer_dims(
+    where: str, config: Mapping[str, Any], num_layers: int, attention: LayerDims
+) -> tuple[LayerDims, ...]:
+    """Returns what each layer keeps.
+
+    Raises:
+        CheckpointError: a size is none, or the list of kinds is shorter than the model or has another kind.
+    """
+    model_type, kinds = config["model_type"], mixer_kinds(config, num_layers)
+    if len(kinds) < num_layers or not set(MIXER_KINDS[model_type]) >= set(kinds):
+        expected = f"{num_layers} times {' or '.join(MIXER_KINDS[model_type])}"
+        raise CheckpointError(f"{where} (layer_types)", shown(list(kinds)), expected, "Download the file again.")
+    recurrent = _conv_dims(where, config) if model_type in _CONV_TYPES else _mixer_dims(where, config)
+    kept = {
+        FULL: attention,
+        LINEAR: LayerDims(recurrent=recurrent),
+        CONV: LayerDims(recurrent=recurrent),
+        PARALLEL: LayerDims(attention.num_kv_heads, attention.head_dim, recurrent),
+    }
+    return tuple(kept.get(kind, LayerDims()) for kind in kinds[:num_layers])
+
+
+def _size(where: str, config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> int:
+    key = next((k for k in keys if config.get(k) is not None), keys[0])
+    value = default if config.get(key) is None else config[key]
+    if (size := whole_number(value, 1, _MAX_SIZE)) is None:
+        raise CheckpointError(f"{where} ({key})", shown(value), "a positive integer", _TODO)
+    return size
+
+
+def _mixer_dims(where: str, config: Mapping[str, Any]) -> RecurrentDims:
+    names = _MIXERS[config["model_type"]]
+    heads, groups, state, kernel = (
+        _size(where, config, *own) for own in (names.heads, names.groups, names.state, names.kernel)
+    )
+    if (width := whole_number(names.width(config), 1, 2**30)) is None or width % heads:
+        got, expected = shown(names.width(config)), f"a multiple of the {heads} heads ({names.heads[0][0]})"
+        raise CheckpointError(f"{where} (width of a Mamba 2 mixer)", got, expected, _TODO)
+    if heads % groups:
+        got, expected = f"{groups} groups with {heads} heads", "a divisor of the heads"
+        raise CheckpointError(f"{where} ({names.groups[0][0]})", got, expected, _TODO)
+    return RecurrentDims(groups, heads, state, width // heads, width + 2 * groups * state, kernel)
+
+
+def _conv_dims(where: str, config: Mapping[str, Any]) -> RecurrentDims:
+    hidden, kernel = _size(where, config, ("hidden_size",), 0), _size(where, config, ("conv_L_cache",), 3)
+    return RecurrentDims(0, 0, 0, 0, hidden, kernel)
+
 
 # Gated DeltaNet layers beside full attention.
 DELTA_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from speccompile.checkpoints.config_values import text_name
 from speccompile.checkpoints.folders import HUB_ID, digests_from_checkpoint, resolve_checkpoint
 from speccompile.checkpoints.packed_weights import numbers
 from speccompile.checkpoints.safetensors import read_header
 from speccompile.checkpoints.tensor_files import TensorFiles
-from speccompile.checkpoints.text_towers import text_name
 from speccompile.common.json_reader import read_json_object, shown, whole_number
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import CheckpointError

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.config_values import TODO, plain_values
-from speccompile.checkpoints.text_towers import SAME_AS, TOWERS
+from speccompile.checkpoints.config_values import SAME_AS, TODO, TOWERS, plain_values
 from speccompile.common.json_reader import shown
 from speccompile.errors import CheckpointError
 

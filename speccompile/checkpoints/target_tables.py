@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import EMBEDDINGS as _EMBEDDINGS
+from speccompile.checkpoints.config_values import text_names
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.lora import digests_of_adapter, open_lora
 from speccompile.checkpoints.tensor_files import TensorFiles, open_files
-from speccompile.checkpoints.text_towers import text_names
 from speccompile.core.jobs import SourceContext
 from speccompile.errors import CheckpointError
 

@@ -78,7 +78,7 @@ def build_command(
     of steps by their size, which decides how far to draft), check graphs. See docs/explanation/flow.md.
     """
     from speccompile.prepare import plan_from_source
-    from speccompile.recipe.machine import build_seconds
+    from speccompile.recipe.predict import build_seconds
 
     quiet_libraries()
     settings = [*model.settings]
@@ -213,7 +213,7 @@ def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
 
 def _compare(plan: BuildPlan, prediction: dict[str, Any], dest: Path, no_cache: bool) -> list[dict[str, Any]]:
     from speccompile.common.cache_root import cache_root
-    from speccompile.recipe.machine import compare
+    from speccompile.recipe.predict import compare
 
     disks = {"the bundle": dest} if no_cache else {"the bundle": dest, "the cache": cache_root()}
     return compare(plan, prediction, disks)
@@ -223,7 +223,7 @@ def _print_machine(machine: list[dict[str, Any]], seconds: tuple[int, int] | Non
     """Prints what the machine has, how long the build may take, and a warning where something is too small."""
     from speccompile.bundle.report import text_from_bytes
     from speccompile.cli.progress import text_from_seconds
-    from speccompile.recipe.machine import TIME_BASIS
+    from speccompile.recipe.predict import TIME_BASIS
 
     free = {row["where"]: row["free_bytes"] for row in machine}
     texts = (f"{where} {'not known' if size is None else text_from_bytes(size)}" for where, size in free.items())

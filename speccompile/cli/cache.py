@@ -15,7 +15,7 @@ from rich.text import Text
 from speccompile.cli.output import errors_as_json, print_json
 
 if TYPE_CHECKING:
-    from speccompile.bundle.cache_entries import CacheEntry
+    from speccompile.bundle.stage_cache import CacheEntry
 
 ACTIONS = ("size", "list", "clear")
 _DAY_S = 86400.0
@@ -41,8 +41,7 @@ def cache_command(
     """
     if action not in ACTIONS:
         raise typer.BadParameter(f"got {action!r}; expected one of {', '.join(ACTIONS)}", param_hint="ACTION")
-    from speccompile.bundle.cache_entries import list_entries, remove_entries
-    from speccompile.bundle.stage_cache import cache_limit_bytes
+    from speccompile.bundle.stage_cache import cache_limit_bytes, list_entries, remove_entries
     from speccompile.common.cache_root import cache_root
 
     with errors_as_json(as_json):

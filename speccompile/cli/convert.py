@@ -36,8 +36,7 @@ def convert_command(
     if names_gguf(speculator):
         _convert_gguf(speculator, output, as_json)
         return
-    from speccompile.bundle.guard import claim_folder
-    from speccompile.bundle.staging import staged_folder
+    from speccompile.bundle.staging import claim_folder, staged_folder
     from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
     from speccompile.core.registry import load_formats
@@ -67,8 +66,7 @@ def convert_command(
 
 
 def _convert_gguf(source: str, output: Path, as_json: bool) -> None:
-    from speccompile.bundle.guard import claim_folder
-    from speccompile.bundle.staging import staged_folder
+    from speccompile.bundle.staging import claim_folder, staged_folder
     from speccompile.bundle.tokenizers import copy_tokenizer_files
     from speccompile.checkpoints.folders import resolve_checkpoint
     from speccompile.checkpoints.gguf.folder import count_blocks

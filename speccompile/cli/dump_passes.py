@@ -50,7 +50,7 @@ def dumped_passes(folder: Path | None, progress: Callable[[str], None]) -> Itera
     if folder is None:
         yield progress
         return
-    from speccompile.bundle.guard import claim_folder
+    from speccompile.bundle.staging import claim_folder
 
     dump, logger = PassDump(claim_folder(folder).path), logging.getLogger(_LOGGER)
     level = logger.level

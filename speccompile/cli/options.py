@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from speccompile.backends.machine import num_usable_cores
 from speccompile.cli.output import LOG_LEVELS, print_warning, show_logs
-from speccompile.common.cores import num_usable_cores
 
 MAX_THREADS = 1024  # as engine.threads of a recipe
 LogLevel = Annotated[

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from speccompile.core.race import race
-from speccompile.core.sampling import draw
+from speccompile.core.sampling import draw, race
 from speccompile.core.tree import Bools, Floats, Ints, TokenTree
 
 

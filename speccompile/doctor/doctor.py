@@ -7,6 +7,7 @@ is a finding like any other. Needs no torch for safetensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,12 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.registry import load_formats
 from speccompile.doctor.config_keys import unread_keys
 from speccompile.doctor.findings import Finding, Report, raise_first
-from speccompile.doctor.known_formats import known_format
-from speccompile.doctor.layouts import Case, Format, Target, resolve_sizes
+from speccompile.doctor.layouts import Case, Format, Target, lookup, resolve_sizes
 from speccompile.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
 
 MAX_AUTO_BYTES = 1 << 30  # of weights that are read by default: about a second
 _SMALL_FILES = ("config.json", "tokenizer.json")
@@ -314,3 +315,45 @@ def canonical_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Ten
     if layout.complete is not None:
         layout.complete(config, tensors)
     return config, tensors
+
+
+@dataclass(frozen=True)
+class KnownFormat:
+    """A layout that is recognised by name only."""
+
+    name: str
+    label: str
+    marks: tuple[str, ...] = ()
+    config_marks: tuple[str, ...] = ()
+    config_values: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+KNOWN = (
+    KnownFormat("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
+    KnownFormat(
+        "hydra",
+        "Hydra: heads that depend on each other's tokens",
+        (r"^hydra_mlp\.", r"^hydra_lm_head\.", r"^hydra_head\."),
+        ("hydra_num_heads",),
+    ),
+    KnownFormat(
+        "redrafter",
+        "ReDrafter: a recurrent drafter",
+        (r"(^|\.)rnn_[uw](\.|$)", r"^lm_head\.\d+\.linear\."),
+        (),
+        (("model_type", ("redrafter", "recurrent_drafting")),),
+    ),
+)
+
+
+def known_format(config: Mapping[str, Any], keys: Iterable[str]) -> KnownFormat | None:
+    """Returns the layout of a checkpoint that is not supported yet; None when it is none of these."""
+    names = list(keys)
+    for known in KNOWN:
+        if any(config.get(key) is not None for key in known.config_marks):
+            return known
+        if any(lookup(config, key) in values for key, values in known.config_values):
+            return known
+        if any(re.search(mark, key) for mark in known.marks for key in names):
+            return known
+    return None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.protocols import Batch, Outputs
-from speccompile.core.race import race_times
+from speccompile.core.sampling import race_times
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.core.tree import Floats, Ints
 

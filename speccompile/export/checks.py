@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.core import specs
-from speccompile.core.probes import all_sure, probe_inputs
+from speccompile.core.specs import all_sure, probe_inputs
 from speccompile.errors import BuildError
 
 if TYPE_CHECKING:

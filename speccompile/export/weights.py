@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import list_raw, read_config, read_dims
-from speccompile.checkpoints.extra_modules import extra_keys
+from speccompile.checkpoints.config_values import RENAMED, is_other_part, is_tower
+from speccompile.checkpoints.families import extra_keys
 from speccompile.checkpoints.gguf.folder import has_gguf, origin_of
 from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.packed_schemes import MXFP4, method_of
 from speccompile.checkpoints.safetensors import wrapper_prefix
 from speccompile.checkpoints.tensor_files import TensorFiles, open_files
-from speccompile.checkpoints.text_towers import RENAMED, is_other_part, is_tower
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export.adapters import adapt_model, is_adapted, set_attention
 from speccompile.export.attention import IMPLEMENTATION

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from speccompile.core.race import KEY_SCALE, KEY_STEP, NUM_SQUARES, PRIME, race
-from speccompile.core.sampling import draw
+from speccompile.core.sampling import KEY_SCALE, KEY_STEP, NUM_SQUARES, PRIME, draw, race
 from speccompile.core.specs import UNIFORMS, TensorSpec
 from speccompile.core.tree import Floats, Ints
 from speccompile.ops.op import Op

@@ -41,8 +41,7 @@ from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.stored_rows import StoredRows
-from speccompile.passes.tie_embedding import TIE_EMBEDDING
-from speccompile.passes.tie_weights import TIE_WEIGHTS
+from speccompile.passes.tie_weights import TIE_EMBEDDING, TIE_WEIGHTS
 
 
 def _packed_passes(weights: Weights) -> tuple[Pass, ...]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.passes.attach_grids import linears_of, table_of
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import Editor
+from speccompile.passes.edit import Editor, nodes_of, replace, sizes_of
+from speccompile.passes.match import rank
 
 _MIN_ELEMENTS = 4096  # smaller weights do not justify a node
 
@@ -48,3 +50,44 @@ def _is_matrix(value: ir.Value) -> bool:
 
 
 TIE_WEIGHTS = Pass("tie_weights", tie_weights)
+
+
+_ROWS_AT_ONCE = 4096
+
+
+def _is_tied(table: ir.Value, value: ir.Value) -> bool:
+    """Returns whether a table [rows, size] and a weight [size, rows] have the same numbers."""
+    first, second = table.const_value, value.const_value
+    assert first is not None and second is not None
+    if sizes_of(first) != sizes_of(second)[::-1] or first.dtype != second.dtype:
+        return False
+    rows, columns = first.numpy(), second.numpy()
+    if rows.ctypes.data == columns.ctypes.data and rows.strides == columns.strides[::-1]:
+        return True
+    blocks = (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(rows), _ROWS_AT_ONCE))
+    return all(np.array_equal(rows[block], columns[:, block].T) for block in (slice(0, 1), *blocks))
+
+
+def tie_embedding(model: ir.Model) -> int:
+    """Replace each Gather of a table that is a linear's transposed weight by one of columns; returns their number."""
+    gathers = [node for node in nodes_of(model, "Gather") if table_of(node) is not None and rank(node.inputs[1])]
+    values = list(dict.fromkeys(value for _, value in linears_of(model))) if gathers else []
+    count = 0
+    for node in gathers:
+        table, tokens = node.inputs
+        assert table is not None and tokens is not None
+        if (tied := next((value for value in values if _is_tied(table, value)), None)) is None:
+            continue
+        edit, num_dims = Editor(model, node), rank(tokens) or 0
+        columns = edit.op("Gather", tied, tokens, axis=1)
+        columns.type = table.type
+        rows = edit.op("Transpose", columns, perm=[*range(1, num_dims + 1), 0])
+        rows.type, rows.shape = node.outputs[0].type, node.outputs[0].shape
+        replace(node, rows)
+        if not list(table.uses()) and table.name is not None:
+            del model.graph.initializers[table.name]
+        count += 1
+    return count
+
+
+TIE_EMBEDDING = Pass("tie_embedding", tie_embedding)

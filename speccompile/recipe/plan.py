@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from speccompile.backends.base import Backend
-from speccompile.common.cores import num_usable_cores
+from speccompile.backends.machine import num_usable_cores
 from speccompile.common.parameters import parameters
 from speccompile.core import registry
 from speccompile.core.jobs import AS_TARGET, STORED, DecoderOptions, DraftBounds, GraphJob, TargetOutputs

@@ -26,10 +26,9 @@ from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.prompts import read_chunk
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
-from speccompile.runtime.slot_allocator import SlotAllocator
+from speccompile.runtime.slot_allocator import EVERY, SlotAllocator, ViewKeeper
 from speccompile.runtime.stats import Counters, TimedEngine
 from speccompile.runtime.verifier import Verifier
-from speccompile.runtime.views import EVERY, ViewKeeper
 
 Event = tuple[RequestHandle, StepOutput]
 _STEP_OUTPUT = itemgetter(1)

@@ -22,9 +22,8 @@ from speccompile.runtime.control import Planner, controller_of
 from speccompile.runtime.generation import Generation
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
-from speccompile.runtime.prompt_bytes import PromptBytes
-from speccompile.runtime.requests import StepOutput
-from speccompile.runtime.run_arguments import Images, Prompt, match_arguments, token_ids
+from speccompile.runtime.prompts import PromptBytes
+from speccompile.runtime.requests import Images, Prompt, StepOutput, match_arguments, token_ids
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.stats import TimedEngine

@@ -16,8 +16,7 @@ from typing import IO, Any, cast
 import torch
 
 from speccompile.bundle.folder_records import RUN, read_record, write_mark
-from speccompile.bundle.guard import check_names
-from speccompile.bundle.staging import disk_faults
+from speccompile.bundle.staging import check_names, disk_faults
 from speccompile.errors import BuildError
 
 CHECKPOINT, LOG, STATES, EVENTS = "checkpoint.pt", "log.jsonl", "states.json", "events"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.checkpoint import special_tokens
 from speccompile.common.chat_prompts import find_template, message_for_template
 from speccompile.common.tokenizer_file import TokenizerFaults
 from speccompile.errors import BundleError, RecipeError, RuntimeFault

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from speccompile.bundle.folder_records import SPECULATOR, write_record
-from speccompile.bundle.guard import Claim, claim_folder
-from speccompile.bundle.staging import disk_faults, staged_folder
+from speccompile.bundle.staging import Claim, claim_folder, disk_faults, staged_folder
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, RecipeError

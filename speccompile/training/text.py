@@ -10,9 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from speccompile.checkpoints.checkpoint import read_text_config
+from speccompile.checkpoints.checkpoint import read_text_config, token_ids
 from speccompile.checkpoints.gguf.folder import weight_files
-from speccompile.checkpoints.special_tokens import token_ids
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.template_files import read_template_file
 from speccompile.common.tokenizer_file import load_tokenizer

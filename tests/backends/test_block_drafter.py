@@ -24,9 +24,8 @@ from speccompile.backends.onnxruntime.engine import load_engine
 from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core.jobs import CompileOptions
-from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import LENGTHS, GraphSpec, TensorSpec, spec_from_json, updated_cache_name
+from speccompile.core.specs import LENGTHS, GraphSpec, TensorSpec, probe_inputs, spec_from_json, updated_cache_name
 from speccompile.errors import BuildError, RuntimeFault
 
 pytestmark = pytest.mark.plan

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from speccompile.backends import contention
-from speccompile.backends.contention import WaitClock, is_disturbed
+from speccompile.backends import machine
+from speccompile.backends.machine import WaitClock, is_disturbed
 
 
 def write_task(root: Path, name: str, ran: int, waited: int) -> None:
@@ -17,8 +17,8 @@ def write_task(root: Path, name: str, ran: int, waited: int) -> None:
 
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(contention, "_TASKS", tmp_path / "task")
-    monkeypatch.setattr(contention, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(machine, "_TASKS", tmp_path / "task")
+    monkeypatch.setattr(machine, "_STAT", tmp_path / "stat")
     (tmp_path / "stat").write_text("cpu 100 0 100 800 0 0 0 10 0 0\ncpu0 0\n")
     write_task(tmp_path / "task", "1", 1000, 500)
     write_task(tmp_path / "task", "2", 1000, 0)
@@ -58,15 +58,15 @@ def test_a_kernel_that_does_not_count_gives_zero(proc: Path) -> None:
 
 @pytest.mark.usefixtures("with_wait_share")
 def test_a_record_is_disturbed_above_the_bound_alone() -> None:
-    most = contention.MAX_WAIT_SHARE
+    most = machine.MAX_WAIT_SHARE
     assert [is_disturbed(r) for r in ({}, {"wait_share": most}, {"wait_share": most + 0.01})] == [False, False, True]
 
 
 @pytest.mark.parametrize(("load", "busy"), [(0.2, False), (1.0, False), (1.3, True)])
 def test_a_machine_is_busy_above_half_its_cpus(monkeypatch: pytest.MonkeyPatch, load: float, busy: bool) -> None:
-    monkeypatch.setattr(contention.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(contention.os, "cpu_count", lambda: 2)
-    assert contention.is_machine_busy() is busy
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    assert machine.is_machine_busy() is busy
 
 
 def test_a_process_on_a_busy_machine_is_disturbed() -> None:
@@ -79,7 +79,7 @@ def test_a_process_on_a_busy_machine_is_disturbed() -> None:
         pytest.skip("this kernel does not count waiting")
     code = (
         "import os, time\n"
-        "from speccompile.backends.contention import WaitClock\n"
+        "from speccompile.backends.machine import WaitClock\n"
         "clock = WaitClock(); end = time.monotonic() + 0.6\n"
         "while time.monotonic() < end: pass\n"
         "print(clock.share())"

@@ -16,10 +16,8 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime import kernel_build, kernel_library, kernel_selftest
-from speccompile.backends.onnxruntime.kernel_selftest import Case, open_case, tail_fault
-from speccompile.backends.onnxruntime.linear_cases import linear_cases
-from speccompile.backends.onnxruntime.tail_cases import tail_cases
-from speccompile.backends.onnxruntime.tiny_models import one_node_model
+from speccompile.backends.onnxruntime.kernel_selftest import Case, one_node_model, open_case, tail_fault
+from speccompile.backends.onnxruntime.linear_cases import linear_cases, tail_cases
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.kv_rollback import KV_ROLLBACK

@@ -20,10 +20,9 @@ from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import warp
 from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
-from speccompile.passes.attach_tail import attach_tail
+from speccompile.passes.attach_tail import ABSENT, attach_tail, fit_vocab
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.edit import sizes_of
-from speccompile.passes.fit_vocab import ABSENT, fit_vocab
 from speccompile.passes.pipelines import tensorrt_table
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.speculators.distribution_check import LEAST, PROMPT, Warp, decode_many, fit_p_value

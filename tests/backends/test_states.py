@@ -18,8 +18,7 @@ from speccompile.backends.onnxruntime.engine import OrtEngine, StateOrtEngine, o
 from speccompile.backends.writing import save_rollback
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core.dims import LayerDims, ModelDims
-from speccompile.core.probes import probe_inputs
-from speccompile.core.specs import LOGITS
+from speccompile.core.specs import LOGITS, probe_inputs
 from speccompile.errors import RuntimeFault
 from speccompile.export.checks import check_decoder
 from tests.backends.hybrid_lab import DIMS, NUM_DRAFTS, VOCAB, Hybrid, feed

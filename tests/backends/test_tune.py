@@ -10,7 +10,7 @@ import pytest
 from speccompile.backends import measuring
 from speccompile.backends.base import LoadJob
 from speccompile.backends.measuring import NODE_COUNTS
-from speccompile.backends.onnxruntime import adapt, tune
+from speccompile.backends.onnxruntime import tune
 from speccompile.backends.onnxruntime.engine import session_options
 from speccompile.bundle.format import weights_beside
 from speccompile.errors import BuildError
@@ -46,15 +46,15 @@ def test_a_record_of_another_cpu_is_measured_again_once(
         calls.append(job.path)
         return {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": 3.0}}
 
-    monkeypatch.setattr(adapt, "measure_graph", measure)
+    monkeypatch.setattr(tune, "measure_graph", measure)
     here = {"cpu": tune.cpu_name(), "threads": 1}
-    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=here)) == here
-    assert adapt.adapt_tuning(LoadJob(path, spec)) == {}
+    assert tune.adapt_tuning(LoadJob(path, spec, tuning=here)) == here
+    assert tune.adapt_tuning(LoadJob(path, spec)) == {}
     elsewhere = {"cpu": "Z80 x1", "threads": 64}
-    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=elsewhere))["threads"] == 2
-    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=elsewhere))["step_ms"] == {"1": 3.0}
+    assert tune.adapt_tuning(LoadJob(path, spec, tuning=elsewhere))["threads"] == 2
+    assert tune.adapt_tuning(LoadJob(path, spec, tuning=elsewhere))["step_ms"] == {"1": 3.0}
     assert calls == [path]
-    assert adapt.adapt_tuning(LoadJob(path, spec, tuning=elsewhere, others_bytes=7))["threads"] == 2
+    assert tune.adapt_tuning(LoadJob(path, spec, tuning=elsewhere, others_bytes=7))["threads"] == 2
     assert calls == [path] * 2
     next(tmp_path.glob("tuning/*.json")).unlink()
     (kept,) = tmp_path.glob("tuning/*.json")
@@ -67,13 +67,13 @@ def test_a_cache_that_cannot_be_written_is_named_or_done_without(
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "file").write_text("mine")
     fresh = {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": 3.0}}
-    monkeypatch.setattr(adapt, "measure_graph", lambda *_, tries: fresh)
+    monkeypatch.setattr(tune, "measure_graph", lambda *_, tries: fresh)
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError, match="SPECCOMPILE_CACHE: got a file at"):
-        adapt.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"}))
+        tune.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"}))
     monkeypatch.delenv("SPECCOMPILE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert adapt.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"})) == fresh
+    assert tune.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"})) == fresh
 
 
 def test_thread_counts_end_with_all_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +136,11 @@ def test_a_disturbed_record_is_measured_again_at_load_once_the_machine_is_quiet(
 ) -> None:
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
-    monkeypatch.setattr(adapt, "is_machine_busy", lambda: is_busy)
+    monkeypatch.setattr(tune, "is_machine_busy", lambda: is_busy)
     found = iter([disturbed(0.2, threads=2), disturbed(0.01, threads=4)])
-    monkeypatch.setattr(adapt, "measure_graph", lambda *_, tries: next(found))
+    monkeypatch.setattr(tune, "measure_graph", lambda *_, tries: next(found))
     built = disturbed(0.5)
-    threads = [adapt.adapt_tuning(LoadJob(path, spec, tuning=built))["threads"] for _ in range(4)]
+    threads = [tune.adapt_tuning(LoadJob(path, spec, tuning=built))["threads"] for _ in range(4)]
     assert threads == ([1, 1, 1, 1] if is_busy else [2, 4, 4, 4])
 
 
@@ -181,10 +181,10 @@ class Drift:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: float, share: float = 0.0, is_busy: bool = False) -> None:
         self.checked = self.measured = 0
         self.ms, self.wait_share = ms, share
-        monkeypatch.setattr(adapt, "is_machine_busy", lambda: is_busy)
-        monkeypatch.setattr(adapt, "WaitClock", lambda: self)
-        monkeypatch.setattr(adapt, "typical_step_ms", self.check)
-        monkeypatch.setattr(adapt, "measure_graph", self.measure)
+        monkeypatch.setattr(tune, "is_machine_busy", lambda: is_busy)
+        monkeypatch.setattr(tune, "WaitClock", lambda: self)
+        monkeypatch.setattr(tune, "typical_step_ms", self.check)
+        monkeypatch.setattr(tune, "measure_graph", self.measure)
 
     def share(self) -> float:
         return self.wait_share
@@ -207,12 +207,12 @@ def test_a_record_is_compared_once_with_present_step_times(
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     machine, built = Drift(monkeypatch, ms), disturbed(0.0)
-    records = [adapt.adapt_tuning(LoadJob(path, spec, tuning=built)) for _ in range(3)]
+    records = [tune.adapt_tuning(LoadJob(path, spec, tuning=built)) for _ in range(3)]
     assert (machine.checked, machine.measured) == (1, int(is_wrong))
     assert records == [records[0]] * 3 and records[0]["threads"] == (2 if is_wrong else 1)
     assert built == disturbed(0.0)
     again = {**built, "step_ms": {"1": 3.0, "4": 5.0}}
-    adapt.adapt_tuning(LoadJob(path, spec, tuning=again))
+    tune.adapt_tuning(LoadJob(path, spec, tuning=again))
     assert machine.checked == 2
 
 
@@ -224,5 +224,5 @@ def test_a_record_is_not_judged_beside_other_work(
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     machine, built = Drift(monkeypatch, 99.0, share, is_busy), disturbed(0.0)
-    assert [adapt.adapt_tuning(LoadJob(path, spec, tuning=built)) for _ in range(3)] == [built] * 3
+    assert [tune.adapt_tuning(LoadJob(path, spec, tuning=built)) for _ in range(3)] == [built] * 3
     assert (machine.checked, machine.measured, list(tmp_path.iterdir())) == (checked, 0, [])

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from speccompile.certificate.acceptance import Acceptance, check_acceptance, is_near, is_no_less, outcomes_of
+from speccompile.certificate.acceptance import (
+    Acceptance,
+    FirstDrafts,
+    check_acceptance,
+    is_better,
+    is_near,
+    is_no_less,
+    outcomes_of,
+)
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run, verdict_of
-from speccompile.certificate.shifted import FirstDrafts, is_better
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.certificate.certificate_lab import PROMPTS, make_engine
 from tests.certificate.shifting import check_that_a_shift_shows

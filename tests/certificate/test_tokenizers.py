@@ -4,7 +4,7 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from speccompile.certificate.tokenizers import check_tokenizer
+from speccompile.certificate.checkpoint import check_tokenizer
 from tests.certificate.certificate_lab import make_engine
 from tests.common.test_tokenizer_file import CUT, FILLED
 from tests.mock_lm import VOCAB

@@ -12,9 +12,9 @@ import torch
 from gguf import GGUFReader, dequantize
 from transformers import AutoTokenizer
 
+from speccompile.checkpoints.checkpoint import special_tokens
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.model_config import read_model_config
-from speccompile.checkpoints.special_tokens import special_tokens
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.export.weights import read_weights
 from tests.real_model import gemma3, smollm2

@@ -15,11 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from speccompile.checkpoints.checkpoint import special_tokens
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.gguf.header import GgufHeader
-from speccompile.checkpoints.gguf.splits import SPLITS
-from speccompile.checkpoints.gguf.tokenizer import tokenizer_files
-from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.gguf.tokenizer import SPLITS, tokenizer_files
 from speccompile.errors import CheckpointError
 from speccompile.recipe.model_recipe import sampling_defaults
 from tests.checkpoints.gguf_lab import write_model

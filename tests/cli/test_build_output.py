@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from speccompile.bundle.report import dotted_keys, text_from_value
-from speccompile.recipe import machine
+from speccompile.recipe import predict
 from tests.cli.conftest import Run
 from tests.pipeline import fakes
 
@@ -108,7 +108,7 @@ def test_a_dry_run_compares_with_the_machine_and_gives_a_time(
     out = " ".join(out.split())
     assert "free on this machine: memory " in out and "the disk of " in out
     assert "the build takes about 20 s to 2 min (as 41 builds on two busy cores: " in out
-    monkeypatch.setattr(machine, "available_memory", lambda: 1000)
+    monkeypatch.setattr(predict, "available_memory", lambda: 1000)
     code, out, err = run("build", recipe, "--dry-run")
     assert code == 0 and "warning: building: about " in err and "1000 B free. Build on a larger machine." in err
     assert "warning: decoding: about " in err and "lower engine.max_batch_size" in err

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from speccompile.backends.machine import num_usable_cores
 from speccompile.cli import options
 from speccompile.cli.main import main
-from speccompile.common.cores import num_usable_cores
 from tests.runtime.test_spec_engine import Letters, make_engine, text
 
 COLOURS = {"TERM": "xterm-256color", "FORCE_COLOR": "1", "NO_COLOR": None}

@@ -6,9 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from speccompile.core import race as module
-from speccompile.core.race import PRIME, SAMPLER_VERSION, race, race_times
-from speccompile.core.sampling import race_draws, uniforms
+from speccompile.core import sampling as module
+from speccompile.core.sampling import PRIME, SAMPLER_VERSION, race, race_draws, race_times, uniforms
 
 STATES = [
     [[1242869731, 1052837525, 1438037530, 1617257005], [294990160, 1747592353, 1642291370, 1750033524]],

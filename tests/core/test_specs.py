@@ -8,8 +8,16 @@ from math import prod
 import pytest
 
 from speccompile.core.dims import LayerDims, ModelDims, RecurrentDims, dims_from_json, json_from_dims
-from speccompile.core.probes import probe_inputs
-from speccompile.core.specs import LENGTHS, LOGITS, SURE_NODES, TOKENS, spec_from_json, state_names, updated_cache_name
+from speccompile.core.specs import (
+    LENGTHS,
+    LOGITS,
+    SURE_NODES,
+    TOKENS,
+    probe_inputs,
+    spec_from_json,
+    state_names,
+    updated_cache_name,
+)
 from speccompile.graph_kinds.borrowed import shared_cache
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollback_spec, verified_spec
 

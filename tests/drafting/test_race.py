@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core.race import race
-from speccompile.core.sampling import SamplingParams, race_draws, warp
+from speccompile.core.sampling import SamplingParams, race, race_draws, warp
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.drafting import race as module
 from speccompile.drafting.race import order_candidates, raced_candidates

@@ -6,12 +6,10 @@ import json
 import pytest
 
 import speccompile
-from speccompile.certificate.acceptance import check_acceptance
+from speccompile.certificate.acceptance import FirstDrafts, check_acceptance, decode_shifted, is_better
 from speccompile.certificate.caches import check_caches
-from speccompile.certificate.checkpoint import open_reference
+from speccompile.certificate.checkpoint import check_tokenizer, open_reference
 from speccompile.certificate.greedy import plain_texts
-from speccompile.certificate.shifted import FirstDrafts, decode_shifted, is_better
-from speccompile.certificate.tokenizers import check_tokenizer
 from speccompile.certificate.verify import STEPS, Options, Subject, run_checks
 from tests.certificate.shifting import shift_drafts
 from tests.e2e.conftest import MODELS, build_bundle

@@ -7,7 +7,7 @@ once, and a sliding window is shorter than the sequences that the sweep runs.
 
 from typing import Any
 
-from speccompile.checkpoints.text_towers import TOWERS
+from speccompile.checkpoints.config_values import TOWERS
 from tests.export.towers import tower_config
 
 VOCAB = 97

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from speccompile.export.simplify import RULES, simplify
+from speccompile.export.trace import RULES, simplify
 from speccompile.ops.op import OPSET
 
 

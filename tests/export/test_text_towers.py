@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims, read_text_config
+from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims, read_text_config, special_tokens
+from speccompile.checkpoints.config_values import TOWERS, text_config
 from speccompile.checkpoints.families import check_architecture
-from speccompile.checkpoints.special_tokens import special_tokens
-from speccompile.checkpoints.text_towers import TOWERS, text_config
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, ExportError
 from tests.export.families import VOCAB
@@ -50,8 +49,8 @@ def _folders(model_type: str, folder: Path) -> tuple[Any, Path, Path]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from speccompile.checkpoints.config_values import RENAMED
     from speccompile.checkpoints.model_config import read_model_config
-    from speccompile.checkpoints.text_towers import RENAMED
 
     whole, alone = folder / "whole", folder / "alone"
     model = make_tower(tower_config(model_type), whole)
@@ -126,8 +125,8 @@ def _assert_same_graph(graph: Any, twin: Any) -> None:
 def test_the_language_model_has_equal_logits_alone(model_type, tmp_path):
     from transformers import AutoModelForCausalLM
 
+    from speccompile.checkpoints.config_values import RENAMED
     from speccompile.checkpoints.model_config import read_model_config
-    from speccompile.checkpoints.text_towers import RENAMED
 
     model = make_tower(tower_config(model_type), tmp_path)
     alone = AutoModelForCausalLM.from_pretrained(tmp_path, config=read_model_config(tmp_path), key_mapping=RENAMED)
@@ -203,7 +202,7 @@ def test_sizes_come_from_the_language_model(copy):
 def test_the_defaults_are_those_of_transformers():
     from transformers import CONFIG_MAPPING
 
-    from speccompile.checkpoints.text_towers import _DEFAULTS
+    from speccompile.checkpoints.config_values import _DEFAULTS
 
     for model_type, sizes in _DEFAULTS.items():
         config = CONFIG_MAPPING[model_type]()

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from speccompile.bundle.tokenizers import check_tokenizer, copy_tokenizer
-from speccompile.checkpoints.checkpoint import check_checkpoint, count_params, read_config, read_dims
-from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.checkpoint import check_checkpoint, count_params, read_config, read_dims, special_tokens
 from speccompile.doctor.doctor import find_target
 from speccompile.recipe.predict import predict
 from tests.fuzz.mutate import damage, fuzz, mutate, text_of

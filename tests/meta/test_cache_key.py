@@ -8,8 +8,9 @@ from pathlib import Path
 import grimp
 import pytest
 
-from speccompile.bundle import digests, graphs
-from speccompile.bundle.digests import digest_from_package, digest_from_sources
+from speccompile.bundle import format as digests
+from speccompile.bundle import graphs
+from speccompile.bundle.format import digest_from_package, digest_from_sources
 from speccompile.core import registry
 from speccompile.core.jobs import json_from_options
 from tests.method_rows import ROWS, config_of, method_of

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from speccompile.core.registry import load_formats
-from speccompile.doctor.known_formats import KNOWN
+from speccompile.doctor.doctor import KNOWN
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/doctor.md").read_text()
 

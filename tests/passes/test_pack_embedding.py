@@ -20,7 +20,7 @@ from speccompile.passes.pack_linears import pack_linears
 from speccompile.passes.quantize_blocks import quantize_blocks
 from speccompile.passes.quantize_int8 import quantize_int8
 from speccompile.passes.stored_rows import StoredRows
-from speccompile.passes.tie_embedding import tie_embedding
+from speccompile.passes.tie_weights import tie_embedding
 from tests.passes.graphs import graph, ops
 
 V, H = 140, 48

@@ -12,9 +12,8 @@ import onnx_ir as ir
 import pytest
 
 from speccompile.backends.base import CompileJob
-from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend
+from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend, predicted_weight_bytes
 from speccompile.backends.tensorrt.config import Config
-from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec

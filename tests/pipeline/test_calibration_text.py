@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from speccompile.bundle.calibration import MAX_TOKENS, MIN_TOKENS, read_texts, sample_of
+from speccompile.bundle.choices import MAX_TOKENS, MIN_TOKENS, read_texts, sample_of
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speccompile.bundle.bundle import read_bundle
-from speccompile.bundle.cache_entries import list_entries
-from speccompile.bundle.stage_cache import StageCache
+from speccompile.bundle.stage_cache import StageCache, list_entries
 from speccompile.cli.main import app
 from speccompile.pipeline import build
 from speccompile.prepare import is_model, prepare

@@ -13,9 +13,8 @@ import pytest
 
 from speccompile.bundle.bundle import read_bundle
 from speccompile.bundle.folder_records import BUNDLE, MODEL, RECORD, SPECULATOR, write_record
-from speccompile.bundle.guard import claim_folder
 from speccompile.bundle.stage_cache import StageCache
-from speccompile.bundle.staging import copy_folder, is_mount, staged_folder
+from speccompile.bundle.staging import claim_folder, copy_folder, is_mount, staged_folder
 from speccompile.errors import BuildError
 from speccompile.pipeline import build
 from tests.pipeline.fakes import make_plan

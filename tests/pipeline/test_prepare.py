@@ -13,7 +13,7 @@ import pytest
 
 from speccompile import prepare as module
 from speccompile.bundle.bundle import read_bundle
-from speccompile.bundle.cache_entries import list_entries
+from speccompile.bundle.stage_cache import list_entries
 from speccompile.errors import ExportError
 from speccompile.prepare import Prepared, is_model, is_recipe, prepare
 from speccompile.recipe import Device, load_recipe, resolve

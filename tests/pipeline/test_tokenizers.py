@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speccompile.bundle.tokenizers import read_tokenizer
-from speccompile.checkpoints.special_tokens import special_tokens
+from speccompile.checkpoints.checkpoint import special_tokens
 
 
 def save(folder: Path, **changes: Any) -> Path:

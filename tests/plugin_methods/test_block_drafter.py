@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime")
 
 import speccompile
 from speccompile.bundle.bundle import read_bundle
-from speccompile.bundle.digests import digest_from_package
+from speccompile.bundle.format import digest_from_package
 from speccompile.bundle.graphs import NOT_OF_GRAPHS
 from speccompile.core import registry
 from speccompile.core.sampling import SamplingParams

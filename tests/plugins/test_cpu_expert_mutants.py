@@ -12,8 +12,8 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
-from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_row_fault
 from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
+from speccompile.backends.onnxruntime.linear_cases import expert_cases, expert_row_fault
 from tests.plugins.cpu_lab import needs_compiler
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
-from speccompile.backends.onnxruntime.expert_cases import expert_cases, expert_constants, expert_rows
 from speccompile.backends.onnxruntime.kernel_selftest import Case, expert_fault, open_case
-from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS
+from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS, expert_cases, expert_constants, expert_rows
 from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.registry import OPS
 from tests.plugins.cpu_lab import (

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from speccompile.backends.onnxruntime.tail_cases import tail_cases
+from speccompile.backends.onnxruntime.linear_cases import tail_cases
 from speccompile.ops.op import Op
 from speccompile.ops.registry import OPS
 from tests.ops.op_lab import Case, is_at_boundary, model_of, verify_case

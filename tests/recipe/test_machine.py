@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from speccompile.backends import memory
-from speccompile.recipe import machine
+from speccompile.backends import machine
+from speccompile.recipe import predict
 
 GIB = 2**30
 TOTAL = {"build_peak_bytes": 40 * GIB, "runtime_bytes": 8 * GIB, "bundle_bytes": 3 * GIB}
@@ -26,15 +26,15 @@ def make_plan(device: str = "cpu", backend: str = "onnxruntime") -> Any:
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(machine, "available_memory", lambda: 12 * GIB)
-    monkeypatch.setattr(machine, "gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(predict, "available_memory", lambda: 12 * GIB)
+    monkeypatch.setattr(predict, "gpu_memory", lambda: 80 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(5 * GIB))
 
 
 @pytest.mark.parametrize(("device", "home", "free"), [("cpu", "memory", 12), ("cuda", "the GPU's memory", 80)])
 def test_needs_stand_beside_what_is_there(device: str, home: str, free: int, tmp_path: Path) -> None:
     disks = {"the bundle": tmp_path / "not/yet/there", "the cache": tmp_path}
-    building, decoding, disk = machine.compare(make_plan(device), {"total": TOTAL}, disks)
+    building, decoding, disk = predict.compare(make_plan(device), {"total": TOTAL}, disks)
     assert (building["where"], building["needed_bytes"], building["free_bytes"]) == ("memory", 40 * GIB, 12 * GIB)
     assert (decoding["where"], decoding["needed_bytes"], decoding["free_bytes"]) == (home, 8 * GIB, free * GIB)
     # Both are on one disk, which must hold both.
@@ -43,16 +43,16 @@ def test_needs_stand_beside_what_is_there(device: str, home: str, free: int, tmp
 
 
 def test_what_is_not_known_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: 0)
-    monkeypatch.setattr(machine, "gpu_memory", lambda: None)
-    rows = machine.compare(make_plan("cuda"), {"total": TOTAL}, {})
+    monkeypatch.setattr(predict, "available_memory", lambda: 0)
+    monkeypatch.setattr(predict, "gpu_memory", lambda: None)
+    rows = predict.compare(make_plan("cuda"), {"total": TOTAL}, {})
     assert [row["free_bytes"] for row in rows] == [None, None]
 
 
 def test_time_grows_with_the_weights_and_is_not_given_for_other_backends() -> None:
     def seconds(num_params: int, backend: str = "onnxruntime") -> tuple[int, int] | None:
         graphs = {"target": {"num_params": num_params}, "draft": {"num_params": num_params}}
-        return machine.build_seconds(make_plan(backend=backend), {"graphs": graphs})
+        return predict.build_seconds(make_plan(backend=backend), {"graphs": graphs})
 
     assert seconds(GIB // 8) == (20 + 45, 120 + 430)
     assert seconds(GIB) == (20 + 8 * 45, 120 + 8 * 430)
@@ -66,13 +66,13 @@ def test_time_grows_with_the_weights_and_is_not_given_for_other_backends() -> No
 def test_a_container_has_what_its_limit_leaves(
     limit: str, current: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path / "none")
-    whole = memory.available_memory()
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "none")
+    whole = machine.available_memory()
     assert whole > 3 * GIB // 2
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     for name, text in (("max", limit), ("current", current), ("stat", "anon 7\ninactive_file 100")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    found = memory.available_memory()
+    found = machine.available_memory()
     assert found == expected if expected is not None else abs(found - whole) < GIB
 
 
@@ -81,10 +81,10 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    assert memory.gpu_memory() is None
+    assert machine.gpu_memory() is None
     driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceTotalMem_v2=_tell)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    assert memory.gpu_memory() == 80 * GIB
+    assert machine.gpu_memory() == 80 * GIB
 
 
 def _tell(size: Any, ordinal: int) -> int:

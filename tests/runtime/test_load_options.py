@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from speccompile.backends.machine import num_usable_cores
 from speccompile.bundle.bundle import Bundle
-from speccompile.common.cores import num_usable_cores
 from speccompile.core import registry
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime import engine

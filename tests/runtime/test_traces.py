@@ -4,15 +4,24 @@
 A change that lowers one writes it into the table. A file costs its reader more than a call, so files count first.
 """
 
-import pytest
+import sys
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from speccompile.cli.main import app
 from speccompile.core.sampling_params import SamplingParams
 from tests.golden.method_fakes import Letters, make_engine
+from tests.pipeline import fakes
 from tests.runtime.call_trace import traced
 
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
 STEPS = {"none": (10, 37), "draft_model": (14, 127), "eagle3": (15, 199)}
-COMPLETION = (42, 1020)  # calls vary by a few with the turns of two threads
+# (files, calls) of a prompt and eight tokens; and files of a build from the command line, its export a fake.
+GENERATE = {"none": (23, 515), "draft_model": (34, 706), "eagle3": (38, 1097)}
+BUILD = 60
+COMPLETION = (40, 1020)  # calls vary by a few with the turns of two threads
 
 
 @pytest.mark.parametrize("method", STEPS)
@@ -33,6 +42,29 @@ def test_a_step_passes_through_no_more_files_and_calls(method: str) -> None:
     assert len(files) <= num_files and most <= num_calls, f"{len(files)}, {most}\n{sorted(files)}\n{table}"
 
 
+@pytest.mark.parametrize("method", GENERATE)
+def test_a_prompt_passes_through_no_more_files_and_calls(method: str) -> None:
+    for _ in range(2):  # the first run imports what the second one calls
+        engine = make_engine(method)
+        with traced() as trace:
+            engine.generate(["abc"], SamplingParams(max_new_tokens=8))
+    num_files, num_calls = GENERATE[method]
+    assert trace.num_files <= num_files and trace.num_calls <= num_calls, (
+        f"{trace.num_files}, {trace.num_calls}\n{trace.table()}"
+    )
+
+
+def test_a_build_passes_through_no_more_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
+    fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
+    command = ["build", str(fakes.write_recipe(tmp_path / "in")), "-o", str(tmp_path / "out"), "--no-cache"]
+    for _ in range(2):
+        with traced() as trace:
+            done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert trace.num_files <= BUILD, f"{trace.num_files}\n{trace.table()}"
+
+
 def test_a_streamed_completion_passes_through_no_more_files() -> None:
     pytest.importorskip("fastapi")
     from speccompile.runtime.service import Service
@@ -43,9 +75,9 @@ def test_a_streamed_completion_passes_through_no_more_files() -> None:
     body = {"model": "mock", "prompt": "abc", "max_tokens": 8, "stream": True}
     engine = make_engine("draft_model")
     service = Service(engine)
-    app = make_app(OpenAIServer(service, ServerOptions(model_name="mock")))
+    server = make_app(OpenAIServer(service, ServerOptions(model_name="mock")))
     with traced() as trace, service:
-        reply = post(app, "/v1/completions", body)
+        reply = post(server, "/v1/completions", body)
     text = "".join(event["choices"][0]["text"] for event in reply.events() if event != "[DONE]" and event["choices"])
     assert text == Letters().decode(make_engine("none").generate(["abc"], SamplingParams(max_new_tokens=8))[0].tokens)
     num_files, num_calls = COMPLETION

@@ -7,7 +7,7 @@ import numpy as np
 
 from speccompile.backends.kv_rows import bucket_rows
 from speccompile.runtime.prefixes import Kept
-from speccompile.runtime.views import COPIES, EVERY, HEADROOM, ROW_PRICE, ViewKeeper
+from speccompile.runtime.slot_allocator import COPIES, EVERY, HEADROOM, ROW_PRICE, ViewKeeper
 
 MAX_ROWS, PLACES = 8192, 4
 

@@ -194,7 +194,7 @@ def tree_engine(pair: tuple[Path, Any, Any]) -> Any:
 def test_greedy_text_and_every_draft_are_transformers(
     pair: tuple[Path, Any, Any], engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speccompile.speculators.gemma4_assistant.proposer import AssistantProposer
+    from speccompile.speculators.gemma4_assistant.config import AssistantProposer
 
     _, target, assistant = pair
     made: list[tuple[list[int], list[int]]] = []
@@ -230,7 +230,7 @@ def test_greedy_text_and_every_draft_are_transformers(
 def test_trees_have_the_likeliest_tokens_of_transformers(
     pair: tuple[Path, Any, Any], tree_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speccompile.speculators.gemma4_assistant.proposer import AssistantProposer
+    from speccompile.speculators.gemma4_assistant.config import AssistantProposer
 
     _, target, assistant = pair
     made: list[tuple[list[int], list[int], list[int]]] = []

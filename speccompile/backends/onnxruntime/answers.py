@@ -15,8 +15,7 @@ from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.kernel_library import find_library
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core import specs
-from speccompile.core.probes import all_sure
-from speccompile.core.specs import GraphSpec
+from speccompile.core.specs import GraphSpec, all_sure
 
 if TYPE_CHECKING:
     from speccompile.backends.onnxruntime.engine import OrtEngine

@@ -132,7 +132,7 @@ class OnnxRuntimeBackend(Backend):
         return measure_graph(job)
 
     def adapt_tuning(self, job: LoadJob) -> dict[str, Any]:
-        from speccompile.backends.onnxruntime.adapt import adapt_tuning
+        from speccompile.backends.onnxruntime.tune import adapt_tuning
 
         return adapt_tuning(job)
 

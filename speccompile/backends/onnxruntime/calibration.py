@@ -24,12 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.backends.feeds import neutral_value, shape_from_dims
-from speccompile.backends.memory import available_memory, read_peak_rss
+from speccompile.backends.machine import available_memory, num_usable_cores, read_peak_rss
 from speccompile.checkpoints.texts import TextSample
-from speccompile.common.cores import num_usable_cores
 from speccompile.core import specs
-from speccompile.core.probes import all_sure
-from speccompile.core.specs import GraphSpec, spec_from_json
+from speccompile.core.specs import GraphSpec, all_sure, spec_from_json
 from speccompile.errors import BuildError
 from speccompile.ops.grid import Grid
 from speccompile.passes.compensation import compensated_grid, factor_of

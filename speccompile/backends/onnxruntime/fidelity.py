@@ -24,8 +24,7 @@ from speccompile.backends.onnxruntime.answers import Text, open_reader, piece_le
 from speccompile.backends.onnxruntime.tune import typical_cost
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core import specs
-from speccompile.core.probes import all_sure
-from speccompile.core.specs import GraphSpec, TensorSpec, spec_from_json
+from speccompile.core.specs import GraphSpec, TensorSpec, all_sure, spec_from_json
 from speccompile.errors import BuildError
 
 MAX_KL = 0.02

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import CompileJob, LoadJob
-from speccompile.backends.memory import read_peak_rss
+from speccompile.backends.machine import read_peak_rss
 from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.sequences import write_sequences
 from speccompile.backends.writing import lower_and_save

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random packed weights of every form, and calls of the ops that read them for the self-test."""
+"""Calls of kernels for the self-test: packed linears of every form, experts, verification and drafts' tails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
+from speccompile.ops.expert_linear import EXPERT_LINEARS
+from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.grid import Grid
+from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from speccompile.ops.packed_rows import PACKED_ROWS
 from speccompile.ops.packing import GROUP, Packed, gate_columns, has_minimums, is_int4, is_integer, pack, pack_grid
+from speccompile.ops.sample_token import SAMPLE_TOKEN
+from speccompile.ops.spec_verify import SPEC_VERIFY
 
 NUM_ROWS = 7  # more than one tile of rows in most instruction sets
 
@@ -98,3 +105,105 @@ def linear_cases(num_in: int = 70, num_out: int = 52) -> Iterator[_Call]:
             }
             attributes = {**op.attributes, "num_in": num_in, "num_out": num_out, **packed.attributes}
             yield op, {t.name: given[t.name] for t in op.inputs}, attributes
+
+
+Arrays = dict[str, NDArray[Any]]
+Attributes = dict[str, int | float]
+Run = Callable[[Arrays], list[NDArray[Any]]]  # of one session: inputs by name -> outputs
+PER_ROW = 3
+
+
+def expert_constants(
+    op: Op, num_in: int, num_out: int, num_experts: int, seed: int = 0, **grid: Any
+) -> tuple[Arrays, Attributes]:
+    """Returns random weights and bias of an expert op by name, and its attributes; `grid` as in `random_packed`."""
+    has_gate, seeds = "activation" in op.attributes, range(seed, seed + num_experts)
+    parts = [random_packed(form_of(op), num_in, num_out, own, has_gate=has_gate, **grid) for own in seeds]
+    constants = {name: np.stack([part.constants[name] for part in parts]) for name in parts[0].constants}
+    bias = np.random.default_rng(seed).standard_normal((num_experts, num_out)).astype(np.float32)
+    sizes = {"num_in": num_in, "num_out": num_out, "num_experts": num_experts}
+    return {**constants, "bias": bias}, {**op.attributes, **sizes, **parts[0].attributes}
+
+
+def expert_rows(num_rows: int, num_in: int, num_experts: int, per_row: int, seed: int = 1) -> Arrays:
+    """Returns random rows, some numbers much larger than the others, and different experts for each."""
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((num_rows, num_experts)), axis=1)[:, :per_row]
+    return {"x": (rng.standard_normal((num_rows, num_in)) ** 3).astype(np.float32), "ids": ids.astype(np.int64)}
+
+
+def expert_cases(num_in: int = 70, num_out: int = 52, num_experts: int = 5) -> Iterator[tuple[Op, Arrays, Attributes]]:
+    """Yields a call of every expert op; the sizes need padding in every direction."""
+    for op in EXPERT_LINEARS:
+        for grid in ({}, *(OTHER_GRIDS if op.name.startswith("ExpertLinearInt") else ())):
+            constants, attributes = expert_constants(op, num_in, num_out, num_experts, **grid)
+            given = {**expert_rows(NUM_ROWS, num_in, num_experts, PER_ROW), **constants}
+            yield op, {t.name: given[t.name] for t in op.inputs}, attributes
+
+
+def expert_row_fault(op: Op, run: Run, inputs: Mapping[str, NDArray[Any]]) -> str | None:
+    """Returns which row has other bits alone, or with one expert alone; None where none has."""
+    (whole,), (num_rows, per_row) = run(dict(inputs)), inputs["ids"].shape
+    rows = whole.reshape(num_rows, per_row, -1)
+    for row in range(num_rows):
+        own: Arrays = {**inputs, "x": inputs["x"][row : row + 1], "ids": inputs["ids"][row : row + 1]}
+        single: Arrays = {**own, "ids": np.ascontiguousarray(own["ids"][:, -1:])}
+        if not (np.array_equal(rows[row], run(own)[0]) and np.array_equal(rows[row, -1:], run(single)[0])):
+            return f"{op.name}: row {row} depends on the other rows"
+    return None
+
+
+_PARENTS = (-1, 0, 0, 1, 2, 4)
+_VOCAB = 1300  # several chunks of 256, and a part of one
+
+
+def _values(rng: np.random.Generator) -> Arrays:
+    """Returns all inputs but `draft_probs`, for slots that are greedy, sampled, and cut by top-k and top-p."""
+    batch, nodes = 5, len(_PARENTS)
+    logits = (rng.standard_normal((batch, nodes, _VOCAB)) * 2).astype(np.float32)
+    return {
+        "logits": logits,
+        "tokens": np.tile(logits.argmax(axis=-1)[:, :1], (1, nodes)),
+        "parents": np.tile(_PARENTS, (batch, 1)),
+        "uniforms": rng.random((batch, nodes, 2)).astype(np.float32),
+        "temperature": np.array([0, 1, 0.7, 1.3, 0.9], np.float32),
+        "top_k": np.array([0, 0, 30, 0, 400]),
+        "top_p": np.array([1, 1, 1, 0.8, 0.5], np.float32),
+        "next_token": np.arange(batch),
+        "cache": rng.standard_normal((batch, 2, 20, 6)).astype(np.float32),
+        "lengths": np.array([0, 3, 5, 9, 14]),
+        "path": np.tile([0, 2, 4, 5, -1, -1], (batch, 1)),
+    }
+
+
+def tail_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
+    """Yields calls of every kernel: the op, its inputs by name, its attributes.
+
+    Draws and top-p are so far from the next token that rounding does not change an integer.
+    """
+    rng = np.random.default_rng(3)
+    given = _values(rng)
+    logits, num_tokens = given["logits"], given["logits"].shape[-1]
+    spoilt = logits.copy()
+    spoilt[1, 2, 7], spoilt[2, 0, -1], spoilt[3, 1, 5] = np.nan, np.inf, -np.inf
+    drafts = rng.dirichlet(np.ones(num_tokens), logits.shape[:2]).astype(np.float32)
+    one = {"logits": logits[:, :1], "uniforms": given["uniforms"][:, 0, 0]}
+    greedy = {"temperature": np.zeros_like(given["temperature"])}
+    changes: list[tuple[Op, Arrays]] = [
+        (SPEC_VERIFY, {"draft_probs": np.zeros((*logits.shape[:2], 1), np.float32)}),
+        (SPEC_VERIFY, {"draft_probs": drafts}),
+        (FINITE_TOKEN, {"logits": spoilt}),
+        (SAMPLE_TOKEN, one),
+        (SAMPLE_TOKEN, one | greedy),
+        (TOP_TOKENS, {"logits": np.round(logits)}),  # ties
+        (NODE_PROBS_OP, {}),
+        (NODE_PROBS_OP, greedy),
+        (KV_ROLLBACK, {}),
+    ]
+    for op, changed in changes:
+        values = given | changed
+        yield op, {t.name: np.ascontiguousarray(values[t.name]) for t in op.inputs}, dict(op.attributes)
+
+
+def integers_differ(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
+    return mine.dtype == np.int64 and not np.array_equal(mine, theirs)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from speccompile.backends.memory import read_peak_rss, reset_peak_rss
+from speccompile.backends.machine import read_peak_rss, reset_peak_rss
 from speccompile.backends.tensorrt import network as networks
 from speccompile.backends.tensorrt.import_helper import find_compute_capabilities, load_tensorrt, text_from_lines
 from speccompile.backends.tensorrt.variants import Variant

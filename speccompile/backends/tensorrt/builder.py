@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.memory import read_memory, read_peak_rss
+from speccompile.backends.machine import read_memory, read_peak_rss
 from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError

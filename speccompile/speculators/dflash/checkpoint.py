@@ -13,9 +13,8 @@ from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import CANDIDATES, GraphSpec
+from speccompile.core.specs import CANDIDATES, GraphSpec, probe_inputs
 from speccompile.doctor.doctor import open_config, open_known
 from speccompile.errors import BuildError, CheckpointError, RecipeError
 from speccompile.export.feature_source import FusionGraph, count_weights, dims_from_config

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_text_config, stated_size
 from speccompile.checkpoints.folders import find_folder
-from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES, SLIDING, gemma4_kinds
-from speccompile.checkpoints.mamba_sizes import FULL
+from speccompile.checkpoints.layer_sizes import FULL, GEMMA4_TYPES, SLIDING, gemma4_kinds
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec, cache_names
 from speccompile.doctor.decoder_rows import times

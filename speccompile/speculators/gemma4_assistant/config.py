@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
-from speccompile.core.protocols import Engine
+from speccompile.core.protocols import Engine, Outputs, TokenSequence
+from speccompile.core.specs import TARGET_LENGTHS
+from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.heads_config import HeadsFields
-from speccompile.speculators.gemma4_assistant.proposer import AssistantProposer
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.gemma4_assistant.checkpoint:AssistantSource"
@@ -49,3 +52,13 @@ class Gemma4AssistantMethod(Method):
         self, config: Gemma4AssistantConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> Proposer:
         return config.make_proposer(engines[HEADS], HEADS, context, AssistantProposer)
+
+
+class AssistantProposer(HeadsProposer):
+    """See `HeadsProposer`. While drafts are made the target has read the tokens before the root, and no more."""
+
+    def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
+        lengths = [
+            max(len(sequence.tokens) - 1, 1) for sequence in sequences
+        ]  # without a row there is no state, and no draft
+        return {TARGET_LENGTHS: np.array(lengths, dtype=np.int64)}

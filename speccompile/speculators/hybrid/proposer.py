@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.acceptance import Verdict
@@ -27,7 +28,6 @@ from speccompile.drafting.budget import Budget
 from speccompile.drafting.tree import DraftTrees
 from speccompile.speculators.hybrid.branch import Branches
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer, choose
-from speccompile.speculators.hybrid.merge import merge_trees
 
 TYPICAL_DEPTH = 6  # of a draft, for the accepted length before any verdict
 TYPICAL_MEMORY = 0.9  # weight of the past in the number of drafts of a step
@@ -305,3 +305,19 @@ class HybridProposer:
         """Reads what is left of the target's outputs for every drafter that needs it."""
         for index in self._held:
             self.drafters[index].proposer.flush()
+
+
+def merge_trees(trees: Sequence[TokenTree], picks: Sequence[int]) -> TokenTree:
+    """Returns the tree that has, in each sequence, one of these."""
+    first = trees[picks[0]]
+    if all(pick == picks[0] for pick in picks):
+        return first
+    num_nodes = np.array([trees[pick].num_nodes[slot] for slot, pick in enumerate(picks)], dtype=np.int64)
+    shape = (len(picks), int(num_nodes.max()))
+    tokens, is_chain = np.zeros(shape, dtype=np.int64), True
+    parents: Ints = np.full(shape, -1, dtype=np.int64)
+    for slot, (pick, num) in enumerate(zip(picks, num_nodes.tolist(), strict=True)):
+        tokens[slot, :num] = trees[pick].tokens[slot, :num]
+        parents[slot, :num] = trees[pick].parents[slot, :num]
+        is_chain = is_chain and parents[slot, :num].tolist() == list(range(-1, num - 1))
+    return TokenTree.chain(tokens, num_nodes) if is_chain else TokenTree(tokens, parents, num_nodes)

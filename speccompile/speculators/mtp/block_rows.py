@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speccompile.checkpoints.mamba_sizes import mixer_kinds
+from speccompile.checkpoints.layer_sizes import mixer_kinds
 from speccompile.doctor.layouts import Row, Size, Sizes, flag
 from speccompile.errors import ExportError
 from speccompile.speculators.mtp.layer_rows import NORM, NORM_EMBEDDING, NORM_HIDDEN

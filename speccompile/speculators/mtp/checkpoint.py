@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_dims, stated_size
+from speccompile.checkpoints.config_values import text_config
 from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
 from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent
-from speccompile.checkpoints.text_towers import text_config
 from speccompile.core.dims import LayerDims
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.protocols import Engine

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from speccompile.checkpoints import target_tables
-from speccompile.checkpoints.text_towers import text_config
+from speccompile.checkpoints.config_values import text_config
 from speccompile.doctor.decoder_rows import times
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.layouts import Case, Row, Size, Sizes, finding, flag

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from speccompile.backends.tensorrt.sizes import predict_sizes
+from speccompile.backends.tensorrt.backend import predict_sizes
 from speccompile.cli.main import app
 from speccompile.core.jobs import WeightCounts
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from speccompile.backends.tensorrt.sizes import predicted_weight_bytes
+from speccompile.backends.tensorrt.backend import predicted_weight_bytes
 from speccompile.core.jobs import WeightCounts
 
 # examples/models/pycode-16m: 8 layers of hidden 384, tied to an embedding of 8192 x 384.

@@ -11,9 +11,8 @@ import numpy as np
 
 from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
-from speccompile.core.probes import probe_inputs
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import LENGTHS, TREE_MASK, GraphSpec, TensorSpec, updated_cache_name
+from speccompile.core.specs import LENGTHS, TREE_MASK, GraphSpec, TensorSpec, probe_inputs, updated_cache_name
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Target, finding

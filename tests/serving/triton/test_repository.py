@@ -13,8 +13,7 @@ from speccompile.errors import BundleError
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.serving.triton.config_text import ModelConfig, text_from_config
 from speccompile.serving.triton.contract import TRITON_TYPES, Tensor
-from speccompile.serving.triton.plans import plan_models
-from speccompile.serving.triton.repository import RepositoryOptions, write_backend, write_repository
+from speccompile.serving.triton.repository import RepositoryOptions, plan_models, write_backend, write_repository
 from speccompile.serving.triton.settings import Settings, settings_from_args
 from speccompile.serving.triton.trtllm import contract as trtllm
 from speccompile.serving.triton.trtllm.layout import ensemble_steps, trtllm_models

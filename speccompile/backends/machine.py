@@ -1,16 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects other work on the CPUs during a measurement.
-
-A measurement beside other work misleads: with both cores of a machine half occupied, one thread looks faster than
-two, and the bundle would keep one thread forever.
-"""
+"""State of the machine: memory of this process, of the host and of its GPU; other work on the CPUs."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+CGROUP = Path("/sys/fs/cgroup")  # version 2; a container's own is mounted there
+
+
+def reset_peak_rss() -> None:
+    """Reset the peak where the kernel allows it (clear_refs); elsewhere it is that of the process's life."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def read_peak_rss() -> int:
+    """Returns the highest resident set of this process since the last reset, in bytes."""
+    peak = read_memory("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+
+def available_memory() -> int:
+    """Returns the bytes that processes can take without swapping, within a container's limit; 0 where nobody says."""
+    free = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        pages = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        free = min(free or limit, max(0, limit - used + int(pages.get("inactive_file", 0))))
+    return free
+
+
+def gpu_memory() -> int | None:
+    """Returns the bytes of the first GPU, from the CUDA driver; None without a driver or a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    size = ctypes.c_size_t()
+    if driver.cuInit(0) != 0 or driver.cuDeviceTotalMem_v2(ctypes.byref(size), 0) != 0:
+        return None
+    return size.value
+
+
+def read_memory(key: str, pid: int | str = "self") -> int | None:
+    """Returns a line of /proc/PID/status in bytes, e.g. VmRSS or RssAnon; None without such a process or line."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
 
 # Share of the time that threads were ready to run and did not, above which a measurement is not trusted. Chosen, not
 # measured: threads with a CPU each hardly wait, and one that shares its CPU waits half of its time.
@@ -73,3 +122,8 @@ def _read_steal() -> tuple[int, int]:
         return sum(map(int, fields[1:9])), int(fields[_STEAL])
     except (OSError, ValueError, IndexError):
         return 0, 0
+
+
+def num_usable_cores() -> int:
+    """Returns the cores that this process may run on, at least 1."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
