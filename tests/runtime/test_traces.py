@@ -19,7 +19,7 @@ from tests.runtime.call_trace import traced
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
 STEPS = {"none": (10, 37), "draft_model": (14, 127), "eagle3": (15, 199)}
 # (files, calls) of a prompt and eight tokens; and files of a build from the command line, its export a fake.
-GENERATE = {"none": (23, 515), "draft_model": (34, 706), "eagle3": (38, 1097)}
+GENERATE = {"none": (22, 451), "draft_model": (27, 543), "eagle3": (28, 666)}
 BUILD = 60
 COMPLETION = (40, 1020)  # calls vary by a few with the turns of two threads
 
