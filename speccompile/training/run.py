@@ -35,7 +35,15 @@ from speccompile.training.distributed import Team, join_team
 from speccompile.training.losses import LossOptions, TrainedModule
 from speccompile.training.plots import write_curves
 from speccompile.training.stage import Stage, StageRunner, make_optimizer, measures_from_sums
-from speccompile.training.states import CachedStates, LiveStates, choose, digest_record, output_names, write_states
+from speccompile.training.states import (
+    CachedStates,
+    LiveStates,
+    choose,
+    digest_record,
+    output_names,
+    token_bytes,
+    write_states,
+)
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import TextBook, cache_folder
 from speccompile.training.windows import TRAIN, Windows, digest_from_json
@@ -154,6 +162,8 @@ class _Run:
             self.listener.stage(f"{name}: choose where the target's outputs come from")
             is_kept[0], facts = choose(folder, target, windows, needs, passes, self.section.states)
             if is_kept[0]:
+                size = token_bytes(target, needs) * windows.seq_len * sum(windows.counts.values())
+                self.listener.stage(f"{name}: the target's outputs take {size / 2**30:.2f} GiB in {folder}")
                 write_states(folder, target, windows, needs, self._report_states(name))
             _note(self.folder, name, {"kept": is_kept[0], **facts})
         self.team.wait()

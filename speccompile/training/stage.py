@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from speccompile.training.windows import HELD_OUT, TRAIN, Windows
 from speccompile.training_contract import TrainingBatch
 
 MEASURE_ROWS = {"cpu": 8, "cuda": 64}  # windows of a measurement's batch
+_SORTED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,22 @@ class Stage:
     device: str = "cpu"
 
     def rows(self, step: int) -> list[int]:
-        """Returns the windows of a step: each epoch reads all of them once, in an order of its own."""
+        """Returns the windows of a step: each epoch reads all of them once, in an order of its own.
+
+        The windows of a few steps are sorted by their length, as a batch is as long as its longest.
+        """
         count, size = self.windows.counts[TRAIN], self.section.batch_size
+        group, at = divmod(step, _SORTED_STEPS)
         rows = []
-        for index in range(step * size, (step + 1) * size):
+        for index in range(group * _SORTED_STEPS * size, (group + 1) * _SORTED_STEPS * size):
             epoch, offset = divmod(index, count)
             rows.append(int(_order(count, self.seed, epoch)[offset]))
-        return rows
+        rows.sort(key=lambda row: int(self._lengths[row]))
+        return rows[at * size : (at + 1) * size]
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        return self.windows.lengths(TRAIN)
 
     def batch(self, split: str, rows: list[int], seed: int) -> TrainingBatch:
         """Returns windows with the target's outputs, cut after the last label of the longest."""

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from speccompile.bundle.stage_cache import cache_limit_bytes
 from speccompile.bundle.staging import disk_faults
 from speccompile.checkpoints.gguf.folder import weight_files
-from speccompile.training.target import Target
+from speccompile.errors import BuildError
+from speccompile.training.target import KEPT_PROBS, Target
 from speccompile.training.windows import SHARD_WINDOWS, Windows
 from speccompile.training_contract import TargetNeeds, TrainingBatch
 
@@ -128,32 +130,53 @@ def choose(
     """Returns whether to keep the target's outputs on disk.
 
     They are kept where that is faster: one forward, one write and a read in every pass, against a forward in every
-    pass. Outputs that an earlier run wrote cost only the reads.
+    pass. Outputs that an earlier run wrote cost only the reads. They take at most the cache's limit.
 
     Args:
         passes: how often the whole text is read.
 
     Returns:
         The decision, and the measurements.
+
+    Raises:
+        BuildError: they are wanted on disk and do not fit.
     """
     names = output_names(needs)
     absent = missing_names(folder, windows, names)
-    if wish != "auto" or not absent:
+    if wish == "live" or not absent:
         return wish != "live", {"wish": wish, "missing": absent}
     with disk_faults(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        forward, write, read, row_bytes = _time_outputs(folder.parent, target, windows, needs)
-    disk_bytes = int(row_bytes * sum(windows.counts.values()))
-    fits = disk_bytes + _SPARE_BYTES < _free_bytes(folder.parent)
+        room = min(cache_limit_bytes(), _free_bytes(folder.parent) - _SPARE_BYTES)
+    disk_bytes = sum(windows.counts.values()) * windows.seq_len * token_bytes(target, needs)
+    fits = disk_bytes < room
+    if wish == "disk":
+        if not fits:
+            got, expected = f"{_gib(disk_bytes)} of the target's outputs", f"at most {_gib(room)}"
+            todo = "Write states: live, train on fewer tokens, or raise $SPECCOMPILE_CACHE_GIB where the disk has room."
+            raise BuildError(f"training.states ({folder.parent})", got, expected, todo)
+        return True, {"wish": wish, "missing": absent, "disk_bytes": disk_bytes}
+    with disk_faults(folder):
+        forward, write, read = _time_outputs(folder.parent, target, windows, needs)
     times = {"forward_ms": forward, "write_ms": write, "read_ms": read}  # of a window
     facts = {**times, "passes": passes, "disk_bytes": disk_bytes, "fits": fits}
     return fits and forward + write + passes * read < passes * forward, facts
 
 
-def _time_outputs(
-    folder: Path, target: Target, windows: Windows, needs: TargetNeeds
-) -> tuple[float, float, float, float]:
-    """Returns the milliseconds of a forward, a write and a read of a window, and its bytes on the disk."""
+def token_bytes(target: Target, needs: TargetNeeds) -> int:
+    """Returns the size on disk of the outputs of a token: 16 bits a number, and 32 a token of a distribution."""
+    dims, last = target.dims, target.dims.per_layer[-1]
+    streams = (len(needs.layers) + needs.hidden) * dims.hidden_size
+    caches = 2 * needs.caches * last.num_kv_heads * last.head_dim
+    return 2 * (streams + caches) + 6 * min(KEPT_PROBS, dims.vocab_size)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _time_outputs(folder: Path, target: Target, windows: Windows, needs: TargetNeeds) -> tuple[float, float, float]:
+    """Returns the milliseconds of a forward, a write and a read of a window."""
     rows = windows.read("train", 0).tokens[: run_windows(target, windows.seq_len)]
     tokens = torch.from_numpy(rows.astype(np.int64))
     target.run(tokens[:1], needs)
@@ -171,7 +194,7 @@ def _time_outputs(
             np.load(Path(scratch, f"{name}.npy"))
         read = time.perf_counter() - start
     scale = 1e3 / len(tokens)
-    return forward * scale, write * scale, read * scale, sum(a.nbytes for a in arrays.values()) / len(tokens)
+    return forward * scale, write * scale, read * scale
 
 
 def _free_bytes(folder: Path) -> int:

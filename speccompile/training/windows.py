@@ -80,6 +80,11 @@ class Windows:
         held = {i: np.load(self.folder / f"{name}-{i:05d}.npy", mmap_mode="r") for i in shards}
         return np.stack([held[row // SHARD_WINDOWS][row % SHARD_WINDOWS] for row in rows])
 
+    def lengths(self, split: str) -> NDArray[np.int64]:
+        """Returns the length of each window up to its last label, [windows]."""
+        masks = (self.read(split, shard).is_label for shard in range(self.num_shards(split)))
+        return np.concatenate([(mask * np.arange(1, self.seq_len + 1)).max(1) for mask in masks])
+
     def num_shards(self, split: str) -> int:
         return -(-self.counts[split] // SHARD_WINDOWS)
 

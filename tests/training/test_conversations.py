@@ -15,13 +15,15 @@ from tokenizers import Tokenizer
 from speccompile.core import registry
 from speccompile.errors import RecipeError
 from speccompile.export.chains import drawn_positions
+from speccompile.recipe.training import PlainSection
 from speccompile.training.conversations import ChatReader, rows_from_tokens
 from speccompile.training.corpus import find_sources
 from speccompile.training.losses import LossOptions, TrainedModule
 from speccompile.training.packing import pack
+from speccompile.training.stage import Stage
 from speccompile.training.states import CachedStates, LiveStates, batch_from_outputs, output_names, write_states
 from speccompile.training.target import Target
-from speccompile.training.windows import HELD_OUT, TRAIN, write_windows
+from speccompile.training.windows import HELD_OUT, TRAIN, Rows, write_windows
 from tests.pipeline import fakes
 from tests.training.conftest import HEADS
 
@@ -256,3 +258,27 @@ def test_outputs_on_disk_are_cut_to_the_batch(model, tmp_path, read):
     one, other = (states.read(TRAIN, [3, 1], short) for states in (held, live))
     assert one["k_cache"].shape == other["k_cache"].shape and one["k_cache"].shape[2] == 32
     torch.testing.assert_close(one["dist_probs"], other["dist_probs"], rtol=2**-8, atol=1e-6)
+
+
+def test_batches_hold_windows_of_like_length_and_an_epoch_all_of_them(tmp_path):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 60, 400)
+    is_label = np.arange(64) < lengths[:, None]
+    rows = Rows(np.zeros((400, 64), np.int32), is_label)
+    windows = write_windows(tmp_path / "w", {TRAIN: rows, HELD_OUT: rows.taken(slice(2))})
+    assert windows.lengths(TRAIN).tolist() == lengths.tolist()
+    section = PlainSection.model_validate({"batch_size": 5, "seq_len": 64})
+    stage = Stage("plain", section, windows, None, seed=0)
+    batches = [stage.rows(step) for step in range(80)]
+    assert sorted(row for batch in batches for row in batch) == list(range(400))
+    padded = sum(5 * lengths[batch].max() for batch in batches)
+    assert padded < 1.25 * lengths.sum()
+    assert stage.rows(7) == batches[7] and stage.rows(80) != batches[0]
+
+
+def test_windows_of_one_length_keep_their_drawn_order(tmp_path):
+    rows = Rows(np.zeros((30, 8), np.int32), np.ones((30, 8), np.bool_))
+    windows = write_windows(tmp_path / "w", {TRAIN: rows, HELD_OUT: rows})
+    stage = Stage("plain", PlainSection.model_validate({"batch_size": 4}), windows, None, seed=3)
+    drawn = np.random.default_rng((3, 0)).permutation(30)
+    assert [row for step in range(7) for row in stage.rows(step)] == drawn[:28].tolist()

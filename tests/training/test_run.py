@@ -190,7 +190,7 @@ def test_two_processes_train_as_one_does(whole, write_recipe):
 
 def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     """One pass is cheapest without stored outputs; a hundred are not."""
-    from speccompile.training.states import CachedStates, LiveStates, choose, output_names, write_states
+    from speccompile.training.states import CachedStates, LiveStates, choose, output_names, token_bytes, write_states
     from speccompile.training.target import Target
     from speccompile.training_contract import TargetNeeds
 
@@ -205,6 +205,9 @@ def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     seen = []
     write_states(states, target, windows, needs, lambda done, total: seen.append((done, total)))
     assert seen[-1] == (sum(windows.counts.values()),) * 2
+    files = list(states.glob("*.npy"))
+    num_tokens = sum(windows.counts.values()) * windows.seq_len
+    assert sum(f.stat().st_size - 128 for f in files) == token_bytes(target, needs) * num_tokens  # 128: numpy's header
     assert choose(states, target, windows, needs, passes=0.1, wish="auto") == (True, {"wish": "auto", "missing": []})
     tokens = windows.rows("train", [600, 3]).tokens
     kept = CachedStates(states, output_names(needs)).read("train", [600, 3], tokens)
@@ -212,6 +215,22 @@ def test_outputs_are_kept_where_they_are_read_often(write_recipe, folder):
     assert kept["dist_tokens"].tolist() == live["dist_tokens"].tolist()
     for name in set(live) - {"dist_tokens"}:  # a relative error of 2^-8 is bfloat16's
         torch.testing.assert_close(kept[name].float(), live[name].float(), rtol=2**-8, atol=1e-6)
+
+
+def test_outputs_beyond_the_cache_s_limit_are_not_kept(write_recipe, folder, tmp_path, monkeypatch):
+    from speccompile.training.states import choose
+    from speccompile.training.target import Target
+    from speccompile.training_contract import TargetNeeds
+
+    monkeypatch.setenv("SPECCOMPILE_CACHE_GIB", "0.001")
+    loaded = load_recipe(write_recipe("medusa", "whole"))
+    target, needs = Target(folder / "target", torch.float32), TargetNeeds(hidden=True, layers=(0, 1, 2))
+    windows = TextBook(loaded, folder / "target", lambda message: None).windows("plain")
+    is_kept, facts = choose(tmp_path / "states", target, windows, needs, passes=1e6, wish="auto")
+    assert not is_kept and not facts["fits"] and facts["disk_bytes"] > 0.001 * 2**30
+    with pytest.raises(BuildError, match=r"training.states \(.*\): got 0.00 GiB of the target's outputs"):
+        choose(tmp_path / "states", target, windows, needs, passes=1.0, wish="disk")
+    assert choose(tmp_path / "states", target, windows, needs, passes=1.0, wish="live")[0] is False
 
 
 def test_a_batch_is_split_evenly_or_not_at_all(write_recipe):
