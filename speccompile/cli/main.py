@@ -18,6 +18,7 @@ from speccompile.cli import (
     doctor,
     generate,
     inspect,
+    profile,
     replay,
     schema,
     serve,
@@ -65,7 +66,8 @@ def _options(
 
 
 _COMMANDS = (
-    *(build, verify, generate, chat, serve, replay, triton, bench, train, inspect, doctor, convert, cache, schema),
+    *(build, verify, generate, chat, serve, replay, triton, bench, profile),
+    *(train, inspect, doctor, convert, cache, schema),
 )
 for _command in _COMMANDS:
     _command.register(app)

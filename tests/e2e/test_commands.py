@@ -119,6 +119,27 @@ def test_bench_measures_modes_in_one_run(pair, prompts, tmp_path):
     assert environment["threads"] == 1 and environment["num_prompts"] == 2 and environment["versions"]["onnxruntime"]
 
 
+def test_profile_says_where_the_time_goes_by_engine_file_and_operator(pair, tmp_path):
+    flame = tmp_path / "stacks.txt"
+    flags = ["--max-new-tokens", 32, "--threads", 1, "--graph", "target", "--nodes", "1,4", "--flame", flame]
+    out = run("profile", pair, *flags).output
+    assert re.search(r"^32 tokens in \d+ steps of [\d.]+ ms \(target [\d.]+, draft [\d.]+, outside", out, re.MULTILINE)
+    assert re.search(r"%\s+backends/onnxruntime/engine\.py\s*$", out, re.MULTILINE)
+    assert "1 nodes" in out and "4 nodes" in out and re.search(r"^\s*SpecVerify \(1\) ", out, re.MULTILINE)
+    stacks = [line.rsplit(" ", 1) for line in flame.read_text().splitlines()]
+    assert stacks and all(count.isdecimal() for _, count in stacks)
+    assert any(";backends/onnxruntime/engine.py:run" in stack for stack, _ in stacks)
+    found = json.loads(run("profile", pair, "--max-new-tokens", 8, "--plain", "--json").output)
+    assert found["num_draft_tokens"] == 0 and found["engines_ms"]["draft"] == 0 < found["engines_ms"]["target"]
+    assert sum(found["files"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("more", "words"), [(("--graph", "none"), "one of target, draft"), (("--nodes", "0"), "")])
+def test_profile_refuses_what_it_cannot_profile(pair, more, words):
+    result = CliRunner().invoke(app, ["profile", str(pair), "--max-new-tokens", "2", *more])
+    assert result.exit_code and words in str(result.exception)
+
+
 def test_the_reference_of_texts_is_plain_greedy_decoding_in_float32(pair, tmp_path, monkeypatch):
     """Whatever a checkpoint stores for `generate`; and without the mode `transformers` it is decoded once and kept."""
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
