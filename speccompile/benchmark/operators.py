@@ -23,7 +23,7 @@ from speccompile.backends.base import LoadJob
 from speccompile.backends.onnxruntime.engine import OrtEngine, StateOrtEngine, session_options
 from speccompile.backends.onnxruntime.kernel_library import register_kernels
 from speccompile.bundle.bundle import Bundle
-from speccompile.core.probes import probe_inputs
+from speccompile.core.specs import probe_inputs
 from speccompile.errors import RuntimeFault
 
 WARM_UP = 10
