@@ -6,7 +6,7 @@ Tensors are torch's; they are typed as Any, as importing this module needs no to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,20 +158,6 @@ class Trainer(Protocol):
             CheckpointError: `start` does not hold what `config` says.
         """
         ...
-
-
-def check_positive(config: Any, names: Sequence[str]) -> None:
-    """Checks fields of a method's `TrainingConfig`.
-
-    Args:
-        names: of whole numbers that are at least 1.
-
-    Raises:
-        RecipeError: one of them is less.
-    """
-    for name in names:
-        if (value := getattr(config, name)) < 1:
-            raise RecipeError(f"training.heads.{name}", f"{value}", "1 or more", "Raise it.")
 
 
 def layer_sizes(target: Mapping[str, Any], hidden: int, inner: int) -> dict[str, int]:

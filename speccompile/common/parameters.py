@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from speccompile.errors import RecipeError
+
 METADATA_KEY = "parameter"
 
 
@@ -21,6 +23,7 @@ class Parameter:
     Args:
         description: its meaning, as the recipe's schema shows it.
         lt: bound that values must stay below; infinity: any finite value.
+        words: values beside the range, of which None need not be one; without bounds the only ones.
         check: returns the value as it is stored; raises ValueError with what was expected.
         beside_section: of a backend: a key of the recipe's `engine` section itself.
     """
@@ -30,6 +33,7 @@ class Parameter:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
+    words: tuple[str, ...] = ()
     check: Callable[[Any], Any] | None = None
     beside_section: bool = False
 
@@ -42,10 +46,49 @@ class Parameter:
             and (self.lt is None or value < self.lt)
         )
 
+    @property
+    def bounds(self) -> str:
+        """The range as messages state it; empty: there is none."""
+        if self.gt is not None:
+            return f"above {self.gt}" + (f", at most {self.le}" if self.le is not None else "")
+        if self.ge is None:
+            return ""
+        if self.lt is not None:
+            return f"{self.ge} to below {self.lt}"
+        return f"{self.ge} or more" if self.le is None else f"{self.ge} to {self.le}"
 
-def parameter(default: Any, **declared: Any) -> Any:
+
+def declared(**more: Any) -> dict[str, Parameter]:
+    """Returns the metadata of a dataclass field."""
+    return {METADATA_KEY: Parameter(**more)}
+
+
+def parameter(default: Any, **more: Any) -> Any:
     """Returns a dataclass field with this default and a `Parameter` of the other arguments."""
-    return dataclasses.field(default=default, metadata={METADATA_KEY: Parameter(**declared)})
+    return dataclasses.field(default=default, metadata=declared(**more))
+
+
+def check_parameters(config: Any, where: str, **limits: tuple[float, float]) -> None:
+    """Refuses values that are not in the range that their fields declare.
+
+    Args:
+        config: a frozen dataclass; fields without a declaration are not checked, and None always passes.
+        limits: (least, most) by field, where they depend on other fields.
+
+    Raises:
+        RecipeError: the first such value.
+    """
+    for field in dataclasses.fields(config):
+        rule, value = field.metadata.get(METADATA_KEY), getattr(config, field.name)
+        if rule is None or value is None or value in rule.words:
+            continue
+        if field.name in limits:
+            rule = dataclasses.replace(rule, ge=limits[field.name][0], le=limits[field.name][1])
+        if not rule.bounds or isinstance(value, str) or not rule.contains(value):
+            *others, last = rule.words or ("",)
+            words = f"{', '.join(others)} or {last}" if others else last
+            expected = ", or ".join(part for part in (words, rule.bounds) if part)
+            raise RecipeError(f"{where}.{field.name}", repr(value), expected, "Correct the recipe.")
 
 
 def parameters(owner: type) -> dict[str, Parameter]:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from speccompile.common.parameters import parameter
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import Engine
 from speccompile.core.tree_shape import TreeShape
@@ -40,21 +41,12 @@ class CachedDraftFields(TreeFields):
     """
 
     quantization: str = "auto"
-    num_draft_tokens: int | Literal["auto"] = "auto"
-    drafts: Literal["auto", "greedy", "sampled"] = "auto"
-    confidence_odds: float = 1.0
+    num_draft_tokens: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
+    drafts: Literal["auto", "greedy", "sampled"] = parameter("auto", words=("auto", "greedy", "sampled"))
+    confidence_odds: float = parameter(1.0, ge=0.02, le=50)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        length = self.num_draft_tokens
-        checks = (
-            ("num_draft_tokens", length == "auto" or 1 <= int(length) <= 64, length, "auto, or 1 to 64"),
-            ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
-            ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
-        )
-        for name, is_right, got, expected in checks:
-            if not is_right:
-                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
         if self.tree == "auto" and self.drafts == "sampled":
             todo = "Give the tree a fixed shape, or let drafts be greedy."
             raise RecipeError("speculator.drafts", "sampled with tree: auto", "auto or greedy", todo)

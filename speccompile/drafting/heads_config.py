@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from speccompile.common.parameters import parameter
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import TreeFields
-from speccompile.errors import RecipeError
 from speccompile.graph_kinds.heads import FormOptions, grown_depth
 
 
@@ -38,24 +38,11 @@ class HeadsFields(TreeFields):
     """
 
     quantization: str = "auto"
-    num_draft_tokens: int | Literal["auto"] = "auto"
-    drafts: Literal["auto", "greedy", "sampled"] = "auto"
-    min_confidence: float | Literal["auto"] = "auto"
-    confidence_odds: float = 1.0
+    num_draft_tokens: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
+    drafts: Literal["auto", "greedy", "sampled"] = parameter("auto", words=("auto", "greedy", "sampled"))
+    min_confidence: float | Literal["auto"] = parameter("auto", ge=0, lt=1, words=("auto",))
+    confidence_odds: float = parameter(1.0, ge=0.02, le=50)
     config: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        length, floor = self.num_draft_tokens, self.min_confidence
-        checks = (
-            ("num_draft_tokens", length == "auto" or 1 <= int(length) <= 64, length, "auto, or 1 to 64"),
-            ("drafts", self.drafts in ("auto", "greedy", "sampled"), self.drafts, "auto, greedy or sampled"),
-            ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
-            ("confidence_odds", 0.02 <= self.confidence_odds <= 50, self.confidence_odds, "0.02 to 50"),
-        )
-        for name, is_right, got, expected in checks:
-            if not is_right:
-                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
 
     @property
     def leaves_length(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import DraftBounds
 from speccompile.core.specs import GraphSpec
 from speccompile.core.tree_shape import TreeShape
@@ -45,20 +46,13 @@ class TreeFields:
     """
 
     tree: Tree = "chain"
-    tree_width: int = 4
-    tree_depth: int = 6
-    num_candidates: int = 8
+    tree_width: int = parameter(4, ge=1, le=MAX_CANDIDATES)
+    tree_depth: int = parameter(6, ge=1, le=MAX_DEPTH)
+    num_candidates: int = parameter(8, ge=1, le=MAX_CANDIDATES)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tree", tree_from_words(self.tree))
-        bounds = (
-            ("tree_width", self.tree_width, MAX_CANDIDATES),
-            ("tree_depth", self.tree_depth, MAX_DEPTH),
-            ("num_candidates", self.num_candidates, MAX_CANDIDATES),
-        )
-        for name, got, most in bounds:
-            if not 1 <= got <= most:
-                raise RecipeError(f"speculator.{name}", repr(got), f"1 to {most}", "Correct the recipe.")
+        check_parameters(self, "speculator")
         if (shape := self.shape) is not None and shape.max_rank >= MAX_CANDIDATES:
             deepest = f"rank {shape.max_rank}"
             raise RecipeError("speculator.tree", deepest, f"ranks below {MAX_CANDIDATES}", "Correct the tree.")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
@@ -15,9 +16,8 @@ from speccompile.drafting.block_drafts import BlockCache
 from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
 from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer
-from speccompile.drafting.tree_config import MAX_CANDIDATES
+from speccompile.drafting.tree_config import MAX_CANDIDATES, MAX_DEPTH
 from speccompile.errors import RecipeError
-from speccompile.training_contract import check_positive
 
 DRAFT, FUSION, STEP = "draft", "fusion", "step"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.dflash.checkpoint"
@@ -44,16 +44,14 @@ class DflashConfig(FeatureFields):
 
     model: str
     layers: tuple[int, ...] | Literal["auto"] = "auto"
-    tree_depth: int = field(default=16, kw_only=True)
-    slot_candidates: int | Literal["auto"] = field(default="auto", kw_only=True)
+    tree_depth: int = field(default=16, kw_only=True, metadata=declared(ge=1, le=MAX_DEPTH))
+    slot_candidates: int | Literal["auto"] = field(
+        default="auto", kw_only=True, metadata=declared(ge=1, le=MAX_CANDIDATES, words=("auto",))
+    )
     sample_from_anchor: bool | Literal["auto"] = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num = self.slot_candidates
-        if num != "auto" and not 1 <= num <= MAX_CANDIDATES:
-            expected = f"auto, or 1 to {MAX_CANDIDATES}"
-            raise RecipeError("speculator.slot_candidates", f"{num}", expected, "Correct the recipe.")
         if self.layers == "auto":
             return
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -119,28 +117,19 @@ class DflashTraining:
     """
 
     layers: tuple[int, ...] = ()
-    num_layers: int = 2
-    intermediate_size: int = 0
-    block_size: int = 8
-    mask_token_id: int = -1
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 64
-    selector_top_k: int = 16
+    num_layers: int = parameter(2, ge=1)
+    intermediate_size: int = parameter(0, ge=0)
+    block_size: int = parameter(8, ge=2)  # the root and a draft
+    mask_token_id: int = parameter(-1, ge=-1)
+    conv_kernel_size: int = parameter(2, ge=0)
+    conv_group_size: int = parameter(16, ge=1)
+    selector_rank: int = parameter(64, ge=0)
+    selector_top_k: int = parameter(16, ge=1)
     is_causal: bool = False
-    starts: float = 0.1
+    starts: float = parameter(0.1, gt=0, le=1)
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_layers", "conv_group_size", "selector_top_k"))
-        where = "training.heads"
-        if self.block_size < 2:
-            expected = "2 or more: the root and a draft"
-            raise RecipeError(f"{where}.block_size", f"{self.block_size}", expected, "Raise it.")
-        for name, least in (("conv_kernel_size", 0), ("selector_rank", 0), ("mask_token_id", -1)):
-            if (value := getattr(self, name)) < least:
-                raise RecipeError(f"{where}.{name}", f"{value}", f"{least} or more", "Raise it.")
-        if not 0 < self.starts <= 1:
-            raise RecipeError(f"{where}.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+        check_parameters(self, "training.heads")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the layers for a target of `num_layers` layers.

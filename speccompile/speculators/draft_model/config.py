@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
@@ -17,7 +18,6 @@ from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
-from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 
@@ -41,9 +41,9 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     """
 
     model: str
-    max_draft_tokens: int = 10
-    min_confidence: float | Literal["auto"] = "auto"
-    confidence_odds: float = field(default=2.7, kw_only=True)
+    max_draft_tokens: int = parameter(10, ge=1, le=64)
+    min_confidence: float | Literal["auto"] = parameter("auto", ge=0, lt=1, words=("auto",))
+    confidence_odds: float = field(default=2.7, kw_only=True, metadata=declared(ge=0.02, le=50))
     allow_tokenizer_mismatch: bool = False
     config: str | None = None
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
@@ -52,14 +52,6 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_vocab()
-        floor = self.min_confidence
-        checks = (
-            ("max_draft_tokens", 1 <= self.max_draft_tokens <= 64, self.max_draft_tokens, "1 to 64"),
-            ("min_confidence", floor == "auto" or 0 <= float(floor) < 1, floor, "auto, or 0 to below 1"),
-        )
-        for name, is_right, got, expected in checks:
-            if not is_right:
-                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
 
     @property
     def leaves_length(self) -> bool:
@@ -82,16 +74,16 @@ class DraftModelTraining:
         head_dim: of a head; 0: hidden_size / num_heads.
     """
 
-    hidden_size: int = 192
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 0
-    intermediate_size: int = 512
-    chain: int = 4
+    hidden_size: int = parameter(192, ge=1)
+    num_layers: int = parameter(2, ge=1)
+    num_heads: int = parameter(4, ge=1)
+    num_kv_heads: int = parameter(2, ge=1)
+    head_dim: int = parameter(0, ge=0)
+    intermediate_size: int = parameter(512, ge=1)
+    chain: int = parameter(4, ge=1)
 
     def __post_init__(self) -> None:
-        check_positive(self, ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size", "chain"))
+        check_parameters(self, "training.heads")
         if self.num_heads % self.num_kv_heads or (not self.head_dim and self.hidden_size % self.num_heads):
             got = f"{self.num_heads} heads, {self.num_kv_heads} key heads, hidden size {self.hidden_size}"
             raise RecipeError("training.heads.num_heads", got, "sizes that divide one another", "Correct the recipe.")

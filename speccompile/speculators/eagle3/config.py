@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
@@ -14,7 +15,6 @@ from speccompile.drafting.feature_config import FeatureFields, FusedLayers, Fusi
 from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
-from speccompile.training_contract import check_positive
 
 DRAFT, FUSION = "draft", "fusion"  # the graphs' names in the bundle
 SOURCES = "speccompile.speculators.eagle3.checkpoint"
@@ -87,28 +87,21 @@ class Eagle3Training:
     """
 
     layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 0
-    intermediate_size: int = 0
-    unrolled_steps: int = 5
-    starts: float = 0.25
+    draft_vocab_size: int = parameter(0, ge=0)
+    intermediate_size: int = parameter(0, ge=0)
+    unrolled_steps: int = parameter(5, ge=1)
+    starts: float = parameter(0.25, gt=0, le=1)
     fc_norm: bool = False
     norm_output: bool = False
-    head_rank: int = 0
-    num_layers: int = 1
+    head_rank: int = parameter(0, ge=0)
+    num_layers: int = parameter(1, ge=1)
     parallel_drafting: bool = False
-    mask_token_id: int = -1
+    mask_token_id: int = parameter(-1, ge=-1)
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_layers", "unrolled_steps"))
+        check_parameters(self, "training.heads")
         if self.layers and len(self.layers) != 3:
             raise RecipeError("training.heads.layers", f"{self.layers}", "three layers", "Correct the recipe.")
-        if not 0 < self.starts <= 1:
-            raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
-        if self.head_rank < 0:
-            raise RecipeError("training.heads.head_rank", f"{self.head_rank}", "0 or more", "Correct the recipe.")
-        if self.mask_token_id < -1:
-            where, got = "training.heads.mask_token_id", f"{self.mask_token_id}"
-            raise RecipeError(where, got, "a token, or -1: the target's padding", "Correct the recipe.")
         if self.parallel_drafting and self.unrolled_steps < 2:
             got, expected = f"{self.unrolled_steps}", "2 or more with parallel_drafting: a mask for each but the first"
             raise RecipeError("training.heads.unrolled_steps", got, expected, "Raise it.")

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
-from speccompile.errors import RecipeError
 from speccompile.speculators.early_exit.proposer import SharedRows
-from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 MODEL_TYPE = "early_exit"  # of a head's config.json
@@ -37,15 +36,9 @@ class ExitConfig(CachedDraftFields):
     """
 
     model: str | None = None
-    num_exit_layers: int | None = None
+    num_exit_layers: int | None = parameter(None, ge=1)
     quantization: str = field(default="target", kw_only=True)
     config: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_exit_layers is not None and self.num_exit_layers < 1:
-            got = f"{self.num_exit_layers}"
-            raise RecipeError("speculator.num_exit_layers", got, "1 or more", "Correct the recipe.")
 
 
 @dataclass(frozen=True)
@@ -69,12 +62,12 @@ class ExitTraining:
         intermediate_size: of the adapter; 0: the target's.
     """
 
-    num_exit_layers: int = 2
-    intermediate_size: int = 0
-    chain: int = 4
+    num_exit_layers: int = parameter(2, ge=1)
+    intermediate_size: int = parameter(0, ge=0)
+    chain: int = parameter(4, ge=1)
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_exit_layers", "chain"))
+        check_parameters(self, "training.heads")
 
 
 class EarlyExitMethod(Method):

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
-from speccompile.errors import RecipeError
 from speccompile.speculators.glide.proposer import GlideRows
-from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.glide.checkpoint:GlideSource"
@@ -44,15 +43,12 @@ class GlideTraining:
         block: drafts of a block: a draft sees the rows of the target's cache before its block's root.
     """
 
-    num_layers: int = 1
-    intermediate_size: int = 0
-    block: int = 5
+    num_layers: int = parameter(1, ge=1)
+    intermediate_size: int = parameter(0, ge=0)
+    block: int = parameter(5, ge=1)
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_layers", "block"))
-        if self.intermediate_size < 0:
-            got = f"{self.intermediate_size}"
-            raise RecipeError("training.heads.intermediate_size", got, "0 or more", "Correct the recipe.")
+        check_parameters(self, "training.heads")
 
 
 class GlideMethod(Method):

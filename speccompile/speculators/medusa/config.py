@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, StepCosts, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
@@ -15,7 +16,6 @@ from speccompile.core.specs import CANDIDATES
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import Tree, TreeFields
-from speccompile.errors import RecipeError
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.medusa.checkpoint:HeadsSource"
@@ -41,21 +41,10 @@ class MedusaConfig(TreeFields):
 
     model: str
     quantization: str = "auto"
-    num_heads: int | Literal["auto"] = "auto"
-    confidence_odds: float = 1.0
+    num_heads: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
+    confidence_odds: float = parameter(1.0, ge=0.02, le=50)
     config: str | None = None
     tree: Tree = field(default="auto", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        heads, odds = self.num_heads, self.confidence_odds
-        checks = (
-            ("num_heads", heads == "auto" or 1 <= int(heads) <= 64, heads, "auto, or 1 to 64"),
-            ("confidence_odds", 0.02 <= odds <= 50, odds, "0.02 to 50"),
-        )
-        for name, is_right, got, expected in checks:
-            if not is_right:
-                raise RecipeError(f"speculator.{name}", repr(got), expected, "Correct the recipe.")
 
 
 @dataclass(frozen=True)
@@ -80,16 +69,12 @@ class MedusaTraining:
         lm_head: `target`: all heads end in the target's own LM head, frozen and not stored; `own`: each has its own.
     """
 
-    num_heads: int = 4
-    num_layers: int = 1
-    lm_head: str = "own"
+    num_heads: int = parameter(4, ge=1, le=64)
+    num_layers: int = parameter(1, ge=1, le=64)
+    lm_head: str = parameter("own", words=("own", "target"))
 
     def __post_init__(self) -> None:
-        if self.lm_head not in ("own", "target"):
-            raise RecipeError("training.heads.lm_head", repr(self.lm_head), "own or target", "Correct the recipe.")
-        for name in ("num_heads", "num_layers"):
-            if not 1 <= getattr(self, name) <= 64:
-                raise RecipeError(f"training.heads.{name}", f"{getattr(self, name)}", "1 to 64", "Correct the recipe.")
+        check_parameters(self, "training.heads")
 
 
 class MedusaMethod(Method):

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
 from speccompile.drafting.heads_config import HeadsFields
-from speccompile.errors import RecipeError
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.mlp.checkpoint:HeadsSource"
@@ -41,19 +41,13 @@ class MlpTraining:
         scale_input: the target's state is normalised first.
     """
 
-    num_heads: int = 4
-    inner_size: int = 0
+    num_heads: int = parameter(4, ge=1, le=64)
+    inner_size: int = parameter(0, ge=0)
     tie_weights: bool = True
     scale_input: bool = True
 
     def __post_init__(self) -> None:
-        least = 2 if self.tie_weights else 1
-        if not least <= self.num_heads <= 64:
-            where, ties = "training.heads.num_heads", f" with tie_weights: {str(self.tie_weights).lower()}"
-            expected = f"{least} to 64{ties}"
-            raise RecipeError(where, f"{self.num_heads}", expected, "Correct the recipe.")
-        if self.inner_size < 0:
-            raise RecipeError("training.heads.inner_size", f"{self.inner_size}", "0 or more", "Correct the recipe.")
+        check_parameters(self, "training.heads", num_heads=(2 if self.tie_weights else 1, 64))
 
 
 class MlpMethod(Method):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
@@ -14,9 +15,7 @@ from speccompile.core.specs import HIDDEN, hidden_name
 from speccompile.drafting.feature_config import FeatureFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import Tree
-from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
-from speccompile.training_contract import check_positive
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.mtp.checkpoint:DraftSource"
@@ -52,14 +51,13 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     norms: Norms = field(default="auto", kw_only=True)
     concat: Concat = field(default="auto", kw_only=True)
     chaining: Chaining = field(default="auto", kw_only=True)
-    target_hidden: ReadHidden = field(default="after_norm", kw_only=True)
+    target_hidden: ReadHidden = field(
+        default="after_norm", kw_only=True, metadata=declared(ge=0, words=("after_norm",))
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_vocab()
-        if isinstance(self.target_hidden, int) and self.target_hidden < 0:
-            expected = "after_norm, or a decoder layer of the target from 0 on"
-            raise RecipeError("speculator.target_hidden", f"{self.target_hidden}", expected, "Correct the recipe.")
 
     @property
     def hidden(self) -> str:
@@ -91,14 +89,12 @@ class MtpTraining:
             alone.
     """
 
-    unrolled_steps: int = 3
-    starts: float = 1.0
+    unrolled_steps: int = parameter(3, ge=1)
+    starts: float = parameter(1.0, gt=0, le=1)
     into_target: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, ("unrolled_steps",))
-        if not 0 < self.starts <= 1:
-            raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
+        check_parameters(self, "training.heads")
 
 
 class MtpMethod(Method):

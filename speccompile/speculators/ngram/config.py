@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core import registry
 from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
-from speccompile.errors import RecipeError
 
 PROPOSER = "speccompile.speculators.ngram.proposer:NgramProposer"
 
@@ -32,21 +32,13 @@ class NgramConfig:
         RecipeError: a value is out of range.
     """
 
-    num_draft_tokens: int = 15
-    min_match: int = 1
-    max_match: int = 10
-    tokens_per_match: int | Literal["auto"] = "auto"
+    num_draft_tokens: int = parameter(15, ge=1, le=64)
+    min_match: int = parameter(1, ge=1, le=16)
+    max_match: int = parameter(10, ge=1, le=32)
+    tokens_per_match: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
 
     def __post_init__(self) -> None:
-        bounds = (
-            ("num_draft_tokens", self.num_draft_tokens, 1, 64),
-            ("min_match", self.min_match, 1, 16),
-            ("max_match", self.max_match, self.min_match, 32),
-            ("tokens_per_match", 1 if self.tokens_per_match == "auto" else self.tokens_per_match, 1, 64),
-        )
-        for name, got, low, high in bounds:
-            if not low <= got <= high:
-                raise RecipeError(f"speculator.{name}", str(got), f"{low} to {high}", "Correct the recipe.")
+        check_parameters(self, "speculator", max_match=(self.min_match, 32))
 
     @property
     def draft_bounds(self) -> DraftBounds:

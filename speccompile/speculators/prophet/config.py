@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
@@ -13,7 +14,6 @@ from speccompile.core.protocols import Engine
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.heads import FormOptions
-from speccompile.training_contract import check_positive
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.prophet.checkpoint:ProphetSource"
@@ -32,13 +32,7 @@ class ProphetConfig(HeadsFields):
     """
 
     model: str
-    max_draft_tokens: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.max_draft_tokens <= 64:
-            got = repr(self.max_draft_tokens)
-            raise RecipeError("speculator.max_draft_tokens", got, "1 to 64", "Correct the recipe.")
+    max_draft_tokens: int = parameter(4, ge=1, le=64)
 
 
 @dataclass(frozen=True)
@@ -50,20 +44,18 @@ class ProphetTraining:
         starts: share of the text's positions that are starts in a step, drawn anew each time.
     """
 
-    num_layers: int = 2
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    intermediate_size: int = 1024
-    horizon: int = 8
-    starts: float = 0.25
+    num_layers: int = parameter(2, ge=1)
+    num_heads: int = parameter(6, ge=1)
+    num_kv_heads: int = parameter(2, ge=1)
+    intermediate_size: int = parameter(1024, ge=1)
+    horizon: int = parameter(8, ge=1)
+    starts: float = parameter(0.25, gt=0, le=1)
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        check_parameters(self, "training.heads")
+        if self.num_heads % self.num_kv_heads:
             got = f"{self.num_kv_heads} for {self.num_heads} heads"
             raise RecipeError("training.heads.num_kv_heads", got, "a divisor of num_heads", "Correct the recipe.")
-        if not 0 < self.starts <= 1:
-            raise RecipeError("training.heads.starts", f"{self.starts}", "above 0, at most 1", "Correct the recipe.")
-        check_positive(self, ("num_layers", "horizon", "intermediate_size"))
 
 
 class ProphetMethod(Method):

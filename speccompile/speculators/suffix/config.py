@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core import registry
 from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
-from speccompile.errors import RecipeError
 
 PROPOSER = "speccompile.speculators.suffix.proposer:SuffixProposer"
 
@@ -38,31 +38,18 @@ class SuffixConfig:
         RecipeError: a value is out of range.
     """
 
-    num_draft_tokens: int = 15
-    depth: int = 24
-    min_match: int = 1
-    min_prob: float = 0.1
-    tokens_per_match: float | Literal["auto"] = "auto"
-    tree: Literal["chain", "auto"] = "chain"
-    max_bytes: int = 8_000_000
-    shared_bytes: int = 0
+    num_draft_tokens: int = parameter(15, ge=1, le=64)
+    depth: int = parameter(24, ge=2, le=64)
+    min_match: int = parameter(1, ge=1, le=63)
+    min_prob: float = parameter(0.1, ge=0.01, le=1)
+    tokens_per_match: float | Literal["auto"] = parameter("auto", ge=0.1, le=64, words=("auto",))
+    tree: Literal["chain", "auto"] = parameter("chain", words=("chain", "auto"))
+    max_bytes: int = parameter(8_000_000, ge=1_000_000, le=2**40)
+    shared_bytes: int = parameter(0, ge=0, le=2**40)
 
     def __post_init__(self) -> None:
-        per_match = 1.0 if self.tokens_per_match == "auto" else self.tokens_per_match
-        bounds = (
-            ("num_draft_tokens", self.num_draft_tokens, 1, 64),
-            ("depth", self.depth, 2, 64),
-            ("min_match", self.min_match, 1, self.depth - 1),
-            ("min_prob", self.min_prob, 0.01, 1),
-            ("tokens_per_match", per_match, 0.1, 64),
-            ("max_bytes", self.max_bytes, 1_000_000, 2**40),
-            ("shared_bytes", self.shared_bytes or 1_000_000, 1_000_000, 2**40),
-        )
-        for name, got, low, high in bounds:
-            if not low <= got <= high:
-                raise RecipeError(f"speculator.{name}", str(got), f"{low} to {high}", "Correct the recipe.")
-        if self.tree not in ("chain", "auto"):
-            raise RecipeError("speculator.tree", repr(self.tree), "chain or auto", "Correct the recipe.")
+        shared_bytes = (1_000_000 if self.shared_bytes else 0, 2**40)
+        check_parameters(self, "speculator", min_match=(1, self.depth - 1), shared_bytes=shared_bytes)
 
     @property
     def draft_bounds(self) -> DraftBounds:
