@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of few bits of a lowered graph, unpacked by the layouts alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts on which forms are compared: halves of what is given, or answers that end where the target ends them."""
 
-from typing import Any
-
 import numpy as np
 
 from speccompile.backends.onnxruntime.answers import NUM_NEW, PIECE, ROUNDS, texts_of
@@ -10,7 +8,7 @@ from speccompile.checkpoints.texts import TextSample
 from speccompile.core.specs import LENGTHS, NEXT_TOKEN, TEMPERATURE, TOKENS, UNIFORMS
 
 
-def test_a_given_text_is_halved_in_pieces(compiled: Any) -> None:
+def test_a_given_text_is_halved_in_pieces(compiled):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     length = min(PIECE, spec.max_rows or PIECE)
     sample = TextSample((tuple(np.arange(4 * length) % 97), (5, 6, 7), (8,)))
@@ -21,7 +19,7 @@ def test_a_given_text_is_halved_in_pieces(compiled: Any) -> None:
     assert [len(half) for half in (texts_of(path, spec, sample, 10, measures=True),)] == [1]
 
 
-def test_prompts_are_answered_until_the_target_ends_or_there_is_enough(compiled: Any) -> None:
+def test_prompts_are_answered_until_the_target_ends_or_there_is_enough(compiled):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     prompts = tuple((i, i + 1, i + 2) for i in range(6))
     found = texts_of(path, spec, TextSample(prompts=prompts), 200, measures=True)
@@ -35,7 +33,7 @@ def test_prompts_are_answered_until_the_target_ends_or_there_is_enough(compiled:
     assert all(len(text.tokens) - text.start <= NUM_NEW for text in found)
 
 
-def test_texts_side_by_side_are_those_of_one_alone(compiled: Any, open_engine: Any) -> None:
+def test_texts_side_by_side_are_those_of_one_alone(compiled, open_engine):
     """Greedy in the limit: the first answer's tokens follow from its own prompt and draws."""
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     prompts = ((1, 2, 3, 4, 5), (7, 8), (9,), (11, 12))

@@ -36,7 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_growing_and_shrinking_views_makes_no_binding_twice(open_engine: Any, made: list[tuple[int, int]]) -> None:
+def test_growing_and_shrinking_views_makes_no_binding_twice(open_engine, made):
     engine = open_engine(form="fp32")
     first = read_text(engine)
     wanted = {(100, 128), (4, 128), (1, 128), (60, 256), (4, 256), (1, 256)}
@@ -47,9 +47,7 @@ def test_growing_and_shrinking_views_makes_no_binding_twice(open_engine: Any, ma
 
 
 @pytest.mark.parametrize("limit", ["MAX_BINDINGS", "MAX_BYTES"])
-def test_beyond_a_limit_bindings_are_made_anew(
-    open_engine: Any, made: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_beyond_a_limit_bindings_are_made_anew(open_engine, made, monkeypatch, limit):
     wanted, num = read_text(open_engine(form="fp32")), len(made)
     engine = open_engine(form="fp32")
     monkeypatch.setattr(bindings, limit, 2 if limit == "MAX_BINDINGS" else 1)
@@ -58,7 +56,7 @@ def test_beyond_a_limit_bindings_are_made_anew(
     assert len(made) >= 3 * num - 2 and len(engine._bindings) <= 2
 
 
-def test_rows_that_an_earlier_run_left_are_not_read(open_engine: Any) -> None:
+def test_rows_that_an_earlier_run_left_are_not_read(open_engine):
     engine = open_engine(form="fp32")  # ONNX Runtime's Attention multiplies every row of the view
     wanted = read_text(engine)
     for flat in engine.caches._flat:
@@ -68,7 +66,7 @@ def test_rows_that_an_earlier_run_left_are_not_read(open_engine: Any) -> None:
     assert np.isfinite(engine.run(feed(TOKENS[:5], 0), first_slot=2)[specs.LOGITS]).all()
 
 
-def test_a_path_is_kept_in_every_view(open_engine: Any) -> None:
+def test_a_path_is_kept_in_every_view(open_engine):
     """The same shapes of lengths and path in a view of 128 rows, in one of 256, and in the first one again."""
     engine = open_engine(form="fp32")
     for num in (100, 200, 90):

@@ -5,8 +5,6 @@ The kind: a drafter with a cache of its own that reads features and gives a bloc
 inputs and outputs except the rows in use has a name that another graph has.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +105,7 @@ def load_block(folder: Path, spec: GraphSpec = SPEC, size: int = VOCAB) -> Any:
     return load_engine(LoadJob(path, spec, max_slots=slots, max_rows=rows, tuning={"threads": 1}))
 
 
-def test_a_probe_feeds_what_the_spec_declares() -> None:
+def test_a_probe_feeds_what_the_spec_declares():
     feeds = probe_inputs(SPEC, num_slots=2, num_nodes=5, length=9)
     assert {name: value.shape for name, value in feeds.items()} == {
         "block_features": (2, 5, WIDTH),
@@ -122,7 +120,7 @@ def test_a_probe_feeds_what_the_spec_declares() -> None:
     assert sizes == {"batch": 2, "nodes": 5, "scored": 1, "draft_vocab": 1}
 
 
-def test_it_is_measured_and_checked_on_onnx_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_measured_and_checked_on_onnx_runtime(tmp_path, monkeypatch):
     for name in ("MIN_REPEATS", "MAX_REPEATS"):
         monkeypatch.setattr(measuring, name, 1)
     engine = load_block(tmp_path)
@@ -133,7 +131,7 @@ def test_it_is_measured_and_checked_on_onnx_runtime(tmp_path: Path, monkeypatch:
         check_block(load_block(tmp_path, size=10 * VOCAB), 9)
 
 
-def test_rows_that_a_run_writes_ahead_must_fit(tmp_path: Path) -> None:
+def test_rows_that_a_run_writes_ahead_must_fit(tmp_path):
     engine = load_block(tmp_path)
     last = engine.max_rows - BLOCK - 2
     engine.run(probe_inputs(SPEC, num_nodes=2, length=last))
@@ -143,7 +141,7 @@ def test_rows_that_a_run_writes_ahead_must_fit(tmp_path: Path) -> None:
     careless.run(probe_inputs(SPEC, num_nodes=2, length=careless.max_rows - 2))
 
 
-def test_tensorrt_gives_it_profiles_for_prompts_and_steps() -> None:
+def test_tensorrt_gives_it_profiles_for_prompts_and_steps():
     spec = tensorrt_spec(SPEC, "float16", MAX_ROWS)
     prefill, decode = make_profiles(spec, CompileOptions("float16", max_slots=8, max_rows=MAX_ROWS, max_nodes=17))
     assert prefill.shapes(spec)["block_features"] == ((1, 1, WIDTH), (1, 128, WIDTH), (1, 128, WIDTH))
@@ -151,5 +149,5 @@ def test_tensorrt_gives_it_profiles_for_prompts_and_steps() -> None:
     assert "kv_rows" in decode.shapes(spec)  # it attends to the rows in use of its own cache
 
 
-def test_a_manifest_keeps_what_it_declares() -> None:
+def test_a_manifest_keeps_what_it_declares():
     assert spec_from_json(json.loads(json.dumps(SPEC.json_from_spec()))) == SPEC

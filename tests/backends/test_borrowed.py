@@ -4,8 +4,6 @@
 One borrower shares all caches of the target and writes them; the other, a GLIDE drafter, reads the last layer's.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

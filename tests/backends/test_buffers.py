@@ -8,7 +8,7 @@ from speccompile.backends.onnxruntime.buffers import CacheBuffers, bucket_rows
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 1024, 1025, 5000, 32768])
-def test_buckets_hold_their_rows_without_great_waste(rows: int) -> None:
+def test_buckets_hold_their_rows_without_great_waste(rows):
     bucket = bucket_rows(rows, 1 << 20)
     assert rows <= bucket <= max(rows + 128, rows * 1.25)
     assert bucket_rows(bucket, 1 << 20) == bucket
@@ -25,7 +25,7 @@ def filled(rows: int) -> CacheBuffers:
     return buffers
 
 
-def test_growing_keeps_every_row_of_every_slot_and_the_addresses() -> None:
+def test_growing_keeps_every_row_of_every_slot_and_the_addresses():
     buffers = filled(100)
     before, addresses = [buffers.view(i).copy() for i in range(2)], [buffers.view(i).ctypes.data for i in range(2)]
     assert not buffers.grow(128)
@@ -36,7 +36,7 @@ def test_growing_keeps_every_row_of_every_slot_and_the_addresses() -> None:
     assert buffers.grow(700) and buffers.rows == 700
 
 
-def test_shrinking_keeps_the_first_rows() -> None:
+def test_shrinking_keeps_the_first_rows():
     buffers = filled(650)
     before = buffers.view(1).copy()
     assert buffers.shrink(130) and buffers.rows == 256
@@ -44,14 +44,14 @@ def test_shrinking_keeps_the_first_rows() -> None:
     assert not buffers.shrink(200)
 
 
-def test_moving_a_slot_copies_all_its_rows_and_no_other() -> None:
+def test_moving_a_slot_copies_all_its_rows_and_no_other():
     buffers = filled(128)
     before = buffers.view(0).copy()
     buffers.move_slot(2, 0)
     np.testing.assert_array_equal(buffers.view(0), before[[2, 1, 2]])
 
 
-def test_moving_and_exchanging_some_rows_leaves_all_others() -> None:
+def test_moving_and_exchanging_some_rows_leaves_all_others():
     buffers = filled(128)
     before = [buffers.view(index).copy() for index in range(2)]
     buffers.move_slot(2, 0, 50)
@@ -64,7 +64,7 @@ def test_moving_and_exchanging_some_rows_leaves_all_others() -> None:
 
 
 @pytest.mark.parametrize("num_used", [0, 1, 2])
-def test_rows_of_slots_in_use_survive_changes_of_the_view_and_others_are_zero_when_they_are_used(num_used: int) -> None:
+def test_rows_of_slots_in_use_survive_changes_of_the_view_and_others_are_zero_when_they_are_used(num_used):
     buffers = filled(650)
     buffers.num_used = num_used  # the others are void
     before = [buffers.view(index).copy() for index in range(2)]
@@ -79,7 +79,7 @@ def test_rows_of_slots_in_use_survive_changes_of_the_view_and_others_are_zero_wh
         assert not view[num_used:].any() and not view[:, :, 256:].any()
 
 
-def test_a_slot_is_used_once_something_is_moved_to_it() -> None:
+def test_a_slot_is_used_once_something_is_moved_to_it():
     buffers = filled(128)
     buffers.num_used = 1
     before = buffers.view(0).copy()

@@ -15,7 +15,7 @@ def make_values() -> tuple[CacheBuffers, CacheValues]:
     return buffers, CacheValues([BoundCache(name, buffers, index) for index, name in enumerate(SIZES)])
 
 
-def test_values_are_the_slots_of_the_present_view() -> None:
+def test_values_are_the_slots_of_the_present_view():
     buffers, values = make_values()
     for rows in (100, 300):
         buffers.grow(rows)
@@ -29,7 +29,7 @@ def test_values_are_the_slots_of_the_present_view() -> None:
                 assert (value.numpy()[0, 0, 7] == rows + index).all()
 
 
-def test_they_are_made_once_for_every_view_and_bounded_in_number(monkeypatch) -> None:
+def test_they_are_made_once_for_every_view_and_bounded_in_number(monkeypatch):
     buffers, values = make_values()
     first = values.get(0, 2)
     assert values.get(0, 2) is first and values.get(0, 1) is not first

@@ -52,7 +52,7 @@ def collector(compiled: Any, tmp_path: Path) -> Collector:
     return Collector(copy, spec)
 
 
-def test_every_linear_is_collected_once_and_merged_ones_share_their_input(collector: Collector) -> None:
+def test_every_linear_is_collected_once_and_merged_ones_share_their_input(collector):
     """Two layers of QKV, output, gate with up, down; and the LM head."""
     assert [linear.num_in for linear in collector.linears] == [64, 64, 64, 96] * 2 + [64]
     names = [linear.weights for linear in collector.linears]
@@ -60,7 +60,7 @@ def test_every_linear_is_collected_once_and_merged_ones_share_their_input(collec
     assert len(set(names)) == len({linear.source for linear in collector.linears}) == 9
 
 
-def test_sums_are_those_of_the_outer_products_however_they_are_grouped(collector: Collector) -> None:
+def test_sums_are_those_of_the_outer_products_however_they_are_grouped(collector):
     sources = [linear.source for linear in collector.linears]
     whole = collect(collector, sources)
     for source in sources:
@@ -73,9 +73,7 @@ def test_sums_are_those_of_the_outer_products_however_they_are_grouped(collector
     np.testing.assert_allclose(whole[sources[2]], rows.T @ rows, rtol=1e-5, atol=1e-4)
 
 
-def test_quantised_weights_have_less_error_over_the_text_than_rounded_ones(
-    collector: Collector, tmp_path: Path
-) -> None:
+def test_quantised_weights_have_less_error_over_the_text_than_rounded_ones(collector, tmp_path):
     written = quantise(collector, PIECES, tmp_path)
     sums = collect(collector, [linear.source for linear in collector.linears])
     for index, linear in enumerate(collector.linears):
@@ -92,12 +90,12 @@ def test_quantised_weights_have_less_error_over_the_text_than_rounded_ones(
         assert grid.bits == 4 and error < 0.8 * rounded, (index, linear.weights)
 
 
-def test_the_head_is_found(collector: Collector, neutral: Any) -> None:
+def test_the_head_is_found(collector, neutral):
     assert collector.head == collector.linears[-1].weights
     assert head_of(neutral[0]) in {str(value.name) for _, value in linears_of(neutral[0])}
 
 
-def test_groups_hold_at_most_the_limit_or_one_input() -> None:
+def test_groups_hold_at_most_the_limit_or_one_input():
     linears = [
         Linear("a", "x", 10),
         Linear("b", "x", 10),
@@ -110,9 +108,7 @@ def test_groups_hold_at_most_the_limit_or_one_input() -> None:
     assert groups_of(linears, 1) == [["x"], ["y"], ["z"], ["w"]]
 
 
-def test_a_group_takes_half_of_the_available_memory_and_some_where_that_is_not_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_takes_half_of_the_available_memory_and_some_where_that_is_not_known(monkeypatch):
     monkeypatch.setattr(calibration, "available_memory", lambda: 100 << 30)
     assert calibration.group_bytes() == 50 << 30
     monkeypatch.setattr(calibration, "available_memory", lambda: 0)
@@ -121,12 +117,12 @@ def test_a_group_takes_half_of_the_available_memory_and_some_where_that_is_not_k
     assert 0 < calibration.available_memory() < 1 << 50
 
 
-def test_texts_are_cut_to_what_the_caches_hold() -> None:
+def test_texts_are_cut_to_what_the_caches_hold():
     assert [len(p) for p in pieces_of([range(600), range(3), ()], 0)] == [256, 256, 88, 3]
     assert [len(p) for p in pieces_of([range(100)], 64)] == [64, 36]
 
 
-def test_a_child_that_dies_is_reported_with_what_to_do(compiled: Any, tmp_path: Path) -> None:
+def test_a_child_that_dies_is_reported_with_what_to_do(compiled, tmp_path):
     _, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "graph.onnx").write_bytes(b"no graph")
     with pytest.raises(BuildError, match=r"calibration of target.*exit code 1") as caught:
@@ -166,7 +162,7 @@ def chosen(neutral: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     return compile_as(neutral, folder, "int4", TextSample()), folder
 
 
-def test_auto_keeps_the_fastest_form_near_float32(automatic: Any) -> None:
+def test_auto_keeps_the_fastest_form_near_float32(automatic):
     report, folder = automatic
     distances = report["form_distances"]
     assert set(distances) == {form.name for form in forms_of("auto")} == set(report["forms_measured"])
@@ -177,16 +173,14 @@ def test_auto_keeps_the_fastest_form_near_float32(automatic: Any) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["graph.onnx", "graph.onnx.data"]
 
 
-def test_the_calibration_is_recorded_and_covers_every_linear(chosen: Any) -> None:
+def test_the_calibration_is_recorded_and_covers_every_linear(chosen):
     report, _ = chosen
     assert report["calibration"].items() >= {"texts": "drawn from the target", "num_linears": 9}.items()
     assert report["calibration"]["num_tokens"] >= calibration.NUM_TOKENS
     assert report["peak_rss_bytes"] > 0
 
 
-def test_int4_over_text_is_nearer_to_float32_than_rounded_whatever_the_kernel(
-    chosen: Any, neutral: Any, tmp_path: Path
-) -> None:
+def test_int4_over_text_is_nearer_to_float32_than_rounded_whatever_the_kernel(chosen, neutral, tmp_path):
     rounded = compile_as(neutral, tmp_path, "int4", TextSample(weights="rounded"))
     assert "calibration" not in rounded
     found, plain = ([row["kl"] for row in report["form_distances"].values()] for report in (chosen[0], rounded))
@@ -194,9 +188,7 @@ def test_int4_over_text_is_nearer_to_float32_than_rounded_whatever_the_kernel(
     assert max(found) <= 1.1 * min(found)
 
 
-def test_int4_with_text_has_its_distance_recorded_and_without_none_is_measured(
-    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int4_with_text_has_its_distance_recorded_and_without_none_is_measured(neutral, tmp_path, monkeypatch):
     """One form alone is not timed. A draft is rounded: no text of its own is at hand."""
     model, dims = neutral
     monkeypatch.setattr(tune, "measure_graph", None)

@@ -25,7 +25,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_share_counts_all_threads_since_the_clock_was_made(proc: Path) -> None:
+def test_the_share_counts_all_threads_since_the_clock_was_made(proc):
     clock = WaitClock()
     assert clock.share() == 0.0
     write_task(proc / "task", "1", 1600, 800)  # 600 run, 300 waited
@@ -33,7 +33,7 @@ def test_the_share_counts_all_threads_since_the_clock_was_made(proc: Path) -> No
     assert clock.share() == round(400 / 1300, 3)
 
 
-def test_threads_that_end_and_begin_meanwhile_hide_nothing_of_the_others(proc: Path) -> None:
+def test_threads_that_end_and_begin_meanwhile_hide_nothing_of_the_others(proc):
     clock = WaitClock()
     (proc / "task" / "2" / "schedstat").unlink()  # as it is while a thread ends
     write_task(proc / "task", "1", 1600, 800)  # 600 run, 300 waited
@@ -41,14 +41,14 @@ def test_threads_that_end_and_begin_meanwhile_hide_nothing_of_the_others(proc: P
     assert clock.share() == 0.31
 
 
-def test_time_that_a_hypervisor_took_counts_too(proc: Path) -> None:
+def test_time_that_a_hypervisor_took_counts_too(proc):
     clock = WaitClock()
     write_task(proc / "task", "1", 2000, 500)
     (proc / "stat").write_text("cpu 130 0 110 830 0 0 0 40 0 0\n")
     assert clock.share() == 0.3
 
 
-def test_a_kernel_that_does_not_count_gives_zero(proc: Path) -> None:
+def test_a_kernel_that_does_not_count_gives_zero(proc):
     clock = WaitClock()
     for name in "12":
         (proc / "task" / name / "schedstat").unlink()
@@ -57,19 +57,19 @@ def test_a_kernel_that_does_not_count_gives_zero(proc: Path) -> None:
 
 
 @pytest.mark.usefixtures("with_wait_share")
-def test_a_record_is_disturbed_above_the_bound_alone() -> None:
+def test_a_record_is_disturbed_above_the_bound_alone():
     most = machine.MAX_WAIT_SHARE
     assert [is_disturbed(r) for r in ({}, {"wait_share": most}, {"wait_share": most + 0.01})] == [False, False, True]
 
 
 @pytest.mark.parametrize(("load", "busy"), [(0.2, False), (1.0, False), (1.3, True)])
-def test_a_machine_is_busy_above_half_its_cpus(monkeypatch: pytest.MonkeyPatch, load: float, busy: bool) -> None:
+def test_a_machine_is_busy_above_half_its_cpus(monkeypatch, load, busy):
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     assert machine.is_machine_busy() is busy
 
 
-def test_a_process_on_a_busy_machine_is_disturbed() -> None:
+def test_a_process_on_a_busy_machine_is_disturbed():
     """The real kernel: twice as many spinning threads as CPUs wait about half of their time."""
     import os
     import subprocess

@@ -5,8 +5,6 @@ The fake of ONNX Runtime runs a graph three times where it captures it, so state
 read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,7 @@ def engine(request: pytest.FixtureRequest, lowered: Lowered, monkeypatch: pytest
     return load_cuda_engine(LoadJob(graph, spec, max_slots=SLOTS, max_rows=MAX_ROWS, rollback=rollback))
 
 
-def test_the_lowered_graph_has_no_branches_and_no_bodies(lowered: Lowered) -> None:
+def test_the_lowered_graph_has_no_branches_and_no_bodies(lowered):
     """ONNX Runtime captures no CUDA graph of others."""
     model = onnx.load(lowered[0], load_external_data=False)
     assert not model.functions
@@ -138,7 +136,7 @@ def run_rounds(pair: Pair, seed: int, num_rounds: int = 60) -> None:
             pair.kept[slot] = pair.kept[slot][:rows]
 
 
-def test_any_rounds_equal_those_of_the_engine_on_the_cpu(engine: Any, plain: Hybrid) -> None:
+def test_any_rounds_equal_those_of_the_engine_on_the_cpu(engine, plain):
     run_rounds(Pair(engine, plain.open(SLOTS)), 1)
 
 
@@ -176,9 +174,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_noticed(
-    name: str, plain: Hybrid, lowered: Lowered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_mutants_are_noticed(name, plain, lowered, monkeypatch, tmp_path):
     method, wrong = MUTANTS[name]
     monkeypatch.setattr(DeviceStates, method, wrong)
     FakeOrt(monkeypatch, FakeCuda())
@@ -188,7 +184,7 @@ def test_mutants_are_noticed(
         run_rounds(Pair(engine, plain.open(SLOTS)), 0, 400)
 
 
-def test_faults_are_those_of_the_cpu(engine: Any) -> None:
+def test_faults_are_those_of_the_cpu(engine):
     engine.run(feed([[1, 2, 3, 4, 5, 6]], [0], [4]))
     for length in (3, 7):
         with pytest.raises(RuntimeFault, match=f"slot 0 after {length} tokens; expected 4 to 6 tokens"):
@@ -199,7 +195,7 @@ def test_faults_are_those_of_the_cpu(engine: Any) -> None:
     engine.run(feed([[1, 2]], [0], [2]))
 
 
-def test_two_buffers_and_a_snapshot_of_each_slot_are_all_that_is_allocated(engine: Any) -> None:
+def test_two_buffers_and_a_snapshot_of_each_slot_are_all_that_is_allocated(engine):
     states, of_slot = engine.states, DIMS.state_bytes(engine.spec.max_pending)
     assert states.num_bytes == 3 * SLOTS * of_slot
     for turn in range(4):
@@ -210,9 +206,7 @@ def test_two_buffers_and_a_snapshot_of_each_slot_are_all_that_is_allocated(engin
     assert len(states._rooms) == SLOTS and {snapshot.length for snapshot in states.snapshots} == {2}
 
 
-def test_slots_that_cannot_be_aligned_are_refused(
-    lowered: Lowered, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_slots_that_cannot_be_aligned_are_refused(lowered, monkeypatch, tmp_path):
     """Five pending rows of 52 columns: TensorRT's own spec has sixteen."""
     spec = hybrid_spec()
     device = Lab(monkeypatch, tmp_path).device
@@ -225,7 +219,7 @@ def test_slots_that_cannot_be_aligned_are_refused(
 MIXED = ModelDims("m", 9, 8, 3, 2, 1, 4, 64, layer_dims=(LayerDims(1, 8), LayerDims(3, 16), LayerDims(1, 8)))
 
 
-def test_caches_of_several_sizes_are_laid_out_each_on_its_own() -> None:
+def test_caches_of_several_sizes_are_laid_out_each_on_its_own():
     cuda = FakeCuda()
     caches = GrowingCaches(Device(cuda), rollback_spec(MIXED), 2, 300)
     assert caches.sizes == [(1, 8)] * 2 + [(3, 16)] * 2 + [(1, 8)] * 2
@@ -249,7 +243,7 @@ def test_caches_of_several_sizes_are_laid_out_each_on_its_own() -> None:
         assert not view[:, :, 128:].any()
 
 
-def test_each_size_has_one_compaction() -> None:
+def test_each_size_has_one_compaction():
     spec = rollback_spec(MIXED)
     assert [len(names) for names in cache_groups(spec)] == [4, 2]
     model = build_rollback(spec, joined=True)

@@ -37,7 +37,7 @@ def logits_in_chunks(engine: Any, tokens: np.ndarray, chunks: list[int], slot: i
 
 
 @pytest.mark.parametrize(("quantization", "form"), FORMS)
-def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine: Any, quantization: str, form: str) -> None:
+def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine, quantization, form):
     tokens, least = TOKENS[:48], least_rows(quantization, form)
     single = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, [least] * (48 // least))
     for chunks in ([16, 16, 16], [5, 8, 3, *([2, 1] if least == 1 else [3]), 4, 7, 12, 6], [48]):
@@ -46,7 +46,7 @@ def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine: Any, qua
 
 
 @pytest.mark.parametrize(("quantization", "form"), FORMS)
-def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine: Any, quantization: str, form: str) -> None:
+def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine, quantization, form):
     engine = open_engine(quantization=quantization, form=form)
     alone = open_engine(quantization=quantization, form=form)
     prompts = [TOKENS[:20], TOKENS[50:190], TOKENS[30:33]]
@@ -62,7 +62,7 @@ def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine: Any, quan
 
 @needs_compiler
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_a_path_of_a_tree_has_the_bits_of_a_chain_in_our_kernels(open_engine: Any, quantization: str) -> None:
+def test_a_path_of_a_tree_has_the_bits_of_a_chain_in_our_kernels(open_engine, quantization):
     engine = open_engine(quantization=quantization, form="packed")
     parents, path = [-1, 0, 0, 2, 1, 2, 3, 3, 4, 7], [0, 2, 3, 7, 9]
     mask = TokenTree.tree(TOKENS[None, :10], [parents]).mask()
@@ -79,7 +79,7 @@ def addresses_of(engine: Any) -> list[int]:
     return [engine.caches.view(index).ctypes.data for index in range(len(engine.caches.names))]
 
 
-def test_caches_are_never_copied(open_engine: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_caches_are_never_copied(open_engine, capfd):
     """ONNX Runtime warns whenever a TensorScatter copies; the warning is on, and provoked once to prove it."""
     engine = open_engine()
     addresses = addresses_of(engine)
@@ -101,7 +101,7 @@ def test_caches_are_never_copied(open_engine: Any, capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine: Any, backend: str) -> None:
+def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine, backend):
     """Cache and logits after tree + compaction against a prefill of the same tokens. Trees add in another order."""
     engine, fresh = open_engine(backend, max_rows=64), open_engine(backend, max_rows=64)
     prompt, tree = TOKENS[:10], TOKENS[20:26]
@@ -120,7 +120,7 @@ def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine: Any, backe
     assert np.abs(after - wanted).max() < 2e-5
 
 
-def test_onnxruntime_and_the_oracle_agree(open_engine: Any) -> None:
+def test_onnxruntime_and_the_oracle_agree(open_engine):
     ours, oracle = open_engine(max_rows=64), open_engine("reference", max_rows=64)
     rng = np.random.default_rng(3)
     for engine in (ours, oracle):
@@ -141,7 +141,7 @@ def test_onnxruntime_and_the_oracle_agree(open_engine: Any) -> None:
         np.testing.assert_array_equal(got[name], wanted[name])
 
 
-def test_inputs_left_out_become_neutral_again(open_engine: Any) -> None:
+def test_inputs_left_out_become_neutral_again(open_engine):
     engine = open_engine()
     engine.run(feed(TOKENS[:8], 0))
     plain = engine.run(feed(TOKENS[8:12], 8))[specs.LOGITS].copy()
@@ -158,7 +158,7 @@ def test_inputs_left_out_become_neutral_again(open_engine: Any) -> None:
     assert again[specs.NEXT_TOKEN][0] == plain[0, again[specs.NUM_ACCEPTED][0]].argmax()
 
 
-def test_draft_engine_gives_its_argmax_and_its_probability(open_engine: Any) -> None:
+def test_draft_engine_gives_its_argmax_and_its_probability(open_engine):
     target, draft = open_engine(), open_engine(role="draft")
     logits = target.run(feed(TOKENS[:9], 0))[specs.LOGITS][0].astype(np.float64)
     for row in (8, 3):  # a slot of a ragged batch may have its last token before the padding
@@ -169,7 +169,7 @@ def test_draft_engine_gives_its_argmax_and_its_probability(open_engine: Any) -> 
         np.testing.assert_allclose(out[specs.CANDIDATE_PROBS][0, 0, 0], probs.max(), rtol=1e-4)
 
 
-def test_a_step_like_the_one_before_is_checked_again(open_engine: Any) -> None:
+def test_a_step_like_the_one_before_is_checked_again(open_engine):
     """Steps of the same inputs and shapes reuse a binding; what else it depends on may have changed."""
     engine, other = open_engine(max_slots=2, max_rows=300), open_engine(max_slots=2, max_rows=300)
     text = TOKENS[:140]
@@ -194,7 +194,7 @@ def test_a_step_like_the_one_before_is_checked_again(open_engine: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_too_many_rows_or_slots_are_refused(open_engine: Any, backend: str) -> None:
+def test_too_many_rows_or_slots_are_refused(open_engine, backend):
     engine = open_engine(backend, max_slots=2, max_rows=32)
     with pytest.raises(RuntimeFault, match=r"33 cache rows.*at most 32.*engine\.max_seq_len"):
         engine.run(feed(TOKENS[:4], 29))
@@ -203,7 +203,7 @@ def test_too_many_rows_or_slots_are_refused(open_engine: Any, backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_sequences_go_on_where_their_rows_were_moved_to(open_engine: Any, backend: str) -> None:
+def test_sequences_go_on_where_their_rows_were_moved_to(open_engine, backend):
     engine = open_engine(backend, max_rows=300)
     texts = [TOKENS[:9], TOKENS[20:34], TOKENS[60:65]]
     for slot, text in enumerate(texts):
@@ -218,7 +218,7 @@ def test_sequences_go_on_where_their_rows_were_moved_to(open_engine: Any, backen
         np.testing.assert_array_equal(got, wanted[text])
 
 
-def test_a_step_that_fails_says_so_and_the_next_one_runs(open_engine: Any) -> None:
+def test_a_step_that_fails_says_so_and_the_next_one_runs(open_engine):
     engine = open_engine()
     wanted = engine.run(feed(TOKENS[:4], 0))[specs.LOGITS].copy()
     with pytest.raises(RuntimeFault, match=r"engine target: got .*; expected a step that runs"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts on ONNX Runtime's CPU: small weights, and the same bits in chains as in single steps."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -92,9 +90,7 @@ def assert_chains_are_single_steps(path: Path, dims: ModelDims, least: int = 1) 
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "quantization", "form"), CASES)
-def test_a_chain_has_the_bits_of_single_steps(
-    name: str, quantization: str, form: str, neutral: dict[str, tuple[ir.Model, ModelDims]], tmp_path: Path
-) -> None:
+def test_a_chain_has_the_bits_of_single_steps(name, quantization, form, neutral, tmp_path):
     report = compiled(neutral[name], tmp_path, quantization, form)
     kinds = Counter(report["op_histogram"]["after"])
     is_packed = form == "packed" or quantization != "none"
@@ -104,12 +100,7 @@ def test_a_chain_has_the_bits_of_single_steps(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_without_our_kernels_the_bodies_keep_the_bits(
-    quantization: str,
-    neutral: dict[str, tuple[ir.Model, ModelDims]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_our_kernels_the_bodies_keep_the_bits(quantization, neutral, tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     compiled(neutral["mixtral"], tmp_path, quantization, "blocks32")
     least = least_rows(quantization, "blocks32")
@@ -118,9 +109,7 @@ def test_without_our_kernels_the_bodies_keep_the_bits(
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_distances_to_float32_are_those_of_the_weights(
-    name: str, neutral: dict[str, tuple[ir.Model, ModelDims]], tmp_path: Path
-) -> None:
+def test_distances_to_float32_are_those_of_the_weights(name, neutral, tmp_path):
     """Unquantised within rounding, int8 near, int4 farther: nothing else differs."""
     dims, files = neutral[name][1], {}
     for quantization, form in (("none", "fp32"), ("none", "packed"), ("int8", "packed"), ("int4", "packed")):
@@ -151,9 +140,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[ir.Model
 
 @needs_compiler
 @pytest.mark.parametrize("quantization", _BYTES_OF_A_WEIGHT)
-def test_quantised_experts_are_small_and_as_large_as_predicted(
-    quantization: str, wide: tuple[Path, tuple[ir.Model, ModelDims]], tmp_path: Path
-) -> None:
+def test_quantised_experts_are_small_and_as_large_as_predicted(quantization, wide, tmp_path):
     _, graph = wide
     compiled(graph, tmp_path, quantization, "packed")
     model = ir.load(tmp_path / "graph.onnx")

@@ -40,7 +40,7 @@ def choose_form(times: Any, distances: Any, numbers: Any = None) -> str:
     return fastest_form({form: times[form] for form in near})
 
 
-def test_the_fastest_of_the_near_forms_is_taken() -> None:
+def test_the_fastest_of_the_near_forms_is_taken():
     times = {"coarse": FAST, "fine": SLOW}
     near, far = Distance(MAX_KL, 1.0), Distance(MAX_KL * 1.01, 0.9)
     assert choose_form(times, {"coarse": near, "fine": near}) == "coarse"
@@ -48,7 +48,7 @@ def test_the_fastest_of_the_near_forms_is_taken() -> None:
     assert choose_form({"fine": FAST, "coarse": SLOW}, {"coarse": near, "fine": near}) == "fine"
 
 
-def test_where_no_form_is_near_the_nearest_is_taken_however_slow() -> None:
+def test_where_no_form_is_near_the_nearest_is_taken_however_slow():
     far, further = Distance(0.1, 0.9), Distance(0.2, 0.9)
     assert choose_form({"coarse": FAST, "fine": SLOW}, {"coarse": further, "fine": far}) == "fine"
 
@@ -64,7 +64,7 @@ def test_where_no_form_is_near_the_nearest_is_taken_however_slow() -> None:
         (None, 0.0, True),  # of a bundle that did not measure it
     ],
 )
-def test_a_perplexity_may_rise_a_little_and_by_its_noise(change: float | None, error: float, expected: bool) -> None:
+def test_a_perplexity_may_rise_a_little_and_by_its_noise(change, error, expected):
     assert is_near(Distance(1e-4, 0.99, change, error)) is expected
 
 
@@ -79,11 +79,11 @@ def test_a_perplexity_may_rise_a_little_and_by_its_noise(change: float | None, e
         (Distance(0.39, 0.70, 0.33, 0.03), False),
     ],
 )
-def test_forms_of_a_real_model_are_near_or_not(row: Distance, expected: bool) -> None:
+def test_forms_of_a_real_model_are_near_or_not(row, expected):
     assert is_near(row) is expected
 
 
-def test_the_packed_form_of_unquantised_weights_is_within_rounding_of_float32(compiled: Any) -> None:
+def test_the_packed_form_of_unquantised_weights_is_within_rounding_of_float32(compiled):
     reference, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     packed = compiled("onnxruntime", "none", "packed", "target")[0]
     [found] = fidelity.measure_distances(reference, {"packed": packed}, spec, SAMPLE).values()
@@ -91,7 +91,7 @@ def test_the_packed_form_of_unquantised_weights_is_within_rounding_of_float32(co
     assert found.num_positions >= fidelity.NUM_TOKENS
 
 
-def test_the_packed_form_replaces_the_one_with_a_scale_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packed_form_replaces_the_one_with_a_scale_a_row(monkeypatch):
     for library, expected in ((Path("lib.so"), ["blocks32", "packed"]), (None, ["rowq8", "blocks32"])):
         monkeypatch.setattr(kernel_library, "find_library", lambda library=library: library)
         assert [form.kernel for form in forms_of("int8")] == expected
@@ -100,7 +100,7 @@ def test_the_packed_form_replaces_the_one_with_a_scale_a_row(monkeypatch: pytest
         assert [form.name for form in forms_of("int8", "rowq8")] == ["rowq8"]
 
 
-def test_unquantised_experts_are_not_gathered_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unquantised_experts_are_not_gathered_where_there_are_kernels(monkeypatch):
     for library, expected in ((Path("lib.so"), ["packed"]), (None, ["fp32"])):
         monkeypatch.setattr(kernel_library, "find_library", lambda library=library: library)
         assert [form.kernel for form in forms_of("none", has_experts=True)] == expected
@@ -112,7 +112,7 @@ def test_unquantised_experts_are_not_gathered_where_there_are_kernels(monkeypatc
         assert ("pack_experts_float" in [entry.name for entry in table]) is expected
 
 
-def test_auto_tries_bfloat16_where_kernels_compute_it_and_no_int4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_bfloat16_where_kernels_compute_it_and_no_int4(monkeypatch):
     monkeypatch.setattr(kernel_library, "find_library", lambda: Path("lib.so"))
     assert [form.name for form in forms_of("auto")] == ["bf16/packed", "int8/blocks32", "int8/packed"]
     assert [form.name for form in forms_of("bf16")] == ["packed"]
@@ -120,7 +120,7 @@ def test_auto_tries_bfloat16_where_kernels_compute_it_and_no_int4(monkeypatch: p
     assert [form.name for form in forms_of("auto")] == ["none/fp32", "int8/rowq8", "int8/blocks32"]
 
 
-def test_bfloat16_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_without_kernels_is_refused(monkeypatch):
     spec = verified_spec(decoder_spec("target", ModelDims("llama", 97, 64, 1, 4, 2, 16, 64)))
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     backend = OnnxRuntimeBackend()
@@ -132,7 +132,7 @@ def test_bfloat16_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     backend.check(spec, CompileOptions(), "bf16")
 
 
-def test_bfloat16_rounds_every_linear(neutral: Any, tmp_path: Path) -> None:
+def test_bfloat16_rounds_every_linear(neutral, tmp_path):
     """Also of float32 weights; the packed numbers are the weights' nearest."""
     model, dims = neutral
     table = onnxruntime_table(verified_spec(decoder_spec("target", dims)), "bf16", "packed")
@@ -142,9 +142,7 @@ def test_bfloat16_rounds_every_linear(neutral: Any, tmp_path: Path) -> None:
     assert ops and all("Bf16" in op for op in ops)
 
 
-def test_without_kernels_the_packed_form_is_not_tried(
-    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernels_the_packed_form_is_not_tried(neutral, tmp_path, monkeypatch):
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     backend = OnnxRuntimeBackend()
@@ -157,24 +155,24 @@ def test_without_kernels_the_packed_form_is_not_tried(
 
 
 @pytest.mark.parametrize("kl", [MAX_KL / 2, MAX_KL, 0.1])
-def test_of_kernels_for_the_same_weights_the_fastest_is_taken(kl: float) -> None:
+def test_of_kernels_for_the_same_weights_the_fastest_is_taken(kl):
     """Two kernels differ by the last bits of their sums, and those do not decide, near the bound or beyond it."""
     rows = {"slow": Distance(kl, 0.9), "fast": Distance(kl * 1.5, 0.9), "coarse": Distance(0.2, 0.9)}
     numbers = {"slow": "int8", "fast": "int8", "coarse": "int4"}
     assert choose_form({"slow": SLOW, "fast": FAST, "coarse": {"1": 0.1, "4": 0.1}}, rows, numbers) == "fast"
 
 
-def test_kernels_of_a_quantisation_have_the_same_numbers_but_for_the_scales_of_activations() -> None:
+def test_kernels_of_a_quantisation_have_the_same_numbers_but_for_the_scales_of_activations():
     named = {kernel: Form(kernel, "int8", kernel).numbers for kernel in ("rowq8", "blocks32", "packed")}
     assert named["blocks32"] == named["packed"] != named["rowq8"]
     assert Form("a", "int4", "packed").numbers != Form("b", "int8", "packed").numbers
 
 
-def test_a_draft_s_form_is_a_matter_of_speed() -> None:
+def test_a_draft_s_form_is_a_matter_of_speed():
     assert choose_form({"coarse": FAST, "fine": SLOW}, {}) == "coarse"
 
 
-def test_the_distance_is_the_mean_over_the_positions_of_all_texts() -> None:
+def test_the_distance_is_the_mean_over_the_positions_of_all_texts():
     rng = np.random.default_rng(0)
     wanted, got = rng.normal(size=(2, 40, 7))
     following = rng.integers(0, 7, 40)
@@ -192,7 +190,7 @@ def test_the_distance_is_the_mean_over_the_positions_of_all_texts() -> None:
     assert (same.kl, same.perplexity_change, same.perplexity_error) == pytest.approx((0, 0, 0), abs=1e-12)
 
 
-def test_the_error_of_a_perplexity_covers_what_other_texts_give() -> None:
+def test_the_error_of_a_perplexity_covers_what_other_texts_give():
     """95 % of samples within two errors: of 300, each of 20 texts whose positions depend on each other."""
     rng, inside = np.random.default_rng(1), 0
     for _ in range(300):
@@ -202,15 +200,13 @@ def test_the_error_of_a_perplexity_covers_what_other_texts_give() -> None:
     assert 270 <= inside <= 295
 
 
-def test_a_distance_is_told_in_words() -> None:
+def test_a_distance_is_told_in_words():
     told = Distance(3.3e-3, 0.967, 0.003, 0.002, 2240).summary()
     assert told == "KL 3.3e-03 nats, the same likeliest token after 96.7%, perplexity +0.3% (standard error 0.2%)"
     assert Distance(3.3e-3, 0.967).summary() == "KL 3.3e-03 nats, the same likeliest token after 96.7%"
 
 
-def test_forms_of_a_real_graph_are_measured_and_chosen(
-    neutral: Any, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forms_of_a_real_graph_are_measured_and_chosen(neutral, compiled, tmp_path, monkeypatch):
     """Both int8 forms are built, `rowq8` is made to look twice as fast, and the one near float32 is taken."""
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
@@ -233,9 +229,7 @@ def test_forms_of_a_real_graph_are_measured_and_chosen(
     assert {form: row.kl for form, row in again.items()} == {form: row["kl"] for form, row in distances.items()}
 
 
-def test_a_target_without_logits_is_measured_with_them_and_written_without(
-    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_without_logits_is_measured_with_them_and_written_without(neutral, tmp_path, monkeypatch):
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     seen: list[Any] = []
@@ -256,9 +250,7 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(
     assert all(t.name != LOGITS for t in spec.outputs)
 
 
-def test_a_draft_is_not_compared_and_measured_with_its_weights_evicted(
-    neutral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_is_not_compared_and_measured_with_its_weights_evicted(neutral, tmp_path, monkeypatch):
     model, dims = neutral
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     evicted = []
@@ -276,7 +268,7 @@ def test_a_draft_is_not_compared_and_measured_with_its_weights_evicted(
     assert evicted == [sum(v.const_value.nbytes for v in model.graph.initializers.values())] * 2 and evicted[0] > 0
 
 
-def test_a_child_that_dies_is_reported_with_its_last_output(compiled: Any, tmp_path: Path) -> None:
+def test_a_child_that_dies_is_reported_with_its_last_output(compiled, tmp_path):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "graph.onnx").write_bytes(b"no graph")
     with pytest.raises(BuildError, match=r"distance of .*exit code 1"):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding, compiling, trying and switching off the library of CPU kernels."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -40,7 +38,7 @@ def fresh() -> Iterator[None]:
     kernel_library.find_library.cache_clear()
 
 
-def test_the_switch_turns_the_library_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_turns_the_library_off(monkeypatch):
     monkeypatch.setenv(kernel_library.SWITCH, "off")
     monkeypatch.setattr(kernel_library, "find_compiler", lambda: pytest.fail("looked for a compiler"))
     assert kernel_library.find_library() is None
@@ -48,9 +46,7 @@ def test_the_switch_turns_the_library_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("missing", ["find_compiler", "find_sources"])
-def test_without_compiler_or_sources_there_is_none(
-    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_compiler_or_sources_there_is_none(missing, monkeypatch, caplog):
     monkeypatch.delenv(kernel_library.SWITCH)
     monkeypatch.setattr(kernel_library, missing, lambda: None)
     with caplog.at_level(logging.WARNING):
@@ -61,7 +57,7 @@ def test_without_compiler_or_sources_there_is_none(
 
 @pytest.mark.plan
 @needs_compiler
-def test_a_compiled_library_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_library_is_kept_and_tried_once(monkeypatch):
     found = library()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a child process"))
     kernel_library.find_library.cache_clear()
@@ -72,9 +68,7 @@ def test_a_compiled_library_is_kept_and_tried_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.plan
 @needs_compiler
 @pytest.mark.parametrize(("source", "expected"), [(CRASH, "self-test ended with -"), (WRONG, "self-test ended with 1")])
-def test_a_library_that_crashes_or_has_no_kernels_is_not_used(
-    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_that_crashes_or_has_no_kernels_is_not_used(source, expected, tmp_path, monkeypatch, caplog):
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "library.cpp").write_text(source)
@@ -90,7 +84,7 @@ def test_a_library_that_crashes_or_has_no_kernels_is_not_used(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b'{"fault": 3}', b'{"fault"', b"\xff", b"[" * 9999])
-def test_a_damaged_record_is_made_anew(damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_record_is_made_anew(damage, tmp_path, monkeypatch):
     monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
     monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: "it crashed")
     (library := tmp_path / "cpu.so").write_bytes(b"code")
@@ -107,9 +101,7 @@ def test_a_damaged_record_is_made_anew(damage: bytes, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("damage", "mode"), [(b"planted", 0o660), (b"com", 0o600), (b"", 0o600)])
-def test_a_library_that_others_could_write_or_that_was_damaged_is_compiled_anew(
-    damage: bytes, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_others_could_write_or_that_was_damaged_is_compiled_anew(damage, mode, tmp_path, monkeypatch):
     def compile_library(sources: Path, dest: Path, *rest: object) -> None:
         dest.write_bytes(b"compiled")
 
@@ -127,9 +119,7 @@ def test_a_library_that_others_could_write_or_that_was_damaged_is_compiled_anew(
 
 @pytest.mark.plan
 @needs_compiler
-def test_sources_that_do_not_compile_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sources_that_do_not_compile_are_reported(tmp_path, monkeypatch, caplog):
     (tmp_path / "library.cpp").write_text("int main( {")
     monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
     monkeypatch.setattr(kernel_library, "find_sources", lambda: tmp_path)
@@ -151,9 +141,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_best_library_of_a_wheel_is_used_where_the_cpu_has_its_instructions(
-    wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_library_of_a_wheel_is_used_where_the_cpu_has_its_instructions(wheel, monkeypatch):
     best, lesser = kernel_build.VARIANTS
     for features, has_compiler, expected in (
         (best.features, True, best.name),
@@ -170,7 +158,7 @@ def test_the_best_library_of_a_wheel_is_used_where_the_cpu_has_its_instructions(
         assert kernel_library.find_library() == wheel / f"{expected}.so"
 
 
-def test_a_library_that_fails_gives_way_to_the_next(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_gives_way_to_the_next(wheel, monkeypatch):
     best, lesser = kernel_build.VARIANTS
     monkeypatch.setattr(kernel_library, "cpu_features", lambda: best.features)
     failing = {best.name}
@@ -181,11 +169,11 @@ def test_a_library_that_fails_gives_way_to_the_next(wheel: Path, monkeypatch: py
     assert kernel_library.find_library() == wheel / f"{lesser.name}.so"
 
 
-def test_a_checkout_has_no_libraries_of_a_wheel() -> None:
+def test_a_checkout_has_no_libraries_of_a_wheel():
     assert not kernel_library.prebuilt_folder().exists()
 
 
-def test_the_digest_changes_with_every_source(tmp_path: Path) -> None:
+def test_the_digest_changes_with_every_source(tmp_path):
     (tmp_path / "library.cpp").write_text("a")
     (tmp_path / "linear.h").write_text("b")
     digests = [kernel_build.sources_digest(tmp_path)]
@@ -198,14 +186,14 @@ def test_the_digest_changes_with_every_source(tmp_path: Path) -> None:
 
 @pytest.mark.plan
 @needs_compiler
-def test_the_self_test_runs_every_linear_and_reports_a_wrong_one() -> None:
+def test_the_self_test_runs_every_linear_and_reports_a_wrong_one():
     names = dict.fromkeys(op.name for op, _, _ in linear_cases())
     assert list(names) == [op.name for op in PACKED_LINEARS]
     child = [sys.executable, "-m", kernel_library.SELFTEST, str(library())]
     assert subprocess.run(child, check=False).returncode == 0
 
 
-def test_the_self_test_calls_every_kernel_of_a_tail_far_from_ties() -> None:
+def test_the_self_test_calls_every_kernel_of_a_tail_far_from_ties():
     """Rounding on another CPU must not change an integer."""
     cases = list(tail_cases())
     kernels = (SPEC_VERIFY, FINITE_TOKEN, SAMPLE_TOKEN, TOP_TOKENS, NODE_PROBS_OP, KV_ROLLBACK)
@@ -216,7 +204,7 @@ def test_the_self_test_calls_every_kernel_of_a_tail_far_from_ties() -> None:
 
 @pytest.mark.plan
 @needs_compiler
-def test_a_wrong_kernel_of_a_tail_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_of_a_tail_is_reported(monkeypatch):
     """Here it is the twin that is wrong."""
     assert tail_fault(str(library())) is None
     calls = [(op, inputs, attributes) for op, inputs, attributes in tail_cases() if op in (SPEC_VERIFY, NODE_PROBS_OP)]
@@ -236,7 +224,7 @@ def test_a_wrong_kernel_of_a_tail_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.plan
 @needs_compiler
-def test_sessions_of_the_self_test_run_the_kernels() -> None:
+def test_sessions_of_the_self_test_run_the_kernels():
     """The tiny models carry no bodies: without the library they do not load."""
     case = Case(*next(linear_cases()), by_row=())
     open_case(case, str(library()))

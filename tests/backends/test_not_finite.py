@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of NaN in a cache: seen in the verdict, kept from other slots, and gone when the slot is cleared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -70,7 +68,7 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
     return make
 
 
-def test_a_spoilt_prompt_harms_no_other(engines: Any) -> None:
+def test_a_spoilt_prompt_harms_no_other(engines):
     fresh, engine = engines(False), engines(True)
     for params in DISTS:
         [wanted] = fresh.generate([PROMPT], params)
@@ -82,7 +80,7 @@ def test_a_spoilt_prompt_harms_no_other(engines: Any) -> None:
         assert [g.tokens for g in engine.generate([PROMPT] * 4, params)] == [wanted.tokens] * 4
 
 
-def test_a_service_goes_on(engines: Any) -> None:
+def test_a_service_goes_on(engines):
     wanted = [engines(False).generate([PROMPT], params)[0].tokens for params in DISTS]
     service = Service(engines(True))
     service.start()
@@ -102,7 +100,7 @@ def test_a_service_goes_on(engines: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_nan_in_a_cache_is_reported_in_the_verdict_and_cleared(open_engine: Any, backend: str) -> None:
+def test_nan_in_a_cache_is_reported_in_the_verdict_and_cleared(open_engine, backend):
     engine, tokens = open_engine(backend, max_rows=300), np.arange(1, 9)
     for slot in range(3):
         engine.run({specs.TOKENS: tokens[None], specs.LENGTHS: np.zeros(1, np.int64)}, first_slot=slot)

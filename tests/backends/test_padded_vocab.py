@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft and a target of one tokenizer whose vocabularies are padded differently, drawn from on real engines."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,9 +109,7 @@ def propose_with(engine: Any, fields: dict[str, Any]) -> Any:
 @pytest.mark.distribution
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize(("form", "fields"), FORMS)
-def test_sampled_text_has_the_targets_distribution(
-    engines: Any, target: int, draft: int, form: str, fields: Any
-) -> None:
+def test_sampled_text_has_the_targets_distribution(engines, target, draft, form, fields):
     model = Scored(engines("onnxruntime", target, draft, "target"))
     proposer = propose_with(engines("onnxruntime", target, draft, form), fields)
     done = decode_many(model.engine, proposer, HEAT, 600, ROWS - NODES - 1)
@@ -126,7 +122,7 @@ def test_sampled_text_has_the_targets_distribution(
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize(("form", "fields"), FORMS)
-def test_backends_draw_the_same_tokens(engines: Any, target: int, draft: int, form: str, fields: Any) -> None:
+def test_backends_draw_the_same_tokens(engines, target, draft, form, fields):
     texts = []
     for backend in ("onnxruntime", "reference"):
         proposer = propose_with(engines(backend, target, draft, form), fields)
@@ -137,7 +133,7 @@ def test_backends_draw_the_same_tokens(engines: Any, target: int, draft: int, fo
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_drafts_are_drawn_from_the_recorded_distribution(engines: Any, backend: str, target: int, draft: int) -> None:
+def test_drafts_are_drawn_from_the_recorded_distribution(engines, backend, target, draft):
     logits = engines(backend, target, draft, "logits")
     feeds = {
         specs.TOKENS: np.array([[3, 1, NARROW + 2 if target == WIDE else 4]]),
@@ -154,7 +150,7 @@ def test_drafts_are_drawn_from_the_recorded_distribution(engines: Any, backend: 
     np.testing.assert_allclose(warp(row[None], [0.7], [0], [1.0])[0], wanted, atol=1e-7)
 
 
-def test_equal_vocabularies_are_left_alone(neutral: tuple[ir.Model, ModelDims]) -> None:
+def test_equal_vocabularies_are_left_alone(neutral):
     model, dims = neutral
     work = model.clone()
     assert fit_vocab(work, decoder_spec("draft", dims)) == 0
@@ -165,9 +161,7 @@ def test_equal_vocabularies_are_left_alone(neutral: tuple[ir.Model, ModelDims]) 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize("form", ["chain", "tree"])
 @pytest.mark.parametrize(("quantization", "dtype"), [("none", "float16"), ("int8", "float16"), ("none", "bfloat16")])
-def test_tensorrts_table_takes_it(
-    neutral: tuple[ir.Model, ModelDims], target: int, draft: int, form: str, quantization: str, dtype: str
-) -> None:
+def test_tensorrts_table_takes_it(neutral, target, draft, form, quantization, dtype):
     model, dims = neutral
     spec = tensorrt_spec(draft_spec(dims, target, form), dtype, ROWS)
     work = with_vocab(model, draft, 0.0)

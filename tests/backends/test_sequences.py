@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graph with sequences lies beside a lowered graph, is opened with our library alone, and gives the same bits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +42,7 @@ def logits(path: Path, spec: Any, threads: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def test_the_layers_of_a_graph_are_one_node_with_the_bits_of_their_kernels(copied: tuple[Path, Any]) -> None:
+def test_the_layers_of_a_graph_are_one_node_with_the_bits_of_their_kernels(copied):
     path, spec = copied
     joined = ops_of(sequences_path(path))
     assert joined.count("KernelSequence") == 1 and "RotaryQkvAttention" not in joined
@@ -54,9 +52,7 @@ def test_the_layers_of_a_graph_are_one_node_with_the_bits_of_their_kernels(copie
     assert np.array_equal(together.view(np.int32), logits(path, spec, 1).view(np.int32))
 
 
-def test_a_session_without_the_library_opens_the_graph_with_bodies(
-    copied: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_without_the_library_opens_the_graph_with_bodies(copied, monkeypatch):
     path, _ = copied
     sequences_path(path).write_bytes(b"no graph")
     monkeypatch.setenv(kernel_library.SWITCH, "off")
@@ -68,7 +64,7 @@ def test_a_session_without_the_library_opens_the_graph_with_bodies(
         kernel_library.find_library.cache_clear()
 
 
-def test_a_full_disk_is_a_build_error(copied: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_build_error(copied, monkeypatch):
     path, _ = copied
     plain = Path.open
 

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states of an engine: in the bits of a fresh prefill whatever is accepted, moved or begun again."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     return Hybrid(tmp_path_factory.mktemp("plain"))
 
 
-def test_steps_have_the_logits_of_one_prefill(hybrid: Hybrid) -> None:
+def test_steps_have_the_logits_of_one_prefill(hybrid):
     tokens = TOKENS[0][:40]
     whole = hybrid.open(1).run(feed([tokens], [0], [40]))[LOGITS][0].copy()
     for sizes in ([1] * 40, [7, 3, 30], [2] * 20):
@@ -50,7 +47,7 @@ def test_steps_have_the_logits_of_one_prefill(hybrid: Hybrid) -> None:
         np.testing.assert_array_equal(np.concatenate(rows), whole)
 
 
-def test_accepted_drafts_are_applied_and_rejected_ones_are_not(hybrid: Hybrid) -> None:
+def test_accepted_drafts_are_applied_and_rejected_ones_are_not(hybrid):
     """All of 0 .. 5 accepted, ragged, and a step after it; the first number is accepted twice running."""
     for first in range(1, NUM_DRAFTS + 2):
         engine, lengths = hybrid.open(4), np.zeros(4, np.int64)
@@ -69,7 +66,7 @@ def test_accepted_drafts_are_applied_and_rejected_ones_are_not(hybrid: Hybrid) -
                 hybrid.check(engine, slot, kept[slot])
 
 
-def test_a_step_can_be_run_again_at_the_same_lengths(hybrid: Hybrid) -> None:
+def test_a_step_can_be_run_again_at_the_same_lengths(hybrid):
     engine = hybrid.open(1)
     engine.run(feed([TOKENS[0][:9]], [0], [9]))
     engine.run(feed([TOKENS[1][:5]], [9], [0]))
@@ -78,7 +75,7 @@ def test_a_step_can_be_run_again_at_the_same_lengths(hybrid: Hybrid) -> None:
     hybrid.check(engine, 0, TOKENS[0][:9] + TOKENS[1][:3] + TOKENS[3][:4])
 
 
-def test_prefill_beside_verify_and_idle_slots(hybrid: Hybrid) -> None:
+def test_prefill_beside_verify_and_idle_slots(hybrid):
     engine = hybrid.open(3)
     for slot in (0, 2):
         engine.run(feed([TOKENS[slot][:6]], [0], [6]), first_slot=slot)
@@ -90,7 +87,7 @@ def test_prefill_beside_verify_and_idle_slots(hybrid: Hybrid) -> None:
         hybrid.check(engine, 2, TOKENS[2][:6])
 
 
-def test_states_move_with_their_slots(hybrid: Hybrid) -> None:
+def test_states_move_with_their_slots(hybrid):
     engine = hybrid.open(3)
     for slot in (0, 1):
         engine.run(feed([TOKENS[slot][: 5 + slot]], [0], [3 + slot]), first_slot=slot)
@@ -110,7 +107,7 @@ def test_states_move_with_their_slots(hybrid: Hybrid) -> None:
     assert engine.states.reusable(0, 6) == 0
 
 
-def test_a_state_begins_again_only_where_it_or_its_snapshot_holds_no_more(hybrid: Hybrid) -> None:
+def test_a_state_begins_again_only_where_it_or_its_snapshot_holds_no_more(hybrid):
     engine, states = hybrid.open(2), None
     engine.run(feed([TOKENS[0][:10]], [0], [8]))
     states = engine.states
@@ -131,7 +128,7 @@ def test_a_state_begins_again_only_where_it_or_its_snapshot_holds_no_more(hybrid
     hybrid.check(engine, 0, TOKENS[2][:3])
 
 
-def test_a_step_that_the_states_cannot_take_is_refused(plain: Hybrid) -> None:
+def test_a_step_that_the_states_cannot_take_is_refused(plain):
     engine = plain.open(2)
     engine.run(feed([TOKENS[0][:6]], [0], [4]))
     for length in (3, 7):
@@ -144,7 +141,7 @@ def test_a_step_that_the_states_cannot_take_is_refused(plain: Hybrid) -> None:
     engine.run(feed([[1]], [6], [1]))  # nothing was lost by these
 
 
-def test_a_step_that_fails_leaves_no_state_to_go_on_from(plain: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_leaves_no_state_to_go_on_from(plain, monkeypatch):
     engine = plain.open(1)
     engine.run(feed([TOKENS[0][:6]], [0], [6]))
 
@@ -160,7 +157,7 @@ def test_a_step_that_fails_leaves_no_state_to_go_on_from(plain: Hybrid, monkeypa
     engine.run(feed([TOKENS[0][:6]], [0], [6]))
 
 
-def test_states_stay_at_their_addresses_and_have_the_predicted_bytes(hybrid: Hybrid) -> None:
+def test_states_stay_at_their_addresses_and_have_the_predicted_bytes(hybrid):
     engine = hybrid.open(3)
     addresses = [array.ctypes.data for array in engine.states.arrays.values()]
     for length in range(0, 60, 5):
@@ -170,7 +167,7 @@ def test_states_stay_at_their_addresses_and_have_the_predicted_bytes(hybrid: Hyb
     assert engine.caches.num_bytes == 3 * engine.max_rows * DIMS.cache_row_bytes
 
 
-def test_the_oracle_keeps_the_same_states(plain: Hybrid, tmp_path: Path) -> None:
+def test_the_oracle_keeps_the_same_states(plain, tmp_path):
     engines = [plain.open(2), Hybrid(tmp_path, "reference").open(2)]
     for engine in engines:
         engine.run(feed([TOKENS[1][:7]], [0], [7]), first_slot=1)
@@ -187,18 +184,18 @@ def test_the_oracle_keeps_the_same_states(plain: Hybrid, tmp_path: Path) -> None
     np.testing.assert_allclose(ours, oracle, atol=2e-5)
 
 
-def test_a_probe_needs_no_sequence(plain: Hybrid) -> None:
+def test_a_probe_needs_no_sequence(plain):
     engine = plain.open(1)
     for nodes in (1, 4, 8, 4):
         feeds = probe_inputs(engine.spec, num_nodes=nodes, length=30)
         assert np.isfinite(engine.run(feeds)[LOGITS]).all()
 
 
-def test_the_check_of_a_build_reads_its_prompt_again(plain: Hybrid) -> None:
+def test_the_check_of_a_build_reads_its_prompt_again(plain):
     assert check_decoder(plain.open(1), NUM_DRAFTS + 1) == {"num_tokens": NUM_DRAFTS, "num_equal": NUM_DRAFTS}
 
 
-def test_steps_are_timed_and_texts_drawn(plain: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_and_texts_drawn(plain, monkeypatch):
     monkeypatch.setattr(measuring, "SECONDS_PER_SETTING", 0.0)
     slots, rows = measuring.measured_sizes(plain.spec)
     tuning = {"threads": 1, "spinning": "off"}
@@ -210,7 +207,7 @@ def test_steps_are_timed_and_texts_drawn(plain: Hybrid, monkeypatch: pytest.Monk
     assert np.isfinite(fresh.run(feed([list(tokens)], [0], [9]))[LOGITS][0]).all()
 
 
-def test_calibration_reads_pieces_of_any_length(plain: Hybrid) -> None:
+def test_calibration_reads_pieces_of_any_length(plain):
     collector = Collector(plain.path, plain.spec)
     sources = list(dict.fromkeys(linear.source for linear in collector.linears))
     with ThreadPoolExecutor(1) as pool:
@@ -218,7 +215,7 @@ def test_calibration_reads_pieces_of_any_length(plain: Hybrid) -> None:
     assert sums and all(np.isfinite(total).all() for total in sums.values())
 
 
-def test_caches_of_several_sizes_grow_and_compact(tmp_path: Path) -> None:
+def test_caches_of_several_sizes_grow_and_compact(tmp_path):
     dims = ModelDims("m", 9, 8, 2, 2, 1, 4, 64, layer_dims=(LayerDims(1, 4), LayerDims(3, 8)))
     path = tmp_path / "rollback.onnx"
     spec = save_rollback(dims, path)
@@ -237,6 +234,6 @@ def test_caches_of_several_sizes_grow_and_compact(tmp_path: Path) -> None:
         np.testing.assert_array_equal(view[1, :, :128], old[1])
 
 
-def test_only_a_graph_with_states_has_the_steps_that_keep_them(plain: Hybrid, open_engine: Any) -> None:
+def test_only_a_graph_with_states_has_the_steps_that_keep_them(plain, open_engine):
     assert type(open_engine()) is OrtEngine and open_engine().states is None
     assert type(plain.open(1)) is StateOrtEngine

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models out of GGUF files, lowered for ONNX Runtime: every row of the graph is one of the file, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,7 @@ def compiled(folder: Path, dest: Path, backend: OnnxRuntimeBackend, form: str) -
 
 @pytest.mark.parametrize("form", ["packed", "blocks"])
 @pytest.mark.parametrize("name", FILES)
-def test_weights_stay_as_the_file_has_them(name: str, form: str, tmp_path: Path) -> None:
+def test_weights_stay_as_the_file_has_them(name, form, tmp_path):
     write_model(tmp_path / "model.gguf", *FILES[name])
     report, files = compiled(folder_from_gguf(tmp_path / "model.gguf"), tmp_path / "out", OnnxRuntimeBackend(), form)
     stored = set().union(*(digests(files.array(key)) for key in files.grid_keys))
@@ -61,7 +59,7 @@ def test_weights_stay_as_the_file_has_them(name: str, form: str, tmp_path: Path)
     assert report["weights"]["num_float"] == (2 + 1 if name == "floats beside" else 0)
 
 
-def test_onnx_runtime_on_gpus_has_the_same_weights(tmp_path: Path) -> None:
+def test_onnx_runtime_on_gpus_has_the_same_weights(tmp_path):
     write_model(tmp_path / "model.gguf", "llama", "Q4_0")
     report, files = compiled(folder_from_gguf(tmp_path / "model.gguf"), tmp_path / "out", OrtCudaBackend(), "blocks")
     built = set().union(*(digests(weight) for weight in rows_of(tmp_path / "out" / GRAPH_FILE)))

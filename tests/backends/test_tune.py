@@ -19,7 +19,7 @@ pytestmark = pytest.mark.export
 
 
 @pytest.mark.parametrize(("role", "node_counts"), [("target", NODE_COUNTS), ("draft", (1, 4))])
-def test_a_graph_is_measured_in_a_child(compiled: Any, role: str, node_counts: tuple[int, ...]) -> None:
+def test_a_graph_is_measured_in_a_child(compiled, role, node_counts):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", role)
     record = tune.measure_graph(LoadJob(path, spec, threads=1), node_counts)
     assert record["threads"] == 1 and record["cpu"] == tune.cpu_name()
@@ -28,16 +28,14 @@ def test_a_graph_is_measured_in_a_child(compiled: Any, role: str, node_counts: t
     assert session_options(record).intra_op_num_threads == 1
 
 
-def test_a_graph_that_cannot_be_opened_names_the_reason(tmp_path: Path, compiled: Any) -> None:
+def test_a_graph_that_cannot_be_opened_names_the_reason(tmp_path, compiled):
     _, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "graph.onnx").write_bytes(b"no graph")
     with pytest.raises(BuildError, match=r"tuning .*graph\.onnx: got exit code 1"):
         tune.measure_graph(LoadJob(tmp_path / "graph.onnx", spec, threads=1))
 
 
-def test_a_record_of_another_cpu_is_measured_again_once(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_of_another_cpu_is_measured_again_once(compiled, tmp_path, monkeypatch):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     calls: list[Path] = []
@@ -61,9 +59,7 @@ def test_a_record_of_another_cpu_is_measured_again_once(
     assert json.loads(kept.read_text())["threads"] == 2
 
 
-def test_a_cache_that_cannot_be_written_is_named_or_done_without(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named_or_done_without(compiled, tmp_path, monkeypatch):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     (tmp_path / "file").write_text("mine")
     fresh = {"cpu": tune.cpu_name(), "threads": 2, "step_ms": {"1": 3.0}}
@@ -76,13 +72,13 @@ def test_a_cache_that_cannot_be_written_is_named_or_done_without(
     assert tune.adapt_tuning(LoadJob(path, spec, tuning={"cpu": "Z80 x1"})) == fresh
 
 
-def test_thread_counts_end_with_all_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_counts_end_with_all_usable_cpus(monkeypatch):
     for usable, wanted in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])):
         monkeypatch.setattr(tune.os, "sched_getaffinity", lambda _, n=usable: set(range(n)))
         assert tune.thread_counts() == wanted
 
 
-def test_what_a_graph_takes_turns_with_is_all_in_the_folders_of_the_others(tmp_path: Path) -> None:
+def test_what_a_graph_takes_turns_with_is_all_in_the_folders_of_the_others(tmp_path):
     for name, sizes in {"target": (3, 50), "draft": (2, 40), "heads": (1,)}.items():
         (tmp_path / name / "scratch").mkdir(parents=True)
         for index, size in enumerate(sizes):
@@ -92,7 +88,7 @@ def test_what_a_graph_takes_turns_with_is_all_in_the_folders_of_the_others(tmp_p
     assert weights_beside(files[0], files[:1]) == 0
 
 
-def test_other_weights_are_read_before_every_measured_step(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> None:
+def test_other_weights_are_read_before_every_measured_step(monkeypatch, compiled):
     _, graph_spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     events: list[str] = []
 
@@ -118,7 +114,7 @@ def disturbed(share: float, threads: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("with_wait_share")
-def test_a_measurement_beside_other_work_is_made_again(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> None:
+def test_a_measurement_beside_other_work_is_made_again(monkeypatch, compiled):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     found = iter([disturbed(0.6), disturbed(0.3), disturbed(0.5), disturbed(0.0)])
     monkeypatch.setattr(tune, "_measure_once", lambda *_: next(found))
@@ -132,8 +128,8 @@ def test_a_measurement_beside_other_work_is_made_again(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("is_busy", [True, False])
 @pytest.mark.usefixtures("with_wait_share")
 def test_a_disturbed_record_is_measured_again_at_load_once_the_machine_is_quiet(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_busy: bool
-) -> None:
+    compiled, tmp_path, monkeypatch, is_busy
+):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "is_machine_busy", lambda: is_busy)
@@ -168,7 +164,7 @@ class Ticking:
         ((9.0, 7.0, 0.01, 0.01), 10.0, 7),  # one slow step is not typical
     ],
 )
-def test_a_few_steps_give_the_time_of_one(compiled: Any, seconds: Any, ms: float, num_runs: int) -> None:
+def test_a_few_steps_give_the_time_of_one(compiled, seconds, ms, num_runs):
     _, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     engine = Ticking(spec, *seconds)
     assert measuring.typical_step_ms(engine, clock=engine.clock) == pytest.approx(ms)  # type: ignore[arg-type]
@@ -201,9 +197,7 @@ class Drift:
 
 @pytest.mark.parametrize(("ms", "is_wrong"), [(3.0, False), (5.9, False), (1.6, False), (6.1, True), (1.4, True)])
 @pytest.mark.usefixtures("with_wait_share")
-def test_a_record_is_compared_once_with_present_step_times(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ms: float, is_wrong: bool
-) -> None:
+def test_a_record_is_compared_once_with_present_step_times(compiled, tmp_path, monkeypatch, ms, is_wrong):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     machine, built = Drift(monkeypatch, ms), disturbed(0.0)
@@ -218,9 +212,7 @@ def test_a_record_is_compared_once_with_present_step_times(
 
 @pytest.mark.parametrize(("share", "is_busy", "checked"), [(0.2, False, 3), (0.0, True, 0)])
 @pytest.mark.usefixtures("with_wait_share")
-def test_a_record_is_not_judged_beside_other_work(
-    compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, is_busy: bool, checked: int
-) -> None:
+def test_a_record_is_not_judged_beside_other_work(compiled, tmp_path, monkeypatch, share, is_busy, checked):
     path, spec, _ = compiled("onnxruntime", "none", "fp32", "target")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     machine, built = Drift(monkeypatch, 99.0, share, is_busy), disturbed(0.0)

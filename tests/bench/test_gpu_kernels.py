@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gpu-check demands of the kernels, tried on their build for the CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -25,13 +23,13 @@ def _on_cpu(case: kernels.Case, dtype: str):  # type: ignore[no-untyped-def]
     return host_lab.verify(host_lab.kernels(), {**case, "logits": case["logits"].astype(kind)})
 
 
-def test_the_kernels_pass_the_check() -> None:
+def test_the_kernels_pass_the_check():
     (row,) = kernels.check_verify(_on_cpu, _cases())
     assert row["ok"] is True, row
     assert row["got"].startswith("16 of 16 equal")
 
 
-def test_a_wrong_kernel_does_not() -> None:
+def test_a_wrong_kernel_does_not():
     def wrong(case: kernels.Case, dtype: str):  # type: ignore[no-untyped-def]
         path, num_accepted, next_token = _on_cpu(case, dtype)
         return path, num_accepted, next_token + 1
@@ -40,11 +38,11 @@ def test_a_wrong_kernel_does_not() -> None:
     assert row["ok"] is False and "vocab 500, batch 2" in row["got"]
 
 
-def test_nothing_checked_is_not_a_pass() -> None:
+def test_nothing_checked_is_not_a_pass():
     assert kernels.check_verify(_on_cpu, iter(()))[0]["ok"] is False
 
 
-def test_the_cases_accept_refuse_and_hold_in_every_dtype() -> None:
+def test_the_cases_accept_refuse_and_hold_in_every_dtype():
     kept = [spec_verify(**case)[1] for _, case in _cases()]
     assert max(k.max() for k in kept) >= 3 and min(k.min() for k in kept) == 0
     for _, case in _cases():
@@ -76,14 +74,14 @@ class Recorder:
         self.put.append("wait")
 
 
-def test_the_gpu_is_busy_when_the_time_starts() -> None:
+def test_the_gpu_is_busy_when_the_time_starts():
     """Or the time of the CPU to launch the graph would count."""
     device = Recorder()
     assert kernels.Bench(device).time_ms([lambda: None]) == 40.0 / kernels.LAUNCHES  # type: ignore[arg-type]
     assert device.put[1:6] == ["graph", "event start", "graph", "event end", "wait"]
 
 
-def test_small_copies_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_copies_are_cold(monkeypatch):
     """Each of a graph's copies reads bytes that no other reads, and writes likewise, as long as there are any."""
 
     class Copier(Recorder):
@@ -111,5 +109,5 @@ def test_small_copies_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [(1, [0]), (7, [0, 0, 0, 1, 1, 2, 2])])
-def test_trees(nodes: int, expected: list[int]) -> None:
+def test_trees(nodes, expected):
     assert [max(p, 0) for p in kernels.tree_parents(nodes, is_chain=False)] == expected

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak test finds servers that mix or lose answers, or leak."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -4,8 +4,6 @@
 The names are written out here, independent of the tables under test.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block drafters in every public layout, with real names at tiny sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Gemma 4 assistant as it is published, at tiny sizes: a sliding and a full layer, tokens by centroid."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

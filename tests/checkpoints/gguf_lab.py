@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files of tiny models: written from transformers' models by the names of the package `gguf`, as converters do."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path

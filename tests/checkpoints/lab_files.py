@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and changes checkpoints of tiny sizes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

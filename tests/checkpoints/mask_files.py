@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts that read masks, in their published layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction modules in every public layout, with real names at tiny sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that are incomplete, damaged or of another model are refused before any weight is used."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess
@@ -92,14 +90,14 @@ def check_loaded(folder: Path, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(tensor.detach().numpy(), expected[name])
 
 
-def test_a_whole_checkpoint(whole: Path) -> None:
+def test_a_whole_checkpoint(whole):
     dims = read_dims(whole)
     assert dims == ModelDims("llama", VOCAB, 32, 2, 4, 4, 8, 64)
     check_checkpoint(whole, dims)
     assert count_params(whole) == sum(t.size for t in load_file(whole / "model.safetensors").values())
 
 
-def test_a_whole_checkpoint_in_shards(copy: Path) -> None:
+def test_a_whole_checkpoint_in_shards(copy):
     num_params, tensors = count_params(copy), load_file(copy / "model.safetensors")
     split(copy)
     check_loaded(copy, tensors)
@@ -115,7 +113,7 @@ def test_a_whole_checkpoint_in_shards(copy: Path) -> None:
         ({**CONFIGS["qwen2"], "num_key_value_heads": None}, ModelDims("qwen2", VOCAB, 32, 2, 4, 4, 8, 64)),
     ],
 )
-def test_sizes_under_all_their_names(config: dict[str, Any], expected: ModelDims, tmp_path: Path) -> None:
+def test_sizes_under_all_their_names(config, expected, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_dims(tmp_path) == expected
     assert count_params(tmp_path) == 0
@@ -132,7 +130,7 @@ def test_sizes_under_all_their_names(config: dict[str, Any], expected: ModelDims
         ('{"text_config": {"vocab_size": 8}}', "multimodal"),
     ],
 )
-def test_bad_configs(text: str, words: str, tmp_path: Path) -> None:
+def test_bad_configs(text, words, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=words):
         read_dims(tmp_path)
@@ -170,9 +168,7 @@ STRANGE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "words"), STRANGE.values(), ids=STRANGE.keys())
-def test_a_value_of_another_kind_is_taken_as_meant_or_refused_by_name(
-    changes: dict[str, Any], words: str, copy: Path
-) -> None:
+def test_a_value_of_another_kind_is_taken_as_meant_or_refused_by_name(changes, words, copy):
     from speccompile.checkpoints.model_config import read_model_config
 
     path = copy / "config.json"
@@ -191,13 +187,13 @@ def test_a_value_of_another_kind_is_taken_as_meant_or_refused_by_name(
     assert str(path) in caught.value.where
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_no_config(tmp_path):
     with pytest.raises(CheckpointError, match="no such file"):
         read_dims(tmp_path)
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 5000])
-def test_a_truncated_file(copy: Path, cut_bytes: int) -> None:
+def test_a_truncated_file(copy, cut_bytes):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-cut_bytes])
     fault = refuse(copy, "the file is truncated")
@@ -205,13 +201,13 @@ def test_a_truncated_file(copy: Path, cut_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 4, 8, 100])
-def test_a_file_cut_in_its_header(copy: Path, kept_bytes: int) -> None:
+def test_a_file_cut_in_its_header(copy, kept_bytes):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept_bytes])
     refuse(copy, "a whole safetensors file")
 
 
-def test_a_file_that_is_too_long(copy: Path) -> None:
+def test_a_file_that_is_too_long(copy):
     with (copy / "model.safetensors").open("ab") as file:
         file.write(b"more")
     refuse(copy, "too long")
@@ -230,35 +226,35 @@ def test_a_file_that_is_too_long(copy: Path) -> None:
         ),
     ],
 )
-def test_damaged_headers(copy: Path, header: bytes, words: str) -> None:
+def test_damaged_headers(copy, header, words):
     (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
     refuse(copy, words)
 
 
-def test_a_git_lfs_pointer_instead_of_weights(copy: Path) -> None:
+def test_a_git_lfs_pointer_instead_of_weights(copy):
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     refuse(copy, "a whole safetensors file")
 
 
-def test_no_weights(copy: Path) -> None:
+def test_no_weights(copy):
     (copy / "model.safetensors").unlink()
     refuse(copy, "got no weights")
 
 
-def test_pickled_weights(copy: Path) -> None:
+def test_pickled_weights(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     fault = refuse(copy, r"got pytorch_model.bin; expected model.safetensors")
     assert "unpickling runs code" in fault.todo
 
 
-def test_a_missing_shard(copy: Path) -> None:
+def test_a_missing_shard(copy):
     shard = next(iter(split(copy).values()))
     (copy / shard).unlink()
     fault = refuse(copy, "no such file; expected a shard that")
     assert fault.where == str(copy / shard)
 
 
-def test_an_index_that_names_weights_its_shard_lacks(copy: Path) -> None:
+def test_an_index_that_names_weights_its_shard_lacks(copy):
     weight_map = split(copy)
     name = next(iter(weight_map))
     other = next(s for s in weight_map.values() if s != weight_map[name])
@@ -267,18 +263,18 @@ def test_an_index_that_names_weights_its_shard_lacks(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}'])
-def test_bad_indices(copy: Path, text: str) -> None:
+def test_bad_indices(copy, text):
     split(copy)
     (copy / "model.safetensors.index.json").write_text(text)
     refuse(copy, "weight_map|JSON")
 
 
-def test_a_layer_without_a_part(copy: Path) -> None:
+def test_a_layer_without_a_part(copy):
     edit_weights(copy, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
     refuse(copy, "layer 1 without self_attn.k_proj.weight")
 
 
-def test_a_first_layer_whose_input_is_normed_already(tmp_path: Path) -> None:
+def test_a_first_layer_whose_input_is_normed_already(tmp_path):
     """As ModernBERT's; any other layer has to have the norm."""
     names = [f"model.layers.{i}.{part}" for i in range(3) for part in ("attn_norm.weight", "attn.Wqkv.weight")]
     tensors = {name: np.zeros(4, np.float32) for name in names}
@@ -292,17 +288,17 @@ def test_a_first_layer_whose_input_is_normed_already(tmp_path: Path) -> None:
                 check_checkpoint(tmp_path, dims)
 
 
-def test_a_missing_layer(copy: Path) -> None:
+def test_a_missing_layer(copy):
     edit_config(copy, num_hidden_layers=3)
     refuse(copy, "no weights of layer 2; expected layers 0 to 2")
 
 
-def test_a_layer_too_many(copy: Path) -> None:
+def test_a_layer_too_many(copy):
     edit_config(copy, num_hidden_layers=1)
     refuse(copy, "weights of layer 1; expected layers 0 to 0")
 
 
-def test_another_vocabulary(copy: Path) -> None:
+def test_another_vocabulary(copy):
     edit_config(copy, vocab_size=VOCAB + 1)
     refuse(copy, rf"model.embed_tokens.weight of shape \[{VOCAB}, 32\]; expected {VOCAB + 1} rows")
 
@@ -323,9 +319,7 @@ def test_another_vocabulary(copy: Path) -> None:
         ),
     ],
 )
-def test_weights_that_only_the_architecture_defines(
-    copy: Path, edit: Callable[[dict[str, np.ndarray]], Any], words: str
-) -> None:
+def test_weights_that_only_the_architecture_defines(copy, edit, words):
     """Headers look complete, but transformers would have filled the gap with random numbers."""
     edit_weights(copy, edit)
     check_checkpoint(copy, read_dims(copy))
@@ -333,35 +327,35 @@ def test_weights_that_only_the_architecture_defines(
         export(copy)
 
 
-def test_buffers_of_old_checkpoints_are_left_alone(copy: Path) -> None:
+def test_buffers_of_old_checkpoints_are_left_alone(copy):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = load_file(copy / "model.safetensors")
     edit_weights(copy, lambda t: t.update({name: np.zeros(4, np.float32)}))
     check_loaded(copy, tensors)
 
 
-def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
+def test_tied_embeddings_need_no_head(tmp_path):
     make_checkpoint(CONFIGS["llama3"], tmp_path)
     assert "lm_head.weight" not in list_tensors(tmp_path)
     check_loaded(tmp_path, load_file(tmp_path / "model.safetensors"))
 
 
-def test_a_folder_is_resolved_to_itself(whole: Path) -> None:
+def test_a_folder_is_resolved_to_itself(whole):
     assert resolve_checkpoint(str(whole)) == whole
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c", "two words/x"])
-def test_names_that_are_neither_folder_nor_hub_id(name: str) -> None:
+def test_names_that_are_neither_folder_nor_hub_id(name):
     with pytest.raises(CheckpointError, match="no such folder; expected a checkpoint folder, a GGUF file or a hub id"):
         resolve_checkpoint(name)
 
 
-def test_a_file_is_no_checkpoint(whole: Path) -> None:
+def test_a_file_is_no_checkpoint(whole):
     with pytest.raises(CheckpointError, match="a file; expected a checkpoint folder"):
         resolve_checkpoint(str(whole / "config.json"))
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer(monkeypatch, tmp_path):
     from huggingface_hub import errors
 
     def fail(*args: Any, **kwargs: Any) -> str:
@@ -373,7 +367,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         resolve_checkpoint("some-owner/some-model")
 
 
-def test_a_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):
     asked = {}
 
     def download(name: str, allow_patterns: list[str], tqdm_class: Any) -> str:
@@ -389,7 +383,7 @@ def test_a_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert [name for name in TOKENIZER_FILES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
-def test_reading_checkpoints_needs_no_torch() -> None:
+def test_reading_checkpoints_needs_no_torch():
     code = (
         "import sys; import speccompile.checkpoints.checkpoint, speccompile.checkpoints.families;"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'onnx', 'huggingface_hub')))"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF files are read as the models that they were made of: numbers, grids, keys and tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,7 @@ def read(path: Path) -> Any:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", {"down": "Q6_K", "_q.": "Q4_1", "_v.": "Q5_K", "": "Q4_K"}],
                          ids=["F32", "Q8_0", "mixed"])  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_has_the_logits_of_its_source(name: str, kind: Any, tmp_path: Path) -> None:
+def test_a_model_has_the_logits_of_its_source(name, kind, tmp_path):
     source = write_model(tmp_path / "model.gguf", name, kind)
     made = read(tmp_path / "model.gguf")
     assert made.config.model_type == source.config.model_type
@@ -61,7 +59,7 @@ def test_a_model_has_the_logits_of_its_source(name: str, kind: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", [block.name for block in BLOCKS.values()])
-def test_blocks_have_the_values_of_the_reference(kind: str) -> None:
+def test_blocks_have_the_values_of_the_reference(kind):
     number = GGMLQuantizationType[kind].value
     size, size_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     assert (BLOCKS[number].size, BLOCKS[number].size_bytes) == (size, size_bytes)
@@ -79,7 +77,7 @@ def test_blocks_have_the_values_of_the_reference(kind: str) -> None:
         assert grid.levels.shape[1] == grid.group * grid.scales.shape[1]
 
 
-def test_a_grid_is_in_the_order_of_the_values(tmp_path: Path) -> None:
+def test_a_grid_is_in_the_order_of_the_values(tmp_path):
     write_model(tmp_path / "model.gguf", "llama", {"_q.": "Q4_1", "norm": "F32", "down": "Q6_K", "": "Q8_0"})
     files = open_files(resolve_checkpoint(str(tmp_path / "model.gguf")))
     grids = {key: files.grid(key) for key in files.headers}
@@ -88,7 +86,7 @@ def test_a_grid_is_in_the_order_of_the_values(tmp_path: Path) -> None:
         assert grid is None or grid.weight().tobytes() == files.array(key).tobytes(), key
 
 
-def test_experts_have_grids_of_their_own(tmp_path: Path) -> None:
+def test_experts_have_grids_of_their_own(tmp_path):
     write_model(tmp_path / "model.gguf", "qwen3moe", "Q4_1")
     files = open_files(resolve_checkpoint(str(tmp_path / "model.gguf")))
     keys = [key for key in files.headers if ".experts." in key]

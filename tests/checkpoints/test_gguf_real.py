@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real model in a GGUF file is what transformers makes of it, and what the package `gguf` means by its blocks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -51,7 +49,7 @@ def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def test_smollm2_has_the_values_of_its_blocks(file: Path) -> None:
+def test_smollm2_has_the_values_of_its_blocks(file):
     files = open_files(resolve_checkpoint(str(file)))
     left = set(files.headers)
     for tensor in GGUFReader(file).tensors:
@@ -65,7 +63,7 @@ def test_smollm2_has_the_values_of_its_blocks(file: Path) -> None:
     assert len(files.grid_keys) == 211
 
 
-def test_smollm2_has_the_logits_of_transformers_own_reader(file: Path) -> None:
+def test_smollm2_has_the_logits_of_transformers_own_reader(file):
     from transformers import AutoModelForCausalLM
 
     folder = resolve_checkpoint(str(file))
@@ -88,7 +86,7 @@ def test_smollm2_has_the_logits_of_transformers_own_reader(file: Path) -> None:
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_gemma_has_the_values_of_its_blocks_and_its_config() -> None:
+def test_gemma_has_the_values_of_its_blocks_and_its_config():
     path = gemma3()
     folder = resolve_checkpoint(str(path))
     files, values = open_files(folder), {t.name: t for t in GGUFReader(path).tensors}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GGUF file says and nobody reads is refused by name, and a damaged file at once; nothing is left over."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
@@ -74,9 +72,7 @@ KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("model", "keys", "said"), KEYS.values(), ids=KEYS)
-def test_a_key_that_changes_numbers_is_refused(
-    model: str, keys: dict[str, Any], said: str, tmp_path: Path, cache: Path
-) -> None:
+def test_a_key_that_changes_numbers_is_refused(model, keys, said, tmp_path, cache):
     write_model(tmp_path / "model.gguf", model, keys=keys)
     with pytest.raises(CheckpointError, match=said) as caught:
         resolve_checkpoint(str(tmp_path / "model.gguf"))
@@ -102,18 +98,14 @@ LOADED = {
 
 
 @pytest.mark.parametrize(("model", "change", "said"), TENSORS.values(), ids=TENSORS)
-def test_a_tensor_that_nobody_reads_is_refused(
-    model: str, change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path
-) -> None:
+def test_a_tensor_that_nobody_reads_is_refused(model, change, said, tmp_path):
     write_model(tmp_path / "model.gguf", model, change=change)
     with pytest.raises(CheckpointError, match=said):
         resolve_checkpoint(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(("change", "said"), LOADED.values(), ids=LOADED)
-def test_weights_that_do_not_make_the_model_are_refused(
-    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_make_the_model_are_refused(change, said, tmp_path):
     path = tmp_path / "model.gguf"
     write_model(path, "llama", change=change)
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -134,7 +126,7 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("model", "keys"), SAME.values(), ids=SAME)
-def test_keys_that_say_the_same_make_the_same_config(model: str, keys: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_that_say_the_same_make_the_same_config(model, keys, tmp_path):
     (tmp_path / "plain").mkdir()
     write_model(tmp_path / "plain" / "model.gguf", model)
     write_model(tmp_path / "model.gguf", model, keys=keys)
@@ -142,7 +134,7 @@ def test_keys_that_say_the_same_make_the_same_config(model: str, keys: dict[str,
     assert read_config(folders[0]) == read_config(folders[1])
 
 
-def test_a_window_by_layer_is_read(tmp_path: Path) -> None:
+def test_a_window_by_layer_is_read(tmp_path):
     has_window = [True, False, True, True, False, False, True]
     write_model(tmp_path / "model.gguf", "gemma3", keys={"attention.sliding_window_pattern": has_window})
     kinds = read_model_config(resolve_checkpoint(str(tmp_path / "model.gguf"))).layer_types
@@ -155,7 +147,7 @@ def test_a_window_by_layer_is_read(tmp_path: Path) -> None:
     ({"general.type": "mmproj"}, "got 'mmproj'; expected the weights of a model"),
     ({"adapter.lora.alpha": 8.0}, r"adapter.lora.alpha\)"),
 ], ids=["architecture", "adapter", "projector", "adapter's key"])  # fmt: skip
-def test_files_of_other_things_are_refused(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_files_of_other_things_are_refused(fields, said, tmp_path):
     arch = fields.pop("general.architecture", "llama")
     sizes = {"context_length": 8, "embedding_length": 8, "block_count": 1, "attention.head_count": 1}
     keys = {f"{arch}.{key}": value for key, value in sizes.items()} | fields
@@ -207,13 +199,13 @@ HOSTILE = {
 
 @pytest.mark.parametrize("texts", [False, True])
 @pytest.mark.parametrize(("data", "said"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_is_refused_at_once(data: bytes, said: str, texts: bool, tmp_path: Path) -> None:
+def test_a_hostile_header_is_refused_at_once(data, said, texts, tmp_path):
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(CheckpointError, match=said):
         read_gguf(tmp_path / "model.gguf", texts=texts)
 
 
-def test_every_block_type_is_read_or_named() -> None:
+def test_every_block_type_is_read_or_named():
     from speccompile.checkpoints.gguf.blocks import name_of_kind
 
     assert [kind.name for kind in GGMLQuantizationType if name_of_kind(kind.value) != kind.name] in ([], ["Q1_0"])
@@ -234,7 +226,7 @@ def split(source: Path, folder: Path, num: int, model: str = "llama") -> list[Pa
     return files
 
 
-def test_a_model_in_several_files_is_read_from_any_of_them(tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_read_from_any_of_them(tmp_path):
     write_model(tmp_path / "whole.gguf", "llama")
     (tmp_path / "parts").mkdir()
     parts = split(tmp_path / "whole.gguf", tmp_path / "parts", 3)
@@ -245,7 +237,7 @@ def test_a_model_in_several_files_is_read_from_any_of_them(tmp_path: Path) -> No
     assert all(made[key].equal(value) for key, value in whole.items())
 
 
-def test_parts_that_are_missing_or_of_another_model_are_named(tmp_path: Path) -> None:
+def test_parts_that_are_missing_or_of_another_model_are_named(tmp_path):
     write_model(tmp_path / "whole.gguf", "llama")
     (tmp_path / "parts").mkdir()
     first, second, third = split(tmp_path / "whole.gguf", tmp_path / "parts", 3)
@@ -263,7 +255,7 @@ def test_parts_that_are_missing_or_of_another_model_are_named(tmp_path: Path) ->
         resolve_checkpoint(str(alone))
 
 
-def test_the_command_writes_a_whole_checkpoint_or_nothing(tmp_path: Path) -> None:
+def test_the_command_writes_a_whole_checkpoint_or_nothing(tmp_path):
     source = write_model(tmp_path / "model.gguf", "llama", "Q8_0").state_dict()
     done = CliRunner().invoke(app, ["convert", str(tmp_path / "model.gguf"), "-o", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
@@ -287,7 +279,7 @@ def write_named(folder: Path, *names: str) -> Mapping[str, Path]:
     return {name: folder / name for name in names}
 
 
-def test_a_folder_with_one_file_is_that_model_and_one_of_several_is_asked_for(tmp_path: Path) -> None:
+def test_a_folder_with_one_file_is_that_model_and_one_of_several_is_asked_for(tmp_path):
     folder = tmp_path / "model"
     files = write_named(folder, "a.Q8_0.gguf")
     (folder / "README.md").write_text("")
@@ -303,7 +295,7 @@ def test_a_folder_with_one_file_is_that_model_and_one_of_several_is_asked_for(tm
     assert resolve_checkpoint(str(folder)) == folder, "weights in safetensors come first"
 
 
-def test_another_file_of_the_same_name_makes_another_folder(tmp_path: Path) -> None:
+def test_another_file_of_the_same_name_makes_another_folder(tmp_path):
     path = tmp_path / "model.gguf"
     write_model(path, "llama")
     first = resolve_checkpoint(str(path))
@@ -334,7 +326,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, repository: Path) ->
     return asked
 
 
-def test_a_repository_with_gguf_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_with_gguf_files_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     repository = tmp_path / "repository"
     write_named(repository, "a.Q8_0.gguf", "mmproj-a.gguf")
@@ -357,9 +349,7 @@ def test_a_repository_with_gguf_files_alone(tmp_path: Path, monkeypatch: pytest.
         resolve_checkpoint("OWNER/NAME/c.gguf")
 
 
-def test_a_repository_with_other_weights_is_not_asked_for_gguf_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repository_with_other_weights_is_not_asked_for_gguf_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     repository = tmp_path / "repository"
     write_named(repository, "a.gguf")

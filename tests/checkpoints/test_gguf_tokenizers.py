@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a GGUF file gives the ids of the one that it was made of, and its files say where texts end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -110,7 +108,7 @@ def made_from(keys: dict[str, Any], folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("pre", BYTE_LEVEL)
-def test_byte_level_ids_are_those_of_the_source(pre: str, tmp_path: Path) -> None:
+def test_byte_level_ids_are_those_of_the_source(pre, tmp_path):
     source = BYTE_LEVEL[pre]()
     made = made_from(byte_level_keys(source, pre), tmp_path / "made")
     for text in TEXTS:
@@ -121,7 +119,7 @@ def test_byte_level_ids_are_those_of_the_source(pre: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("pre", sorted(SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
-def test_texts_are_split_as_transformers_splits_them(pre: str) -> None:
+def test_texts_are_split_as_transformers_splits_them(pre):
     [pattern] = SPLITS[pre].patterns
     ours, theirs = (pre_tokenizers.Split(Regex(p), "isolated") for p in (pattern, GGUF_PRE_TOKENIZER_SPLITS[pre]))
     for text in (*TEXTS, corpus()[:5000]):
@@ -183,7 +181,7 @@ def encode_by_scores(keys: dict[str, Any], text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("has_prefix", [True, False])
-def test_sentencepiece_ids_are_those_of_the_source_and_of_the_scores(has_prefix: bool, tmp_path: Path) -> None:
+def test_sentencepiece_ids_are_those_of_the_source_and_of_the_scores(has_prefix, tmp_path):
     source = sentencepiece(has_prefix=has_prefix)
     keys = sentencepiece_keys(source, has_prefix=has_prefix)
     made = made_from(keys, tmp_path / "made")
@@ -198,7 +196,7 @@ def test_sentencepiece_ids_are_those_of_the_source_and_of_the_scores(has_prefix:
 @pytest.mark.parametrize(("flags", "ids"), [
     ({}, [0, 11, 12]), ({"add_bos_token": False}, [11, 12]), ({"add_eos_token": True}, [0, 11, 12, 2]),
 ])  # fmt: skip
-def test_special_tokens_around_a_text(flags: dict[str, bool], ids: list[int], tmp_path: Path) -> None:
+def test_special_tokens_around_a_text(flags, ids, tmp_path):
     source = byte_level(by_regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), ignores_merges=True)
     keys = {k: v for k, v in byte_level_keys(source, "llama-bpe").items() if not k.endswith("add_bos_token")}
     made = made_from(keys | {f"tokenizer.ggml.{k}": v for k, v in flags.items()}, tmp_path / "made")
@@ -206,7 +204,7 @@ def test_special_tokens_around_a_text(flags: dict[str, bool], ids: list[int], tm
     assert made.encode("()").ids == [{11: plain[0], 12: plain[-1]}.get(token, token) for token in ids]
 
 
-def test_phi3s_marks_of_turns_take_the_blanks_after_them(tmp_path: Path) -> None:
+def test_phi3s_marks_of_turns_take_the_blanks_after_them(tmp_path):
     keys = sentencepiece_keys(sentencepiece(has_prefix=True), has_prefix=True) | {"general.architecture": "phi3"}
     keys["tokenizer.ggml.tokens"][-1] = "<|user|>"
     made = made_from(keys, tmp_path / "made")
@@ -214,7 +212,7 @@ def test_phi3s_marks_of_turns_take_the_blanks_after_them(tmp_path: Path) -> None
     assert made.encode("<s> hi").ids != made.encode("<s>hi").ids
 
 
-def test_gemmas_runs_of_blanks_are_tokens_of_their_own(tmp_path: Path) -> None:
+def test_gemmas_runs_of_blanks_are_tokens_of_their_own(tmp_path):
     keys = sentencepiece_keys(sentencepiece(has_prefix=False), has_prefix=False)
     first = len(keys["tokenizer.ggml.tokens"])
     keys["tokenizer.ggml.tokens"] += ["  ", "   ", "\n\n"]
@@ -226,7 +224,7 @@ def test_gemmas_runs_of_blanks_are_tokens_of_their_own(tmp_path: Path) -> None:
     assert made.decode(ids) == "a     b\n\n c"
 
 
-def test_ends_sampling_and_template_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_sampling_and_template_are_read(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     ends = ["<|return|>", "<|call|>", "<|end|>", "<|eot_id|>", "<s>", "</s>"]
     tokens = ["a", "b", "ab", *(f"t{n}" for n in range(151)), *ends]
@@ -258,7 +256,7 @@ def write_and_resolve(path: Path, keys: dict[str, Any]) -> Path:
     ({"merges": ["ab"]}, r"tokenizer.ggml.merges\): got 'ab'; expected two tokens"),
     ({"add_bos_token": 1}, r"tokenizer.ggml.add_bos_token\): got 1; expected true or false"),
 ])  # fmt: skip
-def test_a_tokenizer_that_is_not_understood_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_understood_is_refused(changes, said, tmp_path):
     keys = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab", "c"], "merges": ["a b"], **changes}
     held = {f"tokenizer.ggml.{k}": tuple(v) if isinstance(v, list) else v for k, v in keys.items() if v is not None}
     with pytest.raises(CheckpointError, match=said):

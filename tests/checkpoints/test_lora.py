@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters: merged weights are those of the formula, and what is not merged is refused by name."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +44,7 @@ def assert_equal(model: Any, wanted: dict[str, torch.Tensor]) -> None:
     ids=["plain", "rslora", "alpha", "rank"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_are_added(config: dict[str, Any], scale: float, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_factors_are_added(config, scale, dtype, tmp_path):
     model = small_model()
     tensors = {k: t.to(dtype) for k, t in factors(linear_shapes(model), config.get("r", 2)).items()}
     wanted = expected(model, tensors, dict.fromkeys(linear_shapes(model), scale))
@@ -57,7 +54,7 @@ def test_factors_are_added(config: dict[str, Any], scale: float, dtype: torch.dt
     assert torch.equal(untouched, model.model.layers[0].self_attn.k_proj.weight)
 
 
-def test_patterns_give_ranks_and_alphas(tmp_path: Path) -> None:
+def test_patterns_give_ranks_and_alphas(tmp_path):
     model, shapes = small_model(), linear_shapes(small_model())
     tensors = factors(shapes) | factors({Q: shapes[Q]}, rank=3)
     patterns = {"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 3}, "alpha_pattern": {"down_proj": 10}}
@@ -67,7 +64,7 @@ def test_patterns_give_ranks_and_alphas(tmp_path: Path) -> None:
     assert_equal(model, wanted)
 
 
-def test_magnitudes_scale_rows(tmp_path: Path) -> None:
+def test_magnitudes_scale_rows(tmp_path):
     model, shapes = small_model(), linear_shapes(small_model())
     tensors = factors(shapes)
     tensors |= {f"{PREFIX}{name}.lora_magnitude_vector.weight": torch.rand(size[0]) for name, size in shapes.items()}
@@ -79,7 +76,7 @@ def test_magnitudes_scale_rows(tmp_path: Path) -> None:
     assert_equal(model, wanted)
 
 
-def test_tables_biases_and_whole_modules(tmp_path: Path) -> None:
+def test_tables_biases_and_whole_modules(tmp_path):
     model = small_model(attention_bias=True)
     wanted = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     a, b = torch.randn(2, 40), torch.randn(16, 2)
@@ -103,7 +100,7 @@ def test_tables_biases_and_whole_modules(tmp_path: Path) -> None:
     assert_equal(model, wanted)
 
 
-def test_weights_that_are_stored_transposed(tmp_path: Path) -> None:
+def test_weights_that_are_stored_transposed(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=32))
@@ -117,7 +114,7 @@ def test_weights_that_are_stored_transposed(tmp_path: Path) -> None:
     np.testing.assert_allclose(model.get_submodule(name).weight.detach(), wanted, rtol=2e-6, atol=2e-6)
 
 
-def test_a_checkpoint_is_loaded_with_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_with_it(tmp_path):
     attention.register()
     model = small_model()
     model.save_pretrained(tmp_path / "base")
@@ -129,7 +126,7 @@ def test_a_checkpoint_is_loaded_with_it(tmp_path: Path) -> None:
     )
 
 
-def test_memory_is_that_of_one_weight(tmp_path: Path) -> None:
+def test_memory_is_that_of_one_weight(tmp_path):
     model = small_model(hidden_size=256, intermediate_size=512, vocab_size=8, num_hidden_layers=6)
     adapter = LoraAdapter(write_adapter(tmp_path, factors(linear_shapes(model))))
     largest, whole = 256 * 512 * 4, sum(p.numel() for p in model.parameters()) * 4
@@ -141,7 +138,7 @@ def test_memory_is_that_of_one_weight(tmp_path: Path) -> None:
     assert largest < peak < 3 * largest
 
 
-def test_tables_of_speculators_are_the_merged_ones(tmp_path: Path) -> None:
+def test_tables_of_speculators_are_the_merged_ones(tmp_path):
     model = small_model()
     model.save_pretrained(tmp_path / "base")
     tensors = factors({"lm_head": (40, 16)})
@@ -201,7 +198,7 @@ TENSORS = [
 @pytest.mark.parametrize(
     ("config", "message"), CONFIGS, ids=[str(next(iter(c))) + str(i) for i, (c, _) in enumerate(CONFIGS)]
 )
-def test_configs_that_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_configs_that_are_refused(config, message, tmp_path):
     model = small_model()
     write_adapter(tmp_path, factors(linear_shapes(model)), **config)
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
@@ -209,7 +206,7 @@ def test_configs_that_are_refused(config: dict[str, Any], message: str, tmp_path
 
 
 @pytest.mark.parametrize(("change", "message"), TENSORS, ids=[str(i) for i in range(len(TENSORS))])
-def test_tensors_that_are_refused(change: Callable[..., Any], message: str, tmp_path: Path) -> None:
+def test_tensors_that_are_refused(change, message, tmp_path):
     model = small_model()
     tensors = factors(linear_shapes(model))
     change(tensors)
@@ -218,7 +215,7 @@ def test_tensors_that_are_refused(change: Callable[..., Any], message: str, tmp_
         merge_lora(model, LoraAdapter(tmp_path))
 
 
-def test_tied_tables_are_refused(tmp_path: Path) -> None:
+def test_tied_tables_are_refused(tmp_path):
     model = small_model(tie_word_embeddings=True)
     whole = {f"{PREFIX}model.embed_tokens.weight": torch.zeros(40, 16)}
     for name, tensors in (("factors", factors({"lm_head": (40, 16)})), ("whole", whole)):
@@ -229,7 +226,7 @@ def test_tied_tables_are_refused(tmp_path: Path) -> None:
         assert torch.equal(before, model.lm_head.weight)
 
 
-def test_folders_without_an_adapter(tmp_path: Path) -> None:
+def test_folders_without_an_adapter(tmp_path):
     with pytest.raises(CheckpointError, match=r"no adapter_config\.json.*PEFT wrote"):
         LoraAdapter(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -256,7 +253,7 @@ PEFT_CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", PEFT_CASES, ids=["plain", "patterns", "dora", "tables", "biases"])
-def test_pefts_own_files_give_pefts_own_merge(case: dict[str, Any], tmp_path: Path) -> None:
+def test_pefts_own_files_give_pefts_own_merge(case, tmp_path):
     peft = pytest.importorskip("peft", reason="needs the package peft, which the extra [dev] has")
     biases = {"attention_bias": True} if "lora_bias" in case else {}
     config = peft.LoraConfig(r=2, lora_alpha=8, task_type="CAUSAL_LM", **case)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each layer of a model with Mamba 2 layers or short convolutions keeps, from published forms of configs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -61,13 +59,13 @@ def _write(folder: Path, model_type: str, fields: dict[str, Any]) -> dict[str, A
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_each_layer_keeps(name: str, tmp_path: Path) -> None:
+def test_what_each_layer_keeps(name, tmp_path):
     model_type, fields, expected = CONFIGS[name]
     check_config(_write(tmp_path, model_type, fields), max_seq_len=64)
     assert read_dims(tmp_path).per_layer == expected
 
 
-def test_nemotrons_number_of_layers_is_that_of_their_kinds(tmp_path: Path) -> None:
+def test_nemotrons_number_of_layers_is_that_of_their_kinds(tmp_path):
     _write(tmp_path, "nemotron_h", {**_NEMOTRON, "num_hidden_layers": 9})
     assert read_dims(tmp_path).num_layers == len(PATTERN)
     assert "hybrid_override_pattern" not in read_text_config(tmp_path)
@@ -90,18 +88,18 @@ def test_nemotrons_number_of_layers_is_that_of_their_kinds(tmp_path: Path) -> No
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),
     ],
 )
-def test_sizes_that_cannot_be(model_type: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_sizes_that_cannot_be(model_type, fields, words, tmp_path):
     _write(tmp_path, model_type, fields)
     with pytest.raises(CheckpointError, match=words):
         read_dims(tmp_path)
 
 
-def test_other_kinds_of_layers_are_refused() -> None:
+def test_other_kinds_of_layers_are_refused():
     with pytest.raises(ExportError, match="layers of the kind X"):
         check_config({**_COMMON, **_NEMOTRON, "model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, 64)
 
 
-def test_a_layer_may_keep_rows_of_a_convolution_alone(tmp_path: Path) -> None:
+def test_a_layer_may_keep_rows_of_a_convolution_alone(tmp_path):
     config = _write(tmp_path, "lfm2", {"full_attn_idxs": [1]})
     dims = read_dims(tmp_path)
     spec = decoder_spec("target", dims, max_pending=5)
@@ -117,7 +115,7 @@ def test_a_layer_may_keep_rows_of_a_convolution_alone(tmp_path: Path) -> None:
     assert got - plain == 3 * (4 * 32 * 32 + 3 * 32 - 2 * 32 * (4 + 2) * 8)
 
 
-def test_a_layer_may_have_attention_beside_a_mixer(tmp_path: Path) -> None:
+def test_a_layer_may_have_attention_beside_a_mixer(tmp_path):
     model_type, fields, _ = CONFIGS["falcon"]
     config = _write(tmp_path, model_type, fields)
     dims = read_dims(tmp_path)

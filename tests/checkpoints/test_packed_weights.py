@@ -3,13 +3,10 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, count_params, list_tensors, read_dims
@@ -29,7 +26,7 @@ def our_attention() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_value_survives(case: str, tmp_path: Path) -> None:
+def test_every_value_survives(case, tmp_path):
     values = write(tmp_path, case)
     files = open_files(tmp_path)
     assert list_tensors(tmp_path) == files.headers
@@ -43,7 +40,7 @@ def test_every_value_survives(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_integers_are_read_as_the_grid_of_the_same_numbers(case: str, tmp_path: Path) -> None:
+def test_integers_are_read_as_the_grid_of_the_same_numbers(case, tmp_path):
     write(tmp_path, case)
     files = open_files(tmp_path)
     grids = {key: grid for key in files.headers if (grid := files.grid(key)) is not None}
@@ -71,7 +68,7 @@ def integers(bits: int, group: int, num_in: int = 96, *, zero: int | None = None
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 1000])
 @pytest.mark.parametrize(("bits", "zero"), [(2, 2), (4, 8), (4, 7), (4, 16), (4, None), (8, 128), (8, 127), (8, None)])
-def test_a_grid_has_the_numbers_of_integers(bits: int, zero: int | None, group: int, fine: bool) -> None:
+def test_a_grid_has_the_numbers_of_integers(bits, zero, group, fine):
     held = integers(bits, group, zero=zero, fine=fine)
     grid = held.grid()
     is_symmetric = zero in (2, 8, 128)
@@ -87,7 +84,7 @@ def test_a_grid_has_the_numbers_of_integers(bits: int, zero: int | None, group: 
 
 
 @pytest.mark.parametrize("fault", ["a group of 8", "groups of several sizes", "an infinite scale"])
-def test_integers_that_have_no_grid(fault: str) -> None:
+def test_integers_that_have_no_grid(fault):
     held = integers(4, 8 if "8" in fault else 32)
     if "sizes" in fault:
         held.group_of[np.flatnonzero(held.group_of == 0)[0]] = 1
@@ -98,7 +95,7 @@ def test_integers_that_have_no_grid(fault: str) -> None:
 
 @pytest.mark.usefixtures("our_attention")
 @pytest.mark.parametrize("case", CASES)
-def test_a_packed_checkpoint_loads_as_the_plain_one(case: str, tmp_path: Path) -> None:
+def test_a_packed_checkpoint_loads_as_the_plain_one(case, tmp_path):
     values = write(tmp_path, case)
     state = load_model(tmp_path, "checkpoint").state_dict()
     assert state.keys() >= values.keys()
@@ -107,7 +104,7 @@ def test_a_packed_checkpoint_loads_as_the_plain_one(case: str, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("our_attention")
-def test_packed_experts_become_those_of_the_model(tmp_path: Path) -> None:
+def test_packed_experts_become_those_of_the_model(tmp_path):
     values = write(tmp_path, "compressed 4", moe=True)
     experts = load_model(tmp_path, "checkpoint").model.layers[1].mlp.experts
     for expert in range(4):
@@ -118,7 +115,7 @@ def test_packed_experts_become_those_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_words_are_read_lowest_bits_first(bits: int) -> None:
+def test_words_are_read_lowest_bits_first(bits):
     numbers = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64))
     np.testing.assert_array_equal(unpack_words(words(numbers, bits).numpy(), bits), numbers)
 
@@ -166,7 +163,7 @@ def rotated(*locations: str) -> dict[str, Any]:
         (COMPRESSED | {"rotation": "hadamard"}, "rotation 'hadamard'"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], got: str, tmp_path: Path) -> None:
+def test_what_is_not_read_is_refused_by_name(config, got, tmp_path):
     write(tmp_path, "awq")
     held = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(held))
@@ -174,7 +171,7 @@ def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], got: str, t
         list_tensors(tmp_path)
 
 
-def test_modelopt_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
     write(tmp_path, "fp8 blocks")
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
@@ -188,7 +185,7 @@ def test_modelopt_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert list_tensors(tmp_path)
 
 
-def test_an_unknown_method_is_an_architecture_that_is_not_exported() -> None:
+def test_an_unknown_method_is_an_architecture_that_is_not_exported():
     with pytest.raises(ExportError, match="bitsandbytes"):
         check_architecture({"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}})
     check_architecture({"model_type": "llama", "quantization_config": {"quant_method": "awq"}})
@@ -207,9 +204,7 @@ def test_an_unknown_method_is_an_architecture_that_is_not_exported() -> None:
         ("fp8 blocks", "weight_scale_inv", lambda t: t.double(), "F64"),
     ],
 )
-def test_a_part_that_does_not_fit_is_named(
-    case: str, part: str, change: Callable[[torch.Tensor], torch.Tensor] | None, got: str, tmp_path: Path
-) -> None:
+def test_a_part_that_does_not_fit_is_named(case, part, change, got, tmp_path):
     write(tmp_path, case)
     path = tmp_path / "model.safetensors"
     stored = load_file(path)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of weights that trainers, wrappers and strangers leave: read as they are meant, or refused at once by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -43,7 +41,7 @@ def write(folder: Path, held: dict[str, torch.Tensor], name: str = "model.safete
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model.", "module._orig_mod."])
-def test_the_names_of_a_wrapper_are_left_out(prefix: str, folder: Path) -> None:
+def test_the_names_of_a_wrapper_are_left_out(prefix, folder):
     plain = weights_of(folder)
     write(folder, {prefix + key: tensor for key, tensor in plain.items()})
     assert list_tensors(folder).keys() == plain.keys() == open_files(folder).headers.keys()
@@ -51,7 +49,7 @@ def test_the_names_of_a_wrapper_are_left_out(prefix: str, folder: Path) -> None:
     assert all(torch.equal(held[key], plain[key].float()) for key in plain)
 
 
-def test_a_prefix_of_some_names_is_kept(folder: Path) -> None:
+def test_a_prefix_of_some_names_is_kept(folder):
     plain = weights_of(folder)
     write(folder, {("module." if "norm" in key else "") + key: tensor for key, tensor in plain.items()})
     with pytest.raises(CheckpointError, match=r"missing weights .*norm\.weight"):
@@ -59,7 +57,7 @@ def test_a_prefix_of_some_names_is_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_no_numbers_are_named(value: float, folder: Path) -> None:
+def test_weights_that_are_no_numbers_are_named(value, folder):
     plain = weights_of(folder)
     plain["model.layers.1.mlp.up_proj.weight"][2, 3] = value
     write(folder, plain)
@@ -67,7 +65,7 @@ def test_weights_that_are_no_numbers_are_named(value: float, folder: Path) -> No
         load_model(folder, "checkpoint")
 
 
-def test_shards_without_an_index_are_named(folder: Path) -> None:
+def test_shards_without_an_index_are_named(folder):
     plain = weights_of(folder)
     (folder / "model.safetensors").unlink()
     for number, keys in enumerate((sorted(plain)[::2], sorted(plain)[1::2])):
@@ -80,7 +78,7 @@ def test_shards_without_an_index_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
-def test_a_pipe_in_the_place_of_weights_is_refused(name: str, folder: Path) -> None:
+def test_a_pipe_in_the_place_of_weights_is_refused(name, folder):
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / name)
     for read in (list_tensors, open_files, lambda f: digests_from_checkpoint(f, "checkpoint", ("*.safetensors",))):
@@ -97,7 +95,7 @@ OFFSETS = {
 
 
 @pytest.mark.parametrize(("offsets", "size", "said"), OFFSETS.values(), ids=OFFSETS.keys())
-def test_tensors_that_overlap_or_leave_gaps_are_refused(offsets: Any, size: int, said: str, tmp_path: Path) -> None:
+def test_tensors_that_overlap_or_leave_gaps_are_refused(offsets, size, said, tmp_path):
     fields = {name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in zip("ab", offsets, strict=True)}
     header = json.dumps(fields).encode().ljust(140)
     (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", 140) + header + bytes(size))
@@ -119,7 +117,7 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("data", PICKLES.values(), ids=PICKLES.keys())
-def test_a_hostile_pickle_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_hostile_pickle_is_refused(data, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "heads.bin").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"heads\.bin"):
@@ -145,9 +143,7 @@ BEYOND = [{"id": 97, "content": "<x>", "special": True, "single_word": False, "l
         ({"added_tokens": BEYOND}, "added tokens with ids up to 97, which have no row in the embedding"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_loaded_or_used_is_refused_at_build(
-    changes: dict[str, Any], said: str, folder: Path
-) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_or_used_is_refused_at_build(changes, said, folder):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
     assert check_tokenizer(folder, read_dims(folder), "checkpoint") is not None
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer(**changes)))

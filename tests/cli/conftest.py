@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands run in the process of the tests, in a folder of their own."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

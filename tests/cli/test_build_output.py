@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a build prints: paths as they are, a hint that works, values as a recipe has them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -12,14 +10,13 @@ import yaml
 
 from speccompile.bundle.report import dotted_keys, text_from_value
 from speccompile.recipe import predict
-from tests.cli.conftest import Run
 from tests.pipeline import fakes
 
 WHY = "no CUDA device: built on a machine without one, not run"
 
 
 @pytest.mark.parametrize("folder", ["[red]x", "with space", "it's"])
-def test_paths_are_printed_as_they_are_and_quoted_in_the_hint(run: Run, recipe: Path, folder: str) -> None:
+def test_paths_are_printed_as_they_are_and_quoted_in_the_hint(run, recipe, folder):
     code, out, err = run("build", recipe, "-o", folder)
     assert code == 0, err
     assert out.startswith(f"{folder}: ")
@@ -30,15 +27,13 @@ def test_paths_are_printed_as_they_are_and_quoted_in_the_hint(run: Run, recipe: 
 
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_chat_model_is_served(run: Run, recipe: Path, where: str) -> None:
+def test_a_chat_model_is_served(run, recipe, where):
     (recipe.parent / "big" / where).write_text(json.dumps({"chat_template": "{{ messages }}"}))
     out = run("build", recipe, "-o", "made")[1]
     assert "Try: speccompile serve made," in out and "generate" not in out
 
 
-def test_a_build_for_a_device_that_is_not_here_says_so_first_and_last(
-    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_for_a_device_that_is_not_here_says_so_first_and_last(run, recipe, monkeypatch):
     monkeypatch.setattr(fakes.FakeBackend, "why_unchecked", lambda self, file=None: WHY)
     code, out, err = run("build", recipe, "-o", "made")
     assert code == 0
@@ -57,13 +52,13 @@ def test_a_build_for_a_device_that_is_not_here_says_so_first_and_last(
     assert "warning: no CUDA device" in run("build", recipe, "--dry-run")[2]
 
 
-def test_a_build_that_runs_here_warns_of_nothing(run: Run, recipe: Path) -> None:
+def test_a_build_that_runs_here_warns_of_nothing(run, recipe):
     err = run("build", recipe, "-o", "made")[2]
     assert "warning" not in err and "not run" not in err
 
 
 @pytest.mark.parametrize("value", [None, True, False, 3, 0.5, [], ["a", 1], "auto", "true", "null", "3", "a: b", ""])
-def test_shown_values_can_be_put_into_a_recipe(value: object) -> None:
+def test_shown_values_can_be_put_into_a_recipe(value):
     assert yaml.safe_load(text_from_value(value)) == value
 
 
@@ -72,7 +67,7 @@ def report_page() -> str:
     return re.sub(r' data-of="[^"]*"', "", Path("made/report.html").read_text())
 
 
-def test_dry_run_and_report_show_values_as_a_recipe_has_them(run: Run, recipe: Path) -> None:
+def test_dry_run_and_report_show_values_as_a_recipe_has_them(run, recipe):
     out = run("build", recipe, "--dry-run")[1]
     plan = json.loads(run("build", recipe, "--dry-run", "--json")[1])["plan"]
     rows = dict(line.split(maxsplit=1) for line in out.splitlines() if len(line.split(maxsplit=1)) == 2)
@@ -84,7 +79,7 @@ def test_dry_run_and_report_show_values_as_a_recipe_has_them(run: Run, recipe: P
     assert "<td>target.num_layers</td><td>null</td>" in page
 
 
-def test_columns_of_numbers_are_aligned_right_with_their_titles(run: Run, recipe: Path) -> None:
+def test_columns_of_numbers_are_aligned_right_with_their_titles(run, recipe):
     assert run("build", recipe, "-o", "made")[0] == 0
     page = report_page()
     assert "<th>file</th><th class=n>size</th><th>sha256</th>" in page
@@ -92,7 +87,7 @@ def test_columns_of_numbers_are_aligned_right_with_their_titles(run: Run, recipe
     assert "<tr><td>A</td><td class=n>2</td><td class=n>0</td></tr>" in page
 
 
-def test_narrow_terminals_do_not_cut_keys(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_terminals_do_not_cut_keys(run, recipe, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     out = run("build", recipe, "--dry-run")[1]
     assert "…" not in out
@@ -100,9 +95,7 @@ def test_narrow_terminals_do_not_cut_keys(run: Run, recipe: Path, monkeypatch: p
     assert all(len(line) <= 40 for line in out.splitlines())
 
 
-def test_a_dry_run_compares_with_the_machine_and_gives_a_time(
-    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_compares_with_the_machine_and_gives_a_time(run, recipe, monkeypatch):
     code, out, err = run("build", recipe, "-o", "far/away", "--dry-run")
     assert code == 0 and "warning" not in err
     out = " ".join(out.split())

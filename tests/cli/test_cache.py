@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache command: what is kept is listed by kind, and only what speccompile wrote is removed."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -43,7 +41,7 @@ def kinds(run: Run, *arguments: object) -> dict[str, int]:
     return found
 
 
-def test_kinds_and_sizes_are_shown(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_and_sizes_are_shown(run, cache, monkeypatch):
     assert kinds(run) == {"graphs": 2, "tunings": 2, "training/plain": 1, "tuning": 1}
     facts = json.loads(run("cache", "--json")[1])
     assert facts["folder"] == str(cache) and facts["limit_bytes"] == 40 * 2**30
@@ -55,7 +53,7 @@ def test_kinds_and_sizes_are_shown(run: Run, cache: Path, monkeypatch: pytest.Mo
     assert len(run("cache", "list", "--kind", "graphs")[1].splitlines()) == 1 + 2 + 1
 
 
-def test_clearing_removes_entries_and_nothing_else(run: Run, recipe: Path, cache: Path) -> None:
+def test_clearing_removes_entries_and_nothing_else(run, recipe, cache):
     code, out, _ = run("cache", "clear", "--kind", "training/plain")
     assert (code, out) == (0, f"{cache}: 1 entry removed, 100 B\n")
     assert kinds(run) == {"graphs": 2, "tunings": 2, "tuning": 1}
@@ -67,7 +65,7 @@ def test_clearing_removes_entries_and_nothing_else(run: Run, recipe: Path, cache
     assert code == 0 and not any(stage["cached"] for stage in json.loads(out)["stages"])
 
 
-def test_old_entries_alone(run: Run, cache: Path) -> None:
+def test_old_entries_alone(run, cache):
     old = next((cache / "graphs").iterdir())
     os.utime(old, (time.time() - 5 * 86400,) * 2)
     assert kinds(run, "clear", "--older-than", 3) == {"graphs": 1}
@@ -81,28 +79,26 @@ def test_old_entries_alone(run: Run, cache: Path) -> None:
         (("--kind", "graph"), 2, "expected one of graphs, training/plain, tuning, tunings"),
     ],
 )
-def test_wrong_usage(run: Run, cache: Path, arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_wrong_usage(run, cache, arguments, code, words):
     found, _, err = run("cache", *arguments)
     assert found == code and words in err
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "nan", "inf"])
-def test_a_limit_that_is_no_size_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, recipe: Path, value: str) -> None:
+def test_a_limit_that_is_no_size_is_named(run, monkeypatch, recipe, value):
     monkeypatch.setenv("SPECCOMPILE_CACHE_GIB", value)
     for arguments in (("cache",), ("build", recipe, "-o", "made")):
         code, _, err = run(*arguments)
         assert code == 6 and "SPECCOMPILE_CACHE_GIB" in err and "a number of GiB" in err
 
 
-def test_no_cache_yet(run: Run) -> None:
+def test_no_cache_yet(run):
     code, out, _ = run("cache")
     assert code == 0 and ": 0 B; build stages are kept up to" in out
 
 
 @pytest.mark.parametrize("command", [("build",), ("generate", "--prompt", "w1"), ("serve", "--port", "0")])
-def test_a_cache_that_cannot_be_written_is_named(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
+def test_a_cache_that_cannot_be_written_is_named(run, tmp_path, monkeypatch, command):
     model = fakes.make_checkpoint(tmp_path / "tiny")
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "file"))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """chat through a pipe and a pty: answers, commands, the conversation as its template writes it, ends."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

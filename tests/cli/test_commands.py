@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """build, inspect and schema as a user meets them: output, exit codes, `--json`."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -14,11 +12,10 @@ import pytest
 
 from speccompile.bundle.bundle import read_bundle
 from speccompile.cli.main import app
-from tests.cli.conftest import Run
 from tests.pipeline import fakes
 
 
-def test_build_then_inspect(run: Run, recipe: Path, tmp_path: Path) -> None:
+def test_build_then_inspect(run, recipe, tmp_path):
     code, out, err = run("build", recipe, "-o", "made")
     assert code == 0, err
     assert "made: " in out and "report.html" in out
@@ -29,7 +26,7 @@ def test_build_then_inspect(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert "[batch, nodes]" in out and "k_cache.* (2)" in out
 
 
-def test_a_bundle_shows_its_summary_and_its_graphs(run: Run, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_shows_its_summary_and_its_graphs(run, recipe, capsys):
     assert run("build", recipe, "-o", "made")[0] == 0
     read_bundle("made").show()
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.replace("graph ", "graph-").splitlines())
@@ -37,9 +34,7 @@ def test_a_bundle_shows_its_summary_and_its_graphs(run: Run, recipe: Path, capsy
     assert {name for name in rows if name.startswith("graph-")} == {"graph-target", "graph-draft", "graph-rollback"}
 
 
-def test_inspect_and_the_report_show_the_distance_to_float32(
-    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_and_the_report_show_the_distance_to_float32(run, recipe, monkeypatch):
     compiles = fakes.FakeBackend.compile
     row = {"kl": 0.00712, "top1": 0.953, "perplexity_change": 0.012, "perplexity_error": 0.003}
     measured = {
@@ -60,12 +55,12 @@ def test_inspect_and_the_report_show_the_distance_to_float32(
     assert told in report and "33 linears over 8192 tokens, drawn from the target" in report
 
 
-def test_build_goes_to_bundles_by_default(run: Run, recipe: Path, tmp_path: Path) -> None:
+def test_build_goes_to_bundles_by_default(run, recipe, tmp_path):
     assert run("build", recipe)[0] == 0
     assert (tmp_path / "bundles" / "pair" / "manifest.json").exists()
 
 
-def test_json_output_is_json_alone(run: Run, recipe: Path) -> None:
+def test_json_output_is_json_alone(run, recipe):
     code, out, _ = run("build", recipe, "-o", "made", "--json")
     facts = json.loads(out)
     assert code == 0
@@ -80,7 +75,7 @@ def test_json_output_is_json_alone(run: Run, recipe: Path) -> None:
     assert facts["files"]["report.html"]["sha256"]
 
 
-def test_options_are_short_for_overrides(run: Run, recipe: Path) -> None:
+def test_options_are_short_for_overrides(run, recipe):
     options = ("--backend", "onnxruntime", "--weights", "random", "--set", "engine.max_batch_size=3")
     code, out, _ = run("build", recipe, "--dry-run", "--json", *options, "--set", "decoding.seed=4")
     plan = json.loads(out)["plan"]
@@ -89,7 +84,7 @@ def test_options_are_short_for_overrides(run: Run, recipe: Path) -> None:
     assert (plan["engine"]["max_batch_size"], plan["decoding"]["seed"]) == (3, 4)
 
 
-def test_a_dry_run_predicts_and_writes_nothing(run: Run, recipe: Path, tmp_path: Path) -> None:
+def test_a_dry_run_predicts_and_writes_nothing(run, recipe, tmp_path):
     for name in ("big", "small"):
         (recipe.parent / name / "model.safetensors").unlink()
     code, out, _ = run("build", recipe, "-o", "made", "--dry-run")
@@ -114,9 +109,7 @@ def test_a_dry_run_predicts_and_writes_nothing(run: Run, recipe: Path, tmp_path:
         (("-o", "in"), 6, ("BuildError", "other things")),
     ],
 )
-def test_faults_show_their_four_parts(
-    run: Run, recipe: Path, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
-) -> None:
+def test_faults_show_their_four_parts(run, recipe, arguments, code, words):
     found, out, err = run("build", recipe, *arguments)
     assert found == code
     assert out == ""
@@ -129,12 +122,12 @@ def test_faults_show_their_four_parts(
     assert all(error[part] for part in ("where", "got", "expected", "todo"))
 
 
-def test_checkpoint_faults_have_their_exit_code(run: Run, recipe: Path) -> None:
+def test_checkpoint_faults_have_their_exit_code(run, recipe):
     (recipe.parent / "big" / "model.safetensors").write_bytes(b"short")
     assert run("build", recipe)[0] == 3
 
 
-def test_a_tampered_bundle_is_shown_with_its_fault(run: Run, recipe: Path, tmp_path: Path) -> None:
+def test_a_tampered_bundle_is_shown_with_its_fault(run, recipe, tmp_path):
     run("build", recipe, "-o", "made")
     data = tmp_path / "made" / "graphs" / "draft" / "graph.onnx.data"
     data.write_bytes(b"\1" + data.read_bytes()[1:])
@@ -147,7 +140,7 @@ def test_a_tampered_bundle_is_shown_with_its_fault(run: Run, recipe: Path, tmp_p
     assert facts["fault"]["where"].endswith("graphs/draft/graph.onnx.data")
 
 
-def test_a_file_that_the_manifest_does_not_list_is_shown(run: Run, recipe: Path, tmp_path: Path) -> None:
+def test_a_file_that_the_manifest_does_not_list_is_shown(run, recipe, tmp_path):
     run("build", recipe, "-o", "made")
     (tmp_path / "made/tokenizer/chat_template.jinja").write_text("planted")
     code, out, err = run("inspect", "made")
@@ -161,7 +154,7 @@ def test_a_file_that_the_manifest_does_not_list_is_shown(run: Run, recipe: Path,
 
 
 @pytest.mark.parametrize("name", ["absent", "in", "in/big/config.json"])
-def test_what_is_no_bundle_is_refused(run: Run, recipe: Path, name: str) -> None:
+def test_what_is_no_bundle_is_refused(run, recipe, name):
     code, out, err = run("inspect", name)
     assert (code, out) == (7, "")
     assert "BundleError" in err
@@ -169,7 +162,7 @@ def test_what_is_no_bundle_is_refused(run: Run, recipe: Path, name: str) -> None
     assert code == 7 and json.loads(out)["error"]["kind"] == "BundleError"
 
 
-def test_inspect_reads_onnx_files(run: Run, tmp_path: Path) -> None:
+def test_inspect_reads_onnx_files(run, tmp_path):
     ir = pytest.importorskip("onnx_ir")
     value = ir.Value(name="x", shape=ir.Shape(["batch", 4]), type=ir.TensorType(ir.DataType.FLOAT))
     node = ir.node("Relu", [value])
@@ -186,7 +179,7 @@ def test_inspect_reads_onnx_files(run: Run, tmp_path: Path) -> None:
     assert run("inspect", "bad.onnx")[0] == 7
 
 
-def test_schema_is_printed_or_written(run: Run, tmp_path: Path) -> None:
+def test_schema_is_printed_or_written(run, tmp_path):
     code, out, _ = run("schema")
     assert code == 0 and json.loads(out)["title"] == "speccompile recipe"
     assert run("schema", "-o", "s.json")[0] == 0
@@ -194,7 +187,7 @@ def test_schema_is_printed_or_written(run: Run, tmp_path: Path) -> None:
     assert run("schema", "-o", "s.json/under-a-file")[0] == 6
 
 
-def test_help_documents_the_exit_codes_and_wrong_usage_is_2(run: Run) -> None:
+def test_help_documents_the_exit_codes_and_wrong_usage_is_2(run):
     code, out, _ = run("--help")
     assert code == 0
     for command in ("build", "inspect", "schema"):
@@ -204,14 +197,14 @@ def test_help_documents_the_exit_codes_and_wrong_usage_is_2(run: Run) -> None:
     assert run("--version")[1].startswith("speccompile ")
 
 
-def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+def test_the_module_runs_as_a_program(tmp_path):
     command = [sys.executable, "-m", "speccompile", "inspect", str(tmp_path / "absent")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 7
     assert "no such folder" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_schema_on_a_full_disk_leaves_no_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_on_a_full_disk_leaves_no_file(run, tmp_path, monkeypatch):
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -221,9 +214,7 @@ def test_a_schema_on_a_full_disk_leaves_no_file(run: Run, tmp_path: Path, monkey
     assert not list(tmp_path.glob("*schema.json*"))
 
 
-def test_a_build_through_a_link_and_into_the_working_folder(
-    run: Run, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_through_a_link_and_into_the_working_folder(run, recipe, tmp_path, monkeypatch):
     (tmp_path / "current").symlink_to("v1")
     assert [run("build", recipe, "-o", "current")[0] for _ in range(2)] == [0, 0]
     assert (tmp_path / "current").is_symlink() and (tmp_path / "v1" / "manifest.json").is_file()
@@ -235,14 +226,14 @@ def test_a_build_through_a_link_and_into_the_working_folder(
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
-def test_results_that_cannot_be_written_are_noticed_before_the_work(run: Run, tmp_path: Path, command: str) -> None:
+def test_results_that_cannot_be_written_are_noticed_before_the_work(run, tmp_path, command):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n')
     for json_out, got in (("no/out.json", "no folder"), (".", "a folder")):
         code, _, err = run(command, "no-bundle", "--prompts", "prompts.jsonl", "--json", json_out)
         assert code == 6 and got in err
 
 
-def test_every_command_logs_as_much_as_is_asked(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_logs_as_much_as_is_asked(run, recipe, monkeypatch):
     assert "info: " not in run("build", recipe, "-o", "made")[2]
     code, _, err = run("build", recipe, "-o", "made", "--log-level", "info")
     assert code == 0 and "info: bundle.stages: check graphs: " in err

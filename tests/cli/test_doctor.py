@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `speccompile doctor` prints, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return lab.eagle3_ours(tmp_path / "speculator"), lab.write_target(tmp_path / "target")
 
 
-def test_a_sound_checkpoint(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_checkpoint(folders, capsys):
     speculator, target = folders
     assert run("doctor", speculator, "--target", target) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -37,7 +35,7 @@ def test_a_sound_checkpoint(folders: tuple[Path, Path], capsys: pytest.CaptureFi
     ]
 
 
-def test_one_finding_is_one_line_errors_first(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_finding_is_one_line_errors_first(folders, capsys):
     speculator, target = folders
     lab.edit(speculator, lambda held: held.update({"fc.weight": held["fc.weight"] * 0, "d2t": held["d2t"] * 0}))
     lab.edit(speculator, lambda held: held.pop("norm.weight"))
@@ -50,7 +48,7 @@ def test_one_finding_is_one_line_errors_first(folders: tuple[Path, Path], capsys
     assert last == "2 errors, 1 warning"
 
 
-def test_headers_alone(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_headers_alone(folders, capsys):
     speculator, _ = folders
     lab.edit(speculator, lambda held: held.update({"fc.weight": held["fc.weight"] * 0}))
     assert run("doctor", speculator, "--no-values") == 0
@@ -58,7 +56,7 @@ def test_headers_alone(folders: tuple[Path, Path], capsys: pytest.CaptureFixture
     assert "headers alone read; no target given" in out and "nothing found" in out
 
 
-def test_the_report_as_json(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_as_json(folders, capsys):
     speculator, target = folders
     lab.set_config(speculator, draft_vocab_size=None)
     assert run("doctor", speculator, "--target", target, "--json") == 3
@@ -84,7 +82,7 @@ def test_the_report_as_json(folders: tuple[Path, Path], capsys: pytest.CaptureFi
     assert run("doctor", speculator, "--set", f"draft_vocab_size={lab.DRAFT_VOCAB}", "--json") == 0
 
 
-def test_a_folder_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_read(tmp_path, capsys):
     assert run("doctor", tmp_path) == 3
     assert "error  files  " in capsys.readouterr().out
 
@@ -98,9 +96,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--prompts", "prompts.jsonl"), 2, "--probe, which reads them"),
     ],
 )
-def test_what_is_wrong_beside_the_speculator(
-    words: tuple[str, ...], code: int, text: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_beside_the_speculator(words, code, text, folders, capsys):
     assert run("doctor", folders[0], "--json", *words) == code
     assert text in json.loads(capsys.readouterr().out)["error"]["expected"]
 
@@ -125,9 +121,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_probe_is_printed_after_the_findings(
-    folders: tuple[Path, Path], probed: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_probe_is_printed_after_the_findings(folders, probed, tmp_path, capsys):
     speculator, target = folders
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": [1, 2]}\n')
@@ -149,9 +143,7 @@ def test_a_probe_is_printed_after_the_findings(
     ]
 
 
-def test_a_probe_is_part_of_the_json(
-    folders: tuple[Path, Path], probed: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_probe_is_part_of_the_json(folders, probed, capsys):
     speculator, target = folders
     assert run("doctor", speculator, "--target", target, "--probe", "--json") == 3
     report = json.loads(capsys.readouterr().out)
@@ -187,9 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_a_models_own_class_rejects_is_seen_before_a_build(
-    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_models_own_class_rejects_is_seen_before_a_build(changes, words, tmp_path, capsys):
     speculator, target = lab.medusa_ours(tmp_path / "speculator"), lab.write_target(tmp_path / "target")
     words_of_build = ("build", target, "--weights", "random", "--dry-run", "--set", "engine.max_seq_len=32")
     assert (run(*words_of_build), run("doctor", speculator, "--target", target)) == (0, 0)

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """build --dump-passes and inspect --diff: graphs as text, after each pass, and line by line."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -13,7 +10,6 @@ import pytest
 
 from speccompile.cli import inspect_diff
 from speccompile.passes.base import Pass, run_pipeline
-from tests.cli.conftest import Run
 from tests.passes.test_base import make_model
 from tests.pipeline import fakes
 
@@ -41,7 +37,7 @@ def with_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_passes")
-def test_each_pass_that_changes_a_graph_is_a_file(run: Run, recipe: Path, tmp_path: Path) -> None:
+def test_each_pass_that_changes_a_graph_is_a_file(run, recipe, tmp_path):
     assert run("build", recipe, "-o", "made")[0] == 0  # its stages are kept, and run again
     code, _, err = run("build", recipe, "-o", "made", "--dump-passes", "dump")
     assert code == 0, err
@@ -56,7 +52,7 @@ def test_each_pass_that_changes_a_graph_is_a_file(run: Run, recipe: Path, tmp_pa
 
 
 @pytest.mark.usefixtures("with_passes")
-def test_dumps_differ_line_by_line(run: Run, recipe: Path) -> None:
+def test_dumps_differ_line_by_line(run, recipe):
     assert run("build", recipe, "-o", "made", "--dump-passes", "dump")[0] == 0
     folder = "dump/compile-target"
     code, out, _ = run("inspect", f"{folder}/00-start.txt", "--diff", f"{folder}/01-drop_one.txt")
@@ -65,7 +61,7 @@ def test_dumps_differ_line_by_line(run: Run, recipe: Path) -> None:
     assert run("inspect", folder, "--diff", "dump/compile-draft")[:2] == (0, "no difference\n")
 
 
-def test_bundles_differ_in_recipe_and_graphs(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundles_differ_in_recipe_and_graphs(run, recipe, monkeypatch):
     monkeypatch.setattr(inspect_diff, "_text_from_graph", lambda path: f"{path.parent.name} of {path.parents[2].name}")
     for name, seed in (("a", 4), ("b", 5)):
         assert run("build", recipe, "-o", name, "--set", f"decoding.seed={seed}")[0] == 0
@@ -79,7 +75,7 @@ def test_bundles_differ_in_recipe_and_graphs(run: Run, recipe: Path, monkeypatch
     assert found["target"][-2:] == ["-target of a", "+target of b"]
 
 
-def test_graphs_are_compared_by_their_nodes_alone(run: Run, tmp_path: Path) -> None:
+def test_graphs_are_compared_by_their_nodes_alone(run, tmp_path):
     model = make_model()
     ir.save(model, tmp_path / "a.onnx")
     for number, node in enumerate(model.graph):
@@ -101,9 +97,7 @@ def test_graphs_are_compared_by_their_nodes_alone(run: Run, tmp_path: Path) -> N
         ("a.onnx", "a.onnx", "an ONNX model"),
     ],
 )
-def test_paths_that_cannot_be_compared_are_refused(
-    run: Run, tmp_path: Path, first: str, second: str, words: str
-) -> None:
+def test_paths_that_cannot_be_compared_are_refused(run, tmp_path, first, second, words):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "a.onnx").write_bytes(b"no model")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How commands end: by a signal, or with an output that cannot be written."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

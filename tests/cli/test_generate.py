@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """generate as a user meets it: what is shown when, options by their names, ends that were not asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

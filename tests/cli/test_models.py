@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands on a model alone: build, generate, and options that are for models and recipes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from speccompile import prepare
 from speccompile.bundle.bundle import read_bundle
 from speccompile.errors import BundleError, RecipeError
 from speccompile.runtime.spec_engine import SpecEngine
-from tests.cli.conftest import Run
 from tests.pipeline import fakes
 from tests.runtime.test_spec_engine import make_engine
 
@@ -25,7 +22,7 @@ def model(tmp_path: Path) -> Path:
     return fakes.make_checkpoint(tmp_path / "tiny")
 
 
-def test_a_model_is_built_without_a_recipe_and_holds_the_one_that_was_used(run: Run, model: Path) -> None:
+def test_a_model_is_built_without_a_recipe_and_holds_the_one_that_was_used(run, model):
     code, out, err = run("build", model, "-o", "made", "--quantization", "int8", "--set", "engine.max_batch_size=2")
     assert code == 0, err
     assert "made: " in out and "done export target" in err
@@ -39,7 +36,7 @@ def test_a_model_is_built_without_a_recipe_and_holds_the_one_that_was_used(run: 
     assert run("build", model)[0] == 0 and Path("bundles/tiny/manifest.json").exists()
 
 
-def test_sizes_have_short_names_and_vllms(run: Run, model: Path) -> None:
+def test_sizes_have_short_names_and_vllms(run, model):
     for options in (("--max-seq-len", 32, "--max-batch-size", 3), ("--max-model-len", 32, "--max-num-seqs", 3)):
         code, out, err = run("build", model, *options, "--dry-run", "--json")
         assert code == 0, err
@@ -48,7 +45,7 @@ def test_sizes_have_short_names_and_vllms(run: Run, model: Path) -> None:
     assert run("build", model, "--max-model-len", 0, "--dry-run")[0] == 2
 
 
-def test_a_draft_and_the_drafter_as_vllm_spells_it(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_draft_and_the_drafter_as_vllm_spells_it(run, model, tmp_path):
     draft = fakes.make_checkpoint(tmp_path / "small", hidden=4, layers=1, seed=1)
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     for options in (
@@ -63,7 +60,7 @@ def test_a_draft_and_the_drafter_as_vllm_spells_it(run: Run, model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model", "medusa", "glide"])
-def test_a_drafter_without_its_model_names_the_option(run: Run, model: Path, recipe: Path, method: str) -> None:
+def test_a_drafter_without_its_model_names_the_option(run, model, recipe, method):
     for source in (model, recipe):
         for options in (("--spec-method", method), ("--speculative-config", json.dumps({"method": method}))):
             code, _, err = run("build", source, *options, "--dry-run")
@@ -77,7 +74,7 @@ def test_a_drafter_without_its_model_names_the_option(run: Run, model: Path, rec
         assert "--spec-model" not in run("build", source, "--spec-method", method, *draft, "--dry-run")[2]
 
 
-def test_wrong_drafters_are_wrong_usage(run: Run, model: Path) -> None:
+def test_wrong_drafters_are_wrong_usage(run, model):
     code, _, err = run("build", model, "--spec-method", "eagle33")
     assert code == 2 and "Did you mean 'eagle3'?" in err
     code, _, err = run("build", model, "--speculative-config", "ngram")
@@ -102,7 +99,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_generate_takes_a_model_and_finds_it_built(run: Run, model: Path, loaded: list[dict[str, Any]]) -> None:
+def test_generate_takes_a_model_and_finds_it_built(run, model, loaded):
     code, _, err = run("generate", model, "-p", "abc", "--max-new-tokens", 3, "--backend", "onnxruntime")
     assert code == 0, err
     assert "done export target" in err and "tiny: method suffix" in err
@@ -112,9 +109,7 @@ def test_generate_takes_a_model_and_finds_it_built(run: Run, model: Path, loaded
     assert (loaded[0]["backend"], loaded[0]["verify"]) == (None, False)  # digests were compared just before
 
 
-def test_a_bundle_takes_its_own_methods_and_no_options_of_a_build(
-    run: Run, model: Path, loaded: list[dict[str, Any]]
-) -> None:
+def test_a_bundle_takes_its_own_methods_and_no_options_of_a_build(run, model, loaded):
     assert run("build", model, "-o", "made")[0] == 0
     arguments = ("generate", "made", "-p", "abc", "--max-new-tokens", 2)
     assert run(*arguments, "--spec-tokens", 2)[0] == 0
@@ -126,13 +121,13 @@ def test_a_bundle_takes_its_own_methods_and_no_options_of_a_build(
     assert code == 2 and "is built already" in err
 
 
-def test_a_missing_bundle_is_no_model_of_the_hub(run: Run, model: Path) -> None:
+def test_a_missing_bundle_is_no_model_of_the_hub(run, model):
     Path("bundles").mkdir()
     code, _, err = run("generate", "bundles/missing", "-p", "w3")
     assert code == 7 and "no such file or folder" in err and "a checkpoint's folder" in err
 
 
-def test_what_cannot_be_built_says_what_it_is(run: Run, model: Path) -> None:
+def test_what_cannot_be_built_says_what_it_is(run, model):
     code, _, err = run("build", model.parent)
     told = " ".join(err.split())
     assert code == 2 and "a folder without config.json" in told and "a checkpoint's folder" in told
@@ -142,15 +137,13 @@ def test_what_cannot_be_built_says_what_it_is(run: Run, model: Path) -> None:
     assert code == 2 and "a bundle" in err and "speccompile build made/recipe.yaml" in err
 
 
-def test_a_model_without_a_chat_template_is_not_built_for_a_chat(run: Run, model: Path) -> None:
+def test_a_model_without_a_chat_template_is_not_built_for_a_chat(run, model):
     code, _, err = run("chat", model)
     assert code == 7 and "no chat template" in err and str(model) in err and "export" not in err
 
 
 @pytest.mark.parametrize("kind", ["hub id", "recipe", "speculator"])
-def test_whatever_its_name_it_is_not_built_for_a_chat(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_whatever_its_name_it_is_not_built_for_a_chat(run, model, tmp_path, monkeypatch, kind):
     asked: list[set[str]] = []
 
     def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
@@ -175,9 +168,7 @@ def test_whatever_its_name_it_is_not_built_for_a_chat(
 
 
 @pytest.mark.parametrize("is_recipe", [True, False])
-def test_a_dry_run_of_the_hub_downloads_small_files_alone(
-    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, is_recipe: bool
-) -> None:
+def test_a_dry_run_of_the_hub_downloads_small_files_alone(run, model, monkeypatch, is_recipe):
     asked: set[str] = set()
 
     def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
@@ -193,7 +184,7 @@ def test_a_dry_run_of_the_hub_downloads_small_files_alone(
     assert "config.json" in asked and not [name for name in asked if "safetensors" in name or name.endswith(".bin")]
 
 
-def test_a_dry_run_without_the_hub_says_what_it_needs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_without_the_hub_says_what_it_needs(run, monkeypatch):
     def refuse(name: str, **_: Any) -> str:
         raise OSError("no network")
 
@@ -205,15 +196,13 @@ def test_a_dry_run_without_the_hub_says_what_it_needs(run: Run, monkeypatch: pyt
     assert "its config.json, which is all that sizes need" in told and "give a folder with config.json" in told
 
 
-def test_a_folder_of_models_is_none_but_names_them(run: Run, model: Path) -> None:
+def test_a_folder_of_models_is_none_but_names_them(run, model):
     code, _, err = run("generate", str(model.parent), "-p", "w3")
     told = " ".join(err.split())
     assert code == 7 and "neither config.json nor manifest.json" in told and f"Did you mean {model}" in told
 
 
-def test_load_takes_what_the_commands_take(
-    run: Run, recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_takes_what_the_commands_take(run, recipe, model, tmp_path, monkeypatch):
     loaded: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(
         prepare, "load_bundle", lambda path, **given: loaded.append((str(path), given)) or make_engine()
@@ -238,6 +227,6 @@ def test_load_takes_what_the_commands_take(
     assert not service.stats()["is_open"]
 
 
-def test_load_says_what_is_none_of_them(tmp_path: Path) -> None:
+def test_load_says_what_is_none_of_them(tmp_path):
     with pytest.raises(BundleError, match=r"expected a bundle's or a checkpoint's folder, a GGUF file, a recipe"):
         speccompile.load(tmp_path)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a long command shows where there is no terminal."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Downloads and the compiling of kernels are shown while a command waits for them."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 @pytest.mark.parametrize("is_disabled", [False, True])
-def test_a_download_tells_its_megabytes(is_disabled: bool, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_tells_its_megabytes(is_disabled, told, monkeypatch):
     if is_disabled:
         monkeypatch.setenv("TQDM_DISABLE", "1")  # as the commands set it
     bar = download_bar("org/model")
@@ -50,7 +47,7 @@ def test_a_download_tells_its_megabytes(is_disabled: bool, told: Any, monkeypatc
     assert len(messages) == len(set(messages)) and files.n == 3
 
 
-def test_nothing_is_told_of_files_that_are_there(told: Any) -> None:
+def test_nothing_is_told_of_files_that_are_there(told):
     bar = download_bar("org/model")
     with bar(desc="bytes", total=0, unit="B") as transfer, bar(total=2) as files:
         transfer.refresh()
@@ -58,9 +55,7 @@ def test_nothing_is_told_of_files_that_are_there(told: Any) -> None:
     assert told() == []
 
 
-def test_what_is_waited_for_is_a_stage_or_a_step_of_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_waited_for_is_a_stage_or_a_step_of_one(capsys, monkeypatch):
     shown: list[str] = []
     real = output.text_from_step
     monkeypatch.setattr(output, "text_from_step", lambda message: shown.append(message) or real(message))
@@ -78,9 +73,7 @@ def test_what_is_waited_for_is_a_stage_or_a_step_of_one(
     assert capsys.readouterr().err == ""
 
 
-def test_loading_a_bundle_shows_the_compiling_of_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loading_a_bundle_shows_the_compiling_of_kernels(tmp_path, monkeypatch, capsys):
     from speccompile.backends.onnxruntime import kernel_library
     from speccompile.runtime import engine
 

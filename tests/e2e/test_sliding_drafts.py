@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EAGLE-3.1 drafter with a window, whose short cache slides: the drafts are those of a cache that keeps all rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from speccompile.backends.base import LoadJob

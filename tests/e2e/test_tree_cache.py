@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's cache after 200 tree steps is that of a fresh prefill of the same tokens."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A multimodal checkpoint with its images: the vision graph, and the target's graph over rows of images."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,15 +83,13 @@ def exported(vlm: tuple[Path, Any]) -> tuple[DecoderSource, ir.Model]:
     return source, store.export(source)[0]
 
 
-def test_images_are_prepared_as_by_the_processor(vision: tuple[Any, ImageEncoder], inputs: Any) -> None:
+def test_images_are_prepared_as_by_the_processor(vision, inputs):
     for number, picture in enumerate([lab.image(1), lab.image(2, 64, 40)]):
         pixels = vision[1].read(picture).pixels
         np.testing.assert_allclose(pixels[0], inputs["pixel_values"][number].numpy(), rtol=0, atol=1e-6)
 
 
-def test_rows_of_an_image_equal_transformers(
-    vlm: tuple[Path, Any], vision: tuple[Any, ImageEncoder], inputs: Any
-) -> None:
+def test_rows_of_an_image_equal_transformers(vlm, vision, inputs):
     with torch.no_grad():
         wanted = vlm[1].get_image_features(inputs["pixel_values"].float()).pooler_output.numpy()
     for pixels, rows in zip(inputs["pixel_values"].numpy(), wanted, strict=True):
@@ -126,13 +121,7 @@ def _logits(engine: Any, encoder: ImageEncoder, tokens: list[int], chunk: int, c
     return np.concatenate(rows)
 
 
-def test_logits_of_a_prompt_with_images_equal_transformers(
-    vlm: tuple[Path, Any],
-    vision: tuple[Any, ImageEncoder],
-    exported: tuple[DecoderSource, ir.Model],
-    inputs: Any,
-    tmp_path: Path,
-) -> None:
+def test_logits_of_a_prompt_with_images_equal_transformers(vlm, vision, exported, inputs, tmp_path):
     """Neutral, lowered and fused, in chunks of any size; sliding layers forget the text before an image within it."""
     with torch.no_grad():
         wanted = vlm[1](**inputs).logits[0].numpy()
@@ -156,7 +145,7 @@ def test_logits_of_a_prompt_with_images_equal_transformers(
             assert np.abs(_logits(engine, vision[1], tokens, len(tokens), mutant) - wanted).max() > 1e-2 * scale
 
 
-def test_weights_are_found_under_the_names_of_every_version() -> None:
+def test_weights_are_found_under_the_names_of_every_version():
     assert own_name("vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias") == "tower.encoder.layers.0.mlp.fc1.bias"
     assert own_name("model.vision_tower.post_layernorm.weight") == "tower.post_layernorm.weight"
     assert own_name("multi_modal_projector.mm_soft_emb_norm.weight") == "projector.mm_soft_emb_norm.weight"
@@ -164,7 +153,7 @@ def test_weights_are_found_under_the_names_of_every_version() -> None:
     assert own_name("language_model.model.norm.weight") is None
 
 
-def test_sizes_of_a_published_tower(tmp_path: Path) -> None:
+def test_sizes_of_a_published_tower(tmp_path):
     """Gemma 3 4B: SigLIP without its pooling head has 416.9 M parameters, the projection 2.9 M."""
     tower = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "num_hidden_layers": 27}
     config = {"model_type": "gemma3", "text_config": {}, "vision_config": {**tower, "patch_size": 14}}
@@ -174,7 +163,7 @@ def test_sizes_of_a_published_tower(tmp_path: Path) -> None:
     assert dims.counts().num_params == pytest.approx(416_866_032 + 2_950_272, rel=1e-4)
 
 
-def test_random_weights_need_no_files_of_weights(vlm: tuple[Path, Any], tmp_path: Path) -> None:
+def test_random_weights_need_no_files_of_weights(vlm, tmp_path):
     shutil.copy(vlm[0] / "config.json", tmp_path)
     target = _source(vlm[0]).dims
     source = VisionSource(GraphJob("vision", str(tmp_path)), SourceContext("random", MAX_SEQ_LEN, 8, target))
@@ -182,7 +171,7 @@ def test_random_weights_need_no_files_of_weights(vlm: tuple[Path, Any], tmp_path
     assert source.check_compiled(engine, 2) == {"num_tokens": lab.NUM_TOKENS}
 
 
-def test_a_target_without_images_has_no_inputs_for_them(vlm: tuple[Path, Any]) -> None:
+def test_a_target_without_images_has_no_inputs_for_them(vlm):
     job = GraphJob("target", str(vlm[0]))
     spec = DecoderSource(job, SourceContext("checkpoint", MAX_SEQ_LEN, 8)).spec()
     assert not [t.name for t in spec.inputs if t.name.startswith("image")]
@@ -196,7 +185,7 @@ def test_a_target_without_images_has_no_inputs_for_them(vlm: tuple[Path, Any]) -
         ({"vision_config": None}, "without vision_config"),
     ],
 )
-def test_other_towers_are_refused_by_name(vlm: tuple[Path, Any], changes: dict[str, Any], got: str) -> None:
+def test_other_towers_are_refused_by_name(vlm, changes, got):
     config = json.loads((vlm[0] / "config.json").read_text())
     with pytest.raises(RecipeError, match=got) as caught:
         check_vision({**config, **changes})
@@ -214,9 +203,7 @@ def test_other_towers_are_refused_by_name(vlm: tuple[Path, Any], changes: dict[s
         (None, "preprocessor_config.json", "no such file"),
     ],
 )
-def test_other_processors_are_refused_by_name(
-    vlm: tuple[Path, Any], tmp_path: Path, changes: dict[str, Any] | None, where: str, got: str
-) -> None:
+def test_other_processors_are_refused_by_name(vlm, tmp_path, changes, where, got):
     shutil.copy(vlm[0] / "config.json", tmp_path)
     if changes is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({**lab.PROCESSOR, **changes}))
@@ -225,7 +212,7 @@ def test_other_processors_are_refused_by_name(
     assert where in caught.value.where and got in caught.value.got
 
 
-def test_newer_files_have_the_processor_in_a_section(vlm: tuple[Path, Any], tmp_path: Path) -> None:
+def test_newer_files_have_the_processor_in_a_section(vlm, tmp_path):
     shutil.copy(vlm[0] / "config.json", tmp_path)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": lab.PROCESSOR}))
     assert image_record(tmp_path, "checkpoint") == image_record(vlm[0], "checkpoint")
@@ -256,9 +243,7 @@ def _other_shape(tensors: dict[str, np.ndarray]) -> None:
         (_other_shape, "projector.mm_input_projection_weight"),
     ],
 )
-def test_incomplete_towers_are_refused(
-    vlm: tuple[Path, Any], tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None], got: str
-) -> None:
+def test_incomplete_towers_are_refused(vlm, tmp_path, change, got):
     folder = shutil.copytree(vlm[0], tmp_path / "target")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -269,9 +254,7 @@ def test_incomplete_towers_are_refused(
 
 
 @pytest.mark.plan
-def test_both_graphs_become_plans(
-    vlm: tuple[Path, Any], exported: tuple[DecoderSource, ir.Model], tmp_path: Path
-) -> None:
+def test_both_graphs_become_plans(vlm, exported, tmp_path):
     """Built without a GPU; a chunk of a prompt may be as long as an image is."""
     from speccompile.backends.tensorrt.backend import PLAN_FILE, TensorRTBackend
     from speccompile.backends.tensorrt.config import Config

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tampered bundles through `inspect` and `load`: most manifests are signed again, so that their values are read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -68,12 +66,12 @@ def write(bundle: Path, case: tuple[str, bytes], dest: Path) -> Path:
     return dest
 
 
-def test_the_seed_loads(bundle: Path) -> None:
+def test_the_seed_loads(bundle):
     load(bundle)
     assert command("inspect", bundle, "--json") == "ok"
 
 
-def test_a_tampered_bundle_is_shown_with_its_fault(bundle: Path, tmp_path: Path) -> None:
+def test_a_tampered_bundle_is_shown_with_its_fault(bundle, tmp_path):
     def attempt(case: tuple[str, bytes]) -> str:
         return command("inspect", write(bundle, case, tmp_path / "case"), "--json")
 
@@ -81,7 +79,7 @@ def test_a_tampered_bundle_is_shown_with_its_fault(bundle: Path, tmp_path: Path)
     assert set(counts) <= {"ok", "BundleError"}
 
 
-def test_a_tampered_bundle_loads_or_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_a_tampered_bundle_loads_or_is_refused(bundle, tmp_path):
     def attempt(case: tuple[str, bytes]) -> str:
         load(write(bundle, case, tmp_path / "case"))
         return "ok"

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft with candidates after every node: its tail, on every table and backend."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -42,7 +39,7 @@ def neutral(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, ModelDi
 
 
 @pytest.mark.parametrize("dists", [False, True])
-def test_candidates_and_dists_are_those_of_the_logits(neutral, tmp_path: Path, dists: bool) -> None:
+def test_candidates_and_dists_are_those_of_the_logits(neutral, tmp_path, dists):
     model, dims = neutral
     plain, spec = decoder_spec("draft", dims), candidate_spec(decoder_spec("draft", dims), NUM, dists)
     assert spec_from_json(json.loads(json.dumps(spec.json_from_spec()))) == spec
@@ -70,7 +67,7 @@ def test_candidates_and_dists_are_those_of_the_logits(neutral, tmp_path: Path, d
 
 @pytest.mark.parametrize("dists", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_tensorrts_table_takes_it(neutral, dists: bool, dtype: str) -> None:
+def test_tensorrts_table_takes_it(neutral, dists, dtype):
     model, dims = neutral
     wanted = candidate_spec(replace(decoder_spec("draft", dims), draft_vocab=7), NUM, dists)
     if dists:
@@ -84,7 +81,7 @@ def test_tensorrts_table_takes_it(neutral, dists: bool, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dists", [False, True])
-def test_a_plan_builds(neutral, tmp_path: Path, dists: bool) -> None:
+def test_a_plan_builds(neutral, tmp_path, dists):
     load_rtx()
     model, dims = neutral
     spec = candidate_spec(decoder_spec("draft", dims), NUM, dists)

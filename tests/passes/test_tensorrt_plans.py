@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every form of a lowered decoder becomes a plan, with the kernels and the weights that the lowering is for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -73,9 +71,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[ir.Model, ModelDims
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), FORMS)
-def test_every_form_builds_with_its_kernels_and_its_weights(
-    llama: tuple[ir.Model, ModelDims], tmp_path: Path, quantization: str, dtype: str
-) -> None:
+def test_every_form_builds_with_its_kernels_and_its_weights(llama, tmp_path, quantization, dtype):
     model, dims = llama
     report = compile_target(model, dims, tmp_path, quantization, dtype)
     assert report["tensorrt"]["plugin_layers"] == {"SpecVerify": 1, "KVRollback": 1}
@@ -99,7 +95,7 @@ def test_every_form_builds_with_its_kernels_and_its_weights(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_other_families_build(name: str, tmp_path: Path) -> None:
+def test_other_families_build(name, tmp_path):
     is_mixture = name == "mixtral"
     sizes = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256} if is_mixture else {}
     model, dims = export({**CONFIGS[name], **sizes}, tmp_path)
@@ -153,9 +149,7 @@ class Grids:
         (4, 32, {"minimum": -0.01}, None),
     ],
 )
-def test_weights_that_come_quantised_stay_in_the_types_that_hold_them(
-    llama: tuple[ir.Model, ModelDims], tmp_path: Path, bits: int, group: int, values: dict[str, Any], form: str | None
-) -> None:
+def test_weights_that_come_quantised_stay_in_the_types_that_hold_them(llama, tmp_path, bits, group, values, form):
     model, dims = llama[0].clone(), llama[1]
     grids = Grids(model, bits, group, **values)
     report = compile_target(model, dims, tmp_path, "stored", "float16", grids=grids)

@@ -9,8 +9,6 @@ Prints each progress message with a number. kill=N: SIGKILL at message N. fsize:
 real: with the real backend, and the real export of what is not in the folder EXPORTS; SIGKILL at a message.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

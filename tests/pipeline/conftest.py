@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fakes in place, a recipe of two tiny checkpoints, and a cache of the test's own."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

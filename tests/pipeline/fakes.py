@@ -4,8 +4,6 @@
 The pipeline, the cache, the atomic folders and the manifest are the real ones.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import struct

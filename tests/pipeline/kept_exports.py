@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports that several builds of one test module share: the first that needs one makes it, the others load it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

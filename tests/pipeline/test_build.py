@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: what a bundle holds, what is redone, and that bad input leaves no file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -25,9 +23,7 @@ def cached_stages(bundle_manifest: dict[str, object]) -> set[str]:
     return {s["name"] for s in stages if s["cached"]}
 
 
-def test_a_bundle_holds_what_its_manifest_says(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_a_bundle_holds_what_its_manifest_says(exported, recipe, cache, tmp_path):
     messages: list[str] = []
     build(make_plan(recipe), tmp_path / "out", messages.append, cache)
     bundle = read_bundle(tmp_path / "out")
@@ -53,9 +49,7 @@ def test_a_bundle_holds_what_its_manifest_says(
     assert all(s["peak_rss_bytes"] > 1e6 and s["seconds"] >= 0 for s in manifest["stages"])
 
 
-def test_a_second_build_that_changes_only_the_draft_length_exports_nothing(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_a_second_build_that_changes_only_the_draft_length_exports_nothing(exported, recipe, cache, tmp_path):
     build(make_plan(recipe), tmp_path / "a", cache=cache)
     num_exports = len(exported)
     second = build(make_plan(recipe, "speculator.num_draft_tokens=3"), tmp_path / "b", cache=cache)
@@ -77,17 +71,13 @@ def test_a_second_build_that_changes_only_the_draft_length_exports_nothing(
         ("decoding.temperature=0.5", set()),
     ],
 )
-def test_only_what_depends_on_a_key_is_redone(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, change: str, redone: set[str]
-) -> None:
+def test_only_what_depends_on_a_key_is_redone(exported, recipe, cache, tmp_path, change, redone):
     build(make_plan(recipe), tmp_path / "out", cache=cache)
     manifest = build(make_plan(recipe, change), tmp_path / "out", cache=cache).manifest
     assert {"target", "draft"} - {s.split()[1] for s in cached_stages(manifest)} == redone
 
 
-def test_new_weights_with_the_old_size_and_time_are_noticed(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_new_weights_with_the_old_size_and_time_are_noticed(exported, recipe, cache, tmp_path):
     import os
 
     build(make_plan(recipe), tmp_path / "out", cache=cache)
@@ -101,9 +91,7 @@ def test_new_weights_with_the_old_size_and_time_are_noticed(
     assert cached_stages(manifest) == {"export draft", "compile draft", "tune draft"}
 
 
-def test_threads_are_measured_again_when_the_recipe_fixes_them(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_threads_are_measured_again_when_the_recipe_fixes_them(exported, recipe, cache, tmp_path):
     build(make_plan(recipe), tmp_path / "out", cache=cache)
     bundle = build(make_plan(recipe, "engine.threads=2"), tmp_path / "out", cache=cache)
     assert bundle.graphs["target"]["tuning"]["threads"] == 2
@@ -111,7 +99,7 @@ def test_threads_are_measured_again_when_the_recipe_fixes_them(
     assert "export target" in cached_stages(bundle.manifest)
 
 
-def test_a_damaged_cache_entry_is_redone(exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path) -> None:
+def test_a_damaged_cache_entry_is_redone(exported, recipe, cache, tmp_path):
     build(make_plan(recipe), tmp_path / "out", cache=cache)
     assert cache.root is not None
     for data in cache.root.glob("graphs/*/result/graph.onnx.data"):
@@ -123,9 +111,7 @@ def test_a_damaged_cache_entry_is_redone(exported: list[Path], recipe: Path, cac
     read_bundle(bundle.path)
 
 
-def test_editing_a_bundle_does_not_reach_the_cache(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_editing_a_bundle_does_not_reach_the_cache(exported, recipe, cache, tmp_path):
     build(make_plan(recipe), tmp_path / "a", cache=cache)
     with (tmp_path / "a" / "graphs" / "target" / "graph.onnx").open("r+b") as handle:
         handle.write(b"????")
@@ -134,13 +120,13 @@ def test_editing_a_bundle_does_not_reach_the_cache(
     read_bundle(bundle.path)
 
 
-def test_without_a_cache_every_stage_is_redone(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_without_a_cache_every_stage_is_redone(exported, recipe, tmp_path):
     for _ in range(2):
         manifest = build(make_plan(recipe), tmp_path / "out", cache=StageCache(None)).manifest
         assert cached_stages(manifest) == set()
 
 
-def test_the_cache_drops_its_oldest_entries(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_the_cache_drops_its_oldest_entries(exported, recipe, tmp_path):
     cache = StageCache(tmp_path / "cache", limit_bytes=6000)
     for rows in (37, 38, 39):  # of one build: 3800 bytes
         build(make_plan(recipe, f"engine.max_seq_len={rows}"), tmp_path / "out", cache=cache)
@@ -150,9 +136,7 @@ def test_the_cache_drops_its_oldest_entries(exported: list[Path], recipe: Path, 
     assert "tune target" in cached_stages(manifest)
 
 
-def test_an_existing_bundle_is_replaced_and_other_folders_are_not(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_an_existing_bundle_is_replaced_and_other_folders_are_not(exported, recipe, cache, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     build(make_plan(recipe), out, cache=cache)
@@ -222,9 +206,7 @@ BAD_INPUTS: list[tuple[Callable[[Path], object], type[SpecCompileError], str, st
 
 
 @pytest.mark.parametrize("case", range(len(BAD_INPUTS)))
-def test_bad_input_is_refused_and_leaves_nothing(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, case: int
-) -> None:
+def test_bad_input_is_refused_and_leaves_nothing(exported, recipe, cache, tmp_path, case):
     damage, kind, where, got = BAD_INPUTS[case]
     damage(recipe.parent)
     with pytest.raises(kind) as caught:
@@ -236,9 +218,7 @@ def test_bad_input_is_refused_and_leaves_nothing(
     assert exported == []
 
 
-def test_a_recipe_may_allow_another_tokenizer(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_a_recipe_may_allow_another_tokenizer(exported, recipe, cache, tmp_path):
     allow = "speculator.allow_tokenizer_mismatch=true"
     _other_words(recipe.parent)
     build(make_plan(recipe, allow), tmp_path / "out", cache=cache)
@@ -248,9 +228,7 @@ def test_a_recipe_may_allow_another_tokenizer(
 
 
 @pytest.mark.parametrize(("name", "padded"), [("big", fakes.VOCAB), ("big", 48), ("small", 40)])
-def test_the_same_tokenizer_may_be_padded_differently(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, name: str, padded: int
-) -> None:
+def test_the_same_tokenizer_may_be_padded_differently(exported, recipe, cache, tmp_path, name, padded):
     _pad(recipe.parent, name, padded)
     graphs = build(make_plan(recipe), tmp_path / "out", cache=cache).graphs
     target = padded if name == "big" else fakes.VOCAB
@@ -259,23 +237,17 @@ def test_the_same_tokenizer_may_be_padded_differently(
     assert own == (padded if name == "small" else fakes.VOCAB)
 
 
-def test_more_rows_than_positions_are_refused(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_more_rows_than_positions_are_refused(exported, recipe, cache, tmp_path):
     with pytest.raises(RecipeError, match="at most 64"):
         build(make_plan(recipe, "engine.max_seq_len=65"), tmp_path / "out", cache=cache)
 
 
-def test_a_device_the_backend_does_not_know_is_refused(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_a_device_the_backend_does_not_know_is_refused(exported, recipe, cache, tmp_path):
     with pytest.raises(RecipeError, match=r"engine\.device"):
         build(make_plan(recipe, "engine.device=cuda"), tmp_path / "out", cache=cache)
 
 
-def test_random_weights_need_a_config_alone(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_random_weights_need_a_config_alone(exported, recipe, cache, tmp_path):
     for name in ("big", "small"):
         for file in ("model.safetensors", "tokenizer.json", "generation_config.json"):
             (recipe.parent / name / file).unlink()
@@ -284,17 +256,13 @@ def test_random_weights_need_a_config_alone(
     assert bundle.manifest["eos_token_ids"] == [1]
 
 
-def test_no_more_tokens_are_scored_by_a_check_than_by_a_step(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path
-) -> None:
+def test_no_more_tokens_are_scored_by_a_check_than_by_a_step(exported, recipe, cache, tmp_path):
     overrides = ("engine.max_draft_nodes=3", "speculator.num_draft_tokens=2")
     bundle = build(make_plan(recipe, *overrides), tmp_path / "out", cache=cache)
     assert bundle.graphs["target"]["checks"] == {"num_tokens": 3, "num_equal": 3}
 
 
-def test_a_graph_that_rejects_its_own_tokens_is_refused(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_rejects_its_own_tokens_is_refused(exported, recipe, cache, tmp_path, monkeypatch):
     def wrong(self: fakes.CountingEngine, feeds: object, first_slot: int = 0) -> object:
         return {**right(self, feeds), "num_accepted": [0]}  # type: ignore[arg-type]
 
@@ -305,9 +273,7 @@ def test_a_graph_that_rejects_its_own_tokens_is_refused(
     assert list((tmp_path / "outs").iterdir()) == []
 
 
-def test_a_machine_without_torch_is_told_what_to_install(
-    exported: list[Path], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_torch_is_told_what_to_install(exported, recipe, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "speccompile.export.decoder", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BuildError, match=r"no package torch.*pip install .*\[build\]"):
@@ -315,9 +281,7 @@ def test_a_machine_without_torch_is_told_what_to_install(
 
 
 @pytest.mark.usefixtures("with_wait_share")
-def test_a_tuning_taken_beside_other_work_is_noted_and_not_kept(
-    exported: list[Path], recipe: Path, cache: StageCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuning_taken_beside_other_work_is_noted_and_not_kept(exported, recipe, cache, tmp_path, monkeypatch):
     shares = iter([0.5, 0.0, 0.01])
     monkeypatch.setattr(fakes.FakeBackend, "tune", lambda *_: {"threads": 1, "step_ms": {}, "wait_share": next(shares)})
     bundle = build(make_plan(recipe), tmp_path / "out", cache=cache)

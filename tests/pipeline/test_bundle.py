@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading bundles: every kind of file, changed in every way, is refused by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -68,13 +66,13 @@ def edit_manifest(bundle: Path, change: Callable[[dict[str, object]], object], s
     path.write_text(json.dumps(manifest))
 
 
-def test_a_copied_or_moved_bundle_is_still_good(bundle: Path, tmp_path: Path) -> None:
+def test_a_copied_or_moved_bundle_is_still_good(bundle, tmp_path):
     shutil.copytree(bundle, tmp_path / "copy")
     assert read_bundle(tmp_path / "copy").manifest == read_bundle(str(bundle)).manifest
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_refused(bundle: Path, name: str) -> None:
+def test_a_flipped_bit_is_refused(bundle, name):
     data = bytearray((bundle / name).read_bytes())
     data[len(data) // 2] ^= 1
     (bundle / name).write_bytes(data)
@@ -86,7 +84,7 @@ def test_a_flipped_bit_is_refused(bundle: Path, name: str) -> None:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_or_missing_file_is_refused_even_unverified(bundle: Path, name: str, verify: bool) -> None:
+def test_a_truncated_or_missing_file_is_refused_even_unverified(bundle, name, verify):
     size = (bundle / name).stat().st_size
     (bundle / name).write_bytes((bundle / name).read_bytes()[:-1])
     error = refused(bundle, verify)
@@ -96,7 +94,7 @@ def test_a_truncated_or_missing_file_is_refused_even_unverified(bundle: Path, na
     assert (error.where, error.got) == (str(bundle / name), "no such file")
 
 
-def test_no_bundle_is_refused(tmp_path: Path) -> None:
+def test_no_bundle_is_refused(tmp_path):
     assert refused(tmp_path / "absent").got == "no such folder"
     (tmp_path / "f").write_text("")
     assert refused(tmp_path / "f").got == "a file"
@@ -105,12 +103,12 @@ def test_no_bundle_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 4}', "\x00"])
-def test_a_broken_manifest_is_refused(bundle: Path, text: str) -> None:
+def test_a_broken_manifest_is_refused(bundle, text):
     (bundle / "manifest.json").write_text(text)
     assert "manifest.json" in refused(bundle).where
 
 
-def test_another_schema_version_is_refused_before_anything_else(bundle: Path) -> None:
+def test_another_schema_version_is_refused_before_anything_else(bundle):
     edit_manifest(bundle, lambda m: m.update(schema_version=1, files=3))
     error = refused(bundle)
     assert (error.got, error.expected) == ("schema version 1", "schema version 3")
@@ -126,13 +124,13 @@ def test_another_schema_version_is_refused_before_anything_else(bundle: Path) ->
         lambda m: m.pop("digest"),
     ],
 )
-def test_an_edited_manifest_is_refused(bundle: Path, change: Callable[[dict[str, object]], object]) -> None:
+def test_an_edited_manifest_is_refused(bundle, change):
     edit_manifest(bundle, change)
     assert "its own digest" in refused(bundle).got
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])
-def test_a_path_out_of_the_bundle_is_refused(bundle: Path, name: str) -> None:
+def test_a_path_out_of_the_bundle_is_refused(bundle, name):
     (bundle.parent / "secret").write_text("x")
 
     def change(manifest: dict[str, object]) -> None:
@@ -145,7 +143,7 @@ def test_a_path_out_of_the_bundle_is_refused(bundle: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["graphs", "tokenizer"])
-def test_a_manifest_that_points_to_unlisted_files_is_refused(bundle: Path, where: str) -> None:
+def test_a_manifest_that_points_to_unlisted_files_is_refused(bundle, where):
     def change(manifest: dict[str, object]) -> None:
         if where == "tokenizer":
             manifest["tokenizer"] = "manifest.json"
@@ -156,12 +154,12 @@ def test_a_manifest_that_points_to_unlisted_files_is_refused(bundle: Path, where
     assert where in refused(bundle).where
 
 
-def test_a_key_of_another_type_is_refused(bundle: Path) -> None:
+def test_a_key_of_another_type_is_refused(bundle):
     edit_manifest(bundle, lambda m: m.update(graphs=[]), sign=True)
     assert refused(bundle).where.endswith("(graphs)")
 
 
-def test_graphs_that_run_code_are_compared_whatever_was_asked(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_run_code_are_compared_whatever_was_asked(bundle, monkeypatch):
     """A plan may carry a library: nothing of it is opened before its digest holds."""
     opened: list[Path] = []
     monkeypatch.setattr(FakeBackend, "load", lambda self, path, *_, **__: opened.append(path), raising=False)
@@ -177,7 +175,7 @@ def test_graphs_that_run_code_are_compared_whatever_was_asked(bundle: Path, monk
 @pytest.mark.parametrize(
     "name", ["tokenizer/chat_template.jinja", "notes.txt", "graphs/target/graph.onnx.data.1", "mine/deep/file"]
 )
-def test_a_file_that_the_manifest_does_not_list_is_refused(bundle: Path, name: str, verify: bool) -> None:
+def test_a_file_that_the_manifest_does_not_list_is_refused(bundle, name, verify):
     (bundle / name).parent.mkdir(parents=True, exist_ok=True)
     (bundle / name).write_text("planted")
     assert list_foreign_files(bundle, read_manifest(bundle)) == [name]
@@ -188,20 +186,20 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(bundle: Path, name: s
         load(bundle, verify=verify)
 
 
-def test_the_refusal_counts_the_other_files(bundle: Path) -> None:
+def test_the_refusal_counts_the_other_files(bundle):
     for name in ("b", "a", "c"):
         (bundle / name).write_text("")
     error = refused(bundle)
     assert error.where == str(bundle / "a") and error.got.endswith("(2 more)")
 
 
-def test_links_to_folders_are_refused_and_not_followed(bundle: Path) -> None:
+def test_links_to_folders_are_refused_and_not_followed(bundle):
     (bundle / "loop").symlink_to(bundle)
     assert list_foreign_files(bundle, read_manifest(bundle)) == ["loop"]
     assert refused(bundle).where == str(bundle / "loop")
 
 
-def test_hidden_files_are_foreign_but_do_not_stop_a_load(bundle: Path) -> None:
+def test_hidden_files_are_foreign_but_do_not_stop_a_load(bundle):
     """Operating systems, NFS and download tools leave them; nothing reads them."""
     for name in (".DS_Store", "graphs/.nfs0001", ".cache/huggingface/x.metadata"):
         (bundle / name).parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +209,7 @@ def test_hidden_files_are_foreign_but_do_not_stop_a_load(bundle: Path) -> None:
     assert len(list_foreign_files(bundle, read_manifest(bundle))) == 3
 
 
-def test_a_bundle_may_lie_under_a_link_or_a_hidden_folder(bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_may_lie_under_a_link_or_a_hidden_folder(bundle, tmp_path):
     (tmp_path / "link").symlink_to(bundle)
     read_bundle(tmp_path / "link")
     shutil.copytree(bundle, tmp_path / ".hidden/made")

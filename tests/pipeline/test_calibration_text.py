@@ -33,19 +33,19 @@ def lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_a_text_file_is_one_text(folder: Path) -> None:
+def test_a_text_file_is_one_text(folder):
     (folder / "a.txt").write_text("w1 w2 w31 " * 100)
     [text] = read_texts(folder / "a.txt", folder, VOCAB)
     assert text == (1, 2, 31) * 100
 
 
-def test_lines_hold_texts_or_token_ids(folder: Path) -> None:
+def test_lines_hold_texts_or_token_ids(folder):
     ids = [i % VOCAB for i in range(300)]
     path = lines(folder / "a.jsonl", {"prompt": "w3 w4"}, {"text": "w5", "prompt": "w6"}, {"prompt": ids, "id": 1})
     assert read_texts(path, folder, VOCAB) == ((3, 4), (5,), tuple(ids))
 
 
-def test_no_more_than_the_first_tokens_are_read(folder: Path) -> None:
+def test_no_more_than_the_first_tokens_are_read(folder):
     path = lines(folder / "a.jsonl", *[{"text": [1] * 30000}] * 3)
     texts = read_texts(path, folder, VOCAB)
     assert [len(text) for text in texts] == [30000, MAX_TOKENS - 30000]
@@ -65,9 +65,7 @@ def test_no_more_than_the_first_tokens_are_read(folder: Path) -> None:
         ("a.jsonl", b"", "a.jsonl", f"at least {MIN_TOKENS}"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_line(
-    folder: Path, name: str, content: bytes, where: str, expected: str
-) -> None:
+def test_a_wrong_file_is_refused_with_its_line(folder, name, content, where, expected):
     (folder / name).write_bytes(content)
     with pytest.raises(RecipeError) as caught:
         read_texts(folder / name, folder, VOCAB)
@@ -96,12 +94,12 @@ def sample(plan: Plan, folder: Path, quantization: str = "int4", name: str = "ta
     return sample_of(plan, GraphJob(name, "model", quantization), source, backend)  # type: ignore[arg-type]
 
 
-def test_without_a_template_the_text_is_drawn(folder: Path) -> None:
+def test_without_a_template_the_text_is_drawn(folder):
     assert sample(Plan(), folder) == sample(Plan(), folder, "auto") == TextSample()
     assert sample(Plan("none"), folder) == TextSample(weights="rounded")
 
 
-def test_the_prompts_of_the_package_are_rendered_by_the_template_and_answered(folder: Path) -> None:
+def test_the_prompts_of_the_package_are_rendered_by_the_template_and_answered(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     found = sample(Plan(), folder, "int8")
@@ -113,18 +111,18 @@ def test_the_prompts_of_the_package_are_rendered_by_the_template_and_answered(fo
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no roles') }}", "{% broken", ""])
-def test_a_template_that_takes_no_such_messages_leaves_the_text_to_be_drawn(folder: Path, template: str) -> None:
+def test_a_template_that_takes_no_such_messages_leaves_the_text_to_be_drawn(folder, template):
     (folder / "chat_template.jinja").write_text(template)
     assert sample(Plan(), folder) == TextSample()
 
 
-def test_a_given_file_is_the_text(folder: Path) -> None:
+def test_a_given_file_is_the_text(folder):
     (folder / "a.txt").write_text("w1 w2 " * 200)
     found = sample(Plan(str(folder / "a.txt")), folder)
     assert found == TextSample(((1, 2) * 200,), source="given")
 
 
-def test_conversations_of_a_file_are_answered_or_are_the_text(folder: Path) -> None:
+def test_conversations_of_a_file_are_answered_or_are_the_text(folder):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     question, answer = {"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}
     asked = lines(folder / "a.jsonl", *[{"messages": [question]}] * 100)
@@ -135,14 +133,14 @@ def test_conversations_of_a_file_are_answered_or_are_the_text(folder: Path) -> N
     assert found is not None and found.texts == ((1, 3, 1, 5, 2),) * 100 and not found.prompts
 
 
-def test_conversations_without_a_template_are_refused(folder: Path) -> None:
+def test_conversations_without_a_template_are_refused(folder):
     asked = lines(folder / "a.jsonl", *[{"messages": [{"role": "user", "content": "w3"}]}] * 100)
     with pytest.raises(RecipeError, match="no chat template") as caught:
         sample(Plan(str(asked)), folder)
     assert caught.value.where.startswith("target.calibration") and caught.value.todo
 
 
-def test_no_form_of_these_is_compared_with_float32(folder: Path) -> None:
+def test_no_form_of_these_is_compared_with_float32(folder):
     assert sample(Plan(), folder, "none") is None and sample(Plan(), folder, "stored") is None
     assert sample(Plan(), folder, name="draft") is None
     assert sample(Plan(weights="random"), folder) is None
@@ -150,9 +148,7 @@ def test_no_form_of_these_is_compared_with_float32(folder: Path) -> None:
     assert sample(Plan(str(folder / "a.txt")), folder, "stored") is not None  # it is asked for
 
 
-def test_a_target_whose_draft_shares_its_quantised_weights_is_rounded_as_the_draft_is(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_whose_draft_shares_its_quantised_weights_is_rounded_as_the_draft_is(folder, monkeypatch):
     monkeypatch.setattr(registry, "find_class", lambda source: SimpleNamespace(shares_weights=source == "shares"))
     for quantization, source, expected in (
         ("int4", "shares", "as drafts"),

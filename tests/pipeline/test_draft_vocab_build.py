@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft with a part of the vocabulary in a build: its numbers, its texts, its record and its cache key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +39,7 @@ def recipe_of(folder: Path, text: str, extra: str = "") -> Path:
     return path
 
 
-def test_a_bundle_drafts_the_kept_tokens_alone_and_its_text_is_the_targets(tmp_path: Path) -> None:
+def test_a_bundle_drafts_the_kept_tokens_alone_and_its_text_is_the_targets(tmp_path):
     plan = fakes.make_plan(recipe_of(tmp_path, "kept"))
     with store.cheap_stages():
         bundle = build(plan, tmp_path / "out", cache=StageCache(tmp_path / "cache"))
@@ -73,7 +71,7 @@ def test_a_bundle_drafts_the_kept_tokens_alone_and_its_text_is_the_targets(tmp_p
         assert differing(target, PROMPTS, texts) == []
 
 
-def test_the_key_depends_on_the_tokens_and_not_on_the_files_name(tmp_path: Path) -> None:
+def test_the_key_depends_on_the_tokens_and_not_on_the_files_name(tmp_path):
     def key(path: Path) -> str:
         plan = fakes.make_plan(path)
         backend = registry.backend(plan.engine.backend, plan.engine.device)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files are written atomically, and some are never replaced by a rename."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
@@ -33,7 +31,7 @@ def make_device(path: Path, kind: int, numbers: tuple[int, int]) -> None:
         pytest.skip("device nodes need root")
 
 
-def test_a_file_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_keeps_its_mode(tmp_path):
     path = tmp_path / "out.json"
     write_file(path, "one")
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
@@ -49,7 +47,7 @@ def _umask() -> int:
     return mask
 
 
-def test_a_device_is_written_into(tmp_path: Path) -> None:
+def test_a_device_is_written_into(tmp_path):
     null = tmp_path / "null"
     make_device(null, stat.S_IFCHR, (1, 3))
     try:
@@ -63,7 +61,7 @@ def test_a_device_is_written_into(tmp_path: Path) -> None:
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_a_pipe_is_written_into(tmp_path: Path) -> None:
+def test_a_pipe_is_written_into(tmp_path):
     pipe, read = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
@@ -74,14 +72,14 @@ def test_a_pipe_is_written_into(tmp_path: Path) -> None:
     assert read == ["text"] and stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_standard_output_may_be_named(tmp_path: Path) -> None:
+def test_standard_output_may_be_named(tmp_path):
     code = "from pathlib import Path; from speccompile.bundle.files import write_file\n"
     code += "write_file(Path('/dev/stdout'), 'text')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("text", "")
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_a_link_is_followed(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "latest.json").symlink_to("deep/first.json")
     for text in ("one", "two"):  # first it leads nowhere yet
@@ -92,7 +90,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert "symbolic links" in refusal(tmp_path / "loop").got
 
 
-def test_what_cannot_be_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refusal(tmp_path).got == "a folder"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -104,7 +102,7 @@ def test_what_cannot_be_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert refusal(tmp_path / "disk").got == "a block device"
 
 
-def test_no_file_is_written_into_a_written_folder(tmp_path: Path) -> None:
+def test_no_file_is_written_into_a_written_folder(tmp_path):
     write_record(tmp_path, SPECULATOR)
     assert "a trained speculator that speccompile wrote" in refusal(tmp_path / "bench.json").got
     (tmp_path / "deep").mkdir()
@@ -113,7 +111,7 @@ def test_no_file_is_written_into_a_written_folder(tmp_path: Path) -> None:
     assert "that speccompile wrote" in refusal(tmp_path.parent / "link.json").got
 
 
-def test_a_read_only_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_file_stays(tmp_path, monkeypatch):
     path = tmp_path / "out.json"
     path.write_text("mine")
     monkeypatch.setattr(os, "access", lambda checked, mode: Path(checked) != path)  # root may write everywhere
@@ -121,7 +119,7 @@ def test_a_read_only_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_full_and_mounted(tmp_path: Path) -> None:
+def test_full_and_mounted(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], check=False).returncode != 0:
@@ -144,7 +142,7 @@ def test_full_and_mounted(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_dead_writers_are_removed(tmp_path):
     (tmp_path / ".out.json.0000dead.part").write_text("half")
     (tmp_path / ".out.json.mine.part").write_text("the user's")
     os.mkfifo(tmp_path / ".out.json.1111dead.part")

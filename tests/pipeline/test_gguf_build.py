@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GGUF file is built, found again and served as a checkpoint's folder is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_file_is_built_once_and_found_by_its_contents(tmp_path: Path, cache: Path, exported: list[Path]) -> None:
+def test_a_file_is_built_once_and_found_by_its_contents(tmp_path, cache, exported):
     path = tmp_path / "tiny.Q8_0.gguf"
     write_model(path, "llama", "Q8_0", tokenizer=TOKENIZER)
     assert is_model(str(path)) and is_model(str(tmp_path))
@@ -54,7 +52,7 @@ def test_a_file_is_built_once_and_found_by_its_contents(tmp_path: Path, cache: P
 
 
 @pytest.mark.export
-def test_target_and_draft_of_files_decode_as_transformers_does(tmp_path: Path) -> None:
+def test_target_and_draft_of_files_decode_as_transformers_does(tmp_path):
     target = write_model(tmp_path / "target.gguf", "qwen2", "Q4_1", tokenizer=TOKENIZER)
     write_model(tmp_path / "draft.gguf", "llama", "Q8_0", tokenizer=TOKENIZER)
     recipe = tmp_path / "recipe.yaml"
@@ -71,7 +69,7 @@ def test_target_and_draft_of_files_decode_as_transformers_does(tmp_path: Path) -
     assert list(made[0].tokens) == expected[0, 3:].tolist()
 
 
-def test_commands_say_what_a_file_is(tmp_path: Path) -> None:
+def test_commands_say_what_a_file_is(tmp_path):
     path = tmp_path / "tiny.gguf"
     write_model(path, "qwen3", "Q8_0", tokenizer=TOKENIZER)
     done = CliRunner().invoke(app, ["build", str(path), "--dry-run", "--json", "-o", str(tmp_path / "out")])

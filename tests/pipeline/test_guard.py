@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may be written, and that no other file is ever deleted or replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -37,7 +35,7 @@ def refusal(dest: Path, kind: str | None = SPECULATOR) -> BuildError:
     return caught.value
 
 
-def test_what_was_written_is_replaced_and_empty_folders_do_not_count(tmp_path: Path) -> None:
+def test_what_was_written_is_replaced_and_empty_folders_do_not_count(tmp_path):
     (tmp_path / "out" / "nothing" / "in").mkdir(parents=True)
     for text in ("one", "two"):
         write_folder(tmp_path / "out", text)
@@ -59,7 +57,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_file_is_named_and_refused(tmp_path: Path, name: str) -> None:
+def test_a_foreign_file_is_named_and_refused(tmp_path, name):
     write_folder(tmp_path / "out")
     FOREIGN[name](tmp_path / "out")
     error = refusal(tmp_path / "out")
@@ -67,7 +65,7 @@ def test_a_foreign_file_is_named_and_refused(tmp_path: Path, name: str) -> None:
     assert "Move them away" in error.todo
 
 
-def test_many_foreign_files_are_cut_to_three(tmp_path: Path) -> None:
+def test_many_foreign_files_are_cut_to_three(tmp_path):
     for name in "abcde":
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).touch()
@@ -88,7 +86,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_edited_file_is_the_users(tmp_path: Path, name: str) -> None:
+def test_an_edited_file_is_the_users(tmp_path, name):
     write_folder(tmp_path / "out")
     CHANGES[name](tmp_path / "out")
     error = refusal(tmp_path / "out")
@@ -96,7 +94,7 @@ def test_an_edited_file_is_the_users(tmp_path: Path, name: str) -> None:
     assert "remove" in error.todo
 
 
-def test_a_link_instead_of_a_file_is_a_change(tmp_path: Path) -> None:
+def test_a_link_instead_of_a_file_is_a_change(tmp_path):
     write_folder(tmp_path / "out")
     (tmp_path / "out" / "config.json").rename(tmp_path / "elsewhere")
     (tmp_path / "out" / "config.json").symlink_to(tmp_path / "elsewhere")
@@ -104,26 +102,26 @@ def test_a_link_instead_of_a_file_is_a_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "{", '{"files": {}}', '{"schema_version": 1}', "[" * 100_000])
-def test_a_manifest_of_something_else_is_no_record(tmp_path: Path, text: str) -> None:
+def test_a_manifest_of_something_else_is_no_record(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     assert "other things in it: manifest.json" in refusal(tmp_path, BUNDLE).got
 
 
-def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_is_not_replaced(tmp_path):
     write_folder(tmp_path / "out")
     for kind, expected in ((BUNDLE, "a bundle to replace, or nothing"), (None, "a new or empty folder")):
         error = refusal(tmp_path / "out", kind)
         assert (error.got, error.expected) == ("a trained speculator", expected)
 
 
-def test_no_folder_is_written_inside_of_a_written_one(tmp_path: Path) -> None:
+def test_no_folder_is_written_inside_of_a_written_one(tmp_path):
     write_folder(tmp_path / "out")
     for dest in ("out/deep", "out/new", "out/new/deeper"):
         error = refusal(tmp_path / dest)
         assert error.got == f"a path inside {tmp_path}/out, a trained speculator that speccompile wrote"
 
 
-def test_a_file_that_comes_during_the_work_is_kept(tmp_path: Path) -> None:
+def test_a_file_that_comes_during_the_work_is_kept(tmp_path):
     write_folder(tmp_path / "out")
     claim = claim_folder(tmp_path / "out", SPECULATOR)
 
@@ -137,14 +135,14 @@ def test_a_file_that_comes_during_the_work_is_kept(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_another_writer_of_the_same_kind_does_not_stop_this_one(tmp_path: Path) -> None:
+def test_another_writer_of_the_same_kind_does_not_stop_this_one(tmp_path):
     for dest in ("fresh", "old"):
         claim = claim_folder(tmp_path / dest, SPECULATOR)
         write_folder(tmp_path / dest)
         claim.hold()
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_a_link_is_followed(tmp_path):
     (tmp_path / "current").symlink_to("v1")
     for text in ("one", "two"):  # first it leads nowhere yet
         write_folder(tmp_path / "current", text)
@@ -154,7 +152,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert refusal(tmp_path / "loop").got == "a link that leads nowhere that is there already"
 
 
-def test_files_and_what_is_below_them_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_what_is_below_them_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a socket's path may be too long
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
@@ -166,11 +164,11 @@ def test_files_and_what_is_below_them_are_refused(tmp_path: Path, monkeypatch: p
     assert refusal(tmp_path / "file" / "out").got == f"{tmp_path}/file, which is a file"
 
 
-def test_a_name_that_is_too_long_is_noticed_first(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_noticed_first(tmp_path):
     assert "File name too long" in refusal(tmp_path / ("n" * 240)).got
 
 
-def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
     write_folder(tmp_path / "out")
     monkeypatch.chdir(tmp_path / "out" / "deep")
     for dest in (".", "..", tmp_path / "out"):
@@ -186,7 +184,7 @@ def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
     claim_folder(tmp_path / "new", SPECULATOR)
 
 
-def test_a_folder_that_may_not_be_written_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_written_is_noticed_first(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     assert f"no permission to write in {tmp_path}" in refusal(tmp_path / "out").got
 
@@ -205,7 +203,7 @@ def mounted(tmp_path: Path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_mount_point_is_not_replaced(mounted: Path) -> None:
+def test_a_mount_point_is_not_replaced(mounted):
     assert refusal(mounted).got == "a mount point"
     write_folder(mounted / "out")
     (mounted / "bound").mkdir()
@@ -217,7 +215,7 @@ def test_a_mount_point_is_not_replaced(mounted: Path) -> None:
         subprocess.run(["umount", str(mounted / "bound")], check=True)
 
 
-def test_models_go_into_a_repository_that_is_mounted(mounted: Path) -> None:
+def test_models_go_into_a_repository_that_is_mounted(mounted):
     (mounted / "other").mkdir()
     with staged_folder(mounted, keeps_others=True) as folder:
         (folder / "model").mkdir()
@@ -225,7 +223,7 @@ def test_models_go_into_a_repository_that_is_mounted(mounted: Path) -> None:
     assert sorted(os.listdir(mounted)) == ["model", "other"]
 
 
-def test_a_full_disk_names_what_could_not_be_written(mounted: Path, tmp_path: Path) -> None:
+def test_a_full_disk_names_what_could_not_be_written(mounted, tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "big").write_bytes(bytes(200_000))
     with pytest.raises(BuildError) as caught, staged_folder(mounted / "out") as folder:
@@ -234,7 +232,7 @@ def test_a_full_disk_names_what_could_not_be_written(mounted: Path, tmp_path: Pa
     assert str(tmp_path / "source") not in caught.value.got and os.listdir(mounted) == []
 
 
-def test_numpys_short_writes_are_a_full_disk(mounted: Path) -> None:
+def test_numpys_short_writes_are_a_full_disk(mounted):
     import numpy as np
 
     with pytest.raises(BuildError) as caught, staged_folder(mounted / "out") as folder:
@@ -242,7 +240,7 @@ def test_numpys_short_writes_are_a_full_disk(mounted: Path) -> None:
     assert "stopped short, as on a full disk" in caught.value.got and "Free space" in caught.value.todo
 
 
-def test_graphs_on_a_full_disk(mounted: Path) -> None:
+def test_graphs_on_a_full_disk(mounted):
     ir = pytest.importorskip("onnx_ir")
     import numpy as np
 
@@ -255,7 +253,7 @@ def test_graphs_on_a_full_disk(mounted: Path) -> None:
     assert "as on a full disk" in caught.value.got or "No space left" in caught.value.got
 
 
-def test_a_bundle_with_notes_is_not_replaced(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_a_bundle_with_notes_is_not_replaced(exported, recipe, tmp_path):
     dest, cache = tmp_path / "out", StageCache(tmp_path / "cache")
     first = build(make_plan(recipe), dest, cache=cache)
     second = build(make_plan(recipe, "decoding.seed=5"), dest, cache=cache)
@@ -273,7 +271,7 @@ def test_a_bundle_with_notes_is_not_replaced(exported: list[Path], recipe: Path,
         build(make_plan(recipe), dest, cache=cache)
 
 
-def test_no_bundle_is_built_inside_another(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_no_bundle_is_built_inside_another(exported, recipe, tmp_path):
     dest, cache = tmp_path / "out", StageCache(tmp_path / "cache")
     build(make_plan(recipe), dest, cache=cache)
     with pytest.raises(BuildError, match="a bundle that speccompile wrote"):
@@ -281,7 +279,7 @@ def test_no_bundle_is_built_inside_another(exported: list[Path], recipe: Path, t
     assert read_bundle(dest).path == dest
 
 
-def test_the_cache_removes_its_own_entries_alone(tmp_path: Path) -> None:
+def test_the_cache_removes_its_own_entries_alone(tmp_path):
     (tmp_path / "photos" / "2026").mkdir(parents=True)
     (tmp_path / "photos" / "2026" / "a.jpg").write_bytes(bytes(100))
     cache = StageCache(tmp_path, limit_bytes=10)
@@ -289,7 +287,7 @@ def test_the_cache_removes_its_own_entries_alone(tmp_path: Path) -> None:
     assert (tmp_path / "photos" / "2026" / "a.jpg").exists() and not (tmp_path / "graphs" / "key").exists()
 
 
-def test_others_beside_stay(tmp_path: Path) -> None:
+def test_others_beside_stay(tmp_path):
     (tmp_path / "repo" / "resnet").mkdir(parents=True)
     for text in ("one", "two"):
         with staged_folder(tmp_path / "repo", keeps_others=True) as folder:

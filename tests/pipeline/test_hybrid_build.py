@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets with recurrent layers build and decode as transformers does: a multimodal Qwen3.5 folder, Granite 4."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -88,7 +86,7 @@ def _check_greedy(model: Any, texts: list[list[int]]) -> None:
     assert all(len(text) == NUM_TOKENS or text[-1] == 2 for text in texts)
 
 
-def test_greedy_text_equals_transformers(folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_text_equals_transformers(folder, monkeypatch):
     engine, params = _load(folder[0], "none", monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
     for batch_size in (1, 4):
         results = engine.generate(PROMPTS, params, batch_size=batch_size)
@@ -100,9 +98,7 @@ def test_greedy_text_equals_transformers(folder: tuple[Path, Any], monkeypatch: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_text_is_the_same_with_drafts(
-    folder: tuple[Path, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_text_is_the_same_with_drafts(folder, quantization, monkeypatch):
     engine, params = _load(folder[0], quantization, monkeypatch), SamplingParams(max_new_tokens=NUM_TOKENS)
     single = [r.tokens for r in engine.generate(PROMPTS, params, batch_size=1, speculative=False)]
     for batch_size in (1, 4):
@@ -112,7 +108,7 @@ def test_quantised_text_is_the_same_with_drafts(
     _check_trees(engine)
 
 
-def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path, monkeypatch):
     # Without limits of time steps, which tests/export/test_hybrids.py has.
     model = make_checkpoint({**HYBRIDS["granite4"], "time_step_limit": [0.0, float("inf")]}, tmp_path / "target")
     (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
@@ -125,7 +121,7 @@ def test_greedy_text_of_a_mamba_2_hybrid_equals_transformers(tmp_path: Path, mon
     _check_trees(engine)
 
 
-def test_a_target_without_attention_has_no_cache_to_compact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_without_attention_has_no_cache_to_compact(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/config.json").write_text(json.dumps({**VARIANTS["mamba2"], "num_hidden_layers": 1}))
     (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hybrid with a multi-token prediction module inside becomes TensorRT plans, without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +25,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_target_and_module_build_with_states_in_float32(tmp_path: Path) -> None:
+def test_target_and_module_build_with_states_in_float32(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(32)))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds that are killed at every message, or run out of disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -69,7 +67,7 @@ def hidden_folders(parent: Path) -> list[Path]:
     return [p for p in parent.rglob(".*") if ".building-" in p.name]
 
 
-def test_the_stages_are_the_ones_killed_below(run_child: RunChild, recipe: Path, tmp_path: Path) -> None:
+def test_the_stages_are_the_ones_killed_below(run_child, recipe, tmp_path):
     done = run_child(recipe, tmp_path / "out", tmp_path / "cache", "none")
     messages = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
@@ -77,9 +75,7 @@ def test_the_stages_are_the_ones_killed_below(run_child: RunChild, recipe: Path,
 
 
 @pytest.mark.parametrize("has_old", [False, True], ids=["fresh", "replacing"])
-def test_a_build_killed_at_any_message_leaves_what_was_there(
-    run_child: RunChild, exported: list[Path], recipe: Path, tmp_path: Path, has_old: bool
-) -> None:
+def test_a_build_killed_at_any_message_leaves_what_was_there(run_child, exported, recipe, tmp_path, has_old):
     dest, cache = tmp_path / "outs" / "out", tmp_path / "cache"
     messages = run_child(recipe, tmp_path / "probe", tmp_path / "probe-cache", "none").stdout.splitlines()
     assert len(messages) >= 18
@@ -102,9 +98,7 @@ def test_a_build_killed_at_any_message_leaves_what_was_there(
     assert hidden_folders(dest.parent) == []
 
 
-def test_a_cache_whose_writer_was_killed_is_used_and_cleaned(
-    run_child: RunChild, exported: list[Path], recipe: Path, tmp_path: Path
-) -> None:
+def test_a_cache_whose_writer_was_killed_is_used_and_cleaned(run_child, exported, recipe, tmp_path):
     cache = tmp_path / "cache"
     messages = run_child(recipe, tmp_path / "probe", tmp_path / "probe-cache", "none").stdout.splitlines()
     number = next(i for i, m in enumerate(messages) if m.endswith("compile draft: save"))
@@ -116,9 +110,7 @@ def test_a_cache_whose_writer_was_killed_is_used_and_cleaned(
     assert hidden_folders(cache) == []
 
 
-def test_a_running_build_is_not_taken_for_a_dead_one(
-    run_child: RunChild, exported: list[Path], recipe: Path, tmp_path: Path
-) -> None:
+def test_a_running_build_is_not_taken_for_a_dead_one(run_child, exported, recipe, tmp_path):
     dest = tmp_path / "outs" / "out"
     other_folders: list[list[Path]] = []
 
@@ -136,7 +128,7 @@ def test_a_running_build_is_not_taken_for_a_dead_one(
     assert hidden_folders(dest.parent) == []
 
 
-def test_a_full_disk_is_a_build_error_and_leaves_nothing(run_child: RunChild, recipe: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_build_error_and_leaves_nothing(run_child, recipe, tmp_path):
     # A limit on the size of a file: write() fails in the middle of a file, as it does on a full disk.
     done = run_child(recipe, tmp_path / "outs" / "out", tmp_path / "cache", "fsize=60000")
     assert done.returncode == BuildError.exit_code, done.stdout + done.stderr
@@ -147,9 +139,7 @@ def test_a_full_disk_is_a_build_error_and_leaves_nothing(run_child: RunChild, re
 
 @pytest.mark.parametrize("stage", ["compile target", "tune target", "bundle"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
-def test_disk_faults_in_any_stage_are_build_errors(
-    exported: list[Path], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, number: int
-) -> None:
+def test_disk_faults_in_any_stage_are_build_errors(exported, recipe, tmp_path, monkeypatch, stage, number):
     dest = tmp_path / "outs" / "out"
 
     def fill_disk(message: str) -> None:
@@ -169,7 +159,7 @@ def test_disk_faults_in_any_stage_are_build_errors(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_really_full_file_system(run_child: RunChild, recipe: Path, tmp_path: Path) -> None:
+def test_a_really_full_file_system(run_child, recipe, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
@@ -190,7 +180,7 @@ def test_a_really_full_file_system(run_child: RunChild, recipe: Path, tmp_path: 
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_cache_disk_names_the_cache(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_a_full_cache_disk_names_the_cache(exported, recipe, tmp_path):
     (tmp_path / "cache").write_text("a file where the cache's folder should be")
     with pytest.raises(BuildError) as caught:
         build(make_plan(recipe), tmp_path / "outs" / "out", cache=StageCache(tmp_path / "cache"))
@@ -200,9 +190,7 @@ def test_a_full_cache_disk_names_the_cache(exported: list[Path], recipe: Path, t
 
 @pytest.mark.parametrize(("number", "says"), [(errno.ENOSPC, "speccompile cache clear"), (errno.EROFS, "Set ")])
 @pytest.mark.parametrize("name", ["cache/graphs/.x", "elsewhere"])
-def test_a_fault_of_the_cache_says_how_to_move_it(
-    number: int, says: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_cache_says_how_to_move_it(number, says, name, tmp_path, monkeypatch):
     """Also where what is written lies elsewhere, as a bundle that is copied from the cache."""
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(BuildError) as caught, disk_faults(tmp_path / "out"):
@@ -213,6 +201,6 @@ def test_a_fault_of_the_cache_says_how_to_move_it(
     assert ("Free space" in todo) == (number == errno.ENOSPC)
 
 
-def test_the_fakes_do_not_hide_a_write(exported: list[Path], recipe: Path, tmp_path: Path) -> None:
+def test_the_fakes_do_not_hide_a_write(exported, recipe, tmp_path):
     bundle = build(make_plan(recipe), tmp_path / "out", cache=StageCache(None))
     assert bundle.manifest["files"]["graphs/target/graph.onnx.data"]["size_bytes"] == fakes.FakeBackend.weights_bytes

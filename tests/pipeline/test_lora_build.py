@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA adapter in a build: text, records, cache key, command line, and what is left of a refused one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -60,7 +58,7 @@ def key(plan: BuildPlan) -> str:
     return find_graph(plan, plan.target, None, backend).key
 
 
-def test_the_text_is_that_of_the_merged_model(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_is_that_of_the_merged_model(recipe, tmp_path, capsys):
     plan = fakes.make_plan(recipe)
     with store.cheap_stages():
         bundle = build(plan, tmp_path / "out", cache=StageCache(tmp_path / "cache"))
@@ -94,7 +92,7 @@ def test_the_text_is_that_of_the_merged_model(recipe: Path, tmp_path: Path, caps
     assert reference.greedy_beside(PROMPTS[0], texts[0]) == texts[0]
 
 
-def test_a_draft_with_the_targets_adapter_drafts_as_the_target_writes(recipe: Path, tmp_path: Path) -> None:
+def test_a_draft_with_the_targets_adapter_drafts_as_the_target_writes(recipe, tmp_path):
     section = {"method": "draft_model", "model": str(tmp_path / "base"), "num_draft_tokens": 3}
     accepted = {}
     for lora in (str(tmp_path / "adapter"), None):
@@ -121,7 +119,7 @@ def test_a_draft_with_the_targets_adapter_drafts_as_the_target_writes(recipe: Pa
     assert drafted == kept > fewer
 
 
-def test_the_key_has_the_adapters_contents(recipe: Path, tmp_path: Path) -> None:
+def test_the_key_has_the_adapters_contents(recipe, tmp_path):
     first, without = key(fakes.make_plan(recipe)), key(fakes.make_plan(recipe, "target.lora=null"))
     shutil.copytree(tmp_path / "adapter", tmp_path / "moved")
     assert key(fakes.make_plan(recipe, f"target.lora={tmp_path / 'moved'}")) == first != without
@@ -129,7 +127,7 @@ def test_the_key_has_the_adapters_contents(recipe: Path, tmp_path: Path) -> None
     assert key(fakes.make_plan(recipe)) not in (first, without)
 
 
-def test_a_refused_adapter_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
+def test_a_refused_adapter_leaves_nothing(recipe, tmp_path):
     write_adapter(tmp_path / "adapter", factors({"model.layers.0.self_attn.q_proj": (64, 32)}))
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(CheckpointError, match=r"shape \[64, 32\]; expected shape \[64, 64\]"):
@@ -137,7 +135,7 @@ def test_a_refused_adapter_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_what_contradicts_an_adapter(recipe: Path) -> None:
+def test_what_contradicts_an_adapter(recipe):
     with pytest.raises(RecipeError, match=r"target\.lora: got an adapter with target\.weights: random"):
         fakes.make_plan(recipe, "target.weights=random")
     section = f"{{method: draft_model, model: base, lora: {recipe.parent / 'adapter'}}}"
@@ -147,7 +145,7 @@ def test_what_contradicts_an_adapter(recipe: Path) -> None:
         fakes.make_plan(recipe, "target.lora=no-such")
 
 
-def test_the_command_line_names_one(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_names_one(recipe, tmp_path, capsys):
     sizes = ["--set", "engine.max_seq_len=48", "--set", "speculator={method: ngram}"]
     with pytest.raises(SystemExit):
         app(["build", str(tmp_path / "base"), "--lora", str(tmp_path / "adapter"), *sizes, "--dry-run", "--json"])

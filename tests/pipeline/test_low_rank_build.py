@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter whose LM head is two products builds in each precision, and the text is the target's own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from speccompile.bundle.stage_cache import StageCache
@@ -25,7 +21,7 @@ pytestmark = pytest.mark.export
 RANK, HIDDEN = 32, 64
 
 
-def test_both_products_of_a_low_rank_head_are_quantised(tmp_path: Path) -> None:
+def test_both_products_of_a_low_rank_head_are_quantised(tmp_path):
     from tests.speculators import eagle_lab
 
     fakes.make_checkpoint(tmp_path / "target", hidden=HIDDEN, layers=4)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph that only some checkpoints of a method have is built for these alone, and decoding finds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,7 +29,7 @@ def recipe_of(folder: Path, draft: str) -> Path:
     return path
 
 
-def test_the_step_of_a_drafter_is_built_where_it_has_one(tmp_path: Path) -> None:
+def test_the_step_of_a_drafter_is_built_where_it_has_one(tmp_path):
     eagle_lab.write_target(tmp_path / "target")
     dflash_lab.write_learnt_path(tmp_path / "path", tmp_path / "target")
     dflash_lab.write(tmp_path / "one", dflash_lab.KINDS["one"])

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint with packed weights builds and decodes as the plain one that it means."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ from speccompile import SamplingParams  # noqa: E402
 pytestmark = pytest.mark.export
 
 
-def test_a_packed_checkpoint_builds_as_the_plain_one(tmp_path: Path) -> None:
+def test_a_packed_checkpoint_builds_as_the_plain_one(tmp_path):
     from safetensors.torch import save_file
 
     from tests.checkpoints.packed_lab import pack_folder

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models in the place of bundles: built once, found by all that they depend on, never half a bundle."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -28,7 +26,7 @@ def model(tmp_path: Path, exported: list[Path], monkeypatch: pytest.MonkeyPatch)
     return fakes.make_checkpoint(tmp_path / "model")
 
 
-def test_the_second_start_builds_nothing(model: Path, exported: list[Path], tmp_path: Path) -> None:
+def test_the_second_start_builds_nothing(model, exported, tmp_path):
     first = prepare(str(model))
     assert first.is_kept and first.name == "model" and first.path.parent == tmp_path / "cache/bundles"
     messages: list[str] = []
@@ -38,7 +36,7 @@ def test_the_second_start_builds_nothing(model: Path, exported: list[Path], tmp_
 
 
 @pytest.mark.parametrize("what", ["weights", "tokenizer", "option", "version"])
-def test_another_input_is_another_bundle(model: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_input_is_another_bundle(model, what, monkeypatch):
     first, options = prepare(str(model)), None
     if what == "weights":
         data = bytearray((model / "model.safetensors").read_bytes())
@@ -53,7 +51,7 @@ def test_another_input_is_another_bundle(model: Path, what: str, monkeypatch: py
     assert prepare(str(model), options).path != first.path
 
 
-def test_a_damaged_entry_is_built_again(model: Path, exported: list[Path]) -> None:
+def test_a_damaged_entry_is_built_again(model, exported):
     entry = prepare(str(model)).path
     (entry / "graphs/target/graph.onnx").write_text("other")
     assert prepare(str(model)).path == entry
@@ -63,7 +61,7 @@ def test_a_damaged_entry_is_built_again(model: Path, exported: list[Path]) -> No
     assert read_bundle(entry).graphs and exported == [model]  # from the stages that are kept
 
 
-def test_a_build_that_fails_leaves_no_entry(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_build_that_fails_leaves_no_entry(model, monkeypatch, tmp_path):
     def fail(*_: object, **__: object) -> None:
         raise ExportError("target", "a", "b", "c")
 
@@ -76,7 +74,7 @@ def test_a_build_that_fails_leaves_no_entry(model: Path, monkeypatch: pytest.Mon
     assert prepare(str(model)).path.is_dir()
 
 
-def test_one_process_builds_and_the_other_waits(model: Path, exported: list[Path], tmp_path: Path) -> None:
+def test_one_process_builds_and_the_other_waits(model, exported, tmp_path):
     plan = module.plan_from_source(str(model), ModelOptions())
     root = tmp_path / "cache/bundles"
     root.mkdir(parents=True)
@@ -96,7 +94,7 @@ def test_one_process_builds_and_the_other_waits(model: Path, exported: list[Path
     assert found == [prepare(str(model))] and exported == [model]
 
 
-def test_a_recipe_is_built_too_and_a_bundle_is_itself(model: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_built_too_and_a_bundle_is_itself(model, tmp_path):
     recipe = tmp_path / "own.yaml"
     recipe.write_text("target: {model: model}\nengine: {max_seq_len: 48}\n")
     made = prepare(str(recipe))
@@ -106,13 +104,13 @@ def test_a_recipe_is_built_too_and_a_bundle_is_itself(model: Path, tmp_path: Pat
     assert read_bundle(other.path).recipe.speculator["num_draft_tokens"] == 2
 
 
-def test_the_recipe_in_a_bundle_is_the_one_that_was_used(model: Path) -> None:
+def test_the_recipe_in_a_bundle_is_the_one_that_was_used(model):
     plan = module.plan_from_source(str(model), ModelOptions())
     written = load_recipe(prepare(str(model)).path / "recipe.yaml")
     assert resolve(written, Device("cpu", 2)) == plan
 
 
-def test_kept_bundles_are_listed_and_dropped_as_other_entries(model: Path, tmp_path: Path) -> None:
+def test_kept_bundles_are_listed_and_dropped_as_other_entries(model, tmp_path):
     entry = prepare(str(model)).path
     assert entry in {found.path for found in list_entries(tmp_path / "cache") if found.kind == "bundles"}
     from speccompile.bundle.stage_cache import StageCache
@@ -121,7 +119,7 @@ def test_kept_bundles_are_listed_and_dropped_as_other_entries(model: Path, tmp_p
     assert not entry.exists()
 
 
-def test_names_are_told_apart(model: Path, tmp_path: Path) -> None:
+def test_names_are_told_apart(model, tmp_path):
     (tmp_path / "bundles").mkdir()
     (tmp_path / "file").write_text("")
     entry = prepare(str(model)).path

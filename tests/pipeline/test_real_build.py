@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same promises with the real export and ONNX Runtime, on a pair of a few hundred parameters."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -61,7 +59,7 @@ def bundle(folder: Path, recipe: Path, exports: Path) -> Bundle:
     return build(fakes.make_plan(recipe), folder / "out", cache=StageCache(folder / "cache"))
 
 
-def test_the_bundle_is_whole_and_its_chain_is_exact(bundle: Bundle) -> None:
+def test_the_bundle_is_whole_and_its_chain_is_exact(bundle):
     assert read_bundle(bundle.path).manifest == bundle.manifest
     assert bundle.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
     for name in ("target", "draft"):
@@ -73,7 +71,7 @@ def test_the_bundle_is_whole_and_its_chain_is_exact(bundle: Bundle) -> None:
         assert graph["passes"]
 
 
-def test_the_report_shows_the_graphs(bundle: Bundle) -> None:
+def test_the_report_shows_the_graphs(bundle):
     report = (bundle.path / "report.html").read_text()
     for word in ("big · draft_model", "compile target", "graphs/draft/graph.onnx.data", "threads"):
         assert word in report
@@ -82,7 +80,7 @@ def test_the_report_shows_the_graphs(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_targets_are_exact_on_chains(folder: Path, recipe: Path, bundle: Bundle, quantization: str) -> None:
+def test_quantised_targets_are_exact_on_chains(folder, recipe, bundle, quantization):
     plan = fakes.make_plan(recipe, f"target.quantization={quantization}", "speculator.quantization=none")
     made = build(plan, folder / quantization, cache=StageCache(folder / "cache"))
     assert made.graphs["target"]["checks"] == {"num_tokens": 7, "num_equal": 7}
@@ -96,9 +94,7 @@ def test_quantised_targets_are_exact_on_chains(folder: Path, recipe: Path, bundl
 # Every message is killed at in test_interrupted.py, with fakes; here it is the last one with all of torch loaded,
 # which exports the target alone.
 @pytest.mark.parametrize("stage", ["tune target"])
-def test_a_killed_export_leaves_nothing_and_the_next_build_cleans_up(
-    folder: Path, recipe: Path, bundle: Bundle, exports: Path, stage: str
-) -> None:
+def test_a_killed_export_leaves_nothing_and_the_next_build_cleans_up(folder, recipe, bundle, exports, stage):
     dest, cache = folder / "killed" / "out", folder / f"cache-{stage.replace(':', '')}"
     shutil.copytree(exports / "draft-small", folder / "some-exports/draft-small")
     some = str(folder / "some-exports")
@@ -112,9 +108,7 @@ def test_a_killed_export_leaves_nothing_and_the_next_build_cleans_up(
     shutil.rmtree(dest)
 
 
-def test_weights_that_do_not_fit_the_disk_are_a_build_error(
-    folder: Path, recipe: Path, bundle: Bundle, exports: Path
-) -> None:
+def test_weights_that_do_not_fit_the_disk_are_a_build_error(folder, recipe, bundle, exports):
     dest, how = folder / "full" / "out", "real-fsize=60000"
     command = [sys.executable, str(CHILD), str(recipe), str(dest), str(folder / "cache-full"), how, str(exports)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -126,7 +120,7 @@ def test_weights_that_do_not_fit_the_disk_are_a_build_error(
 @pytest.mark.parametrize(
     ("model_type", "words"), [("mpt", "ALiBi"), ("longcat_flash", ""), ("no_such_type", "no_such_type")]
 )
-def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(folder: Path, model_type: str, words: str) -> None:
+def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(folder, model_type, words):
     source = folder / model_type
     source.mkdir()
     sizes = {"hidden_size": 32, "vocab_size": 32, "max_position_embeddings": 64, "num_attention_heads": 2, "n_head": 2}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused of recurrent layers when a build looks for its graphs, before anything is exported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_recipe(tmp_path)
 
 
-def test_a_draft_with_recurrent_layers_is_refused(recipe: Path) -> None:
+def test_a_draft_with_recurrent_layers_is_refused(recipe):
     plan = make_plan(recipe)
     with pytest.raises(RecipeError, match=r"small with recurrent layers \(state.0\) as the graph 'draft'") as caught:
         graphs.find_graph(plan, plan.drafts[0], DIMS, registry.backend("onnxruntime"))
@@ -37,7 +35,7 @@ def test_a_draft_with_recurrent_layers_is_refused(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "tensorrt"])
-def test_a_tree_for_a_target_with_recurrent_layers_is_refused_on_a_gpu(recipe: Path, name: str) -> None:
+def test_a_tree_for_a_target_with_recurrent_layers_is_refused_on_a_gpu(recipe, name):
     plan = make_plan(recipe, "speculator.tree=auto")
     with pytest.raises(RecipeError, match=r"got auto; expected chain: .* alone on this backend and device") as caught:
         graphs.find_graph(plan, plan.target, None, registry.backend(name, "cuda"))
@@ -45,18 +43,18 @@ def test_a_tree_for_a_target_with_recurrent_layers_is_refused_on_a_gpu(recipe: P
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_target_with_recurrent_layers_is_taken_on_both_devices(device: str) -> None:
+def test_a_target_with_recurrent_layers_is_taken_on_both_devices(device):
     registry.backend("onnxruntime", device).check(hybrid_spec(), CompileOptions(), "none")
 
 
 @pytest.mark.parametrize(("name", "device"), [("onnxruntime", "cuda"), ("tensorrt", "cuda")])
-def test_states_without_any_cache_are_refused_on_a_gpu(name: str, device: str) -> None:
+def test_states_without_any_cache_are_refused_on_a_gpu(name, device):
     dims = replace(DIMS, layer_dims=(DIMS.layer_dims[0],) * 2)
     with pytest.raises(BuildError, match=r"got recurrent states and no K/V cache; .*engine\.backend: onnxruntime"):
         registry.backend(name, device).check(decoder_spec("target", dims, max_pending=5), CompileOptions(), "none")
 
 
-def test_tensorrt_aligns_the_states_or_refuses_them_by_name() -> None:
+def test_tensorrt_aligns_the_states_or_refuses_them_by_name():
     backend, spec = registry.backend("tensorrt"), hybrid_spec()
     options = CompileOptions("float16", 2, 104, 5, Config(variant="tensorrt_rtx"))
     assert (spec.max_pending, tensorrt_spec(spec, "float16", 104).max_pending) == (5, 16)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders are written atomically."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -21,14 +19,14 @@ def fill(dest: Path, text: str) -> None:
         assert not dest.exists() or (dest / "deep" / "file").read_text() != text
 
 
-def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+def test_a_folder_appears_when_the_block_ends(tmp_path):
     fill(tmp_path / "a" / "out", "one")
     fill(tmp_path / "a" / "out", "two")
     assert (tmp_path / "a" / "out" / "deep" / "file").read_text() == "two"
     assert os.listdir(tmp_path / "a") == ["out"]
 
 
-def test_without_an_exchange_it_is_replaced_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_exchange_it_is_replaced_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
     fill(tmp_path / "out", "one")
     fill(tmp_path / "out", "two")
@@ -36,7 +34,7 @@ def test_without_an_exchange_it_is_replaced_all_the_same(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_an_exchange_swaps_two_folders(tmp_path: Path) -> None:
+def test_an_exchange_swaps_two_folders(tmp_path):
     fill(tmp_path / "a", "one")
     fill(tmp_path / "b", "two")
     if not staging._exchange(tmp_path / "a", tmp_path / "b"):
@@ -46,7 +44,7 @@ def test_an_exchange_swaps_two_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [ValueError, KeyboardInterrupt, SystemExit])
-def test_any_exception_leaves_what_was_there(tmp_path: Path, fault: type[BaseException]) -> None:
+def test_any_exception_leaves_what_was_there(tmp_path, fault):
     fill(tmp_path / "out", "one")
 
     def fail_halfway() -> None:
@@ -60,7 +58,7 @@ def test_any_exception_leaves_what_was_there(tmp_path: Path, fault: type[BaseExc
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_leftovers_without_a_living_owner_are_removed(tmp_path: Path) -> None:
+def test_leftovers_without_a_living_owner_are_removed(tmp_path):
     for name in (".out.building-0000dead", ".out.building-1111dead", ".other.building-0000dead"):
         (tmp_path / name).mkdir()
         (tmp_path / f"{name}.lock").write_text("123\n")
@@ -84,7 +82,7 @@ def test_leftovers_without_a_living_owner_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-def test_a_folder_that_was_moved_aside_is_put_back(tmp_path: Path, is_placed: bool) -> None:
+def test_a_folder_that_was_moved_aside_is_put_back(tmp_path, is_placed):
     """A build without an exchange, killed between its two renames, or after them."""
     old = tmp_path / ".out.building-0000dead.old"
     (old / "deep").mkdir(parents=True)
@@ -97,7 +95,7 @@ def test_a_folder_that_was_moved_aside_is_put_back(tmp_path: Path, is_placed: bo
     assert (tmp_path / "out" / "deep").exists() is not is_placed
 
 
-def test_a_place_under_a_file_is_a_build_error(tmp_path: Path) -> None:
+def test_a_place_under_a_file_is_a_build_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError) as caught, staged_folder(tmp_path / "file" / "out"):
         pass
@@ -105,12 +103,12 @@ def test_a_place_under_a_file_is_a_build_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [LookupError(), ConnectionResetError(errno.ECONNRESET, "reset"), OSError("odd")])
-def test_faults_that_are_not_of_the_disk_pass_through(tmp_path: Path, fault: Exception) -> None:
+def test_faults_that_are_not_of_the_disk_pass_through(tmp_path, fault):
     with pytest.raises(type(fault)), staged_folder(tmp_path / "out"):
         raise fault
 
 
-def test_a_folder_is_copied_whole_or_the_fault_is_seen(tmp_path: Path) -> None:
+def test_a_folder_is_copied_whole_or_the_fault_is_seen(tmp_path):
     (tmp_path / "a" / "deep").mkdir(parents=True)
     (tmp_path / "a" / "deep" / "file").write_text("x")
     copy_folder(tmp_path / "a", tmp_path / "b")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised checkpoints whose weights stay as they are: the bundle's weights are the file's, bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -59,7 +57,7 @@ def build_of(plan: BuildPlan, dest: Path) -> Bundle:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_weights_of_the_bundle_are_those_of_the_file(case: str, tmp_path: Path) -> None:
+def test_the_weights_of_the_bundle_are_those_of_the_file(case, tmp_path):
     folder = make(tmp_path / "model", case)
     plan = plan_of(folder, "auto")
     assert plan.target.quantization == "stored" and plan.recipe_from_plan()["target"]["quantization"] == "stored"
@@ -96,7 +94,7 @@ def _check_logits(bundle: Bundle, folder: Path) -> None:
     assert is_clear.any() and (got.argmax(-1) == wanted.argmax(-1))[is_clear].all()
 
 
-def test_weights_of_floats_are_not_stored_ones(tmp_path: Path) -> None:
+def test_weights_of_floats_are_not_stored_ones(tmp_path):
     fakes.make_checkpoint(tmp_path / "model", hidden=64)
     assert plan_of(tmp_path / "model", "auto").target.quantization == "auto"
     with pytest.raises(RecipeError, match=r"stored of .*model, whose weights are floats.*AWQ.*Choose none"):
@@ -106,7 +104,7 @@ def test_weights_of_floats_are_not_stored_ones(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_another_grid_is_warned_of(tmp_path: Path) -> None:
+def test_another_grid_is_warned_of(tmp_path):
     folder = make(tmp_path / "model", "awq")
     bundle = build_of(plan_of(folder, "int8"), tmp_path / "out")
     notes = [stage["note"] for stage in bundle.manifest["stages"] if stage.get("note")]
@@ -117,7 +115,7 @@ def test_another_grid_is_warned_of(tmp_path: Path) -> None:
     assert not [stage for stage in plain.manifest["stages"] if stage.get("note")]
 
 
-def test_a_draft_keeps_its_own_weights_where_they_are_quantised(tmp_path: Path) -> None:
+def test_a_draft_keeps_its_own_weights_where_they_are_quantised(tmp_path):
     make(tmp_path / "small", "awq")
     fakes.make_checkpoint(tmp_path / "big", hidden=64, seed=3)
     recipe = tmp_path / "pair.yaml"
@@ -131,7 +129,7 @@ def test_a_draft_keeps_its_own_weights_where_they_are_quantised(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("backend", ["reference"])
-def test_backends_without_quantised_weights_take_the_numbers_they_mean(backend: str, tmp_path: Path) -> None:
+def test_backends_without_quantised_weights_take_the_numbers_they_mean(backend, tmp_path):
     folder = make(tmp_path / "model", "gptq 4 ordered")
     plan = plan_of(folder, "stored", f"engine.backend={backend}")
     _check_logits(build_of(plan, tmp_path / "out"), folder)

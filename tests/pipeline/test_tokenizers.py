@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokenizers count as the same, and the source of the special tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ def save(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_the_model_part_and_the_added_tokens_count(tmp_path: Path) -> None:
+def test_the_model_part_and_the_added_tokens_count(tmp_path):
     plain = read_tokenizer(save(tmp_path / "plain"))
     assert plain is not None and plain.num_tokens == 4 and plain.kind == "BPE"
     # Neither padding, truncation nor the order of keys changes what an id means.
@@ -44,7 +42,7 @@ def test_the_model_part_and_the_added_tokens_count(tmp_path: Path) -> None:
         assert read_tokenizer(save(tmp_path / f"other-{number}", **changes)) != plain
 
 
-def test_a_unigram_model_counts_its_pieces(tmp_path: Path) -> None:
+def test_a_unigram_model_counts_its_pieces(tmp_path):
     model = {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}
     facts = read_tokenizer(save(tmp_path / "u", model=model, added_tokens=[]))
     assert facts is not None and facts.num_tokens == 2 and facts.kind == "Unigram"
@@ -60,9 +58,7 @@ def test_a_unigram_model_counts_its_pieces(tmp_path: Path) -> None:
         ({"eos_token_id": 0}, {}, ([0], None)),
     ],
 )
-def test_special_tokens(
-    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: tuple[list[int], int | None]
-) -> None:
+def test_special_tokens(tmp_path, config, generation, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

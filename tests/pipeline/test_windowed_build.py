@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter with a window through the whole pipeline: its bundle states how few cache rows it keeps."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +23,7 @@ MAX_SEQ, WINDOW, HIDDEN = 600, 20, 32
 ROWS = 256  # 19 of a window, 128 of a chunk, 3 x 9 of a step: 174, rounded up
 
 
-def test_a_bundle_states_and_holds_the_rows_of_a_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_states_and_holds_the_rows_of_a_window(tmp_path, capsys):
     from tests.speculators import eagle_lab
 
     fakes.make_checkpoint(tmp_path / "target", hidden=HIDDEN, layers=4)

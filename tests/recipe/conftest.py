@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A method for these tests, so that recipes are tested without a real one."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import dataclass

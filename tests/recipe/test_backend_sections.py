@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backend declares its recipe fields, one of another package as well as a built-in one."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +71,7 @@ def plan(folder: Path, *overrides: str) -> BuildPlan:
     return resolve(load_recipe(path, overrides), Device("cpu", 4))
 
 
-def test_its_section_and_the_keys_beside_it_make_its_config(tmp_path: Path) -> None:
+def test_its_section_and_the_keys_beside_it_make_its_config(tmp_path):
     keys = ("engine.chip.lanes=4", "engine.chip.sizes=[1,2]", "engine.chip.inner.depth=5", "engine.dialect=b")
     made = plan(tmp_path, "engine.backend=chip", *keys)
     assert made.engine.options == Config("b", 4, (1, 2), "x", Inner(5))
@@ -83,7 +81,7 @@ def test_its_section_and_the_keys_beside_it_make_its_config(tmp_path: Path) -> N
     assert asdict(Config())["inner"] == {"depth": 3}
 
 
-def test_its_keys_are_unknown_with_another_backend(tmp_path: Path) -> None:
+def test_its_keys_are_unknown_with_another_backend(tmp_path):
     with pytest.raises(RecipeError, match="unknown key 'chip'"):
         plan(tmp_path, "engine.chip.lanes=4")
 
@@ -99,14 +97,14 @@ def test_its_keys_are_unknown_with_another_backend(tmp_path: Path) -> None:
         ("dialect=c", "'a' or 'b'"),
     ],
 )
-def test_values_out_of_their_bounds_are_refused_by_key(tmp_path: Path, key: str, expected: str) -> None:
+def test_values_out_of_their_bounds_are_refused_by_key(tmp_path, key, expected):
     with pytest.raises(RecipeError) as caught:
         plan(tmp_path, "engine.backend=chip", f"engine.{key}")
     name = key.partition("=")[0].removesuffix(".1")
     assert f"engine.{name}" in caught.value.where and expected in caught.value.expected
 
 
-def test_descriptions_are_in_the_schema() -> None:
+def test_descriptions_are_in_the_schema():
     section = backend_section("chip")
     assert section is not None
     schema = section.model_json_schema()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs beside the recipe, and targets with fewer layers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -36,7 +34,7 @@ def plan(folder: Path, text: str, *overrides: str) -> BuildPlan:
 HUB = "target: {model: org/big, config: configs/big, weights: random}\n"
 
 
-def test_a_config_is_found_beside_the_recipe_and_stands_in_for_the_hubs(tmp_path: Path) -> None:
+def test_a_config_is_found_beside_the_recipe_and_stands_in_for_the_hubs(tmp_path):
     made = plan(tmp_path, HUB)
     assert made.target.config == str(tmp_path / "recipes/configs/big")
     assert find_config(made.target) == tmp_path / "recipes/configs/big"
@@ -45,20 +43,18 @@ def test_a_config_is_found_beside_the_recipe_and_stands_in_for_the_hubs(tmp_path
     assert source.dims.num_layers == 4 and list(source.digests()) == ["config.json"]
 
 
-def test_a_model_that_is_here_goes_before_the_config(tmp_path: Path) -> None:
+def test_a_model_that_is_here_goes_before_the_config(tmp_path):
     (tmp_path / "model").mkdir()
     job = GraphJob("target", str(tmp_path / "model"), config=str(tmp_path))
     assert find_config(job) == tmp_path / "model"
 
 
-def test_a_config_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"r\.yaml:1 \(target\.config\): got 'configs/small', which has no config"):
         plan(tmp_path, HUB.replace("configs/big", "configs/small"))
 
 
-def test_checkpoint_weights_do_not_take_the_config_for_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_weights_do_not_take_the_config_for_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", _no_network)
     made = plan(tmp_path, HUB, "target.weights=checkpoint")
     with pytest.raises(CheckpointError, match="no network"):
@@ -69,7 +65,7 @@ def _no_network(*_: object, **__: object) -> str:
     raise OSError("no network")
 
 
-def test_fewer_layers_are_built_with_random_weights(tmp_path: Path) -> None:
+def test_fewer_layers_are_built_with_random_weights(tmp_path):
     made = plan(tmp_path, HUB, "target.num_layers=3")
     assert made.target.options.num_layers == 3
     source = DecoderSource(made.target, SourceContext("random", 48, 8))
@@ -78,18 +74,18 @@ def test_fewer_layers_are_built_with_random_weights(tmp_path: Path) -> None:
     assert made.recipe_from_plan()["target"]["num_layers"] == 3
 
 
-def test_fewer_layers_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_fewer_layers_of_a_checkpoint_are_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"target\.num_layers: got 2 with target\.weights: checkpoint.*random"):
         plan(tmp_path, HUB, "target.num_layers=2", "target.weights=checkpoint")
 
 
-def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
+def test_more_layers_than_the_model_has_are_refused(tmp_path):
     made = plan(tmp_path, HUB, "target.num_layers=5")
     with pytest.raises(RecipeError, match=r"target\.num_layers: got 5; expected at most 4"):
         DecoderSource(made.target, SourceContext("random", 48, 8))
 
 
-def test_the_config_that_is_traced_has_fewer_layers_and_layer_types(tmp_path: Path) -> None:
+def test_the_config_that_is_traced_has_fewer_layers_and_layer_types(tmp_path):
     made = plan(tmp_path, HUB, "target.num_layers=2")
     kinds = ["full_attention", "sliding_attention"] * 2
     path = tmp_path / "recipes/configs/big/config.json"

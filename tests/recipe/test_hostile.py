@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile recipes: control characters, bombs of aliases, paths that no file can have."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from speccompile.errors import RecipeError
@@ -32,7 +28,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("target: {model: ~no-such-user/x}", "r.yaml:1 (target.model)", "a user that exists"),
     ],
 )
-def test_a_hostile_recipe_is_refused_at_once(tmp_path: Path, text: str, where: str, words: str) -> None:
+def test_a_hostile_recipe_is_refused_at_once(tmp_path, text, where, words):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError) as caught:
@@ -43,7 +39,7 @@ def test_a_hostile_recipe_is_refused_at_once(tmp_path: Path, text: str, where: s
 
 
 @pytest.mark.parametrize("value", ["a\x01b", "[" * 10_000, "&a [*a]", "2001-99-99", '"\\ud800"'])
-def test_a_hostile_override_is_refused(tmp_path: Path, value: str) -> None:
+def test_a_hostile_override_is_refused(tmp_path, value):
     (tmp_path / "r.yaml").write_text("target: {model: .}")
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "r.yaml", [f"target.model={value}"])

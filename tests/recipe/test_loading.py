@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading recipes: defaults, overrides, folders, and the message of every kind of fault."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -44,7 +42,7 @@ def fault(folder: Path, text: str, *overrides: str) -> RecipeError:
     return caught.value
 
 
-def test_good_recipe_has_values_and_defaults(folder: Path) -> None:
+def test_good_recipe_has_values_and_defaults(folder):
     recipe = load(folder, GOOD)
     assert recipe.target.quantization == "int8"
     assert recipe.target.weights == "checkpoint"
@@ -55,7 +53,7 @@ def test_good_recipe_has_values_and_defaults(folder: Path) -> None:
     assert recipe.speculator.widths == (1,)  # type: ignore[attr-defined]
 
 
-def test_only_the_target_is_needed(folder: Path) -> None:
+def test_only_the_target_is_needed(folder):
     assert load(folder, "target: {model: models/big}").speculator.method == "none"
     assert load(folder, "target: {model: models/big}\nspeculator:\nengine:\n").engine.backend == "onnxruntime"
 
@@ -72,23 +70,21 @@ def test_only_the_target_is_needed(folder: Path) -> None:
         ("target.quantization=none", lambda r: r.target.quantization == "none"),
     ],
 )
-def test_overrides_have_yaml_types(folder: Path, override: str, read: object) -> None:
+def test_overrides_have_yaml_types(folder, override, read):
     assert callable(read) and read(load(folder, GOOD, override))
 
 
-def test_the_last_override_wins_over_the_file(folder: Path) -> None:
+def test_the_last_override_wins_over_the_file(folder):
     recipe = load(folder, GOOD, "engine.max_seq_len=1024", "engine.max_seq_len=600")
     assert recipe.engine.max_seq_len == 600
 
 
-def test_an_override_of_an_aliased_section_leaves_the_other_alone(folder: Path) -> None:
+def test_an_override_of_an_aliased_section_leaves_the_other_alone(folder):
     text = "target: {model: models/big}\nengine: &e {max_seq_len: 64}\nx: *e\n"
     assert "unknown key 'x'" in fault(folder, text, "engine.max_seq_len=65").got
 
 
-def test_folders_are_looked_for_beside_the_recipe_then_in_the_working_directory(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_are_looked_for_beside_the_recipe_then_in_the_working_directory(folder, tmp_path_factory, monkeypatch):
     here = tmp_path_factory.mktemp("cwd")
     (here / "models" / "big").mkdir(parents=True)
     (here / "only-here").mkdir()
@@ -99,12 +95,12 @@ def test_folders_are_looked_for_beside_the_recipe_then_in_the_working_directory(
     assert load(folder, "target: {model: only-here}").target.model == str(here / "only-here")
 
 
-def test_what_is_no_folder_may_be_a_hub_id(folder: Path) -> None:
+def test_what_is_no_folder_may_be_a_hub_id(folder):
     assert load(folder, "target: {model: Qwen/Qwen3-0.6B}").target.model == "Qwen/Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("model", ["gpt2", "./models/none", "/nowhere/at/all", "../x", "a/b/c"])
-def test_a_missing_folder_is_refused(folder: Path, model: str) -> None:
+def test_a_missing_folder_is_refused(folder, model):
     error = fault(folder, f"target:\n  model: {model}\n")
     assert error.where == f"{folder / 'r.yaml'}:2 (target.model)"
     assert model in error.got and "does not exist" in error.got
@@ -123,9 +119,7 @@ def test_a_missing_folder_is_refused(folder: Path, model: str) -> None:
         (GOOD + "  zzz: 1\n", 12, "engine.zzz", "Known keys: backend, device,"),
     ],
 )
-def test_an_unknown_key_names_its_line_and_the_nearest_known_one(
-    folder: Path, text: str, line: int, key: str, hint: str
-) -> None:
+def test_an_unknown_key_names_its_line_and_the_nearest_known_one(folder, text, line, key, hint):
     error = fault(folder, text)
     assert error.where == f"{folder / 'r.yaml'}:{line} ({key})"
     assert error.got == f"unknown key {key.split('.')[-1]!r}"
@@ -154,33 +148,31 @@ def test_an_unknown_key_names_its_line_and_the_nearest_known_one(
         ("num_draft_tokens: 4", "widths: [1, two]", 8, "'two'", "integer"),
     ],
 )
-def test_a_wrong_value_names_its_line_and_what_is_right(
-    folder: Path, old: str, new: str, line: int, got: str, expected: str
-) -> None:
+def test_a_wrong_value_names_its_line_and_what_is_right(folder, old, new, line, got, expected):
     error = fault(folder, GOOD.replace(old, new))
     assert error.where.startswith(f"{folder / 'r.yaml'}:{line} (")
     assert (error.got, error.expected) == (got, expected)
 
 
-def test_all_faults_are_listed_after_the_first(folder: Path) -> None:
+def test_all_faults_are_listed_after_the_first(folder):
     error = fault(folder, GOOD.replace("int8", "int9") + "  foo: 1\n")
     assert "target.quantization" in error.where
     assert "Also wrong: engine.foo." in error.todo
 
 
 @pytest.mark.parametrize("section", ["target", "speculator", "engine"])
-def test_a_section_must_be_a_mapping(folder: Path, section: str) -> None:
+def test_a_section_must_be_a_mapping(folder, section):
     text = "target: {model: org/gpt2}\n" if section != "target" else ""
     assert section in fault(folder, f"{text}{section}: 3\n").where
 
 
-def test_missing_keys_are_named(folder: Path) -> None:
+def test_missing_keys_are_named(folder):
     assert "target" in fault(folder, "engine: {}\n").expected
     error = fault(folder, "target: {model: org/gpt2}\nspeculator:\n  method: candidate\n")
     assert error.where == f"{folder / 'r.yaml'}:2 (speculator.model)"
 
 
-def test_unknown_method_and_backend_name_the_nearest(folder: Path) -> None:
+def test_unknown_method_and_backend_name_the_nearest(folder):
     error = fault(folder, GOOD.replace("method: candidate", "method: candidat"))
     assert error.where.endswith(":6 (speculator.method)") and "'candidate'" in error.todo
     error = fault(folder, GOOD + "  backend: onnxruntim\n")
@@ -189,24 +181,24 @@ def test_unknown_method_and_backend_name_the_nearest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["engine.threads", "=3", "engine..x=3", "engine.threads=[1", "target.model.x=3"])
-def test_a_malformed_override_is_refused(folder: Path, override: str) -> None:
+def test_a_malformed_override_is_refused(folder, override):
     assert fault(folder, GOOD, override).where == f"--set {override}"
 
 
-def test_a_wrong_override_is_named_as_the_location(folder: Path) -> None:
+def test_a_wrong_override_is_named_as_the_location(folder):
     assert fault(folder, GOOD, "engine.thread=2").where == "--set engine.thread=2 (engine.thread)"
     assert "'engine.threads'" in fault(folder, GOOD, "engine.thread=2").todo
     assert fault(folder, GOOD, "engine.threads=x").where == "--set engine.threads=x (engine.threads)"
 
 
-def test_broken_yaml_and_doubled_keys_have_a_line(folder: Path) -> None:
+def test_broken_yaml_and_doubled_keys_have_a_line(folder):
     assert fault(folder, "target:\n  model: [1\nengine: 2\n").where.startswith(f"{folder / 'r.yaml'}:")
     assert fault(folder, "target: {model: org/gpt2}\ntarget: {model: org/gpt2}\n").where.endswith(":2 (target)")
     assert "a list" in fault(folder, "- 1\n").got
     assert fault(folder, "a: 1\n---\nb: 2\n").where == f"{folder / 'r.yaml'}:2"
 
 
-def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="No such file"):
         load_recipe(tmp_path / "absent.yaml")
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
@@ -214,6 +206,6 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
         load_recipe(tmp_path / "b.yaml")
 
 
-def test_a_misspelt_key_comes_before_the_one_that_is_missing(folder: Path) -> None:
+def test_a_misspelt_key_comes_before_the_one_that_is_missing(folder):
     with pytest.raises(RecipeError, match=r"modle.*Did you mean.*model"):
         load(folder, GOOD.replace("  model: models/big", "  modle: models/big"))

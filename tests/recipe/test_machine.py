@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a dry run compares with the machine, and the time that it gives."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from collections import namedtuple
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +29,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("device", "home", "free"), [("cpu", "memory", 12), ("cuda", "the GPU's memory", 80)])
-def test_needs_stand_beside_what_is_there(device: str, home: str, free: int, tmp_path: Path) -> None:
+def test_needs_stand_beside_what_is_there(device, home, free, tmp_path):
     disks = {"the bundle": tmp_path / "not/yet/there", "the cache": tmp_path}
     building, decoding, disk = predict.compare(make_plan(device), {"total": TOTAL}, disks)
     assert (building["where"], building["needed_bytes"], building["free_bytes"]) == ("memory", 40 * GIB, 12 * GIB)
@@ -42,14 +39,14 @@ def test_needs_stand_beside_what_is_there(device: str, home: str, free: int, tmp
     assert (disk["needed_bytes"], disk["free_bytes"]) == (6 * GIB, 5 * GIB)
 
 
-def test_what_is_not_known_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_known_is_none(monkeypatch):
     monkeypatch.setattr(predict, "available_memory", lambda: 0)
     monkeypatch.setattr(predict, "gpu_memory", lambda: None)
     rows = predict.compare(make_plan("cuda"), {"total": TOTAL}, {})
     assert [row["free_bytes"] for row in rows] == [None, None]
 
 
-def test_time_grows_with_the_weights_and_is_not_given_for_other_backends() -> None:
+def test_time_grows_with_the_weights_and_is_not_given_for_other_backends():
     def seconds(num_params: int, backend: str = "onnxruntime") -> tuple[int, int] | None:
         graphs = {"target": {"num_params": num_params}, "draft": {"num_params": num_params}}
         return predict.build_seconds(make_plan(backend=backend), {"graphs": graphs})
@@ -63,9 +60,7 @@ def test_time_grows_with_the_weights_and_is_not_given_for_other_backends() -> No
     ("limit", "current", "expected"),
     [("max", "5", None), (str(3 * GIB), str(2 * GIB), GIB + 100), (str(GIB), str(2 * GIB), 0)],
 )
-def test_a_container_has_what_its_limit_leaves(
-    limit: str, current: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_container_has_what_its_limit_leaves(limit, current, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "none")
     whole = machine.available_memory()
     assert whole > 3 * GIB // 2
@@ -76,7 +71,7 @@ def test_a_container_has_what_its_limit_leaves(
     assert found == expected if expected is not None else abs(found - whole) < GIB
 
 
-def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_is_no_gpu(monkeypatch):
     def refuse(name: str) -> None:
         raise OSError(name)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe for a model alone: what is chosen, what a user's settings win over, where it comes from a speculator."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ def edit(folder: Path, name: str, **values: Any) -> None:
     path.write_text(json.dumps(config | values))
 
 
-def test_what_is_left_out_is_chosen(model: Path) -> None:
+def test_what_is_left_out_is_chosen(model):
     recipe = recipe_from_model(str(model))
     assert (recipe.target.model, recipe.target.quantization) == (str(model), "auto")
     assert recipe.speculator.method == "suffix"
@@ -44,7 +42,7 @@ def test_what_is_left_out_is_chosen(model: Path) -> None:
     assert recipe.decoding.temperature == 0
 
 
-def test_settings_win_over_choices(model: Path) -> None:
+def test_settings_win_over_choices(model):
     settings = ("target.quantization=int8", "speculator.method=ngram", "engine.max_seq_len=32", "decoding.seed=3")
     recipe = recipe_from_model(str(model), ModelOptions(settings=settings))
     assert (recipe.target.quantization, recipe.speculator.method) == ("int8", "ngram")
@@ -55,7 +53,7 @@ def test_settings_win_over_choices(model: Path) -> None:
         recipe_from_model(str(model), ModelOptions(settings=("engine.treads=2",)))
 
 
-def test_caches_take_a_quarter_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_take_a_quarter_of_the_memory(model, monkeypatch):
     row = 2 * 2 * 1 * 4 * 4  # K and V of 2 layers of one head of 4
     monkeypatch.setattr(model_recipe.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 3 * 64 * row}.get)
     assert recipe_from_model(str(model)).engine.max_batch_size == 2
@@ -63,12 +61,12 @@ def test_caches_take_a_quarter_of_the_memory(model: Path, monkeypatch: pytest.Mo
     assert recipe_from_model(str(model)).engine.max_batch_size == 1
 
 
-def test_a_backend_that_measures_no_forms_has_none_to_choose(model: Path) -> None:
+def test_a_backend_that_measures_no_forms_has_none_to_choose(model):
     recipe = recipe_from_model(str(model), ModelOptions(settings=("engine.backend=reference",)))
     assert recipe.target.quantization == "none"
 
 
-def test_a_module_in_the_targets_files_drafts_beside_its_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_targets_files_drafts_beside_its_text(model, monkeypatch):
     found = registry.find_class
     own = "speccompile.speculators.mtp.checkpoint:section_for_target"
     monkeypatch.setattr(registry, "find_class", lambda name: (lambda folder: {}) if name == own else found(name))
@@ -76,7 +74,7 @@ def test_a_module_in_the_targets_files_drafts_beside_its_text(model: Path, monke
     assert section.method == "hybrid" and [d.method for d in section.drafters] == ["mtp", "suffix"]
 
 
-def test_sampling_defaults_are_the_checkpoints(model: Path) -> None:
+def test_sampling_defaults_are_the_checkpoints(model):
     edit(model, "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=1, repetition_penalty=1.05)
     decoding = recipe_from_model(str(model)).decoding
     assert (decoding.temperature, decoding.top_k, decoding.top_p) == (0.6, 20, 1.0)
@@ -88,19 +86,19 @@ def test_sampling_defaults_are_the_checkpoints(model: Path) -> None:
     assert sampling_defaults(model) == {}
 
 
-def test_a_wrong_sampling_default_names_its_key(model: Path) -> None:
+def test_a_wrong_sampling_default_names_its_key(model):
     edit(model, "generation_config.json", do_sample=True, top_p=7)
     with pytest.raises(RecipeError, match=r"decoding\.top_p"):
         recipe_from_model(str(model))
 
 
-def test_random_weights_need_a_config_alone(model: Path) -> None:
+def test_random_weights_need_a_config_alone(model):
     (model / "model.safetensors").unlink()
     recipe = recipe_from_model(str(model), ModelOptions(settings=("target.weights=random",)))
     assert (recipe.target.quantization, recipe.speculator.method) == ("none", "none")
 
 
-def test_a_hub_id_stays_the_models_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_stays_the_models_name(model, monkeypatch):
     resolve = folders.resolve_checkpoint
     here = {"org/name": str(model)}
     monkeypatch.setattr(model_recipe, "resolve_checkpoint", lambda name: resolve(here.get(name, name)))
@@ -116,14 +114,14 @@ def speculator(tmp_path: Path, model: Path) -> Path:
     return folder
 
 
-def test_a_speculator_alone_names_its_target(speculator: Path, model: Path) -> None:
+def test_a_speculator_alone_names_its_target(speculator, model):
     options = ModelOptions({"method": "eagle3", "num_speculative_tokens": 3})
     recipe = recipe_from_model(str(speculator), options)
     assert (recipe.target.model, recipe.speculator.model) == (str(model), str(speculator))
     assert (recipe.speculator.num_draft_tokens, recipe.speculator.tree) == (3, "chain")
 
 
-def test_a_speculator_that_names_no_target_is_refused(speculator: Path) -> None:
+def test_a_speculator_that_names_no_target_is_refused(speculator):
     edit(speculator, "config.json", speculators_config={})
     with pytest.raises(CheckpointError, match=r"speculators_config\.verifier.*--spec-model"):
         recipe_from_model(str(speculator), ModelOptions({"method": "eagle3"}))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolving a recipe: a frozen plan, contradictions refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -25,7 +23,7 @@ def plan(folder: Path, *overrides: str) -> BuildPlan:
     return resolve(load_recipe(path, overrides), CPU)
 
 
-def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
+def test_the_plan_holds_every_decision(tmp_path):
     made = plan(tmp_path, "target.quantization=int8", "decoding.stop=[a]")
     outputs = DecoderOptions(hidden=True, hidden_layers=(1,), keep_logits=True)
     assert made.target == GraphJob("target", "org/gpt2", "int8", options=outputs)
@@ -46,20 +44,18 @@ def test_the_plan_holds_every_decision(tmp_path: Path) -> None:
         (("target.quantization=int8", "speculator.quantization=int8"), "int8"),
     ],
 )
-def test_the_backend_decides_the_weights_of_drafts_that_leave_them_open(
-    tmp_path: Path, overrides: tuple[str, ...], expected: str
-) -> None:
+def test_the_backend_decides_the_weights_of_drafts_that_leave_them_open(tmp_path, overrides, expected):
     made = plan(tmp_path, "speculator.quantization=auto", *overrides)
     assert [draft.quantization for draft in made.drafts] == [expected]
     assert made.recipe_from_plan()["speculator"]["quantization"] == ("int8" if expected == "int8" else "auto")
 
 
-def test_the_plan_is_frozen(tmp_path: Path) -> None:
+def test_the_plan_is_frozen(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan(tmp_path).method = "none"  # type: ignore[misc]
 
 
-def test_the_plan_as_a_recipe_gives_the_same_plan(tmp_path: Path) -> None:
+def test_the_plan_as_a_recipe_gives_the_same_plan(tmp_path):
     made = plan(tmp_path, "engine.threads=2", "speculator.widths=[2, 2]", "decoding.top_p=0.5")
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(_lists(made.recipe_from_plan())))
@@ -81,7 +77,7 @@ def _lists(value: object) -> object:
         ("speculator.num_draft_tokens=0", "speculator"),
     ],
 )
-def test_contradictions_are_refused(tmp_path: Path, override: str, where: str) -> None:
+def test_contradictions_are_refused(tmp_path, override, where):
     with pytest.raises(RecipeError) as caught:
         plan(tmp_path, override)
     assert caught.value.where == where
@@ -99,20 +95,20 @@ def test_contradictions_are_refused(tmp_path: Path, override: str, where: str) -
         (("engine.backend=tensorrt", "engine.logits=true"), True),
     ],
 )
-def test_logits_are_kept_where_that_costs_nothing_or_is_asked_for(tmp_path, overrides, keeps) -> None:  # type: ignore[no-untyped-def]
+def test_logits_are_kept_where_that_costs_nothing_or_is_asked_for(tmp_path, overrides, keeps):  # type: ignore[no-untyped-def]
     made = plan(tmp_path, *overrides)
     assert made.engine.logits is keeps
     assert made.target.options.keep_logits is keeps
 
 
-def test_this_machine_has_a_core() -> None:
+def test_this_machine_has_a_core():
     assert find_device("cpu").num_cores >= 1
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "device"), [("onnxruntime", "float32", "cpu"), ("tensorrt", "float16", "cuda")]
 )
-def test_dtype_and_device_left_open_are_the_backends_own(tmp_path: Path, backend: str, dtype: str, device: str) -> None:
+def test_dtype_and_device_left_open_are_the_backends_own(tmp_path, backend, dtype, device):
     made = plan(tmp_path, f"engine.backend={backend}")
     assert (made.dtype, made.engine.device) == (dtype, device)
     assert plan(tmp_path, "engine.backend=tensorrt", "target.dtype=bfloat16").dtype == "bfloat16"
@@ -134,16 +130,14 @@ def test_dtype_and_device_left_open_are_the_backends_own(tmp_path: Path, backend
         (("target.dtype=float32", "engine.backend=tensorrt"), "target.dtype", "float16, bfloat16"),
     ],
 )
-def test_forms_that_the_backend_does_not_have_are_refused(
-    tmp_path: Path, overrides: tuple[str, ...], where: str, known: str
-) -> None:
+def test_forms_that_the_backend_does_not_have_are_refused(tmp_path, overrides, where, known):
     with pytest.raises(RecipeError) as caught:
         plan(tmp_path, *overrides)
     assert caught.value.where == where
     assert known in caught.value.expected
 
 
-def test_a_calibration_text_is_found_beside_the_recipe_and_kept_in_the_plan(tmp_path: Path) -> None:
+def test_a_calibration_text_is_found_beside_the_recipe_and_kept_in_the_plan(tmp_path):
     (tmp_path / "text.txt").write_text("a text")
     made = plan(tmp_path, "target.quantization=int4", "target.calibration=text.txt")
     assert made.calibration == str(tmp_path / "text.txt") == made.recipe_from_plan()["target"]["calibration"]
@@ -151,19 +145,19 @@ def test_a_calibration_text_is_found_beside_the_recipe_and_kept_in_the_plan(tmp_
 
 
 @pytest.mark.parametrize("engine", ["engine.backend=tensorrt", "engine.backend=reference", "engine.device=cuda"])
-def test_a_calibration_text_is_refused_where_nothing_reads_it(tmp_path: Path, engine: str) -> None:
+def test_a_calibration_text_is_refused_where_nothing_reads_it(tmp_path, engine):
     (tmp_path / "text.txt").write_text("a text")
     with pytest.raises(RecipeError, match="which quantises without text") as caught:
         plan(tmp_path, "target.calibration=text.txt", engine)
     assert caught.value.where == "target.calibration"
 
 
-def test_a_calibration_text_that_does_not_exist_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_calibration_text_that_does_not_exist_is_refused_with_its_line(tmp_path):
     with pytest.raises(RecipeError, match=r"--set target.calibration=no.txt.*which does not exist"):
         plan(tmp_path, "target.calibration=no.txt")
 
 
-def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_path: Path) -> None:
+def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_path):
     assert "tensorrt" not in plan(tmp_path).recipe_from_plan()["engine"]
     made = plan(tmp_path, "engine.backend=tensorrt", "engine.tensorrt.decode.nodes=[1,4,17]")
     section = made.recipe_from_plan()["engine"]["tensorrt"]
@@ -173,7 +167,7 @@ def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_p
     assert plan(tmp_path).engine.options is None
 
 
-def test_what_a_backend_reads_beside_its_section_is_its_own(tmp_path: Path) -> None:
+def test_what_a_backend_reads_beside_its_section_is_its_own(tmp_path):
     made = plan(tmp_path, "engine.backend=tensorrt", "engine.plugins=none")
     assert made.engine.options == Config(plugins="none") and not made.engine.options.has_plugins
     assert made.recipe_from_plan()["engine"]["plugins"] == "none"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe may name methods and backends of other packages, with fields of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +58,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 TEXT = "target: {model: org/gpt2}\nspeculator: {method: echo}\nengine: {backend: table, table: {rows: 3}}\n"
 
 
-def test_a_recipe_has_the_fields_of_both(tmp_path: Path) -> None:
+def test_a_recipe_has_the_fields_of_both(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(TEXT)
     plan = resolve(load_recipe(path, ["speculator.num_draft_tokens=4"]), Device("cpu", 2))
@@ -79,7 +77,7 @@ def test_a_recipe_has_the_fields_of_both(tmp_path: Path) -> None:
         ("speculator.num_draft_tokens=99", "speculator.num_draft_tokens", "99"),
     ],
 )
-def test_their_fields_are_checked_as_others_are(tmp_path: Path, override: str, where: str, words: str) -> None:
+def test_their_fields_are_checked_as_others_are(tmp_path, override, where, words):
     path = tmp_path / "r.yaml"
     path.write_text(TEXT)
     with pytest.raises(RecipeError) as caught:
@@ -87,7 +85,7 @@ def test_their_fields_are_checked_as_others_are(tmp_path: Path, override: str, w
     assert where in caught.value.where and words in str(caught.value)
 
 
-def test_a_section_of_a_backend_that_is_not_named_is_unknown(tmp_path: Path) -> None:
+def test_a_section_of_a_backend_that_is_not_named_is_unknown(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(TEXT.replace("backend: table, ", ""))
     with pytest.raises(RecipeError, match="unknown key 'table'"):

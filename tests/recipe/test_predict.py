@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted sizes against published parameter counts and against the example pair."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +50,7 @@ KNOWN: list[tuple[dict[str, Any], float]] = [
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "reference"])
-def test_every_quantisation_of_a_backend_has_a_size(name: str) -> None:
+def test_every_quantisation_of_a_backend_has_a_size(name):
     backend = registry.backend(name)
     counts = WeightCounts(10_000, 9_000, 1_000, num_head=1_000)
     sizes = {q: backend.predict(counts, q, "float32") for q in backend.quantizations}
@@ -60,7 +58,7 @@ def test_every_quantisation_of_a_backend_has_a_size(name: str) -> None:
 
 
 @pytest.mark.parametrize(("config", "expected"), KNOWN, ids=[str(c["model_type"]) for c, _ in KNOWN])
-def test_parameters_of_known_models(tmp_path: Path, config: dict[str, Any], expected: int) -> None:
+def test_parameters_of_known_models(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(json.dumps({"n_positions": 4096, **config}))
     dims = read_dims(tmp_path)
     found = predict(config, dims, "none", slots=1, rows=1024).num_params
@@ -68,7 +66,7 @@ def test_parameters_of_known_models(tmp_path: Path, config: dict[str, Any], expe
     assert found == pytest.approx(expected, rel=0.002)
 
 
-def test_the_caches_that_a_draft_owns_are_counted() -> None:
+def test_the_caches_that_a_draft_owns_are_counted():
     from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 
     dims = FeatureDims(
@@ -81,13 +79,13 @@ def test_the_caches_that_a_draft_owns_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["pycode-16m", "pycode-16m-draft"])
-def test_parameters_of_the_example_pair_are_exact(name: str) -> None:
+def test_parameters_of_the_example_pair_are_exact(name):
     config = json.loads((MODELS / name / "config.json").read_text())
     prediction = predict(config, read_dims(MODELS / name), "none", slots=8, rows=1024)
     assert prediction.num_params == count_params(MODELS / name)
 
 
-def test_weights_and_caches_follow_the_recipe() -> None:
+def test_weights_and_caches_follow_the_recipe():
     config = json.loads((MODELS / "pycode-16m" / "config.json").read_text())
     dims = read_dims(MODELS / "pycode-16m")
     sizes = {q: predict(config, dims, q, slots=8, rows=1024).weights_bytes for q in ("none", "int8", "int4")}
@@ -99,7 +97,7 @@ def test_weights_and_caches_follow_the_recipe() -> None:
     assert predict(config, dims, "none", slots=8, rows=1024).cache_bytes == 8 * 1024 * 8192
 
 
-def test_caches_and_states_of_each_layer_are_counted() -> None:
+def test_caches_and_states_of_each_layer_are_counted():
     config = {**json.loads((MODELS / "pycode-16m" / "config.json").read_text()), "tie_word_embeddings": True}
     plain = read_dims(MODELS / "pycode-16m")
     recurrent = LayerDims(recurrent=RecurrentDims(2, 4, 64, 64, 512, 4))
@@ -117,7 +115,7 @@ def test_caches_and_states_of_each_layer_are_counted() -> None:
     assert got.num_params - without.num_params == 6 * (plain.hidden_size * (mixer - attention) + 512 * 4)
 
 
-def test_experts_are_quantised_where_the_backend_packs_them() -> None:
+def test_experts_are_quantised_where_the_backend_packs_them():
     counts = WeightCounts(num_params=1000, num_linear=900, num_plain=100, num_experts=640)
     assert predict_float32(counts, "none").weights_bytes == 4000
     assert predict_float32(counts, "int4").weights_bytes == 260 * 0.625 // 1 + 640 * 0.5625 + 400
@@ -129,7 +127,7 @@ def test_experts_are_quantised_where_the_backend_packs_them() -> None:
     assert predicted_weight_bytes(counts, "int4", "float16") == int((260 + 640) * (0.5 + scale)) + 200
 
 
-def test_shared_experts_and_dense_layers_are_no_chosen_experts(tmp_path: Path) -> None:
+def test_shared_experts_and_dense_layers_are_no_chosen_experts(tmp_path):
     config = {"model_type": "glm4_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3,
               "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "n_routed_experts": 8,
               "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip

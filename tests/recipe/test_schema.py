@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The committed JSON schema is current and agrees with the validation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,11 @@ def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "METHODS", REGISTERED)
 
 
-def test_the_committed_schema_is_current() -> None:
+def test_the_committed_schema_is_current():
     assert COMMITTED.read_text() == text_from_schema(), "run: speccompile schema -o docs/recipe.schema.json"
 
 
-def test_every_method_has_its_section() -> None:
+def test_every_method_has_its_section():
     schema = schema_from_registry()
     sections = schema["properties"]["speculator"]["oneOf"]
     assert len(sections) == len(registry.METHODS)
@@ -36,7 +34,7 @@ def test_every_method_has_its_section() -> None:
         assert "method" in section["required"]
 
 
-def test_the_keys_are_those_of_the_validation() -> None:
+def test_the_keys_are_those_of_the_validation():
     schema = schema_from_registry()
     model = recipe_model("none")
     assert set(schema["properties"]) == set(model.model_fields)
@@ -47,7 +45,7 @@ def test_the_keys_are_those_of_the_validation() -> None:
         assert set(schema["$defs"][definition]["properties"]) == set(section.model_fields)
 
 
-def test_every_reference_resolves() -> None:
+def test_every_reference_resolves():
     schema = schema_from_registry()
 
     def references(value: object) -> list[str]:

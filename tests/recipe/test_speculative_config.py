@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--speculative-config`: vLLM's names and keys as a speculator section, or an error that says what is known."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,7 +74,7 @@ def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: str(value.get("method")),
 )
-def test_names_and_keys_are_ours(config: dict[str, Any], section: dict[str, Any]) -> None:
+def test_names_and_keys_are_ours(config, section):
     assert section_from_config(config) == section
 
 
@@ -94,25 +91,25 @@ def test_names_and_keys_are_ours(config: dict[str, Any], section: dict[str, Any]
     ],
     ids=range(7),
 )
-def test_what_is_unknown_is_named(config: dict[str, Any], words: str) -> None:
+def test_what_is_unknown_is_named(config, words):
     with pytest.raises(RecipeError, match=words):
         section_from_config(config)
 
 
 @pytest.mark.parametrize("text", ["ngram", "[1]", '{"method": "ngram"'])
-def test_what_is_no_object_is_refused(text: str) -> None:
+def test_what_is_no_object_is_refused(text):
     with pytest.raises(RecipeError, match="expected a JSON object"):
         read_speculative_config(text)
     assert read_speculative_config('{"method": "ngram"}') == {"method": "ngram"}
 
 
-def test_every_name_of_vllm_belongs_to_one_method() -> None:
+def test_every_name_of_vllm_belongs_to_one_method():
     names = [name for method in registry.all_methods() for name in (method.name, *method.vllm_names)]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.export
-def test_a_name_of_several_families_means_that_of_the_model(tmp_path: Path) -> None:
+def test_a_name_of_several_families_means_that_of_the_model(tmp_path):
     from tests.checkpoints.gemma4_files import gemma4_assistant
 
     assistant, other = str(gemma4_assistant(tmp_path / "assistant")), str(fakes.make_checkpoint(tmp_path / "small"))
@@ -121,7 +118,7 @@ def test_a_name_of_several_families_means_that_of_the_model(tmp_path: Path) -> N
     assert section_from_config({"method": "mtp"}) == {"method": "mtp"}
 
 
-def test_a_model_alone_drafts_by_its_layout(tmp_path: Path) -> None:
+def test_a_model_alone_drafts_by_its_layout(tmp_path):
     model = fakes.make_checkpoint(tmp_path / "small")
     assert find_method_of(str(model)).name == "draft_model"
     assert section_from_config({"model": str(model)}) == {"method": "draft_model", "model": str(model)}

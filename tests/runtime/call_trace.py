@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the calls of the package's functions, by file: what one must read to follow a step, or a request."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constraints that no text can follow in bounded time and memory, each with a part of its refusal."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary for JSON, a language model over it in numpy, 30 schemas with a checker of their own, planted defects."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations with an engine: its bundle's chat template makes the prompt."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +33,7 @@ def engine(tmp_path: Path) -> SpecEngine:
     return made
 
 
-def test_an_answer_is_that_to_the_rendered_prompt(engine: SpecEngine) -> None:
+def test_an_answer_is_that_to_the_rendered_prompt(engine):
     params = SamplingParams(max_new_tokens=6)
     assert engine.chat(ABC, params).text == text("abcd", 6)
     assert engine.chat(ABC, params, variables={"more": "cb"}).text == text("abccbd", 6)
@@ -61,12 +59,12 @@ LIST, NAME, CONTENT = "a list of messages with `role` and `content`", "a name su
         ([{"role": "user", "content": "\ud800"}], "messages", "Unicode text"),
     ],
 )
-def test_what_are_no_messages_is_refused(engine: SpecEngine, messages: Any, where: str, expected: str) -> None:
+def test_what_are_no_messages_is_refused(engine, messages, where, expected):
     with pytest.raises(RuntimeFault, match=rf"{where}: got .*; expected {expected}"):
         engine.chat(messages)
 
 
-def test_contents_are_read_as_the_server_reads_them(tmp_path: Path, engine: SpecEngine) -> None:
+def test_contents_are_read_as_the_server_reads_them(tmp_path, engine):
     call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -81,13 +79,13 @@ def test_contents_are_read_as_the_server_reads_them(tmp_path: Path, engine: Spec
         assert (ours["role"], ours["content"]) == (theirs["role"], theirs["content"])
 
 
-def test_what_the_template_refuses_is_told(engine: SpecEngine, tmp_path: Path) -> None:
+def test_what_the_template_refuses_is_told(engine, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RuntimeFault, match="messages: got roles must alternate; expected messages that the chat templ"):
         engine.chat(ABC)
 
 
-def test_without_a_template_or_its_package(engine: SpecEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_template_or_its_package(engine, tmp_path, monkeypatch):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(BundleError, match="got no chat template"):
         engine.chat(ABC)

@@ -108,7 +108,7 @@ class Sim:
 
 @pytest.mark.distribution
 @pytest.mark.parametrize(("batch", "rate"), [*itertools.product((1, 2, 8), (0.3, 0.55, 0.75)), (16, 0.75), (64, 0.55)])
-def test_what_is_used_is_near_to_the_best_fixed_length(batch: int, rate: float) -> None:
+def test_what_is_used_is_near_to_the_best_fixed_length(batch, rate):
     sim = Sim(batch, rate, seed=batch, noise=0.05)
     sim.run(600)
     speed, _ = sim.run(1000)
@@ -117,7 +117,7 @@ def test_what_is_used_is_near_to_the_best_fixed_length(batch: int, rate: float) 
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("slow_drafts", [0.3, 1.0, 3.0, 5.0, 8.0])
-def test_decoding_is_never_slower_than_plain_decoding(batch: int, slow_drafts: float) -> None:
+def test_decoding_is_never_slower_than_plain_decoding(batch, slow_drafts):
     """The record is wrong: drafts take up to eight times as long as the build saw."""
     sim = Sim(batch, 0.5, seed=2, slow_drafts=slow_drafts)
     speed, _ = sim.run(3000)
@@ -161,20 +161,20 @@ WAYS = [(1.4, 0.8), (1.4, 0.4), (1.4, 0.3), (1.4, 0.1), (2.0, 0.0), (4.0, 0.0), 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 @pytest.mark.parametrize(("cost", "rate"), WAYS)
-def test_decoding_is_within_two_percent_of_the_better_way(cost: float, rate: float, batch: int) -> None:
+def test_decoding_is_within_two_percent_of_the_better_way(cost, rate, batch):
     speed, _ = Ways(batch).run(4000, lambda _: cost, lambda _: rate)
     assert speed > 0.98 * max(tokens_of(rate, 3) / cost, 1.0)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 @pytest.mark.parametrize("period", [200, 1000])
-def test_drafts_that_change_with_the_text_are_never_slower_than_plain_decoding(period: int, batch: int) -> None:
+def test_drafts_that_change_with_the_text_are_never_slower_than_plain_decoding(period, batch):
     speed, _ = Ways(batch).run(8 * period, lambda _: 1.5, lambda at: 0.8 if at // period % 2 else 0.02)
     assert speed > 0.98
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.2, 4.0), (4.0, 1.2)])
-def test_a_change_of_costs_is_found(before: float, after: float) -> None:
+def test_a_change_of_costs_is_found(before, after):
     ways = Ways()
     ways.run(4000, lambda _: before)
     _, drafted = ways.run(16_000, lambda _: after)
@@ -198,13 +198,13 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
     return drafted
 
 
-def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides() -> None:
+def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
     for cost, is_on in ((1.2, True), (1.9, True), (1.99, False), (3.0, False)):
         drafted = run_exactly(Controller(), [cost] * (2 * TURN + 1))
         assert drafted == [False] * TURN + [True] * TURN + [is_on]
 
 
-def test_one_disturbed_turn_changes_nothing_and_two_do() -> None:
+def test_one_disturbed_turn_changes_nothing_and_two_do():
     for num_fast, changes in ((1, False), (2, True)):
         controller = Controller()
         drafted = run_exactly(controller, [3.0] * (2 * TURN))
@@ -219,12 +219,12 @@ def test_one_disturbed_turn_changes_nothing_and_two_do() -> None:
         assert controller.decisions()["1"]["drafts"] is changes or turns > 2
 
 
-def test_a_turn_that_has_lost_enough_ends_early() -> None:
+def test_a_turn_that_has_lost_enough_ends_early():
     drafted = run_exactly(Controller(), [30.0] * (TURN + 10))
     assert drafted.count(True) == 2
 
 
-def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down() -> None:
+def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down():
     """One step of ten drafts, brings a token more, and slows down those after it: 0.82 of plain decoding's speed."""
     controller, num_plain = Controller(), 0
     for at in range(4000):
@@ -237,14 +237,14 @@ def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down
     assert num_plain > 3000
 
 
-def test_a_step_that_was_held_up_does_not_count() -> None:
+def test_a_step_that_was_held_up_does_not_count():
     controller = Controller()
     run_exactly(controller, [1.2] * (5 * TURN) + [500.0] + [1.2] * (8 * TURN))
     assert controller.decisions()["1"]["drafts"] is True
     assert controller.decisions()["1"]["gain"] == pytest.approx(2 / 1.2, rel=0.03)
 
 
-def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom() -> None:
+def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom():
     """A draft that reads what it missed: 200 s, of which no other step has any."""
     controller, was_plain, total_s = Controller(), True, 0.0
     for _ in range(20_000):
@@ -257,7 +257,7 @@ def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom() -> None:
     assert total_s < 1.05 * 20_000
 
 
-def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
+def test_prompts_that_are_read_for_drafts_count_against_them():
     for draft_s, drafts in ((0.0, True), (0.0004, True), (0.001, False)):  # 60 tokens plainly: 0.12 s
         ways = Ways(noise=0.0)
         for _ in range(30):
@@ -266,7 +266,7 @@ def test_prompts_that_are_read_for_drafts_count_against_them() -> None:
         assert ways.controller.decisions()["1"]["drafts"] is drafts
 
 
-def test_steps_with_forced_requests_alone_are_not_learnt_from() -> None:
+def test_steps_with_forced_requests_alone_are_not_learnt_from():
     controller = Controller()
     steps = [StepOutput(i, "", [7], 0, 0) for i in range(3)]
     for _ in range(20):
@@ -295,7 +295,7 @@ def step_of(controller: Controller, active: list[TokenSequence], slow: float = 2
     return limit
 
 
-def test_a_turn_waits_until_every_sequence_has_a_draft() -> None:
+def test_a_turn_waits_until_every_sequence_has_a_draft():
     controller, unread, read = Controller(), with_drafts(False, False), with_drafts(True, True)
     while controller.expects_drafts(2):
         step_of(controller, read, slow=4.0)
@@ -313,7 +313,7 @@ def test_a_turn_waits_until_every_sequence_has_a_draft() -> None:
     assert step_of(controller, read, slow=2.5) is None
 
 
-def test_prompts_read_for_a_turn_alone_make_turns_seldom() -> None:
+def test_prompts_read_for_a_turn_alone_make_turns_seldom():
     pauses = []
     for draft_s in (0.0, 50.0):
         controller, num_plain, num_turns = Controller(), 0, 0
@@ -327,7 +327,7 @@ def test_prompts_read_for_a_turn_alone_make_turns_seldom() -> None:
     assert pauses[1] < pauses[0]
 
 
-def test_batch_sizes_are_compared_apart() -> None:
+def test_batch_sizes_are_compared_apart():
     ways = Ways(2)
     ways.run(300, lambda _: 4.0)
     ways.batch = 1
@@ -340,7 +340,7 @@ def test_batch_sizes_are_compared_apart() -> None:
 
 
 @pytest.mark.parametrize(("cost", "begins_plain"), [(4.0, True), (1.2, False)])
-def test_a_larger_batch_begins_as_the_smaller_one_is(cost: float, begins_plain: bool) -> None:
+def test_a_larger_batch_begins_as_the_smaller_one_is(cost, begins_plain):
     ways = Ways(2, seed=3)
     ways.run(300, lambda _: cost)
     assert ways.controller.expects_drafts(8) is not begins_plain
@@ -351,7 +351,7 @@ def test_a_larger_batch_begins_as_the_smaller_one_is(cost: float, begins_plain: 
     assert np.mean(drafted[-2000:]) > 0.95  # found out later, if it pays there
 
 
-def test_batch_sizes_share_comparisons_the_more_the_larger() -> None:
+def test_batch_sizes_share_comparisons_the_more_the_larger():
     tops = [bucket_of(batch) for batch in range(1, 65)]
     assert tops[:8] == list(range(1, 9))
     assert tops == sorted(tops) and len(set(tops[8:])) == 8
@@ -370,7 +370,7 @@ class Restless(FixedLength):
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "heads"])
-def test_no_decision_changes_a_text(kind: str) -> None:
+def test_no_decision_changes_a_text(kind):
     texts = []
     for planner in (None, Controller(), Restless()):
         bench = Bench(planner, kind=kind)

@@ -44,7 +44,7 @@ def run(controller: Controller, num_steps: int, cost: float, share: float, *, is
         (0.0, 0.5, "drafts on: a draft token costs less than 0.01 of a step here, 50 % are accepted"),
     ],
 )
-def test_the_numbers_are_those_of_the_steps_and_give_the_gain(cost: float, share: float, sentence: str) -> None:
+def test_the_numbers_are_those_of_the_steps_and_give_the_gain(cost, share, sentence):
     controller = Controller()
     run(controller, 3 * LEAST_PAUSE, cost, share)
     latest = controller.latest()
@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_the_steps_and_give_the_gain(cost: float, share
     assert abs(float(report.sentence.split(", ")[1].split()[0]) - 100 * share) <= 2
 
 
-def test_a_budget_that_drafts_nothing_gives_its_own_numbers_until_a_turn_measures_it() -> None:
+def test_a_budget_that_drafts_nothing_gives_its_own_numbers_until_a_turn_measures_it():
     class Shy:
         outlook = Outlook(0.5, 0.125)
 
@@ -73,14 +73,14 @@ def test_a_budget_that_drafts_nothing_gives_its_own_numbers_until_a_turn_measure
     assert report.accepted == pytest.approx(0.25, abs=0.1)  # of the draft tokens of a turn
 
 
-def test_without_any_number_no_number_is_told() -> None:
+def test_without_any_number_no_number_is_told():
     controller = Controller()
     run(controller, 5 * TURN, 0.6, 0.25, is_shy=True)
     sentence = "drafts off: no draft is expected to be worth its time"
     assert report_from_planner(controller, 0, 0).sentence == sentence
 
 
-def test_a_budget_tells_by_which_numbers_it_decided() -> None:
+def test_a_budget_tells_by_which_numbers_it_decided():
     budget = Budget(4, 4, 1, StepCosts(((1, 2.0), (2, 3.0), (5, 6.0))), StepCosts(((1, 0.5),)))
     assert budget.outlook is None
     assert not budget.begins(0.5, 1)
@@ -99,7 +99,7 @@ def test_a_budget_tells_by_which_numbers_it_decided() -> None:
         (None, (0, 0), "auto", "drafts off: the method drafted nothing"),
     ],
 )
-def test_what_nobody_measured_has_another_reason(planner, counts, asked, sentence) -> None:
+def test_what_nobody_measured_has_another_reason(planner, counts, asked, sentence):
     report = report_from_planner(planner, *counts, asked)
     assert report.sentence == report.json_from_report()["sentence"] == sentence
     assert report.is_on == sentence.startswith("drafts on") and report.cost is None

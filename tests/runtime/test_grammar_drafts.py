@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts within a grammar: none is scored that it refuses, forced tokens are drafts, and texts stay exact."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

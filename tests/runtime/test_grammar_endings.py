@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of JSON end before their tokens are used up, and the mask depends on the text and on what is left alone."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where images stand in a prompt, what is fed of them, and what their rows are kept for; no model."""
 
-from __future__ import annotations
-
 import builtins
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +43,7 @@ def make_encoder() -> tuple[ImageEncoder, Tower]:
     return ImageEncoder(tower, RECORD, tokenizer), tower
 
 
-def test_chunks_hold_all_tokens_of_an_image_or_none() -> None:
+def test_chunks_hold_all_tokens_of_an_image_or_none():
     placed = make_encoder()[0].locate("prompt", PROMPT, [FIRST, SECOND])
     assert [(b.start, b.end) for b in placed.blocks] == [(2, 5), (6, 9)]
     assert [placed.chunk(0, num) for num in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == [1, 2, 2, 2, 5, 6, 6, 6, 9, 10]
@@ -53,7 +51,7 @@ def test_chunks_hold_all_tokens_of_an_image_or_none() -> None:
     assert placed.chunk(3, 1) == 2  # a prompt that begins in an image that a cache holds
 
 
-def test_feeds_are_rows_and_blocks_that_see_each_other() -> None:
+def test_feeds_are_rows_and_blocks_that_see_each_other():
     encoder, tower = make_encoder()
     placed = encoder.locate("prompt", PROMPT, [FIRST, SECOND])
     assert placed.feeds(0, 2) == {} == placed.feeds(9, 1)
@@ -69,7 +67,7 @@ def test_feeds_are_rows_and_blocks_that_see_each_other() -> None:
     assert tower.num_runs == 2  # once for an image
 
 
-def test_rows_are_kept_for_the_last_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_for_the_last_images(monkeypatch):
     monkeypatch.setattr(images, "MAX_KEPT", 1)
     encoder, tower = make_encoder()
     for image, num_runs in ((FIRST, 1), (FIRST, 1), (SECOND, 2), (FIRST, 3)):
@@ -77,21 +75,21 @@ def test_rows_are_kept_for_the_last_images(monkeypatch: pytest.MonkeyPatch) -> N
         assert tower.num_runs == num_runs
 
 
-def test_caches_are_compared_by_what_an_image_shows() -> None:
+def test_caches_are_compared_by_what_an_image_shows():
     encoder = make_encoder()[0]
     keys = [encoder.locate("prompt", PROMPT, pair).keys(PROMPT) for pair in ([FIRST, FIRST], [FIRST, SECOND])]
     assert keys[0][:6] == keys[1][:6] and keys[0][6:9] != keys[1][6:9] and keys[0][9:] == PROMPT[9:]
     assert all(key < 0 for key in keys[0][2:5])
 
 
-def test_a_text_gets_the_tokens_of_its_images() -> None:
+def test_a_text_gets_the_tokens_of_its_images():
     encoder = make_encoder()[0]
     assert encoder.expand("prompt", "a<begin>b", 1) == "a\n\n<begin><image><image><image><end>\n\nb"
     with pytest.raises(RuntimeFault, match="0 marks <begin>"):
         encoder.expand("prompt", "ab", 1)
 
 
-def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_the_extra_is_named(monkeypatch):
     found = builtins.__import__
 
     def without_pillow(name: str, *arguments: Any, **options: Any) -> Any:
@@ -104,7 +102,7 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         make_encoder()[0].read(b"")
 
 
-def test_large_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_refused(monkeypatch):
     pillow = pytest.importorskip("PIL.Image")
     import io
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of load that a bundle or a machine cannot meet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributions that depend on the tokens before, against transformers, by hand, and through the acceptance rule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are not finite end their own request, and nothing of them is read by another."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A record of a service has its requests and texts, and decodes to the same texts again; changed texts are found."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -49,7 +47,7 @@ def record(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_record_has_what_was_asked_and_what_came(record: Path) -> None:
+def test_a_record_has_what_was_asked_and_what_came(record):
     found = read_record(record)
     assert [one.requests for one in found.recorded] == REQUESTS
     assert found.num_left_out == 0 and found.is_of(None)
@@ -59,14 +57,14 @@ def test_a_record_has_what_was_asked_and_what_came(record: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model", "eagle3", "suffix-tree"])
-def test_every_method_gives_the_recorded_texts(record: Path, method: str) -> None:
+def test_every_method_gives_the_recorded_texts(record, method):
     ended: list[int] = []
     with Service(make_engine(method)) as service:
         assert replay(service, read_record(record).recorded, ended.append) == []
     assert ended == [1, 2, 3, 4, 5]
 
 
-def test_a_changed_text_is_found_at_its_first_other_token(record: Path) -> None:
+def test_a_changed_text_is_found_at_its_first_other_token(record):
     header, first, *rest = record.read_text().splitlines()
     line: dict[str, Any] = json.loads(first)
     tokens = line["outputs"][0]["tokens"]
@@ -78,7 +76,7 @@ def test_a_changed_text_is_found_at_its_first_other_token(record: Path) -> None:
     assert difference.got == tokens[4:] and difference.wanted[1:] == tokens[5:]
 
 
-def test_an_output_that_was_cut_is_compared_as_far_as_it_came(record: Path) -> None:
+def test_an_output_that_was_cut_is_compared_as_far_as_it_came(record):
     header, first, *_ = record.read_text().splitlines()
     line: dict[str, Any] = json.loads(first)
     line["outputs"][0] = {"tokens": line["outputs"][0]["tokens"][:2], "finish_reason": "cancelled"}
@@ -101,21 +99,19 @@ def test_an_output_that_was_cut_is_compared_as_far_as_it_came(record: Path) -> N
         ),
     ],
 )
-def test_what_is_no_record_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+def test_what_is_no_record_is_refused_with_its_line(tmp_path, text, words):
     path = tmp_path / "x.jsonl"
     path.write_text(text)
     with pytest.raises(RuntimeFault, match=words):
         read_record(path)
 
 
-def test_a_record_replaces_no_file(record: Path) -> None:
+def test_a_record_replaces_no_file(record):
     with pytest.raises(RuntimeFault, match=r"--record: got .*File exists; expected a new file"):
         RecordedService(make_engine("none"), ServiceOptions(), record)
 
 
-def test_the_command_says_how_many_texts_are_equal(
-    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_how_many_texts_are_equal(record, monkeypatch, capsys):
     monkeypatch.setattr("speccompile.runtime.engine.load", lambda *args, **options: make_engine("eagle3"))
     assert main(["replay", str(record), "bundle"]) == 0
     assert capsys.readouterr().out == "5 of 5 texts are equal\n"
@@ -131,7 +127,7 @@ def test_the_command_says_how_many_texts_are_equal(
     assert (result["num_texts"], len(result["differences"])) == (1, 1)
 
 
-def test_serve_records_what_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_records_what_it_is_asked(tmp_path, monkeypatch):
     pytest.importorskip("fastapi")
     from speccompile.serving.openai import process
 

@@ -4,11 +4,8 @@
 The target is a tiny real graph. Drafts are the target's own text with mistakes at random places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,9 +190,7 @@ def _next_prompt(bench: Bench, rng: np.random.Generator) -> list[int]:
 
 
 @pytest.mark.parametrize(("seed", "num_again"), [(0, 0), (1, 1)])
-def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_decoding(
-    hybrid: Hybrid, seed: int, num_again: int
-) -> None:
+def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_decoding(hybrid, seed, num_again):
     bench = run_rounds(hybrid, seed, 200, num_again)
     accepted, counters = bench.script.num_accepted, bench.scheduler.counters
     assert set(accepted) == set(range(NUM_DRAFTS + 1)) and len(accepted) > 100
@@ -203,7 +198,7 @@ def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_deco
     assert set(bench.reasons) == {"length", "cancelled"} and len(bench.handles) > 40
 
 
-def test_drafts_are_deterministic_for_generate_too(hybrid: Hybrid) -> None:
+def test_drafts_are_deterministic_for_generate_too(hybrid):
     bench = Bench(hybrid)
     prompts = [numbers(num, num) for num in (1, 2, 9, 30, 17, 5)]
     for prompt in prompts:
@@ -213,7 +208,7 @@ def test_drafts_are_deterministic_for_generate_too(hybrid: Hybrid) -> None:
     assert max(bench.script.num_accepted) == NUM_DRAFTS
 
 
-def test_the_same_prompt_begins_from_its_snapshot(hybrid: Hybrid) -> None:
+def test_the_same_prompt_begins_from_its_snapshot(hybrid):
     bench, prompt = Bench(hybrid), numbers(40, 1)
     assert bench.ask(prompt) == 0
     assert bench.ask(prompt) == len(prompt) - 2  # the last two tokens are always read
@@ -221,14 +216,14 @@ def test_the_same_prompt_begins_from_its_snapshot(hybrid: Hybrid) -> None:
     assert bench.ask(prompt[:30] + numbers(12, 3)) == 0  # within the prompt: a state cannot be cut
 
 
-def test_a_conversation_goes_on_from_the_state_itself(hybrid: Hybrid) -> None:
+def test_a_conversation_goes_on_from_the_state_itself(hybrid):
     bench, prompt = Bench(hybrid), numbers(20, 4)
     bench.ask(prompt)
     whole = prompt + bench.outputs[-1]
     assert bench.ask(whole + numbers(6, 5)) == len(whole) - 1
 
 
-def test_a_draft_that_needs_the_last_row_again_gets_it_from_a_pending_row(hybrid: Hybrid) -> None:
+def test_a_draft_that_needs_the_last_row_again_gets_it_from_a_pending_row(hybrid):
     bench, prompt = Bench(hybrid, num_again=1), numbers(40, 6)
     bench.ask(prompt)
     assert bench.ask(prompt) == len(prompt) - 3
@@ -238,7 +233,7 @@ def test_a_draft_that_needs_the_last_row_again_gets_it_from_a_pending_row(hybrid
     assert bench.script.resumed[-1][1] == len(prompt)
 
 
-def test_a_prompt_shares_what_a_slot_that_decodes_has_read(hybrid: Hybrid) -> None:
+def test_a_prompt_shares_what_a_slot_that_decodes_has_read(hybrid):
     bench, prompt = Bench(hybrid), numbers(33, 8)
     first = bench.submit(prompt)
     while len(bench.outputs[first.number]) < 8:
@@ -248,13 +243,13 @@ def test_a_prompt_shares_what_a_slot_that_decodes_has_read(hybrid: Hybrid) -> No
     assert bench.scheduler.counters.num_reused_tokens == len(prompt)
 
 
-def test_nothing_is_copied_where_no_prefix_is_kept(hybrid: Hybrid) -> None:
+def test_nothing_is_copied_where_no_prefix_is_kept(hybrid):
     bench = Bench(hybrid, keeps=False)
     assert bench.ask(numbers(40, 1)) == bench.ask(numbers(40, 1)) == 0
     assert bench.target.states.snapshots == [None] * SLOTS
 
 
-def test_a_cancelled_prompt_is_no_other_prompts_state(hybrid: Hybrid) -> None:
+def test_a_cancelled_prompt_is_no_other_prompts_state(hybrid):
     """Its slot has the snapshot of the sequence before, which must not be taken for its own."""
     bench, first, second = Bench(hybrid), numbers(40, 10), numbers(60, 11)
     bench.ask(first)
@@ -268,7 +263,7 @@ def test_a_cancelled_prompt_is_no_other_prompts_state(hybrid: Hybrid) -> None:
     assert bench.ask(second[:28] + numbers(9, 12)) == 28
 
 
-def test_the_last_rows_of_the_cache_take_padded_chains(hybrid: Hybrid) -> None:
+def test_the_last_rows_of_the_cache_take_padded_chains(hybrid):
     bench = Bench(hybrid)
     full = SamplingParams(max_new_tokens=MAX_SEQ)
     for num in (MAX_SEQ - 9, MAX_SEQ - 4, 20):
@@ -280,7 +275,7 @@ def test_the_last_rows_of_the_cache_take_padded_chains(hybrid: Hybrid) -> None:
     assert bench.reasons == ["cache_full"] * 3
 
 
-def test_a_chunk_leaves_the_rows_that_stay_pending_to_the_last_one(hybrid: Hybrid) -> None:
+def test_a_chunk_leaves_the_rows_that_stay_pending_to_the_last_one(hybrid):
     for num in range(2, 20):
         engine = hybrid.open(1)
         verifier, tokens = Verifier(engine, MAX_SEQ, CHUNK), numbers(num, num)
@@ -290,7 +285,7 @@ def test_a_chunk_leaves_the_rows_that_stay_pending_to_the_last_one(hybrid: Hybri
         hybrid.check(engine, 0, tokens[:-1])
 
 
-def test_a_draft_that_is_not_finite_is_scored_again_without(tmp_path: Path) -> None:
+def test_a_draft_that_is_not_finite_is_scored_again_without(tmp_path):
     """The rows of a slot whose draft is NaN are NaN; the second run has the same lengths, and no such draft."""
     bad = VOCAB - 1
     hybrid = Hybrid(tmp_path, bad=bad)
@@ -310,7 +305,7 @@ def test_a_draft_that_is_not_finite_is_scored_again_without(tmp_path: Path) -> N
     assert bench.reasons == ["length"] * 3
 
 
-def test_a_prompt_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
+def test_a_prompt_that_is_not_finite_ends_alone(tmp_path):
     bad = VOCAB - 1
     bench = Bench(Hybrid(tmp_path, bad=bad))
     prompts = [[t % bad for t in numbers(num, num)] for num in (9, 30)]
@@ -364,14 +359,14 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_noticed(hybrid: Hybrid, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_noticed(hybrid, name, monkeypatch):
     method, wrong = MUTANTS[name]
     monkeypatch.setattr(SlotStates, method, wrong)
     with pytest.raises(AssertionError, match=r"other bits|a snapshot of other tokens|hold other tokens|request"):
         run_rounds(hybrid, 0, 200)
 
 
-def test_the_method_none_serves_a_folder_of_states(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_the_method_none_serves_a_folder_of_states(hybrid, tmp_path):
     engine = _spec_engine(Hybrid(tmp_path, "reference").open(2), NoneProposer(), slots=2)
     prompts = [numbers(9, 1), numbers(4, 2)]
     plain = _spec_engine(hybrid.open(2), NoneProposer(), slots=2)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching on a target whose recurrent states are in device memory, over the fakes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,9 +42,7 @@ class OnCuda(Hybrid):
         assert not tokens or 0 <= len(tokens) - states.lengths[slot] <= states.num_pending[slot]
 
 
-def test_rounds_on_cuda_give_the_texts_of_plain_decoding_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_on_cuda_give_the_texts_of_plain_decoding_on_the_cpu(tmp_path, monkeypatch):
     """Over the fakes, which run a step three times where they capture it: prefixes, swaps, snapshots, host verdicts."""
     FakeOrt(monkeypatch, FakeCuda())
     bench = run_rounds(OnCuda(Hybrid(tmp_path / "cpu"), tmp_path / "cuda"), 0, 40)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees on a target with recurrent states: the bits of a fresh prefill, and the texts of plain decoding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -69,9 +67,7 @@ class Trees(Script):
 
 
 @pytest.mark.parametrize(("seed", "num_again"), [(0, 0), (1, 1)])
-def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_decoding(
-    hybrid: Hybrid, seed: int, num_again: int
-) -> None:
+def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_decoding(hybrid, seed, num_again):
     bench = run_rounds(hybrid, seed, 200, num_again, Trees)
     paths, counters = bench.script.paths, bench.scheduler.counters
     moved = [path for path in paths if path != [*range(len(path))]]
@@ -80,7 +76,7 @@ def test_200_rounds_keep_the_bits_of_a_fresh_prefill_and_the_texts_of_plain_deco
     assert set(bench.reasons) == {"length", "cancelled"} and len(bench.handles) > 40
 
 
-def test_the_reference_engine_scores_trees_with_the_same_texts(hybrid: Hybrid, tmp_path: Any) -> None:
+def test_the_reference_engine_scores_trees_with_the_same_texts(hybrid, tmp_path):
     bench = Bench(Hybrid(tmp_path, "reference"), script=Trees)
     prompts, plain = [numbers(num, num) for num in (9, 2)], Bench(hybrid)
     for prompt in prompts:
@@ -92,7 +88,7 @@ def test_the_reference_engine_scores_trees_with_the_same_texts(hybrid: Hybrid, t
     assert any(path != [*range(len(path))] for path in bench.script.paths)
 
 
-def test_the_last_rows_of_the_cache_take_padded_trees(hybrid: Hybrid) -> None:
+def test_the_last_rows_of_the_cache_take_padded_trees(hybrid):
     bench, full = Bench(hybrid, script=Trees), SamplingParams(max_new_tokens=MAX_SEQ)
     for num in (MAX_SEQ - 9, MAX_SEQ - 4, 20):
         bench.submit(numbers(num, num), full, speculation="on")
@@ -103,7 +99,7 @@ def test_the_last_rows_of_the_cache_take_padded_trees(hybrid: Hybrid) -> None:
     assert bench.reasons == ["cache_full"] * 3
 
 
-def test_a_conversation_goes_on_within_an_accepted_path(hybrid: Hybrid) -> None:
+def test_a_conversation_goes_on_within_an_accepted_path(hybrid):
     """The rows of a path that ended at a limit are pending, in the order of its tokens."""
     bench, prompt = Bench(hybrid, script=Trees), numbers(20, 4)
     for num in range(3, 9):
@@ -137,13 +133,13 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_noticed(hybrid: Hybrid, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_noticed(hybrid, name, monkeypatch):
     monkeypatch.setattr(HostStates, "compact", MUTANTS[name])
     with pytest.raises(AssertionError, match=r"other bits|request"):
         run_rounds(hybrid, 0, 60, script=Trees)
 
 
-def test_a_tree_is_refused_where_states_follow_chains(hybrid: Hybrid) -> None:
+def test_a_tree_is_refused_where_states_follow_chains(hybrid):
     engine = hybrid.open(1)
     engine.states.scores_trees = False
     tree = TokenTree.tree([[1, 2, 3]], [[-1, 0, 0]])
@@ -154,7 +150,7 @@ def test_a_tree_is_refused_where_states_follow_chains(hybrid: Hybrid) -> None:
 
 
 @pytest.mark.parametrize(("tree", "got"), [("auto", "auto"), ({"widths": (2, 1)}, "a tree")])
-def test_a_recipe_of_trees_is_refused_by_name(hybrid: Hybrid, tree: Any, got: str) -> None:
+def test_a_recipe_of_trees_is_refused_by_name(hybrid, tree, got):
     config, spec = DraftModelConfig("d", tree=tree), hybrid.spec
     assert [registry.backend(n, d).state_trees for n, d in (("onnxruntime", "cuda"), ("tensorrt", "cuda"))] == [
         False

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts under a grammar: their exact distribution, and 30 schemas over drafters, chains and trees."""
 
-from __future__ import annotations
-
 import json
 import math
 

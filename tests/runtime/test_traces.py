@@ -5,7 +5,6 @@ A change that lowers one writes it into the table. A file costs its reader more 
 """
 
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +24,7 @@ COMPLETION = (40, 1020)  # calls vary by a few with the turns of two threads
 
 
 @pytest.mark.parametrize("method", STEPS)
-def test_a_step_passes_through_no_more_files_and_calls(method: str) -> None:
+def test_a_step_passes_through_no_more_files_and_calls(method):
     engine = make_engine(method)
     steps = engine.stream("abc", SamplingParams(max_new_tokens=48, ignore_eos=True))
     files: set[str] = set()
@@ -43,7 +42,7 @@ def test_a_step_passes_through_no_more_files_and_calls(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", GENERATE)
-def test_a_prompt_passes_through_no_more_files_and_calls(method: str) -> None:
+def test_a_prompt_passes_through_no_more_files_and_calls(method):
     for _ in range(2):  # the first run imports what the second one calls
         engine = make_engine(method)
         with traced() as trace:
@@ -54,7 +53,7 @@ def test_a_prompt_passes_through_no_more_files_and_calls(method: str) -> None:
     )
 
 
-def test_a_build_passes_through_no_more_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_passes_through_no_more_files(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     fakes.install(monkeypatch.setattr, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
     command = ["build", str(fakes.write_recipe(tmp_path / "in")), "-o", str(tmp_path / "out"), "--no-cache"]
@@ -65,7 +64,7 @@ def test_a_build_passes_through_no_more_files(tmp_path: Path, monkeypatch: pytes
     assert trace.num_files <= BUILD, f"{trace.num_files}\n{trace.table()}"
 
 
-def test_a_streamed_completion_passes_through_no_more_files() -> None:
+def test_a_streamed_completion_passes_through_no_more_files():
     pytest.importorskip("fastapi")
     from speccompile.runtime.service import Service
     from speccompile.serving.openai.app import make_app

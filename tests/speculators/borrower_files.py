@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of drafts on the tiny target's caches, trained on its texts in a second or two each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@
 The twin has no cache, no batch and no module of ours: it reads all streams of a text at once.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

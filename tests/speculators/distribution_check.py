@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether text over mock engines follows the target's distribution exactly: a chi-square over three tokens."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Domino's head in plain torch, written from the public description, path by path; see `dflash_lab`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

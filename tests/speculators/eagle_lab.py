@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny target whose text varies, and drafters in the published layouts, briefly trained on it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ A feature is the number of a text: of the target's contexts, or below 0 of the d
 given the feature of another position continues another text.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

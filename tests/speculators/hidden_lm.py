@@ -5,8 +5,6 @@ A state is the number of a context, so heads that are given a wrong, stale or mi
 text, which the tests detect: the context and the root must be a prefix of a known text.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from speccompile.core.sampling import draw, warp

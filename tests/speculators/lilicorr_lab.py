@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LiLiCorr's layers over candidates in plain torch, written from the public description; see `dflash_lab`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny drafts that read masks, fitted to the target's texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny targets with multi-token prediction modules in every layout, and transformers' own module as the oracle."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """P-EAGLE drafters of tiny sizes, and their forward in float64 over whole texts, from the public description."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block drafters over mock engines: what the draft reads, walks and trees over the lattice, texts' distribution."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

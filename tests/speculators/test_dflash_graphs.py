@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graphs of block drafters against plain torch: prompts in parts, ragged steps, refused drafts, variants."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

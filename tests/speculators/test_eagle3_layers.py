@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers of the target an EAGLE-3 drafter reads: both ways of counting, defaults, refusals."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graphs of EAGLE drafters against plain torch: chains in several steps, trees, distributions, variants."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

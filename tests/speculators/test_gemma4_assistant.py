@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 4's assistant: every draft is transformers' own, also after rejections, and the text is the target's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +89,7 @@ def difference(dists: Any, logits: list[Any], num: int) -> float:
 
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("length", [3, 15])
-def test_logits_are_transformers(pair: tuple[Path, Any, Any], is_ordered: bool, length: int, tmp_path: Path) -> None:
+def test_logits_are_transformers(pair, is_ordered, length, tmp_path):
     """Of a text within the window and beyond, with the LM head over all tokens and with centroids."""
     folder, target, assistant = pair
     if is_ordered:
@@ -104,7 +102,7 @@ def test_logits_are_transformers(pair: tuple[Path, Any, Any], is_ordered: bool, 
     assert difference(dists, logits, 1) < MAX_RELATIVE_DIFFERENCE
 
 
-def test_mistakes_are_noticed(pair: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_noticed(pair, monkeypatch):
     from speccompile.speculators.gemma4_assistant import model as own
 
     folder, target, assistant = pair
@@ -133,7 +131,7 @@ def test_mistakes_are_noticed(pair: tuple[Path, Any, Any], monkeypatch: pytest.M
     assert target.model.norm.forward == before and hidden.shape[1] == 1
 
 
-def test_the_position_is_the_roots(pair: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_position_is_the_roots(pair, monkeypatch):
     """The second draft of a chain stands where the first one does."""
     from speccompile.export import tree_drafters
 
@@ -191,9 +189,7 @@ def tree_engine(pair: tuple[Path, Any, Any]) -> Any:
     yield from built(pair[0], "tree: {widths: [2, 1]}")
 
 
-def test_greedy_text_and_every_draft_are_transformers(
-    pair: tuple[Path, Any, Any], engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_text_and_every_draft_are_transformers(pair, engine, monkeypatch):
     from speccompile.speculators.gemma4_assistant.config import AssistantProposer
 
     _, target, assistant = pair
@@ -227,9 +223,7 @@ def test_greedy_text_and_every_draft_are_transformers(
         assert drafts == own_drafts(target, assistant, tokens, NUM_DRAFTS)[0][: len(drafts)]
 
 
-def test_trees_have_the_likeliest_tokens_of_transformers(
-    pair: tuple[Path, Any, Any], tree_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_have_the_likeliest_tokens_of_transformers(pair, tree_engine, monkeypatch):
     from speccompile.speculators.gemma4_assistant.config import AssistantProposer
 
     _, target, assistant = pair
@@ -259,22 +253,22 @@ def test_trees_have_the_likeliest_tokens_of_transformers(
             assert nodes[child] == own_drafts(target, assistant, text, 2, [nodes[node]])[0][1]
 
 
-def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(engine: Any) -> None:
+def test_the_check_of_acceptance_fails_where_every_draft_is_shifted_by_one(engine):
     check_that_a_shift_shows(engine, PROMPTS * 3, NUM_TOKENS)
 
 
-def test_sampled_text_does_not_depend_on_the_batch(engine: Any) -> None:
+def test_sampled_text_does_not_depend_on_the_batch(engine):
     params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed) for seed in range(3)]
     single = [r.tokens for r in engine.generate(PROMPTS, params, batch_size=1)]
     assert [r.tokens for r in engine.generate(PROMPTS, params, batch_size=2)] == single
 
 
-def test_the_doctor_knows_the_layout(pair: tuple[Path, Any, Any]) -> None:
+def test_the_doctor_knows_the_layout(pair):
     folder = pair[0]
     check_speculator(folder / "assistant", FORMATS, read_dims(folder / "target"))
 
 
-def test_another_target_is_refused(pair: tuple[Path, Any, Any], tmp_path: Path) -> None:
+def test_another_target_is_refused(pair, tmp_path):
     folder = pair[0]
     for name, change, message in (
         ("vocab_size", {"vocab_size": VOCAB + 1}, "vocabulary"),

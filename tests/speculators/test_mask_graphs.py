@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts that read masks, as compiled graphs with their caches, against plain torch over whole texts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of multi-token prediction modules against transformers' own, in every layout; what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

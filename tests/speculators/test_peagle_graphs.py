@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """P-EAGLE's graphs with their caches, through the drafting that feeds them, against numpy over whole texts."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -7,8 +7,6 @@ FOLDER holds the stubs. Prints a JSON object; its "missing" are names that the b
 that it does not have.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import io

@@ -5,8 +5,6 @@ Strict where a GPU would be silent or would crash: work on a stream waits until 
 belong to memory that is allocated, fresh memory is full of NaN, freed memory is gone, a copy must not overlap itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 from collections import Counter

@@ -6,8 +6,6 @@ a cache has one address as input, as update and as compacted form, nothing else 
 not change. `kv_rows` cuts the caches that the graph sees, so too small a number shows as an error or wrong tokens.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections import deque

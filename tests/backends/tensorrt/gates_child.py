@@ -5,8 +5,6 @@ A request is `BuildRequest.json_from_request`; answers, a list of {"built", "lin
 the verbose log, and inputs or outputs that are read as shapes, which are in host memory.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

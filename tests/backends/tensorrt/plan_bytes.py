@@ -4,8 +4,6 @@
 The layout is not documented: found in plans of TensorRT-RTX 1.7.1. The plan contains the text of each compiled graph.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections import Counter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny target step with both plugins, and a plan of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

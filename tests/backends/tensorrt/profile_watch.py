@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of another backend's engine, compared with the profiles that TensorRT's plan of the same graph would have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

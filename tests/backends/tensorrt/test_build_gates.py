@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What TensorRT-RTX's builder says of our plans without a GPU: in-place caches, no host tensors, no own allocations."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

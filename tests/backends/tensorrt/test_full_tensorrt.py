@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full TensorRT, which needs a GPU's libraries: its real bindings over stubs, so that a changed interface shows."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

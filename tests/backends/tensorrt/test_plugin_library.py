@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ plugin library compiles, loads in TensorRT-RTX, and plans are built with it and carry it."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -46,7 +44,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_library_exports_what_tensorrt_looks_for_and_needs_nothing_of_it(library: Path) -> None:
+def test_the_library_exports_what_tensorrt_looks_for_and_needs_nothing_of_it(library):
     def names(*options: str) -> set[str]:
         done = subprocess.run(["nm", "-D", *options, str(library)], capture_output=True, text=True, check=True)
         return {line.split()[-1] for line in done.stdout.splitlines()}
@@ -57,7 +55,7 @@ def test_the_library_exports_what_tensorrt_looks_for_and_needs_nothing_of_it(lib
     }
 
 
-def test_plans_are_built_with_it(library: Path) -> None:
+def test_plans_are_built_with_it(library):
     command = [sys.executable, "-m", "tests.backends.tensorrt.library_child", str(library)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -72,7 +70,7 @@ def test_plans_are_built_with_it(library: Path) -> None:
     ]
 
 
-def test_without_headers_make_says_what_to_give(tmp_path: Path) -> None:
+def test_without_headers_make_says_what_to_give(tmp_path):
     command = ["make", "plugins", f"TENSORRT_INCLUDE_DIR={tmp_path}", f"PLUGIN_LIBRARY={tmp_path}/lib.so"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0

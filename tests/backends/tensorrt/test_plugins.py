@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python plugins: plans are built with them, and wrong uses are refused in words. Nothing is executed here."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ def variant() -> Variant:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_plan_holds_both_plugins(variant: Variant, dtype: str) -> None:
+def test_a_plan_holds_both_plugins(variant, dtype):
     model = graphs.step_model(dtype)
     _, network, errors = graphs.parse(variant, model)
     assert errors == []
@@ -39,15 +36,15 @@ def test_a_plan_holds_both_plugins(variant: Variant, dtype: str) -> None:
     assert b"KVRollback" in plan and b"SpecVerify" in plan
 
 
-def test_a_draft_vocabulary_map_is_the_ninth_input(variant: Variant) -> None:
+def test_a_draft_vocabulary_map_is_the_ninth_input(variant):
     assert graphs.build(variant, graphs.step_model("float16", 0, has_map=True)) is not None
 
 
-def test_a_single_cache_needs_no_attribute(variant: Variant) -> None:
+def test_a_single_cache_needs_no_attribute(variant):
     assert graphs.build(variant, graphs.step_model("float16", 1, says_num_caches=False)) is not None
 
 
-def test_the_plugin_beats_the_function_body_by_the_override_alone(variant: Variant) -> None:
+def test_the_plugin_beats_the_function_body_by_the_override_alone(variant):
     model = graphs.step_model("float32", 0, has_body=True)
     _, network, errors = graphs.parse(variant, model)
     assert errors == [] and graphs.plugins_in(variant.trt, network) == ["verify"]
@@ -55,7 +52,7 @@ def test_the_plugin_beats_the_function_body_by_the_override_alone(variant: Varia
     assert graphs.plugins_in(variant.trt, network) == []
 
 
-def test_aliased_outputs_need_the_preview_feature(variant: Variant) -> None:
+def test_aliased_outputs_need_the_preview_feature(variant):
     assert graphs.build(variant, graphs.step_model("float16"), aliases=False) is None
 
 
@@ -67,7 +64,7 @@ def test_aliased_outputs_need_the_preview_feature(variant: Variant) -> None:
     ],
     ids=["num_caches", "inputs"],
 )
-def test_a_wrong_node_is_refused(variant: Variant, capfd: pytest.CaptureFixture[str], model, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_node_is_refused(variant, capfd, model, message):  # type: ignore[no-untyped-def]
     if model is None:
         model = graphs.step_model("float16", 0)
         del model.graph.node[1].input[-1]
@@ -76,14 +73,14 @@ def test_a_wrong_node_is_refused(variant: Variant, capfd: pytest.CaptureFixture[
     assert message in capfd.readouterr().err + "".join(text for _, text in variant.logger.lines)
 
 
-def test_registering_twice_changes_nothing(variant: Variant) -> None:
+def test_registering_twice_changes_nothing(variant):
     registry = variant.trt.get_plugin_registry()
     before = len(registry.all_creators)
     plugins.register_plugins(variant.trt)
     assert len(registry.all_creators) == before
 
 
-def test_what_a_plan_carries_and_what_a_load_checks(variant: Variant) -> None:
+def test_what_a_plan_carries_and_what_a_load_checks(variant):
     trt = variant.trt
     creators = plugins._creators(trt)
     assert {f.name for f in creators[KV_ROLLBACK].field_names} == {ABI_FIELD, NUM_CACHES}
@@ -100,7 +97,7 @@ def test_what_a_plan_carries_and_what_a_load_checks(variant: Variant) -> None:
         create(**{ABI_FIELD: 7})
 
 
-def test_enqueue_hands_over_pointers_and_sizes(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enqueue_hands_over_pointers_and_sizes(variant, monkeypatch):
     calls = []
     monkeypatch.setattr(plugins, "launch_verify", lambda args, stream: calls.append((args, stream)))
     monkeypatch.setattr(plugins, "launch_rollback", lambda *args: calls.append(args))
@@ -138,12 +135,12 @@ def test_enqueue_hands_over_pointers_and_sizes(variant: Variant, monkeypatch: py
     assert calls == [copied, ([1, 9], (3, 2, 32, 8), "float16", 3, 4, 5, 30)]
 
 
-def test_abi_is_json() -> None:
+def test_abi_is_json():
     abi = plugins.plugin_abi()
     assert json.loads(json.dumps(abi)) == abi
     assert abi["ops"] == [SPEC_VERIFY, KV_ROLLBACK] and len(abi["sources_sha256"]) == 64
 
 
-def test_a_library_that_is_not_there(variant: Variant, tmp_path: Path) -> None:
+def test_a_library_that_is_not_there(variant, tmp_path):
     with pytest.raises(BuildError, match=r"plugin library: got .*none\.so; expected a file\. Run: make plugins"):
         plugins.load_plugin_library(variant.trt, tmp_path / "none.so")

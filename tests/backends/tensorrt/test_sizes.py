@@ -14,12 +14,12 @@ SEEN = {"none": 31_617_312, "int8": 22_251_552, "int4": 16_101_408, "fp8": 22_25
 
 
 @pytest.mark.parametrize("quantization", SEEN)
-def test_the_example_target_is_predicted_within_two_percent(quantization: str) -> None:
+def test_the_example_target_is_predicted_within_two_percent(quantization):
     got = predicted_weight_bytes(EXAMPLE, quantization, "float16", num_head=HEAD, is_tied=True)
     assert got == pytest.approx(SEEN[quantization], rel=0.02)
 
 
-def test_the_parts() -> None:
+def test_the_parts():
     counts = WeightCounts(300, 200, 100)
     assert predicted_weight_bytes(counts, "none", "float32") == 1200
     assert predicted_weight_bytes(counts, "none", "bfloat16") == 600

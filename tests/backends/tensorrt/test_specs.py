@@ -14,7 +14,7 @@ DIMS = ModelDims("llama", vocab_size=97, hidden_size=64, num_layers=2, num_heads
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype: str) -> None:
+def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype):
     plain = verified_spec(decoder_spec("target", DIMS, hidden=True, hidden_layers=(0,)))
     spec = tensorrt_spec(plain, dtype, 72)
     assert [t.name for t in spec.inputs] == [
@@ -34,7 +34,7 @@ def test_a_target_has_half_caches_of_static_rows_and_one_more_input(dtype: str) 
     assert kept == list(plain.inputs[:-4])
 
 
-def test_a_compacting_target_has_compacted_caches_after_all_updates() -> None:
+def test_a_compacting_target_has_compacted_caches_after_all_updates():
     plain = verified_spec(decoder_spec("target", DIMS))
     spec = tensorrt_spec(plain, "float16", 72, compacts=True)
     assert [t.name for t in spec.outputs[-8:]] == [
@@ -45,13 +45,13 @@ def test_a_compacting_target_has_compacted_caches_after_all_updates() -> None:
     assert specs.spec_from_json(spec.json_from_spec()) == spec
 
 
-def test_a_rollback_attends_to_nothing_and_has_no_row_count() -> None:
+def test_a_rollback_attends_to_nothing_and_has_no_row_count():
     spec = tensorrt_spec(rollback_spec(DIMS), "float16", 72)
     assert [t.name for t in spec.inputs] == [specs.LENGTHS, specs.PATH, *spec.caches]
     assert {t.dtype for t in spec.outputs} == {"float16"}
 
 
-def test_a_graph_without_caches_changes_its_hidden_states_alone() -> None:
+def test_a_graph_without_caches_changes_its_hidden_states_alone():
     plain = GraphSpec(
         "heads",
         (TensorSpec(specs.HIDDEN, ("batch", "nodes", 64), "float32"), TensorSpec(specs.TOKENS, ("batch",), "int64")),
@@ -61,12 +61,12 @@ def test_a_graph_without_caches_changes_its_hidden_states_alone() -> None:
     assert [t.dtype for t in (*spec.inputs, *spec.outputs)] == ["bfloat16", "int64", "float32"]
 
 
-def test_cache_bytes_follow_the_dtype() -> None:
+def test_cache_bytes_follow_the_dtype():
     assert DIMS.cache_row_bytes == 2 * 4 * 2 * 2 * 16
     assert DIMS.cache_row_bytes_in("bfloat16") == DIMS.cache_row_bytes_in("float16") == DIMS.cache_row_bytes // 2
 
 
-def test_a_dist_that_comes_out_has_the_vocabulary_and_one_that_goes_in_may_be_a_dummy() -> None:
+def test_a_dist_that_comes_out_has_the_vocabulary_and_one_that_goes_in_may_be_a_dummy():
     draft = tensorrt_spec(candidate_spec(decoder_spec("draft", DIMS), 1, dists=True), "float16", 72)
     assert draft.output(specs.NODE_PROBS).dims == ("batch", "scored", 97)
     target = tensorrt_spec(verified_spec(decoder_spec("target", DIMS)), "float16", 72)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines over the fakes: a fake device and variant put where `load_engine` looks for the real ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from speccompile.backends.base import LoadJob
