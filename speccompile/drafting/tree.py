@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.tree import Bools, Ints, TokenTree, chain_mask, mask_from_bits
+from speccompile.core.tree import Bools, Floats, Ints, TokenTree, chain_mask, mask_from_bits
 
 Probs = NDArray[np.float64]
 LEAST = 1e-300  # probability of a path
@@ -126,19 +126,29 @@ class DraftTrees:
         for slot, nodes in enumerate(order.tolist()):
             chosen = sorted(itertools.compress(nodes, exists[slot].tolist()))
             kept.append(_first_path_first(chosen, self.parents[slot, : self.num_nodes].tolist()))
+        return self.tree_of(kept), kept
+
+    def tree_of(self, kept: Sequence[Sequence[int]], draft_probs: Floats | None = None) -> TokenTree:
+        """Returns the tree to score.
+
+        Args:
+            kept: by slot, the candidate of each node, parents before their children.
+            draft_probs: [slots, nodes, vocab] by candidate, of a drawn tree: it is no chain, even if it looks like one.
+        """
         num_nodes = np.array(list(map(len, kept)), dtype=np.int64)
         tokens: Ints = np.zeros((len(kept), int(num_nodes.max())), dtype=np.int64)
         parents: Ints = np.full(tokens.shape, -1, dtype=np.int64)
-        is_chain = True
+        probs = None if draft_probs is None else np.zeros((*tokens.shape, draft_probs.shape[2]), dtype=np.float32)
+        is_chain = probs is None
         for slot, chosen in enumerate(kept):
             above, node_of = self.parents[slot, chosen[1:]].tolist(), dict(zip(chosen, range(len(chosen)), strict=True))
             tokens[slot, : len(chosen)] = self.tokens[slot, chosen]
             links = list(map(node_of.__getitem__, above))
             parents[slot, 1 : len(chosen)] = links
             is_chain = is_chain and links == list(range(len(links)))
-        if is_chain:
-            return TokenTree.chain(tokens, num_nodes), kept
-        return TokenTree(tokens, parents, num_nodes), kept
+            if probs is not None and draft_probs is not None:
+                probs[slot, : len(chosen)] = draft_probs[slot, chosen]
+        return TokenTree.chain(tokens, num_nodes) if is_chain else TokenTree(tokens, parents, num_nodes, probs)
 
 
 def _first_path_first(chosen: Sequence[int], parents: Sequence[int]) -> list[int]:
