@@ -195,4 +195,7 @@ def own_path(verdict: Verdict, slot: int, num_nodes: int) -> list[int]:
         num_nodes: of this draft's tree in the sequence, which are the first of the scored tree; 1: it has no drafts.
     """
     path: list[int] = verdict.path[slot, : int(verdict.num_accepted[slot]) + 1].tolist()
-    return path[: next((at for at, node in enumerate(path) if node >= num_nodes), len(path))]
+    for at, node in enumerate(path):
+        if node >= num_nodes:
+            return path[:at]
+    return path

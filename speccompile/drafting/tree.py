@@ -208,7 +208,7 @@ class DraftLayout:
     def __init__(self, num_slots: int, max_nodes: int) -> None:
         self.max_nodes = max_nodes
         self.chains: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows in path order that stay
-        self.columns: list[list[int]] = [[] for _ in range(num_slots)]  # by slot, rows of the last expansion
+        self.columns: list[list[int]] = [[]] * num_slots  # by slot, rows of the last expansion, replaced by the next
 
     def plan(self, slot: int, parents: Sequence[int], frontier: Sequence[int]) -> tuple[list[int], list[int]]:
         """Returns the columns of a slot's next expansion, and moves the layout on.
