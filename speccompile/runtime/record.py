@@ -18,8 +18,7 @@ from typing import Any, TextIO
 from speccompile.bundle.bundle import Bundle
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.handles import RequestHandle
-from speccompile.runtime.output_stream import Submits
+from speccompile.runtime.handles import RequestHandle, Submits
 from speccompile.runtime.requests import Request, StepOutput
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.runtime.spec_engine import SpecEngine

@@ -22,11 +22,10 @@ from speccompile.runtime.draft_report import DraftReport, report_from_planner
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.handles import FairQueue, RequestHandle
 from speccompile.runtime.loop import run_step
-from speccompile.runtime.prefixes import MIN_SHARED
 from speccompile.runtime.prompts import read_chunk
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
-from speccompile.runtime.slot_allocator import EVERY, SlotAllocator, ViewKeeper
+from speccompile.runtime.slot_allocator import EVERY, MIN_SHARED, SlotAllocator, ViewKeeper
 from speccompile.runtime.stats import Counters, TimedEngine
 from speccompile.runtime.verifier import Verifier
 

@@ -16,8 +16,7 @@ from speccompile.runtime.control import FixedLength, Planner, controller_of
 from speccompile.runtime.draft_report import DraftReport
 from speccompile.runtime.faults import FAULTS
 from speccompile.runtime.generation import Generation
-from speccompile.runtime.handles import RequestHandle
-from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.handles import OutputStream, RequestHandle
 from speccompile.runtime.requests import SPECULATION, Busy, Request, Speculation, StepOutput
 from speccompile.runtime.scheduler import Event, Scheduler
 from speccompile.runtime.sequences import SequenceBatch

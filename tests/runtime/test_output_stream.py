@@ -8,7 +8,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.requests import Busy, Request
 from speccompile.runtime.service import Service, ServiceOptions
 from tests.runtime.test_spec_engine import make_engine, text

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from speccompile.runtime.prefixes import MIN_SHARED, Kept, best_match, num_shared
 from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.slot_allocator import MIN_SHARED, Kept, best_match, num_shared
 from speccompile.runtime.stats import Counters, Histogram
 
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from speccompile.backends.kv_rows import bucket_rows
-from speccompile.runtime.prefixes import Kept
-from speccompile.runtime.slot_allocator import COPIES, EVERY, HEADROOM, ROW_PRICE, ViewKeeper
+from speccompile.runtime.slot_allocator import COPIES, EVERY, HEADROOM, ROW_PRICE, Kept, ViewKeeper
 
 MAX_ROWS, PLACES = 8192, 4
 

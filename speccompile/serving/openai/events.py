@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.output_stream import OutputStream
 from speccompile.runtime.requests import Request, StepOutput
 from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.message import MessageReader

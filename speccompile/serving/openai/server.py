@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from speccompile.bundle.certificates import certificate_facts
 from speccompile.common.chat_template import ChatTemplate, read_chat_template
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.output_stream import OutputStream
+from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.errors import NOT_FOUND, ApiError, error_from_fault, error_from_validation
