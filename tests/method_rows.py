@@ -190,12 +190,18 @@ ROWS: dict[str, Row] = {
     "prophet": Row(write_prophet, {"num_draft_tokens": 3}, {**AUTO, "tree_width": 2, "tree_depth": 3}),
     "glide": Row(write_glide, {"num_draft_tokens": 3}, FIXED),
     "early_exit": Row(write_exit, {"num_draft_tokens": 3}, {"tree": "auto", "tree_width": 2, "tree_depth": 3}),
+    "self_draft": Row(None, {"num_draft_tokens": 3}, {"tree": "auto", "tree_width": 2, "tree_depth": 3}),
 }
 
 
 def method_of(name: str) -> Method:
     """Returns the method of a row."""
     return registry.method(ROWS[name].method or name)
+
+
+def quantization_of(source: Any, backend: Any) -> str:
+    """Returns the form that a source's job asks for by name, where a backend has it; else none."""
+    return "int4" if source.job.quantization == "int4" and "int4" in backend.quantizations else "none"
 
 
 def forms() -> list[tuple[str, str]]:

@@ -210,6 +210,7 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     Args:
         states: the recurrent states of its slots, where the graph has any.
+        owners: engines by graph name, one of which its states may follow: `GraphSpec.state_owner`.
     """
 
     compacts_in_step: bool = False
@@ -222,9 +223,18 @@ class EngineBase(ABC, Generic[RollbackT]):
         """See `speccompile.core.protocols.Engine.graph_fault`."""
         return None
 
-    def __init__(self, spec: GraphSpec, max_slots: int, max_rows: int, states: SlotStates[Any] | None = None) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        max_slots: int,
+        max_rows: int,
+        states: SlotStates[Any] | None = None,
+        owners: Mapping[str, Any] | None = None,
+    ) -> None:
         self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
         self.states = states
+        if states is not None and spec.state_owner in (owners or {}):
+            states.owner = (owners or {})[spec.state_owner].states
 
     @property
     def view_rows(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +64,11 @@ class SlotStates(ABC, Generic[KeptT]):
         num_pending: [max_slots] int64: rows of its last step that are pending.
         snapshots: by slot; one may stand for several slots, as it is never written again.
         scores_trees: whether steps may be trees.
+        owner: the states of another engine that these follow, of the same sizes; None: there are none.
     """
 
     scores_trees: bool = False
+    owner: Self | None = None
 
     def __init__(self, spec: GraphSpec, max_slots: int) -> None:
         self.where, self.max_pending = f"engine {spec.name}", spec.max_pending
@@ -95,6 +97,17 @@ class SlotStates(ABC, Generic[KeptT]):
 
     @abstractmethod
     def restore_arrays(self, slot: int, kept: KeptT) -> None: ...
+
+    @abstractmethod
+    def follow_arrays(self, owner: Self, num_slots: int) -> None:
+        """Copies another engine's states of the first slots over its own."""
+
+    def follow(self, num_slots: int) -> None:
+        """See `speccompile.core.protocols.States.follow`; without an owner nothing is copied."""
+        if (owner := self.owner) is not None:
+            self.follow_arrays(owner, num_slots)
+            self.lengths[:num_slots] = owner.lengths[:num_slots]
+            self.num_pending[:num_slots] = owner.num_pending[:num_slots]
 
     def begin(self, feeds: Mapping[str, Any], first_slot: int) -> StateStep:
         """Returns what a step makes of the states; until `end` the states of its slots count as lost.
@@ -243,6 +256,10 @@ class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
     @property
     def num_bytes(self) -> int:
         return 2 * sum(array.nbytes for array in self.arrays.values())
+
+    def follow_arrays(self, owner: Self, num_slots: int) -> None:
+        for array, theirs in zip(self.arrays.values(), owner.arrays.values(), strict=True):
+            array[:num_slots] = theirs[:num_slots]
 
     def copy_arrays(self, source: int, dest: int) -> None:
         for array in self.arrays.values():

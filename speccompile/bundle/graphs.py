@@ -194,7 +194,7 @@ def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Back
     Raises:
         RecipeError: a draft has some, or the target has, the method drafts trees and the backend scores chains alone.
     """
-    if is_draft and spec.states:
+    if is_draft and spec.states and not spec.state_owner:
         got = f"{job.model} with recurrent layers ({spec.states[0]}) as the graph {job.name!r}"
         todo = "Choose a draft of attention layers alone, or another method."
         raise RecipeError("speculator.model", got, "a draft of attention layers: recurrent ones not yet", todo)

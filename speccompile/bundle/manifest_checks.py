@@ -95,6 +95,11 @@ def _borrowed(spec: GraphSpec, specs: Mapping[str, GraphSpec]) -> Iterator[tuple
         if held.name not in inputs or owner is None or owner is spec or held.cache not in owner.caches:
             got = f"{held.name!r} of {held.cache!r} in {held.owner!r}"
             yield "borrowed", got, "an input of this graph, and a cache of another graph of the bundle"
+    if spec.state_owner:
+        owner = specs.get(spec.state_owner)
+        if owner is None or owner is spec or owner.state_shapes(1) != spec.state_shapes(1):
+            got = f"the states of {spec.state_owner!r}"
+            yield "state_owner", got, "another graph of the bundle with states of the same names and sizes"
 
 
 def check_fields(where: str, config: type[Any], values: Mapping[str, Any], todo: str = REBUILD) -> None:

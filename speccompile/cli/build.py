@@ -156,7 +156,7 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
             config = read_text_config(source.folder)
             if isinstance(source, DecoderSource):
                 check_class(source.folder)
-            sizes = (slots, source.max_rows, backend, plan.dtype)
+            sizes = (slots, source.max_rows if source.spec().own_caches else 0, backend, plan.dtype)
             num_nodes = plan.engine.max_draft_nodes + 1
             prediction = predict(config, source.dims, job.quantization, *sizes, max_pending=num_nodes)
         else:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, TypeVar
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
 DimsT = TypeVar("DimsT")
@@ -116,6 +116,12 @@ class ModelDims:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.per_layer) if layer.recurrent is not None)
+
+    def kept(self, layers: Sequence[int]) -> Self:
+        """Returns the sizes of the model with these layers alone, none of which reads the caches of another."""
+        return replace(
+            self, num_layers=len(layers), layer_dims=tuple(self.layer_dims[i] for i in layers if self.layer_dims)
+        )
 
     @property
     def cache_row_bytes(self) -> int:

@@ -48,6 +48,10 @@ class States(Protocol):
         """
         ...
 
+    def follow(self, num_slots: int) -> None:
+        """Copies what the owner's states of the first slots hold, where the spec names one: `GraphSpec.state_owner`."""
+        ...
+
     def take_snapshot(self, slot: int) -> None:
         """Copies the states of a slot, in place of its earlier snapshot; it moves with the slot."""
         ...

@@ -36,6 +36,7 @@ METHODS = {
     "eagle": "speccompile.speculators.eagle.config:EagleMethod",
     "glide": "speccompile.speculators.glide.config:GlideMethod",
     "early_exit": "speccompile.speculators.early_exit.config:EarlyExitMethod",
+    "self_draft": "speccompile.speculators.self_draft.config:SelfDraftMethod",
     "prophet": "speccompile.speculators.prophet.config:ProphetMethod",
     "mtp": "speccompile.speculators.mtp.config:MtpMethod",
     "gemma4_assistant": "speccompile.speculators.gemma4_assistant.config:Gemma4AssistantMethod",

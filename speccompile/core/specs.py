@@ -19,7 +19,12 @@ Dim = str | int
 Role = Literal["target", "draft"]
 Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node", "sure"]
 SHARED_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
-_RARE = ("image_tokens", "mask_token", "window")  # fields of few graphs, left out of JSON at their defaults
+_RARE = (
+    "image_tokens",
+    "mask_token",
+    "window",
+    "state_owner",
+)  # fields of few graphs, left out of JSON at their defaults
 PENDING, CONV_ROWS = "pending", "conv_rows"  # dims of recurrent states, of a fixed size: see `GraphSpec.state_shapes`
 
 TOKENS = "tokens"  # [batch, nodes] int64: token of each node, node 0 is the root
@@ -145,6 +150,7 @@ class GraphSpec:
         conv_history: rows before its own that a row of a convolution sees. "conv_rows" is this and `max_pending`.
         state_trees: of a graph with states: they follow the paths of `tree_mask`; otherwise every step is a chain.
         image_tokens: of a graph that reads images: tokens of each, which a chunk of a prompt holds all or none of.
+        state_owner: the graph whose recurrent states its own ones follow, see `protocols.States.follow`; "": none.
         window: the longest window of its layers, where rows before it may be dropped; 0: all rows are kept.
     """
 
@@ -170,6 +176,7 @@ class GraphSpec:
     state_trees: bool = False
     image_tokens: int = 0
     window: int = 0
+    state_owner: str = ""
 
     @property
     def own_caches(self) -> tuple[str, ...]:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import SHARED_ROWS, TARGET_LENGTHS, BorrowedCache, GraphSpec, TensorSpec
+from speccompile.core.specs import SHARED_ROWS, TARGET_LENGTHS, BorrowedCache, GraphSpec, TensorSpec, cache_names
 from speccompile.errors import BundleError
 from speccompile.graph_kinds.decoder import decoder_spec
 
@@ -34,9 +34,16 @@ def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> 
     )
 
 
-def sharing_spec(spec: GraphSpec) -> GraphSpec:
-    """Returns `spec` of a decoder whose caches are the target's of the same names, written in place."""
-    return replace(spec, borrowed=tuple(BorrowedCache(name, name) for name in spec.caches))
+def sharing_spec(spec: GraphSpec, layers: Sequence[int], owner: str = "target") -> GraphSpec:
+    """Returns `spec` of a decoder whose caches are another one's, written in place; recurrent states are copies.
+
+    Args:
+        layers: indices of the owner's layers that the decoder has, 0 the first.
+    """
+    named = [zip(cache_names(own), cache_names(theirs), strict=True) for own, theirs in enumerate(layers)]
+    held = {own: theirs for pairs in named for own, theirs in pairs}
+    borrowed = tuple(BorrowedCache(name, held[name], owner) for name in spec.caches)
+    return replace(spec, borrowed=borrowed, state_owner=owner if spec.states else "")
 
 
 def find_owner(

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's linears as int4 without a text: weights rounded to the levels of their block, the LM head's to 8 bits."""
+"""Linears as int4 without a text: weights rounded to the levels of their block."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import onnx_ir as ir
 
 from speccompile.core.specs import LOGITS
@@ -24,11 +27,19 @@ def head_of(model: ir.Model) -> str | None:
 
 
 def rounded_grids(model: ir.Model) -> dict[str, Grid]:
-    """Returns the grids of all linears by the name of their weights."""
+    """Returns the grids of a target's linears by the name of their weights; its LM head has 8 bits."""
     head = head_of(model)
-    weights = {str(value.name): value.const_value for _, value in linears_of(model)}
     return {
-        name: grid_from_weight(weight.numpy(), 8) if name == head else rounded_grid(weight.numpy())
-        for name, weight in weights.items()
-        if weight is not None
+        name: grid_from_weight(weight, 8) if name == head else rounded_grid(weight) for name, weight in _weights(model)
     }
+
+
+def coarse_grids(model: ir.Model) -> dict[str, Grid]:
+    """Returns the grids of all linears by the name of their weights, 4 bits each."""
+    return {name: rounded_grid(weight) for name, weight in _weights(model)}
+
+
+def _weights(model: ir.Model) -> Iterator[tuple[str, np.ndarray]]:
+    for value in dict.fromkeys(value for _, value in linears_of(model)):
+        if value.const_value is not None:
+            yield str(value.name), value.const_value.numpy()

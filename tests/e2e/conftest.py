@@ -14,7 +14,7 @@ from speccompile.core.jobs import MethodContext
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
 from tests import store
-from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, method_of, sources
+from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, method_of, quantization_of, sources
 
 pytestmark = pytest.mark.export
 
@@ -90,7 +90,8 @@ def lab(tmp_path_factory):
             if graph not in graphs:
                 graphs[graph] = store.export(source)[0]
             maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"
-            maker.compile(CompileJob(graphs[graph], source.spec(), graph_folder))
+            quantization = quantization_of(source, maker)
+            maker.compile(CompileJob(graphs[graph], source.spec(), graph_folder, quantization))
             sizes = {
                 "max_slots": SLOTS,
                 "max_rows": MAX_ROWS + source.spec().rows_written_ahead,

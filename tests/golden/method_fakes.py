@@ -95,9 +95,10 @@ def _blocks(**config: Any) -> Parts:
 
 def _borrowing(name: str, **config: Any) -> Parts:
     """A drafter on the target's own caches."""
-    from tests.speculators import test_early_exit, test_glide
+    from tests.speculators import test_early_exit, test_glide, test_self_draft
 
-    lab = {"glide": test_glide.lab, "early_exit": test_early_exit.lab}[name](**config)
+    labs = {"glide": test_glide.lab, "early_exit": test_early_exit.lab, "self_draft": test_self_draft.lab}
+    lab = labs[name](**config)
     target = MockEngine(TARGET, "target", SLOTS, MAX_SEQ, HEADROOM)
     return target, {}, lab.make(target, DRAFT, SLOTS)
 
@@ -125,6 +126,7 @@ MAKERS: dict[str, Callable[[], Parts]] = {
     "dflash-chain": lambda: _blocks(tree="chain", num_draft_tokens=3),
     "glide": lambda: _borrowing("glide", num_draft_tokens=3),
     "early_exit": lambda: _borrowing("early_exit", num_draft_tokens=3),
+    "self_draft": lambda: _borrowing("self_draft", num_draft_tokens=3),
 }
 
 

@@ -6,6 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from speccompile.core import registry, specs
+from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.verifier import Verifier
 from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts
@@ -32,6 +36,51 @@ class Lab:
         target = MockEngine(TARGET, "target", batch, MAX_SEQ, headroom=9)
         proposer = self.make(target, DRAFT, batch)
         return finished(Verifier(target, MAX_SEQ, chunk), proposer, prompts, params, batch)
+
+
+class SharingDraft(MockEngine):
+    """Writes to the target's own cache, where no row before the root's may be written."""
+
+    def run(self, feeds, first_slot=0):
+        for b, start in enumerate(feeds[specs.LENGTHS]):
+            assert start >= self.verifier_lengths()[first_slot + b]
+        return super().run(feeds, first_slot)
+
+
+def sharing_lab(name: str, **config: Any) -> Lab:
+    """Returns a lab of a method whose draft works on the target's own caches."""
+
+    def make(target, draft, slots):
+        engine = SharingDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
+        engine.cache = target.cache
+        lengths = np.zeros(slots, dtype=np.int64)
+        read = target.run
+
+        def noted(feeds, first_slot=0):
+            outputs = read(feeds, first_slot)
+            rows = feeds[specs.LENGTHS] + feeds[specs.TOKENS].shape[1]
+            if specs.SCORED_NODES not in feeds:  # a verdict
+                rows = feeds[specs.LENGTHS] + outputs[specs.NUM_ACCEPTED] + 1
+            lengths[first_slot : first_slot + len(rows)] = rows
+            return outputs
+
+        def moved(source, dest, rows=None):
+            MockEngine.move_slot(target, source, dest, rows)
+            lengths[dest], lengths[source] = lengths[source], 0
+
+        target.run, target.move_slot, engine.verifier_lengths = noted, moved, lambda: lengths
+        method = registry.method(name)
+        proposer = method.make_proposer(method.Config(**config), {"draft": engine}, MethodContext(slots, MAX_SEQ, 8))
+        begin = proposer.start
+
+        def started(slot, sequence):
+            lengths[slot] = 0
+            begin(slot, sequence)
+
+        proposer.start = started
+        return proposer
+
+    return Lab(make)
 
 
 def check_greedy(lab: Lab, batch: int) -> int:

@@ -2,7 +2,6 @@
 """Self-speculation: the graph is the target's first layers, and whatever they draft, the text is the target's."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,16 +11,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core import registry, specs
-from speccompile.core.jobs import GraphJob, MethodContext, SourceContext
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.heads_file import write_heads
 from speccompile.export.weights import load_model
 from speccompile.speculators.early_exit.checkpoint import ExitSource
-from speccompile.speculators.early_exit.config import DRAFT, EarlyExitMethod, ExitOptions
+from speccompile.speculators.early_exit.config import DRAFT, ExitOptions
 from speccompile.speculators.early_exit.config import ExitConfig as Config
-from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, cut_model
-from tests.mock_lm import MockEngine
-from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
+from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, replace_norm
+from tests.speculators.borrower_lab import check_dist, check_greedy, check_seeds, sharing_lab
 
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
 NUM_LAYERS = 2
@@ -106,47 +104,8 @@ def test_random_layers_are_those_of_the_random_target(folders):
         assert any(np.array_equal(form, want) for form in (array, array.T))
 
 
-class SharingDraft(MockEngine):
-    """Writes to the target's own cache, where no row before the root's may be written."""
-
-    def run(self, feeds, first_slot=0):
-        for b, start in enumerate(feeds[specs.LENGTHS]):
-            assert start >= self.verifier_lengths()[first_slot + b]
-        return super().run(feeds, first_slot)
-
-
 def lab(**config):
-    def make(target, draft, slots):
-        engine = SharingDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
-        engine.cache = target.cache
-        lengths = np.zeros(slots, dtype=np.int64)
-        read = target.run
-
-        def noted(feeds, first_slot=0):
-            outputs = read(feeds, first_slot)
-            rows = feeds[specs.LENGTHS] + feeds[specs.TOKENS].shape[1]
-            if specs.SCORED_NODES not in feeds:  # a verdict
-                rows = feeds[specs.LENGTHS] + outputs[specs.NUM_ACCEPTED] + 1
-            lengths[first_slot : first_slot + len(rows)] = rows
-            return outputs
-
-        def moved(source, dest, rows=None):
-            MockEngine.move_slot(target, source, dest, rows)
-            lengths[dest], lengths[source] = lengths[source], 0
-
-        target.run, target.move_slot, engine.verifier_lengths = noted, moved, lambda: lengths
-        sizes = MethodContext(slots, MAX_SEQ, 8)
-        proposer = EarlyExitMethod().make_proposer(Config(**config), {DRAFT: engine}, sizes)
-        begin = proposer.start
-
-        def started(slot, sequence):
-            lengths[slot] = 0
-            begin(slot, sequence)
-
-        proposer.start = started
-        return proposer
-
-    return Lab(make)
+    return sharing_lab("early_exit", **config)
 
 
 CONFIGS = [
@@ -205,10 +164,10 @@ def test_the_doctor_knows_the_heads_layout(folders, tmp_path):
         source_of(folders, True, model=tmp_path).check()
 
 
-def test_a_model_without_a_norm_of_that_name_takes_no_head(folders):
+def test_a_model_without_a_norm_of_that_name_takes_no_head():
     from transformers import GPT2Config
 
     config = GPT2Config(vocab_size=61, n_embd=48, n_layer=3, n_head=4, n_positions=32)
-    model, dims = AutoModelForCausalLM.from_config(config), read_dims(folders[0])
+    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ExportError, match="GPT2LMHeadModel: got no module `norm` after its layers"):
-        cut_model(model, replace(dims, num_layers=3), 1, ExitHead(SIZES))
+        replace_norm(model, ExitHead(SIZES))

@@ -48,7 +48,7 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
     ) -> None:
         spec, max_slots, settings = plan.spec, job.max_slots, job.tuning
         states = DeviceStates(plan.device, spec, max_slots, self.alignment) if spec.states else None
-        super().__init__(spec, max_slots, job.max_rows, states)
+        super().__init__(spec, max_slots, job.max_rows, states, job.owners)
         self.plan, self.device = plan, plan.device
         own = self.spec.own_caches
         self.caches = allocate(replace(self.spec, caches=own)) if own else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from speccompile.backends.cuda.device import ALIGNMENT, Device, Memory, aligned
 from speccompile.backends.states import SlotStates, StateStep
@@ -85,6 +85,13 @@ class DeviceStates(SlotStates[Memory]):
     def end(self, step: StateStep) -> None:
         super().end(step)
         self.sides[step.slots] = [1 - self._side] * (step.slots.stop - step.slots.start)
+
+    def follow_arrays(self, owner: Self, num_slots: int) -> None:
+        self.device.activate()
+        for slot in range(num_slots):
+            for index, size in enumerate(self._sizes):
+                source = owner.address(index, owner.sides[slot], slot)
+                self.device.copy(self.address(index, self.sides[slot], slot), source, size)
 
     def copy_arrays(self, source: int, dest: int) -> None:
         self._copy(source, self.sides[source], dest, self.sides[source])

@@ -60,7 +60,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self, job: LoadJob, session: ort.InferenceSession, rollback: ort.InferenceSession | None = None
     ) -> None:
         spec, max_slots, max_rows = job.spec, job.max_slots, job.max_rows
-        super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
+        super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots), job.owners)
         self.session, self.rollback = session, rollback
         self.plain_inputs = spec.plain_inputs
         self.plain_outputs = spec.plain_outputs

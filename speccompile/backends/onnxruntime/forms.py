@@ -18,7 +18,7 @@ from speccompile.checkpoints.texts import TextSample
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 from speccompile.passes.attach_grids import Grids
 from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
-from speccompile.passes.round_linears import rounded_grids
+from speccompile.passes.round_linears import coarse_grids, rounded_grids
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -103,7 +103,8 @@ def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: Tex
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="forms-") as folder:
         scratch, record = Path(folder), dict[str, Any]()
         reference = scratch / "reference" / path.name
-        grids: Grids | None = None
+        # Levels with minimums are nearer to a target's own weights than symmetric ones, which other drafts have.
+        grids: Grids | None = coarse_grids if spec.caches and not spec.own_caches else None
         if sample is not None:
             # Gathered experts would be copied for every row of a text.
             packs_experts = kernel_library.find_library() is not None
@@ -142,7 +143,7 @@ def _quantise(
 ) -> tuple[Grids | None, dict[str, Any]]:
     """Returns a target's weights of 4 bits, or how they are made, and what the manifest records of them."""
     if sample.weights != "compensated":
-        return rounded_grids if sample.weights == "rounded" else None, {}
+        return rounded_grids if sample.weights == "rounded" else coarse_grids, {}
     found = calibration.calibrate(reference, spec, sample, scratch)
     told = {"texts": sample.source, "num_tokens": found.num_tokens, "num_linears": len(found.grids)}
     return found.grids, {"calibration": told, "peak_rss_bytes": read_peak_rss() + found.peak_rss_bytes}

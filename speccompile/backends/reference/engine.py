@@ -26,7 +26,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
 
     def __init__(self, job: LoadJob) -> None:
         spec, max_slots, max_rows = job.spec, job.max_slots, job.max_rows
-        super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots))
+        super().__init__(spec, max_slots, max_rows, host_states(spec, max_slots), job.owners)
         self.rollback = kv_rollback
         self.evaluator = ReferenceEvaluator(str(job.path), new_ops=[*reference_ops(), *row_ops()])
         self.plain_inputs = spec.plain_inputs

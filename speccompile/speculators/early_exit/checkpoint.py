@@ -6,31 +6,23 @@ The layout is our own: an adapter and a norm. Needs no torch before the export.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
-from speccompile.core.protocols import Engine
-from speccompile.core.specs import GraphSpec
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.doctor.doctor import check_method, check_speculator, read_speculator
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, finding, unchanged
 from speccompile.errors import RecipeError
-from speccompile.export.checks import check_candidates
-from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
-from speccompile.graph_kinds.borrowed import sharing_spec
-from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
+from speccompile.export.target_layers import TargetLayersSource
 from speccompile.speculators.early_exit.config import MODEL_TYPE, ExitOptions
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _check_layers(case: Case) -> Iterator[Finding]:
@@ -81,31 +73,23 @@ class ExitDims(ModelDims):
     rms_norm_eps: float = 1e-5
 
 
-class ExitSource:
+class ExitSource(TargetLayersSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `ExitOptions`."""
 
-    role = "draft"
-    has_tokenizer = False
-    shares_weights = True
-    is_needed = True
+    dims: ExitDims
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
-        self.job, self.context = job, context
+        super().__init__(job, context)
         options: ExitOptions = job.options
-        assert context.target is not None and context.target_job is not None
-        self.num_candidates = min(options.num_candidates, context.target.vocab_size)
-        kept = DecoderOptions(num_layers=context.target_job.options.num_layers)
-        self.target = DecoderSource(replace(context.target_job, options=kept), replace(context, target=None))
-        self.folder, self.max_rows = self.target.folder, self.target.max_rows
         self.head_folder = find_folder(job, context.weights, SPECULATOR_FILES) if options.has_head else None
         if self.head_folder is not None and context.weights == "checkpoint":
             check_method(self.head_folder, FORMATS[0].method)
-        head = {} if self.head_folder is None else _read_head(self.head_folder, context.target)
+        head = {} if self.head_folder is None else _read_head(self.head_folder, self.of_target)
         self.dims = self._read_dims(options.num_exit_layers, head)
+        self.layers = range(self.dims.num_layers)
 
     def _read_dims(self, of_recipe: int | None, head: dict[str, Any]) -> ExitDims:
-        target = self.context.target
-        assert target is not None
+        target = self.of_target
         trained, is_random = head.get("num_exit_layers"), self.context.weights == "random"
         if of_recipe is not None and trained is not None and of_recipe != trained and not is_random:
             todo = "Leave speculator.num_exit_layers out, or give another head."
@@ -121,43 +105,26 @@ class ExitSource:
     def check(self) -> None:
         """Checks every key and shape of the head; the target's are checked with the target."""
         if self.head_folder is not None:
-            check_speculator(self.head_folder, FORMATS, self.context.target)
+            check_speculator(self.head_folder, FORMATS, self.of_target)
 
     def digests(self) -> dict[str, str]:
         """Returns the digests of the target's config and weights, and of the head's."""
-        weights = self.context.weights
-        made = {f"target/{n}": d for n, d in digests_from_checkpoint(self.folder, weights, WEIGHT_FILES).items()}
+        made = super().digests()
         if self.head_folder is not None:
-            made |= digests_from_checkpoint(self.head_folder, weights, SPECULATOR_FILES)
+            made |= digests_from_checkpoint(self.head_folder, self.context.weights, SPECULATOR_FILES)
         return made
 
-    def counts(self) -> WeightCounts | None:
-        """Returns None: the target's config.json and the sizes are enough."""
-        return None
+    def prepare(self, model: Any, dims: ModelDims) -> ModelDims:
+        """Keeps the first layers, and puts the head in place of the final norm."""
+        from speccompile.speculators.early_exit.model import ExitSizes, make_head, replace_norm
 
-    def spec(self) -> GraphSpec:
-        plain = replace(decoder_spec(self.job.name, self.dims), max_rows=self.max_rows)
-        return candidate_spec(sharing_spec(plain), self.num_candidates, self.job.options.gives_probs)
-
-    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        return check_candidates(engine)
-
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ExitDims]:
-        """Reads the target, keeps its first layers, and traces them."""
-        from speccompile.speculators.early_exit.model import ExitSizes, cut_model, make_head
-
-        dims, head = self.dims, None
+        made = self.dims
         if self.head_folder is not None:
             is_random = self.context.weights == "random"
             weights = None if is_random else read_speculator(self.head_folder, FORMATS)[1]
-            sizes = ExitSizes(dims.hidden_size, dims.vocab_size, dims.num_layers, dims.adapter_size, dims.rms_norm_eps)
-            head = make_head(sizes, weights)
-
-        def prepare(model: Any, sizes: ModelDims) -> ModelDims:
-            return cut_model(model, sizes, dims.num_layers, head)
-
-        graph, made = self.target.export_changed(prepare, progress)
-        return graph, replace(dims, num_params=made.num_params)
+            sizes = ExitSizes(made.hidden_size, made.vocab_size, made.num_layers, made.adapter_size, made.rms_norm_eps)
+            replace_norm(model, make_head(sizes, weights))
+        return super().prepare(model, dims)
 
 
 def _read_head(folder: Path, target: ModelDims) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
-from speccompile.speculators.early_exit.proposer import SharedRows
+from speccompile.drafting.shared_rows import SharedRows
 
 DRAFT = "draft"  # the graph's name in the bundle
 MODEL_TYPE = "early_exit"  # of a head's config.json

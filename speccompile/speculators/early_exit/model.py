@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from speccompile.core.dims import ModelDims
 from speccompile.errors import ExportError
 from speccompile.export.layers import RmsNorm, SwiGlu, init_linear
-from speccompile.export.wrapper import find_layers
 from speccompile.speculators.early_exit.config import MODEL_TYPE
 
 RANDOM_SEED = 0
@@ -64,25 +62,14 @@ def make_head(sizes: ExitSizes, weights: Mapping[str, torch.Tensor] | None) -> E
     return head
 
 
-def cut_model(model: Any, dims: ModelDims, num_layers: int, head: ExitHead | None) -> ModelDims:
-    """Keeps the first layers of a transformers model, in place.
-
-    Args:
-        head: replaces the final norm; None: the norm stays.
-
-    Returns:
-        The sizes of what is left.
+def replace_norm(model: Any, head: ExitHead) -> None:
+    """Puts a head in place of the final norm of a transformers model.
 
     Raises:
         ExportError: the norm cannot be found.
     """
-    layers = find_layers(model, dims.num_layers)
-    del layers[num_layers:]
-    model.config.num_hidden_layers = num_layers
-    if head is not None:
-        base = model.base_model
-        if not isinstance(getattr(base, "norm", None), torch.nn.Module):
-            todo = "Draft with the layers alone: leave speculator.model out."
-            raise ExportError(type(model).__name__, "no module `norm` after its layers", "the final norm", todo)
-        base.norm = head
-    return replace(dims, num_layers=num_layers)
+    base = model.base_model
+    if not isinstance(getattr(base, "norm", None), torch.nn.Module):
+        todo = "Draft with the layers alone: leave speculator.model out."
+        raise ExportError(type(model).__name__, "no module `norm` after its layers", "the final norm", todo)
+    base.norm = head

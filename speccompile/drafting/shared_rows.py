@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting by the first layers on the target's own caches: they need no prefill and keep no rows."""
+"""Rows of a draft that is made of the target's own layers, on the target's caches: no prefill, and no rows kept."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class SharedRows:
     """See `speccompile.drafting.proposer.Scorer`.
 
     The target has read all tokens before the root, which fills the rows of the shared layers. The rows from the root
-    on, which the draft writes, are written again by the target, with the same numbers where drafts are accepted.
-    No row before the root's may be written: padding goes after the root's row as well.
+    on, which the draft writes, are written again by the target when it scores. No row before the root's may be written:
+    padding begins where the slot's last run did, which recurrent states hold as well. These are copied from the
+    target's before the root is read.
 
     Args:
-        engine: the first layers; its caches are the target's.
+        engine: the draft, which writes the target's caches in place.
         max_seq_len: cache rows a sequence may use.
     """
 
@@ -32,6 +33,7 @@ class SharedRows:
 
     def __init__(self, engine: Engine, max_seq_len: int) -> None:
         self.engine, self.max_seq_len = engine, max_seq_len
+        self._starts: list[int] = []  # by slot, the row of the first node of the last run
 
     def start(self, slot: int) -> None: ...
 
@@ -44,16 +46,19 @@ class SharedRows:
         return self.max_seq_len - len(sequence.tokens)
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
+        if (states := self.engine.states) is not None:
+            states.follow(len(batch.sequences))
         roots = np.array([[sequence.tokens[-1]] for sequence in batch.sequences], dtype=np.int64)
-        lengths = np.array([len(sequence.tokens) - 1 for sequence in batch.sequences], dtype=np.int64)
-        return self.engine.run({TOKENS: roots, LENGTHS: lengths, **warp})
+        self._starts = [len(sequence.tokens) - 1 for sequence in batch.sequences]
+        return self.engine.run({TOKENS: roots, LENGTHS: np.array(self._starts, dtype=np.int64), **warp})
 
     def expand(self, batch: Batch, level: Expansion) -> Outputs:
         """Reads the nodes of one expansion."""
-        starts = []
         for slot, sequence in enumerate(batch.sequences):
-            starts.append(len(sequence.tokens) + (level.num_in_place[slot] if level.nodes[slot] else -1))
-        feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
+            if level.nodes[slot]:
+                self._starts[slot] = len(sequence.tokens) + level.num_in_place[slot]
+        lengths = np.array(self._starts, dtype=np.int64)
+        feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: lengths, **level.warp}
         if level.tokens.shape[1] > 1:
             # Padding at the end of the cache must not have positions that the model does not know.
             feeds |= {TREE_MASK: level.mask_without_idle(), SCORED_NODES: level.scored_nodes}

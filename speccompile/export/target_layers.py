@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's own decoder layers as the source of a draft's graph, which works on the target's caches. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from speccompile.checkpoints.folders import digests_from_checkpoint
+from speccompile.core.dims import ModelDims
+from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
+from speccompile.core.specs import GraphSpec
+from speccompile.export.checks import check_candidates
+from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
+from speccompile.graph_kinds.borrowed import sharing_spec
+from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from speccompile.core.protocols import Engine
+
+
+class TargetLayersSource:
+    """The part of `core.protocols.GraphSource` that methods share which draft with the target's own layers.
+
+    The job has `CandidateOptions`. A method's source sets `dims` and `layers`, and changes the model in `prepare`.
+
+    Attributes:
+        layers: of the target, those that draft, in rising order.
+    """
+
+    role = "draft"
+    has_tokenizer = False
+    shares_weights = True
+    is_needed = True
+    dims: ModelDims
+    layers: Sequence[int]
+
+    def __init__(self, job: GraphJob, context: SourceContext) -> None:
+        assert context.target is not None and context.target_job is not None
+        self.job, self.context, self.of_target = job, context, context.target
+        self.num_candidates = min(job.options.num_candidates, context.target.vocab_size)
+        kept = DecoderOptions(num_layers=context.target_job.options.num_layers)
+        self.target = DecoderSource(replace(context.target_job, options=kept), replace(context, target=None))
+        self.folder, self.max_rows = self.target.folder, self.target.max_rows
+
+    def check(self) -> None:
+        """Checks nothing: the target's keys and shapes are checked with the target."""
+
+    def digests(self) -> dict[str, str]:
+        """Returns the digests of the target's config and weights."""
+        weights = self.context.weights
+        found = digests_from_checkpoint(self.folder, weights, WEIGHT_FILES)
+        return {f"target/{name}": digest for name, digest in found.items()}
+
+    def counts(self) -> WeightCounts | None:
+        """Returns None: the target's config.json and the sizes are enough."""
+        return None
+
+    def spec(self) -> GraphSpec:
+        plain = decoder_spec(self.job.name, self.dims, max_pending=self.context.max_draft_nodes + 1)
+        shared = sharing_spec(replace(plain, max_rows=self.max_rows), self.layers)
+        return candidate_spec(shared, self.num_candidates, self.job.options.gives_probs)
+
+    def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
+        return check_candidates(engine)
+
+    def prepare(self, model: Any, dims: ModelDims) -> ModelDims:
+        """Keeps the layers that draft, in place; returns the new sizes."""
+        from speccompile.export.kept_layers import keep_layers
+
+        return keep_layers(model, dims, self.layers)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, Any]:
+        """Reads the target, changes it with `prepare`, and traces it."""
+        graph, made = self.target.export_changed(self.prepare, progress)
+        return graph, replace(self.dims, num_params=made.num_params)
