@@ -82,6 +82,11 @@ class TrainingSection(TrainingBase):
     weight_decay: float = Field(0.01, ge=0.0, description="AdamW's, on matrices.")
     max_grad_norm: float = Field(1.0, gt=0.0, description="Gradients are clipped to this norm.")
     precision: Literal["bfloat16", "float32"] = Field("bfloat16", description="Arithmetic; parameters are float32.")
+    outputs: Literal["weights", "bundle"] = Field(
+        "weights",
+        description="What gives the target's outputs: its weights in `precision`, or the bundle of the recipe's target "
+        "and engine, with the form that serves.",
+    )
     states: Literal["auto", "disk", "live"] = Field(
         "auto", description="Where the target's outputs come from: kept on disk, or a forward for every batch."
     )

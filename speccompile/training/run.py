@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 
 from speccompile.bundle.folder_records import SPECULATOR, write_record
 from speccompile.bundle.staging import Claim, claim_folder, disk_faults, staged_folder
+from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.extras import install_command
 from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe.models import Recipe
 from speccompile.recipe.training import TrainingSection
 from speccompile.recipe.training_plan import TrainingPlan, naming_defaults
+from speccompile.training.bundle_target import BundleTarget
 from speccompile.training.checkpoints import (
     EVENTS,
     STATES,
@@ -109,11 +111,11 @@ class _Run:
         torch.manual_seed(self.section.seed)
         source = resolve_checkpoint(self.plan.target)
         self.listener.stage("target: load")
-        target = Target(source, self.precision, self.section.device)
         book = TextBook(self.recipe, source, self.listener.stage)
         stages = [name for name in ("plain", "generated") if getattr(self.section, name).steps]
         _check_batches(self.section, stages, self.team.size)
-        needs = self.plan.trainer.needs(self.plan.heads, target.config)
+        needs = self.plan.trainer.needs(self.plan.heads, read_text_config(source))
+        target = self._target(source, book, needs, stages)
         trainable, parts = self._make(target, self._windows(book, stages[0]))
         kind, is_chained = self.section.loss, self.section.chain_weights
         options = LossOptions(self.section.kl_share, self.section.decay, self.precision, kind, is_chained)
@@ -136,6 +138,13 @@ class _Run:
             self._write(fresh.trainable, record)
         self.team.wait()
         return self._summary(record)
+
+    def _target(self, source: Path, book: TextBook, needs: TargetNeeds, stages: list[str]) -> Target:
+        if self.section.outputs == "weights":
+            return Target(source, self.precision, self.section.device)
+        rows = max(getattr(self.section, name).seq_len for name in stages)
+        folder = cache_folder() / "bundles" / digest_from_json([book.target_record(), asdict(needs), rows])
+        return BundleTarget(source, self.precision, self.recipe, needs, rows, folder, self.listener.stage)
 
     def _windows(self, book: TextBook, name: str) -> Windows:
         if self.team.is_first:

@@ -204,7 +204,8 @@ def _free_bytes(folder: Path) -> int:
 
 def digest_record(target: Target, windows_digest: str, dtype: str) -> dict[str, Any]:
     weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in weight_files(target.folder)}
-    return {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
+    held = {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
+    return held if target.form == "weights" else {**held, "form": target.form}
 
 
 def _shard(folder: Path, name: str, split: str, shard: int) -> Path:

@@ -33,7 +33,7 @@ class Target:
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu", lora: str | None = None) -> None:
         self.folder, self.dims, self.config = folder, read_dims(folder), read_text_config(folder)
         check_checkpoint(folder, self.dims)
-        self.device = device
+        self.device, self.form = device, "weights"
         try:
             self.model, _ = read_weights(folder, read_model_config(folder), dtype)
         except (OSError, ValueError) as fault:

@@ -54,10 +54,13 @@ class TextBook:
             return digest_from_json({**self._record(), "seq_len": self.section.plain.seq_len})
         names = {"seq_len", "prompt_tokens", "num_sequences", "temperatures"}
         sizes = self.section.generated.model_dump(include=names, mode="json")
+        return digest_from_json({**self._record(), **sizes, **self.target_record()})
+
+    def target_record(self) -> dict[str, Any]:
+        """Returns what the numbers of the target's bundle depend on, JSON-ready."""
         engine = self.recipe.engine.model_dump(mode="json", include={"backend", "device"})
         form = self.recipe.target.model_dump(mode="json", include={"dtype", "quantization"})
-        weights = _digest_of_weights(self.target)
-        return digest_from_json({**self._record(), **sizes, **engine, **form, "target": weights})
+        return {**engine, **form, "target": _digest_of_weights(self.target)}
 
     def windows(self, stage: str) -> Windows:
         make = self._pack if stage == "plain" else self._generate
