@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
-from speccompile.common.parameters import Parameter, parameters
+from speccompile.common.parameters import METADATA_KEY, Parameter, parameters
 from speccompile.common.surfaces import sampling_parameters
 from speccompile.core import registry
 from speccompile.core.method import SECTIONS
@@ -158,11 +158,7 @@ class Recipe(Section):
 
 
 def speculator_section(method: str) -> type[Section]:
-    """Returns the section of one method: `method` and the fields of its `Config`, as a pydantic model.
-
-    Raises:
-        RecipeError: there is no such method.
-    """
+    """Returns the section of one method: `method` and the fields of its `Config`, as a pydantic model."""
     config: Any = registry.method(method).Config
     return _speculator_section(method, config)
 
@@ -181,8 +177,15 @@ def _speculator_section(method: str, config: type[Any]) -> type[Section]:
         hint: Any = hints[field.name]
         if field.metadata.get(SECTIONS):
             hint = types.GenericAlias(tuple, (_any_section(), ...))
-        fields[field.name] = (hint, Field(default))
+        fields[field.name] = (hint, Field(default, json_schema_extra=_bounds_of(field)))
     return create_model(f"{method}_speculator", __base__=Section, __doc__=config.__doc__, **fields)
+
+
+def _bounds_of(field: dataclasses.Field[Any]) -> dict[str, Any] | None:
+    """Returns the bounds that the field declares in words of JSON Schema; its class checks them."""
+    rule = field.metadata.get(METADATA_KEY, Parameter())
+    bounds = {"minimum": rule.ge, "exclusiveMinimum": rule.gt, "maximum": rule.le, "exclusiveMaximum": rule.lt}
+    return {name: bound for name, bound in bounds.items() if bound is not None} or None
 
 
 def _any_section() -> Any:
@@ -193,11 +196,7 @@ def _any_section() -> Any:
 
 
 def backend_section(name: str) -> type[Section] | None:
-    """Returns the section `engine.NAME` of a backend, from the fields of its `Config`; None: it has none.
-
-    Raises:
-        RecipeError: there is no such backend.
-    """
+    """Returns the section `engine.NAME` of a backend, from the fields of its `Config`; None: it has none."""
     config = registry.backend(name).Config
     return None if config is None else _backend_section(name, config)
 
