@@ -46,9 +46,6 @@ def build(
         dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
         cache: source of stages whose inputs did not change; the user's cache by default.
-
-    Raises:
-        RecipeError, CheckpointError, ExportError, PassError, BuildError: see the stages.
     """
     log = StageLog(progress)
     cache = StageCache(make_cache_folder()) if cache is None else cache

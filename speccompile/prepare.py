@@ -97,9 +97,6 @@ def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
     Args:
         source: a YAML file, a checkpoint's folder or a hub id.
         options: of a recipe the settings are used, and the speculator's config in the place of its section.
-
-    Raises:
-        RecipeError, CheckpointError: see `load_recipe` and `recipe_from_model`.
     """
     if is_model(source):
         recipe = recipe_from_model(source, options)
@@ -130,9 +127,6 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
 
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
-
-    Raises:
-        RecipeError, CheckpointError, ExportError, PassError, BuildError: see `pipeline.build`.
     """
     if is_hub_id(source) and (folder := find_bundle(source)) is not None:
         return Prepared(folder, source)
@@ -155,11 +149,7 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
 
 
 def key_of(plan: BuildPlan) -> str:
-    """Returns the digest of everything that a plan's bundle depends on.
-
-    Raises:
-        RecipeError, CheckpointError: see `find_graph`.
-    """
+    """Returns the digest of everything that a plan's bundle depends on."""
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     target = find_graph(plan, plan.target, None, backend)
     graphs = [target, *(find_graph(plan, job, target.dims, backend) for job in needed_jobs(plan, target.dims))]
@@ -216,7 +206,6 @@ def load(
         settings: of a model or a recipe, as `engine.max_batch_size=4`.
 
     Raises:
-        RecipeError, CheckpointError, ExportError, PassError, BuildError: it cannot be built.
         BundleError, RuntimeFault: it cannot be loaded; see `runtime.engine.load`.
     """
     name = str(source)

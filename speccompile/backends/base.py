@@ -159,18 +159,11 @@ class Backend(ABC):
         Returns:
             {"form", "forms_measured": {form: milliseconds}, "passes", "op_histogram"}, JSON-ready; `spec` where the
             compiled graph's differs, `peak_rss_bytes` where other processes took memory.
-
-        Raises:
-            PassError, BuildError, RecipeError.
         """
 
     @abstractmethod
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
-        """Writes the graph that compacts the caches of a model to `dest/graph_file`; returns its spec.
-
-        Raises:
-            BuildError.
-        """
+        """Writes the graph that compacts the caches of a model to `dest/graph_file`; returns its spec."""
 
     def why_unchecked(self, file: Path | None = None) -> str | None:
         """Returns why a compiled graph, or None: any, cannot run on this machine; None (by default): it can."""
@@ -183,9 +176,6 @@ class Backend(ABC):
         Returns:
             The record for the manifest and `load`: `threads`, `step_ms` {"nodes": milliseconds};
             empty where nothing is measured.
-
-        Raises:
-            BuildError: the graph does not run.
         """
         del job
         return {}
@@ -200,8 +190,6 @@ class Backend(ABC):
 
         Raises:
             BundleError: the file does not fit the spec, this machine or the library.
-            RuntimeFault: no device, or not enough memory.
-            MemoryError: no memory for the caches on the host.
         """
 
 
@@ -220,7 +208,6 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     @property
     def graph_fault(self) -> str | None:
-        """See `speccompile.core.protocols.Engine.graph_fault`."""
         return None
 
     def __init__(
@@ -238,7 +225,6 @@ class EngineBase(ABC, Generic[RollbackT]):
 
     @property
     def view_rows(self) -> int:
-        """See `speccompile.core.protocols.Engine.view_rows`."""
         return 0
 
     def check_step(self, feeds: Mapping[str, Any], first_slot: int) -> tuple[dict[str, int], int]:
@@ -286,11 +272,6 @@ class EngineBase(ABC, Generic[RollbackT]):
         del rows
 
     def slide_slot(self, slot: int, first: int, num: int) -> None:
-        """See `speccompile.core.protocols.Engine.slide_slot`.
-
-        Raises:
-            RuntimeFault: its backend does not slide caches.
-        """
         got = f"rows {first} to {first + num - 1} of slot {slot} to move to the front"
         todo = "Build the bundle again: its caches were laid out for another backend."
         raise RuntimeFault(f"engine {self.spec.name}", got, "caches that keep all rows of a sequence", todo)

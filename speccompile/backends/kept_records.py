@@ -33,11 +33,7 @@ def read_kept(file: Path) -> dict[str, Any] | None:
 
 
 def keep(file: Path, record: Mapping[str, Any]) -> None:
-    """Keeps a record; another process that reads meanwhile sees the old one or the new one.
-
-    Raises:
-        BuildError: see `find_cache_folder`.
-    """
+    """Keeps a record; another process that reads meanwhile sees the old one or the new one."""
     if find_cache_folder(_KIND) is None:
         return
     try:

@@ -153,9 +153,6 @@ class SlotStates(ABC, Generic[KeptT]):
         Args:
             lengths: [batch] int64, tokens of each slot before the step that left the rows.
             path: [batch, depth] int64, accepted nodes from the root on, -1 after the end.
-
-        Raises:
-            RuntimeFault: these states do not move rows.
         """
         del lengths, path
         raise RuntimeFault(self.where, "a tree to roll back", "chains: its states do not move rows", _CHAIN)

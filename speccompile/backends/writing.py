@@ -34,9 +34,6 @@ def lower_and_save(
 
     Returns:
         {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready.
-
-    Raises:
-        PassError, BuildError: see `run_pipeline` and `save_model`.
     """
     work = model.clone()
     before = histogram_from_model(work)
@@ -50,11 +47,7 @@ def lower_and_save(
 
 
 def save_rollback(dims: ModelDims, path: Path) -> GraphSpec:
-    """Write the cache compaction graph of a model to `path`; returns its spec.
-
-    Raises:
-        BuildError: see `save_model`.
-    """
+    """Write the cache compaction graph of a model to `path`; returns its spec."""
     spec = rollback_spec(dims)
     model = build_rollback(spec)
     attach_functions(model)

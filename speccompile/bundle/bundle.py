@@ -96,9 +96,6 @@ class Bundle:
 
         Returns:
             The commit's URL.
-
-        Raises:
-            BundleError: its files were changed, or the hub refuses it.
         """
         from speccompile.bundle.publish import push_bundle
 

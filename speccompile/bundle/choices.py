@@ -31,20 +31,12 @@ from speccompile.recipe.plan import AUTO, TARGET, BuildPlan
 
 
 def complete_plan(plan: BuildPlan) -> BuildPlan:
-    """Returns the plan with all that it left open; a complete one is returned as it is.
-
-    Raises:
-        CheckpointError: the target has no config.
-    """
+    """Returns the plan with all that it left open; a complete one is returned as it is."""
     return choose_stored(choose_dtype(plan))
 
 
 def choose_stored(plan: BuildPlan) -> BuildPlan:
-    """Returns the plan with weights as they are stored, in graphs whose quantisation is `auto` and that have such.
-
-    Raises:
-        CheckpointError: a checkpoint cannot be read.
-    """
+    """Returns the plan with weights as they are stored, in graphs whose quantisation is `auto` and that have such."""
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     if plan.weights != "checkpoint" or STORED not in backend.quantizations:
         return plan
@@ -58,11 +50,7 @@ def _stored(job: GraphJob) -> GraphJob:
 
 
 def choose_dtype(plan: BuildPlan) -> BuildPlan:
-    """Returns the plan with the dtype that its backend chooses for the target's checkpoint, where it was left open.
-
-    Raises:
-        CheckpointError: the target has no config.
-    """
+    """Returns the plan with the dtype that its backend chooses for the target's checkpoint, where it was left open."""
     if not plan.chooses_dtype:
         return plan
     folder = find_config(plan.target)
@@ -101,7 +89,6 @@ def sample_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Back
 
     Raises:
         RecipeError: the file cannot be read, or does not hold enough text.
-        CheckpointError: the tokenizer cannot be read.
     """
     is_given = plan.calibration not in (AUTO_TEXTS, NO_TEXTS)
     has_forms = job.quantization not in ("none", "stored") or is_given

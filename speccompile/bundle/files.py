@@ -49,11 +49,7 @@ def check_file(path: Path, *, makes_folder: bool = False) -> None:
 
 
 def write_file(path: Path, text: str, *, makes_folder: bool = False) -> None:
-    """Write a text file; see `check_file` for what it may be.
-
-    Raises:
-        BuildError: see `check_file`; the disk is full. An earlier file is then unchanged.
-    """
+    """Write a text file; see `check_file` for what it may be."""
     check_file(path, makes_folder=makes_folder)
     with disk_faults(path):
         if _kind(path) in _STREAMS:

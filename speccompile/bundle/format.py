@@ -70,9 +70,6 @@ def check_no_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
 
     Files whose name begins with a dot, or that are below such a folder, are allowed: no reader opens them, and
     operating systems and download tools create them.
-
-    Raises:
-        BundleError: there is such a file.
     """
     foreign = [name for name in list_foreign_files(folder, manifest) if not is_hidden(name)]
     if foreign:
@@ -124,11 +121,7 @@ def digest_from_file(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file.
-
-    Raises:
-        BundleError: the file is missing, truncated, or not an object.
-    """
+    """Reads a JSON object from a file."""
     return read_json_object(path, BundleError, REBUILD)
 
 

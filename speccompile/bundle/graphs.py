@@ -98,9 +98,6 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
     Args:
         target: sizes of the target; None for the target itself.
         weights: "random" to read no weights; None: as in the plan.
-
-    Raises:
-        CheckpointError, RecipeError: see `GraphSource`.
     """
     engine = plan.engine
     shared = None if target is None else plan.target
@@ -110,11 +107,7 @@ def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weight
 
 
 def needed_jobs(plan: BuildPlan, target: ModelDims) -> list[GraphJob]:
-    """Returns the jobs of a plan besides the target's whose graphs its checkpoints need.
-
-    Raises:
-        CheckpointError, RecipeError: see `open_source`.
-    """
+    """Returns the jobs of a plan besides the target's whose graphs its checkpoints need."""
     return [job for job in plan.jobs[1:] if not job.is_optional or open_source(plan, job, target).is_needed]
 
 
@@ -144,7 +137,6 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
     """Find and check the checkpoint of `job`.
 
     Raises:
-        CheckpointError: missing, incomplete or damaged.
         RecipeError: its sizes do not fit the target's or the recipe's.
     """
     source = open_source(plan, job, target)
@@ -176,11 +168,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
 
 
 def _check_stored(plan: BuildPlan, job: GraphJob, source: GraphSource) -> None:
-    """Refuses to keep weights as they are stored where none are of few bits.
-
-    Raises:
-        RecipeError: there are none.
-    """
+    """Refuses to keep weights as they are stored where none are of few bits."""
     if plan.weights == "checkpoint" and not has_grids(source.folder):
         where = "target.quantization" if job.name == TARGET else "speculator.quantization"
         expected = "quantised weights: GGUF, AWQ, GPTQ, or compressed-tensors of 4 or 8 bits"
@@ -206,9 +194,6 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
 
     Returns:
         The graph with its number of parameters, and its part of the manifest.
-
-    Raises:
-        CheckpointError, ExportError, PassError, BuildError.
     """
     name, plan, log = graph.job.name, context.plan, context.log
 
@@ -259,11 +244,7 @@ def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | 
 
 
 def tune_graph(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, Any]:
-    """Measure threads and step times of a compiled graph, or take them from the cache.
-
-    Raises:
-        BuildError: the graph does not run.
-    """
+    """Measure threads and step times of a compiled graph, or take them from the cache."""
     cache, unmeasured = context.cache, context.backend.why_unchecked(job.path)
 
     def make(dest: Path) -> None:
@@ -284,11 +265,6 @@ def tune_graph(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, A
 
 
 def _export(source: GraphSource, log: StageLog) -> Any:
-    """Returns the source's graph and sizes.
-
-    Raises:
-        BuildError: the packages that building needs are not installed.
-    """
     try:
         return source.export(log.step)
     except ModuleNotFoundError as fault:

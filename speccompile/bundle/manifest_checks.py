@@ -29,11 +29,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", 
 
 
 def check_types(where: str, manifest: Mapping[str, Any]) -> None:
-    """Refuses a manifest in which a value that is read has a wrong type or is out of range.
-
-    Raises:
-        BundleError: the first such value, with its key.
-    """
+    """Refuses a manifest in which a value that is read has a wrong type or is out of range."""
     try:
         Manifest.model_validate(manifest)
     except ValidationError as error:
@@ -51,11 +47,7 @@ def check_types(where: str, manifest: Mapping[str, Any]) -> None:
 
 
 def check_specs(where: str, specs: Mapping[str, GraphSpec]) -> None:
-    """Compares each graph's inputs and outputs with the names that it gives, and with the graphs that it borrows from.
-
-    Raises:
-        BundleError: the first contradiction.
-    """
+    """Compares each graph's inputs and outputs with its names, and with the graphs that it borrows from."""
     for name, spec in specs.items():
         for field, got, expected in (*_faults(name, spec), *_borrowed(spec, specs)):
             raise BundleError(f"{where} (graphs.{name}.spec.{field})", got, expected, REBUILD)
@@ -107,9 +99,6 @@ def check_fields(where: str, config: type[Any], values: Mapping[str, Any], todo:
 
     Args:
         values: by field, as JSON has them: a list stands for a tuple.
-
-    Raises:
-        BundleError: the first such value.
     """
     hints = typing.get_type_hints(config)
     for name, value in values.items():

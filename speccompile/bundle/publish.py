@@ -91,9 +91,6 @@ def push_bundle(
 
     Returns:
         The commit's URL.
-
-    Raises:
-        BundleError: the hub refuses it, or cannot be reached.
     """
     hub = _import_hub(name)
     card = card_from_manifest(manifest, name, bench, certificate_facts(folder, manifest)).encode()

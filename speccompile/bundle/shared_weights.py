@@ -24,9 +24,6 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
 
     Returns:
         The borrower's new graph file, and the bytes that were not written again.
-
-    Raises:
-        BuildError: the disk is full or not writable.
     """
     import onnx_ir as ir
 

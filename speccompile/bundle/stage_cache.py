@@ -27,11 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_limit_bytes() -> int:
-    """Returns $SPECCOMPILE_CACHE_GIB in bytes, or 40 GiB.
-
-    Raises:
-        BuildError: it is no number of GiB.
-    """
+    """Returns $SPECCOMPILE_CACHE_GIB in bytes, or 40 GiB."""
     given = os.environ.get("SPECCOMPILE_CACHE_GIB", "")
     try:
         gib = float(given) if given.strip() else _DEFAULT_LIMIT_GIB
@@ -72,9 +68,6 @@ class StageCache:
 
         Returns:
             Whether it came from the cache.
-
-        Raises:
-            BuildError: the disk is full.
         """
         if self.root is None:
             dest.mkdir(parents=True)
@@ -169,11 +162,7 @@ def list_entries(root: Path) -> list[CacheEntry]:
 
 
 def remove_entries(root: Path, entries: Iterable[CacheEntry]) -> int:
-    """Removes entries, and leftovers of dead builds in the folders of stages; returns the bytes freed.
-
-    Raises:
-        BuildError: an entry cannot be removed.
-    """
+    """Removes entries, and leftovers of dead builds in the folders of stages; returns the bytes freed."""
     freed = 0
     for entry in entries:
         with disk_faults(entry.path):

@@ -221,11 +221,7 @@ class Claim:
     seen: frozenset[tuple[str, int, int, int]]
 
     def hold(self) -> None:
-        """Check again, right before the folder is replaced.
-
-        Raises:
-            BuildError: files were added since.
-        """
+        """Check again, right before the folder is replaced."""
         if self.path.is_file() or _see(self.path) != self.seen:
             _check_contents(self.path, self.kind)
 
@@ -235,9 +231,6 @@ def claim_folder(dest: Path, kind: str | None = None) -> Claim:
 
     Args:
         kind: see `records`; an earlier folder of that kind may be replaced. None: only an empty one.
-
-    Raises:
-        BuildError: it may not; the message names the obstacle.
     """
     with disk_faults(dest):
         path = resolve_path(dest)
@@ -294,11 +287,7 @@ def check_names(folder: Path, names: Iterable[str], kind: str) -> None:
 
 
 def resolve_path(path: Path) -> Path:
-    """Returns the absolute path with every link followed.
-
-    Raises:
-        BuildError: it is relative to a working folder that was removed.
-    """
+    """Returns the absolute path with every link followed."""
     try:
         return Path(os.path.realpath(path))
     except FileNotFoundError as fault:

@@ -38,11 +38,7 @@ class TokenizerFacts:
 
 
 def read_tokenizer(source: Path) -> TokenizerFacts | None:
-    """Returns the facts of a folder's tokenizer.json; None when there is none.
-
-    Raises:
-        CheckpointError: not a tokenizer file.
-    """
+    """Returns the facts of a folder's tokenizer.json; None when there is none."""
     path = source / TOKENIZER
     if not path.exists():
         return None

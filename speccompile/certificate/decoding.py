@@ -91,9 +91,6 @@ def decode_with(
     Args:
         is_invariant: drafts must not change sampled text, see `SequenceBatch`.
         tell: called after each step with the number of texts that have ended.
-
-    Raises:
-        RuntimeFault: a step failed.
     """
     asked = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     waiting = make_sequences(engine, prompts, asked, speculation)

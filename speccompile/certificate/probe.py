@@ -51,10 +51,6 @@ class ProbeTarget:
     Args:
         prompts: texts or token ids; None: our own.
         seconds: no further text is begun after so many.
-
-    Raises:
-        CheckpointError: the target cannot be read.
-        RecipeError: no text has as many tokens as a chain.
     """
 
     def __init__(
@@ -119,7 +115,6 @@ def probe_checkpoint(
 
     Raises:
         CheckpointError: the speculator or the target cannot be read, or the layout declares no conventions.
-        RecipeError: see `ProbeTarget`.
     """
     case = open_probed(model, find_target(target), overrides)
     progress("probe: the target writes")
@@ -127,11 +122,7 @@ def probe_checkpoint(
 
 
 def open_probed(model: str, aim: Aim, overrides: Mapping[str, Any] | None = None) -> Case:
-    """Returns a checkpoint whose keys, shapes and sizes have no fault, and whose layout declares conventions.
-
-    Raises:
-        CheckpointError: one of these does not hold.
-    """
+    """Returns a checkpoint whose keys, shapes and sizes have no fault, and whose layout declares conventions."""
     formats = load_formats()
     case = open_known(resolve_checkpoint(model, SPECULATOR_FILES), formats, aim, overrides)
     if not case.layout.probe:

@@ -204,11 +204,7 @@ def verify(path: Path, options: Options | None = None, progress: Progress = lamb
 
 
 def write_certificate(folder: Path, certificate: dict[str, Any]) -> None:
-    """Writes the certificate and its page into a bundle's folder; both are replaced by renames.
-
-    Raises:
-        BundleError: the folder cannot be written.
-    """
+    """Writes the certificate and its page into a bundle's folder; both are replaced by renames."""
     try:
         for name in (CERTIFICATE_PAGE, CERTIFICATE):
             scratch = folder / f".{name}.new"

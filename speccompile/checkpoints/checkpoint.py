@@ -45,11 +45,7 @@ _NOT_IN_THE_FIRST = ("attn_norm.weight", "post_mlp_layernorm.weight")
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Returns the parsed config.json of a checkpoint folder.
-
-    Raises:
-        CheckpointError: missing, or not a JSON object.
-    """
+    """Returns the parsed config.json of a checkpoint folder."""
     path = source / "config.json"
     if not path.exists():
         expected = "the config of a transformers checkpoint"
@@ -63,11 +59,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def read_text_config(source: Path) -> dict[str, Any]:
-    """Returns the config of the decoder in `source`, flat: of a multimodal checkpoint that of its language model.
-
-    Raises:
-        CheckpointError: see `read_config`.
-    """
+    """Returns the config of the decoder in `source`, flat: of a multimodal checkpoint that of its language model."""
     return with_stated_sizes(text_config(read_config(source)))
 
 
@@ -125,11 +117,7 @@ def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], de
 
 
 def read_dims(source: Path) -> ModelDims:
-    """Returns the sizes of the decoder in `source`, from its config.json alone; num_params stays 0.
-
-    Raises:
-        CheckpointError: a size is missing or not a positive integer.
-    """
+    """Returns the sizes of the decoder in `source`, from its config.json alone; num_params stays 0."""
     config = read_text_config(source)
     check_values(str(source / "config.json"), config)
     if has_alibi(config):
@@ -151,11 +139,7 @@ def read_dims(source: Path) -> ModelDims:
 
 
 def scheme_of(source: Path) -> Scheme | None:
-    """Returns how the weights in a folder are packed; None where they are plain, or the folder has no config.json.
-
-    Raises:
-        CheckpointError: see `packed_schemes.read_scheme`.
-    """
+    """Returns how the weights in a folder are packed; None where they are plain, or the folder has no config.json."""
     return read_scheme(read_config(source), str(source)) if (source / "config.json").is_file() else None
 
 
@@ -172,9 +156,6 @@ def list_tensors(source: Path) -> dict[str, TensorHeader]:
     """Returns the headers of all weights of a checkpoint by name; every file is checked to be complete.
 
     Packed weights are listed as what they are read as, see `packed_weights`.
-
-    Raises:
-        CheckpointError: see `list_stored`; packed weights that are not read.
     """
     stored, scheme = list_stored(source), scheme_of(source)
     return stored if scheme is None else plain_headers(scheme, stored)[0]
@@ -231,9 +212,6 @@ def list_text_tensors(source: Path) -> dict[str, TensorHeader]:
     """Returns the headers of the decoder's weights by their names in it; see `list_tensors`.
 
     Of a multimodal checkpoint these are the weights of its language model.
-
-    Raises:
-        CheckpointError: see `list_tensors`.
     """
     tensors = list_tensors(source)
     return {name: tensors[key] for name, key in text_names(tensors).items()}
@@ -260,11 +238,7 @@ def _is_file_name(value: Any) -> bool:
 
 
 def count_params(source: Path) -> int:
-    """Counts the parameters in the checkpoint's files; 0 when it has no weights in safetensors.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Counts the parameters in the checkpoint's files; 0 when it has no weights in safetensors."""
     if not (source / _SINGLE).is_file() and not (source / _INDEX).is_file():
         return 0
     return sum(t.size for t in list_tensors(source).values())
@@ -275,9 +249,6 @@ def check_checkpoint(source: Path, dims: ModelDims) -> None:
 
     Exact names and shapes, which depend on the architecture, are checked when transformers loads them. Modules that
     draft are no part of the model: see `extra_modules`.
-
-    Raises:
-        CheckpointError: see `list_tensors`; a layer or a part of one is missing; another vocabulary.
     """
     stored = list_text_tensors(source)
     extra = extra_keys(stored, dims.num_layers)
@@ -348,11 +319,7 @@ def special_tokens(source: Path) -> tuple[list[int], int | None]:
 
 
 def token_ids(path: Path, config: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the token ids of a key of a config, given as one number or as a list; [] for null.
-
-    Raises:
-        CheckpointError: another value.
-    """
+    """Returns the token ids of a key of a config, given as one number or as a list; [] for null."""
     given = config.get(key)
     rows = given if isinstance(given, list) else [] if given is None else [given]
     ids = [whole_number(row, 0, MAX_SIZE) for row in rows]

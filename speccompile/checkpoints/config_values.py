@@ -65,11 +65,7 @@ def wrong_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def check_values(where: str, config: Mapping[str, Any]) -> None:
-    """Refuses a model's config with such values, more experts a token than it has, or kinds of other layers.
-
-    Raises:
-        CheckpointError: with the key, its value and what is expected.
-    """
+    """Refuses a model's config with such values, more experts a token than it has, or kinds of other layers."""
     for name, got, expected in wrong_values(config):
         raise CheckpointError(f"{where} ({name})", got, expected, TODO)
     experts = next((config[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(k)), None)
@@ -88,9 +84,6 @@ def check_heads(where: str, sizes: tuple[int, int, int], *, has_dim: bool) -> No
 
     Args:
         sizes: hidden size, heads, key and value heads.
-
-    Raises:
-        CheckpointError: with the sizes.
     """
     hidden, heads, kv_heads = sizes
     if heads % kv_heads:

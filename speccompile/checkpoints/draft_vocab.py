@@ -50,7 +50,6 @@ def choose_tokens(vocab: DraftVocab, folder: Path, vocab_size: int) -> DraftToke
 
     Raises:
         RecipeError: the text cannot be read or is too short, or the vocabulary has no more tokens than are asked for.
-        CheckpointError: the tokenizer or a config cannot be read.
     """
     if vocab.size >= vocab_size:
         todo = "Leave it out to draft with the whole vocabulary."

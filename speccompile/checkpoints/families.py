@@ -70,9 +70,6 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
 
     Args:
         max_seq_len: rows of the cache; some rotary embeddings and all position tables are limited.
-
-    Raises:
-        ExportError: with the reason.
     """
     check_architecture(config)
     config = text_config(config)

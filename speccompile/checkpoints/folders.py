@@ -130,9 +130,6 @@ def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES
 
     Args:
         job: its model and, where no weights are read, the config to use instead.
-
-    Raises:
-        CheckpointError: there is none, or the hub cannot be reached.
     """
     return resolve_checkpoint(job.model, patterns) if weights == "checkpoint" else find_config(job)
 
@@ -165,9 +162,6 @@ def digests_from_checkpoint(
 
     The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
     is unchanged, and a graph with outdated weights would pass every later check.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     names = [source / config]
     if weights == "checkpoint":

@@ -114,11 +114,7 @@ class LoraAdapter:
         return self._files.headers[self.replaced[name]].shape
 
     def array(self, key: str) -> np.ndarray:
-        """Returns a tensor of the file in float32.
-
-        Raises:
-            CheckpointError: it holds a number that is not finite.
-        """
+        """Returns a tensor of the file in float32."""
         found = numbers(self._files.array(key), self._files.headers[key].dtype).astype(np.float32)
         if not np.isfinite(found).all():
             raise CheckpointError(f"{self.file} ({key})", "a number that is not finite", "finite weights", _AGAIN)
@@ -143,9 +139,6 @@ class LoraAdapter:
 
         Args:
             table: [out, in] or [vocab, hidden] of the base model, float32.
-
-        Raises:
-            CheckpointError: the shapes differ.
         """
         if name in self.replaced:
             self.expect_shape(name, self.shape(name), table.shape)
@@ -159,11 +152,7 @@ class LoraAdapter:
         return made
 
     def expect_shape(self, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        """Compares what is stored for a parameter with the model.
-
-        Raises:
-            CheckpointError: the shapes differ.
-        """
+        """Compares what is stored for a parameter with the model."""
         if tuple(got) != tuple(expected):
             base = self.config.get("base_model_name_or_path")
             todo = f"Build the model that the adapter was trained on ({shown(base)} by its config)."
@@ -253,11 +242,7 @@ def digests_of_adapter(job: GraphJob) -> dict[str, str]:
 
 
 def digests_from_lora(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of an adapter's files by name.
-
-    Raises:
-        CheckpointError: a file is missing or cannot be read.
-    """
+    """Returns the SHA-256 of an adapter's files by name."""
     _read_config(folder)
     found = digests_from_checkpoint(folder, "checkpoint", (WEIGHTS,), CONFIG)
     return {name: found[name] for name in FILES if name in found}

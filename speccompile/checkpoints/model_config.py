@@ -40,12 +40,7 @@ def config_errors(where: str, config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def read_whole_config(source: Path) -> Any:
-    """Returns transformers' config of a folder; imports transformers.
-
-    Raises:
-        CheckpointError: no config.json, or a value that its class does not take.
-        ValueError: transformers does not know the architecture.
-    """
+    """Returns transformers' config of a folder; imports transformers."""
     from transformers import AutoConfig
 
     held = read_config(source)
@@ -60,11 +55,7 @@ def read_whole_config(source: Path) -> Any:
 
 
 def read_model_config(source: Path) -> Any:
-    """Returns transformers' config of the language model in `source`; imports transformers.
-
-    Raises:
-        CheckpointError, ValueError: see `read_whole_config`.
-    """
+    """Returns transformers' config of the language model in `source`; imports transformers."""
     from transformers import CONFIG_MAPPING
 
     config = read_whole_config(source)

@@ -66,11 +66,7 @@ def error_of_method(where: str, method: str, kind: type[SpecCompileError] = Chec
 
 
 def read_scheme(config: Mapping[str, Any], where: str) -> Scheme | None:
-    """Returns the scheme of a checkpoint's weights; None where they are plain.
-
-    Raises:
-        CheckpointError: a method, or a variant of one, that is not read.
-    """
+    """Returns the scheme of a checkpoint's weights; None where they are plain."""
     method = method_of(config)
     if method is None or method == MXFP4:
         return None

@@ -54,11 +54,7 @@ def digests_from_target(context: SourceContext) -> dict[str, str]:
 
 
 def read_tables(context: SourceContext) -> TargetTables:
-    """Returns the tables of the target for which a speculator is built; random ones where weights are random.
-
-    Raises:
-        CheckpointError: the checkpoint has no such table.
-    """
+    """Returns the tables of the target for which a speculator is built; random ones where weights are random."""
     import torch
 
     assert context.target_job is not None and context.target is not None
@@ -85,11 +81,7 @@ def read_tables(context: SourceContext) -> TargetTables:
 
 
 def find_table(folder: Path, table: str) -> tuple[TensorFiles, str] | None:
-    """Returns the files and the key of `EMBEDDINGS` or `LM_HEAD`, by the names alone; None where none is stored.
-
-    Raises:
-        CheckpointError: see `open_files`.
-    """
+    """Returns the files and the key of `EMBEDDINGS` or `LM_HEAD`, by the names alone; None where none is stored."""
     files = open_files(folder)
     outside = {name: key for name, key in text_names(files.headers).items() if ".layers." not in name}
     for endings in ((_HEADS,) if table == LM_HEAD else ()) + (_EMBEDDINGS,):

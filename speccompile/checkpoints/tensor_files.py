@@ -55,9 +55,6 @@ class TensorFiles:
         files: by key; empty for tensors in memory.
         tensors: those in memory already, by key (of pickles: mapped, not read).
         scheme: of the folder's packed weights, which are then read as float32; None: all are plain.
-
-    Raises:
-        CheckpointError: see `packed_weights.plain_headers`.
     """
 
     def __init__(

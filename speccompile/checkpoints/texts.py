@@ -56,7 +56,6 @@ def tokens_from_file(
 
     Raises:
         RecipeError: it cannot be read, a line is wrong, or it has too few tokens.
-        CheckpointError: the tokenizer cannot be read.
     """
     tokenizer = load_tokenizer(folder / TOKENIZER, CheckpointError, "Download the file again.")
     texts: list[tuple[int, ...]] = []

@@ -50,11 +50,7 @@ def make_cache_folder(name: str = "") -> Path:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it where they are not there; nobody else can read or write in them.
-
-    Raises:
-        OSError: one cannot be made.
-    """
+    """Makes a folder and those above it where they are not there; nobody else can read or write in them."""
     for path in reversed((folder, *folder.parents)):
         if not path.is_dir():
             path.mkdir(mode=0o700, exist_ok=True)

@@ -25,10 +25,6 @@ def find_template(folder: Path | None, where: str) -> ChatTemplate:
 
     Args:
         folder: None: there is no tokenizer.
-
-    Raises:
-        RuntimeFault: the package that renders it is not installed.
-        BundleError: there is none.
     """
     if folder is None or read_template_file(folder) is None:
         todo = f"Give a text as it is (generate --raw), or put {TEMPLATE_FILE} beside the tokenizer and build again."
@@ -118,7 +114,6 @@ def tokens_of_messages(
 
     Raises:
         RuntimeFault: they are no messages, or the template refuses them; see also `find_template`.
-        BundleError: see `find_template`.
     """
     check_messages(messages, where)
     template = find_template(folder, where)

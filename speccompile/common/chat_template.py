@@ -91,10 +91,6 @@ def _strftime_now(form: str) -> str:
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Returns the template beside a tokenizer; None where there is none.
-
-    Raises:
-        BundleError: tokenizer_config.json is no JSON object.
-    """
+    """Returns the template beside a tokenizer; None where there is none."""
     found = read_template_file(folder)
     return None if found is None else ChatTemplate(*found)

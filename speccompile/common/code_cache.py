@@ -51,11 +51,7 @@ def find_code_file(name: str, root: Path | None = None) -> Path:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Writes a file that only the user can read and write; another process sees the old one or the new one.
-
-    Raises:
-        OSError: it cannot be written; nothing is left.
-    """
+    """Writes a file that only the user can read and write; another process sees the old one or the new one."""
     make_folders(file.parent)
     handle, fresh = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
@@ -68,11 +64,7 @@ def write_file(file: Path, data: bytes) -> None:
 
 
 def _usable_file(base: Path, name: str) -> Path:
-    """Returns the file below `base`, which is there and may be loaded, or is not there and can be written.
-
-    Raises:
-        OSError: neither, with the reason.
-    """
+    """Returns the file below `base`, which is there and may be loaded, or is not there and can be written."""
     _check_way(base)
     base = base.resolve()
     file = base / name

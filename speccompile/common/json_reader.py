@@ -69,11 +69,7 @@ def read_json_file(path: Path, error: type[SpecCompileError], todo: str, expecte
 def read_json_object(
     path: Path, error: type[SpecCompileError], todo: str, expected: str = "a JSON object"
 ) -> dict[str, Any]:
-    """Returns the object of a JSON file; see `read_json_file`.
-
-    Raises:
-        SpecCompileError: see `read_json_file`; also a value that is no object.
-    """
+    """Returns the object of a JSON file; see `read_json_file`."""
     value = read_json_file(path, error, todo, expected)
     if not isinstance(value, dict):
         raise error(str(path), kind_of(value), expected, todo)

@@ -74,9 +74,6 @@ def check_parameters(config: Any, where: str, **limits: tuple[float, float]) -> 
     Args:
         config: a frozen dataclass; fields without a declaration are not checked, and None always passes.
         limits: (least, most) by field, where they depend on other fields.
-
-    Raises:
-        RecipeError: the first such value.
     """
     for field in dataclasses.fields(config):
         rule, value = field.metadata.get(METADATA_KEY), getattr(config, field.name)

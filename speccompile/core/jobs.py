@@ -20,11 +20,7 @@ class LayersRule(Protocol):
     """A frozen dataclass that chooses layers of the target once their number is known."""
 
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
-        """Returns the decoder layers of the target, from 0, whose residual streams are wanted.
-
-        Raises:
-            CheckpointError, RecipeError: the target does not have them.
-        """
+        """Returns the decoder layers of the target, from 0, whose residual streams are wanted."""
         ...
 
 

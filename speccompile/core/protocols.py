@@ -236,11 +236,7 @@ class GraphSource(Protocol):
         ...
 
     def check(self) -> None:
-        """Proves the weights complete; not called where they are random.
-
-        Raises:
-            CheckpointError: missing, damaged, left over or of another shape.
-        """
+        """Proves the weights complete; not called where they are random."""
         ...
 
     def digests(self) -> dict[str, str]:
@@ -256,11 +252,7 @@ class GraphSource(Protocol):
         ...
 
     def export(self, progress: Callable[[str], None]) -> tuple[Any, Any]:
-        """Returns the neutral graph (an `onnx_ir.Model`), and `dims` with what only the weights can show.
-
-        Raises:
-            CheckpointError, ExportError.
-        """
+        """Returns the neutral graph (an `onnx_ir.Model`), and `dims` with what only the weights can show."""
         ...
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
@@ -271,8 +263,5 @@ class GraphSource(Protocol):
 
         Returns:
             What was seen, for the manifest; empty where its caches are too small to try anything.
-
-        Raises:
-            BuildError: its outputs are wrong.
         """
         ...

@@ -72,22 +72,14 @@ def find_method(name: str, where: str = "speculator.method") -> str:
 
 
 def backend(name: str, device: str = "cpu") -> Any:
-    """Returns the backend of that name (a `speccompile.backends.base.Backend`), as it works on a device.
-
-    Raises:
-        RecipeError: there is none; the nearest name is suggested.
-    """
+    """Returns the backend of that name (a `speccompile.backends.base.Backend`), as it works on a device."""
     found = find_class(find_backend(name))
     variant = found.device_variants.get(device)
     return found() if variant is None else find_class(variant)()
 
 
 def method(name: str) -> Method:
-    """Returns the speculation method of that name.
-
-    Raises:
-        RecipeError: there is none; the nearest name is suggested.
-    """
+    """Returns the speculation method of that name."""
     return _open(find_method(name))
 
 

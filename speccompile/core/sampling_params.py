@@ -192,11 +192,6 @@ SAMPLING_PARAMETERS = sampling_parameters(SamplingParams)
 
 
 def _converted(name: str, value: Any, kind: Kind) -> object:
-    """Returns the value in the type of its field.
-
-    Raises:
-        RuntimeFault: it is of another type.
-    """
     try:
         return kind.convert(value)
     except (TypeError, ValueError, OverflowError) as fault:

@@ -24,11 +24,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 def layout_named(name: str, formats: tuple[Format, ...], method: str) -> Format:
-    """Returns the layout of a method that can be written under that name.
-
-    Raises:
-        RecipeError: there is none.
-    """
+    """Returns the layout of a method that can be written under that name."""
     own = {f.name.partition("/")[2]: f for f in formats if f.method == method and f.config is not None}
     if name not in own:
         raise RecipeError("--to", repr(name), f"one of {', '.join(own)} for {method}", "Choose another layout.")

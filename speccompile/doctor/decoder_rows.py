@@ -121,11 +121,7 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def speculators_format(
     kind: str, version: str, target: Target | None, method: Mapping[str, Any], name: str | None = None
 ) -> dict[str, Any]:
-    """Returns what a config in the speculators format (vLLM project) has beside the layers.
-
-    Raises:
-        CheckpointError: the target has no name.
-    """
+    """Returns what a config in the speculators format (vLLM project) has beside the layers."""
     name = name if target is None else target.name
     if not name:
         raise CheckpointError("config.json", "nothing", "the target's name", "Give the target with --target.")

@@ -84,9 +84,6 @@ def check_method(folder: Path, method: str | None) -> None:
 
     Args:
         method: that it should be of; None: it should be a language model.
-
-    Raises:
-        CheckpointError: with what it is.
     """
     try:
         config, keys = read_config(folder), open_files(folder).headers
@@ -187,11 +184,7 @@ def _is_other(found: Checkpoint) -> bool:
 
 
 def check_kind(folder: Path, formats: Sequence[Format]) -> None:
-    """Refuses a speculator by its config alone: a kind that is not supported yet, or keys that are not read.
-
-    Raises:
-        CheckpointError: it is of such a kind, or has such keys.
-    """
+    """Refuses a speculator by its config alone: a kind that is not supported yet, or keys that are not read."""
     config = read_config(folder)
     layout = next((f for f in formats if f.is_in(config, ())), None)
     found = Checkpoint(folder, config, TensorFiles({}, {}), layout)
@@ -230,11 +223,7 @@ def _names(value: Any) -> str:
 def open_known(
     folder: Path, formats: Sequence[Format], target: Target | None, overrides: Mapping[str, Any] | None = None
 ) -> Case:
-    """Open a checkpoint whose layout is one of `formats`, with its values; nothing is checked yet.
-
-    Raises:
-        CheckpointError: it cannot be read, or its layout is none of them.
-    """
+    """Open a checkpoint whose layout is one of `formats`, with its values; nothing is checked yet."""
     found = open_checkpoint(folder, formats, overrides)
     if found.layout is None or _is_other(found):
         fault = _describe_unknown(found)[2]
@@ -243,11 +232,7 @@ def open_known(
 
 
 def open_config(folder: Path, formats: Sequence[Format], default: Format) -> Case:
-    """Returns a speculator by its config alone, for random weights; `default` is the layout of one that names none.
-
-    Raises:
-        CheckpointError: it has a size that cannot be.
-    """
+    """Returns a speculator by its config alone, for random weights; `default` is the layout of one that names none."""
     config, files = read_config(folder), TensorFiles({}, {})
     layout = next((f for f in formats if f.is_in(config, ())), default)
     for fault in resolve_sizes(layout, config, files, "", str(folder / "config.json"))[1]:
@@ -273,9 +258,6 @@ def check_speculator(
 
     Returns:
         The case.
-
-    Raises:
-        CheckpointError: the first fault, with a hint at the doctor.
     """
     found = open_checkpoint(folder, formats, overrides)
     aim = Target("the target", target, {}, folder=target_folder) if target is not None else None
@@ -291,9 +273,6 @@ def read_speculator(
 
     Returns:
         The config, and tensors by the names of the canonical layout; mapped from the files, shared ones as one tensor.
-
-    Raises:
-        CheckpointError: the first fault, with a hint at the doctor.
     """
     return canonical_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
 

@@ -31,9 +31,6 @@ def export_cached_draft(
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
-
-    Raises:
-        ExportError: torch cannot trace it.
     """
     progress("trace")
     num = len(spec.inputs) - len(spec.caches)

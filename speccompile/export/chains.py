@@ -65,11 +65,7 @@ def attend_chains(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns [batch, nodes, heads, head_dim] of queries [batch, heads, nodes, head_dim], and keeps keys and values.
-
-    Raises:
-        ExportError: the layer has a window or a softcap.
-    """
+    """Returns [batch, nodes, heads, head_dim] of queries [batch, heads, nodes, head_dim], and keeps keys and values."""
     if sliding_window or softcap:
         got = f"a window of {sliding_window} and a softcap of {softcap}"
         todo = "Modules of this architecture cannot be trained or probed."

@@ -99,9 +99,6 @@ def check_head_candidates(engine: Engine) -> dict[str, Any]:
 
     Returns:
         {"num_tokens": candidates of a head}.
-
-    Raises:
-        BuildError: see `check_candidates`.
     """
     return {"num_tokens": _check_candidate_rows(engine, engine.run(probe_inputs(engine.spec, num_nodes=2)))}
 
@@ -111,9 +108,6 @@ def check_features(engine: Engine) -> dict[str, Any]:
 
     Returns:
         {"num_states": positions}.
-
-    Raises:
-        BuildError: a feature is not finite.
     """
     features = np.asarray(engine.run(probe_inputs(engine.spec, num_nodes=_NUM_PROMPT))[specs.FEATURES])
     if not np.isfinite(features).all():

@@ -85,10 +85,6 @@ def export_decoder(
     Returns:
         The model (opset 24 and the domain speccompile; its inputs and outputs are those of `decoder_spec`;
         weights refer to torch's memory) and the decoder's sizes.
-
-    Raises:
-        CheckpointError: the folder is incomplete or damaged.
-        ExportError: the architecture cannot be expressed.
     """
     say = progress or (lambda stage: None)
     check_config(read_config(source), max_seq_len)

@@ -109,11 +109,7 @@ class DecoderSource:
 
     @functools.cached_property
     def draft_tokens(self) -> DraftTokens | None:
-        """The tokens that a draft may name; None: all.
-
-        Raises:
-            RecipeError, CheckpointError: see `choose_tokens`.
-        """
+        """The tokens that a draft may name; None: all."""
         options, target = self.options.candidates, self.context.target
         if target is None or not isinstance(options, VocabCandidateOptions) or options.vocab is None:
             return None

@@ -156,12 +156,7 @@ class SlidingFeatureDraft(FeatureDraft):
 
 
 def layer_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Returns the config of the decoder layers in a speculator's config.json, for `attention.attend`.
-
-    Raises:
-        CheckpointError: a value that transformers does not take.
-        ExportError: transformers cannot make it.
-    """
+    """Returns the config of the decoder layers in a speculator's config.json, for `attention.attend`."""
     values = {**decoder_config(config), "tie_word_embeddings": False}
     try:
         with config_errors("config.json", values):
@@ -191,9 +186,6 @@ def fill_weights(
 
     Args:
         weights: by the names of its parameters; None: random ones with a fixed seed.
-
-    Raises:
-        KeyError: one is missing.
     """
     module.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(RANDOM_SEED)
@@ -216,9 +208,6 @@ def export_feature_draft(
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
-
-    Raises:
-        ExportError: torch cannot trace it.
     """
     draft = SlidingFeatureDraft if spec.window else FeatureDraft
     return _export(draft(body, spec).eval(), spec, max_rows, progress)

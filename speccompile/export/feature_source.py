@@ -32,10 +32,6 @@ class FeatureSource(SpeculatorSource):
 
     Args:
         context: the target's sizes must be its own.
-
-    Raises:
-        CheckpointError: the config is wrong.
-        RecipeError: the sizes do not match the target's.
     """
 
     needs_tables = True

@@ -46,9 +46,6 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
 
     Returns:
         The neutral graph; its weights refer to torch's memory.
-
-    Raises:
-        ExportError: torch cannot trace it.
     """
     progress("trace")
     example: tuple[Any, ...] = tuple(_example(tensor) for tensor in spec.inputs)

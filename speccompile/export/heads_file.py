@@ -45,11 +45,7 @@ def read_heads(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, to
 def check_tensors(
     where: str, wanted: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], expected: str, todo: str
 ) -> None:
-    """Refuses tensors that are not exactly the wanted ones, in names and shapes.
-
-    Raises:
-        CheckpointError: one is missing, left over or of another shape.
-    """
+    """Refuses tensors that are not exactly the wanted ones, in names and shapes."""
     missing, extra = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
     wrong = sorted(k for k in set(stored) & set(wanted) if stored[k].shape != wanted[k].shape)
     for names, got in ((missing, "missing"), (extra, "left over"), (wrong, "of another shape")):

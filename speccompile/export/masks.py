@@ -62,11 +62,7 @@ def read_windows(model: Any, implementation: str, num_layers: int, max_seq_len: 
 
 @contextmanager
 def refuse_faults(where: str) -> Iterator[None]:
-    """Turn what a model's code raises while it runs with another attention into a refusal.
-
-    Raises:
-        ExportError: instead of the errors of Python and torch.
-    """
+    """Turn what a model's code raises while it runs with another attention into a refusal."""
     try:
         yield
     except _FAULTS as fault:
@@ -99,9 +95,6 @@ def window_of(function: MaskFunction, max_seq_len: int, where: str) -> int:
 
     Args:
         function: whether the key at a position is seen from another, as transformers composes masks.
-
-    Raises:
-        ExportError: the mask is neither.
     """
     last = torch.tensor([max_seq_len - 1])
     count = int(_visible(function, last, max_seq_len).sum())

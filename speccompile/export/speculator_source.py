@@ -64,11 +64,7 @@ class SpeculatorSource:
             check_method(self.folder, self.formats[0].method)
 
     def check_target(self, text: str, hidden: int, made: str = "the speculator that was trained") -> None:
-        """Checks that width and vocabulary are the target's; `text` has a place for the width.
-
-        Raises:
-            RecipeError: one is not.
-        """
+        """Checks that width and vocabulary are the target's; `text` has a place for the width."""
         width = (text, hidden, self.target.hidden_size)
         vocab = ("a vocabulary of {} tokens", self.dims.vocab_size, self.target.vocab_size)
         check_agreement(self.job.model, (width, vocab), made)
@@ -79,22 +75,14 @@ class SpeculatorSource:
 
     @functools.cached_property
     def case(self) -> Case:
-        """The checkpoint; without weights it is known by its config alone.
-
-        Raises:
-            CheckpointError: it cannot be read, or is something else.
-        """
+        """The checkpoint; without weights it is known by its config alone."""
         if self.is_random:
             canonical = next(f for f in self.formats if f.name.endswith("/ours"))
             return open_config(self.folder, self.formats, self.config_layout or canonical)
         return open_known(self.folder, self.formats, None)
 
     def read_weights(self) -> dict[str, torch.Tensor] | None:
-        """Returns the tensors by the names of our layout; None where weights are random.
-
-        Raises:
-            CheckpointError: see `doctor.doctor.read_speculator`.
-        """
+        """Returns the tensors by the names of our layout; None where weights are random."""
         return None if self.is_random else read_speculator(self.folder, self.formats, overrides=self.overrides)[1]
 
     def check(self) -> None:
@@ -126,9 +114,6 @@ def check_agreement(
     Args:
         sizes: (text with a place for the number, as "a hidden size of {}"; the speculator's size, None where it states
             none; the target's).
-
-    Raises:
-        RecipeError: a size is not the target's.
     """
     for text, size, wanted in sizes:
         if size is not None and size != wanted:
@@ -137,11 +122,7 @@ def check_agreement(
 
 
 def check_room(depth: int, context: SourceContext) -> None:
-    """Checks that a step may score every draft token of the longest path.
-
-    Raises:
-        RecipeError: it may not.
-    """
+    """Checks that a step may score every draft token of the longest path."""
     if depth > context.max_draft_nodes:
         expected = f"at least {depth}, the tokens on the longest path of a draft"
         todo = "Raise it, or draft fewer tokens with speculator.num_draft_tokens."

@@ -184,7 +184,6 @@ def _declare_schema(op: Op) -> None:
 
 
 def _declare_io(model: ir.Model, spec: GraphSpec) -> None:
-    """Give inputs and outputs the names and dims of `spec`."""
     model.graph.name = spec.name
     for held, wanted, kind in (
         (model.graph.inputs, spec.inputs, "inputs"),

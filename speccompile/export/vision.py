@@ -66,7 +66,6 @@ def export_vision(source: Path, spec: GraphSpec, weights: str, progress: Callabl
 
     Raises:
         CheckpointError: a weight is missing, left over or of another shape.
-        ExportError: the tower cannot be traced.
     """
     progress("load weights")
     config = read_whole_config(source)

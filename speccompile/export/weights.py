@@ -67,11 +67,7 @@ def load_model(source: Path, weights: Weights, lora: LoraAdapter | None = None) 
 
 
 def check_model(source: Path) -> None:
-    """Makes the model without memory for its weights, which shows what its own class makes of the config.
-
-    Raises:
-        CheckpointError, ExportError: see `load_model`.
-    """
+    """Makes the model without memory for its weights, which shows what its own class makes of the config."""
     with _build_errors(source), torch.device("meta"):
         AutoModelForCausalLM.from_config(read_model_config(source), trust_remote_code=False)
 
@@ -233,10 +229,6 @@ def read_weights(source: Path, config: Any, dtype: torch.dtype = torch.float32) 
 
     Args:
         config: transformers' of it; the mark of packed weights is taken off it.
-
-    Raises:
-        CheckpointError: see `open_files`.
-        OSError, ValueError: what transformers says.
     """
     whole = read_config(source)
     settings = {
@@ -267,11 +259,7 @@ def read_weights(source: Path, config: Any, dtype: torch.dtype = torch.float32) 
 
 
 def write_plain(source: Path, folder: Path) -> str:
-    """Writes a checkpoint with the float32 weights that another one means; returns its model type.
-
-    Raises:
-        CheckpointError: see `load_model`.
-    """
+    """Writes a checkpoint with the float32 weights that another one means; returns its model type."""
     with no_progress_bar():
         model = _checkpoint_model(source, read_model_config(source))
         model.save_pretrained(folder)
@@ -303,11 +291,7 @@ def check_loading(
     config: str = "config.json",
     todo: str = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again.",
 ) -> None:
-    """Refuse a model of which transformers did not find every weight in the checkpoint.
-
-    Raises:
-        CheckpointError: missing, left-over or mismatched weights.
-    """
+    """Refuse a model of which transformers did not find every weight in the checkpoint."""
     mismatched = sorted(str(m) for m in info.get("mismatched_keys", ()))
     missing = sorted(info.get("missing_keys", ()))
     unexpected = [k for k in sorted(info.get("unexpected_keys", ())) if not k.endswith(_COMPUTED)]

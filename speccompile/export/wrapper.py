@@ -151,11 +151,7 @@ def _wrap_head(model: Any) -> None:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Returns the list of decoder layers: the outermost ModuleList of that length.
-
-    Raises:
-        ExportError: there is none.
-    """
+    """Returns the list of decoder layers: the outermost ModuleList of that length."""
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not found:
         raise ExportError(

@@ -155,9 +155,6 @@ def pack_grid(grid: Grid, *, unit: int = GROUP) -> tuple[str, Packed]:
 
     Returns:
         The form, and the packed weights.
-
-    Raises:
-        ValueError: see `grid_unit`.
     """
     form, num_in = grid_form(grid), grid.levels.shape[1]
     scales, minimums = grid.scales, grid.minimums

@@ -46,11 +46,7 @@ class Pass:
     ensures: tuple[Property, ...] = ()
 
     def run(self, model: ir.Model) -> int:
-        """Check, rewrite, check.
-
-        Raises:
-            PassError: a required or an ensured property does not hold.
-        """
+        """Check, rewrite, check."""
         self._check(model, self.requires, "before", "put the pass that ensures it earlier in the table")
         count = self.rewrite(model)
         self._check(model, self.ensures, "after", "this is a fault of the pass: report it with the model's config")
@@ -97,11 +93,7 @@ def histogram_from_model(model: ir.Model) -> dict[str, int]:
 def run_pipeline(
     model: ir.Model, table: Sequence[Pass], progress: Callable[[str], None] | None = None
 ) -> list[PassTrace]:
-    """Run the passes of `table` in order, in place.
-
-    Raises:
-        PassError: see `Pass.run`.
-    """
+    """Run the passes of `table` in order, in place."""
     traces = []
     _log.debug("%d passes", len(table), extra={"graph": (model, "start", len(table))})
     for entry in table:

@@ -158,7 +158,6 @@ def _match(rule: Rule, model: ir.Model, node: ir.Node) -> _Match | None:
 
 
 def _split_of(q: _Heads, k: _Heads | None, v: _Heads | None) -> ir.Node | None:
-    """Returns the Split into Q, K and V that K and V of a step are outputs of."""
     split = k.part.producer() if k is not None else None
     if (
         k is None

@@ -112,9 +112,6 @@ def lint_tensorrt(model: ir.Model, plugins: Collection[str] = (), bodies: Collec
     Args:
         plugins: op types whose plugins will be registered when the parser runs.
         bodies: our op types whose function bodies are attached later.
-
-    Raises:
-        PassError: names the node, the operator and what to do.
     """
     functions = {(f.domain, f.name) for f in model.functions.values()} | {(OPS_DOMAIN, name) for name in bodies}
     for node in model.graph.all_nodes():

@@ -98,9 +98,6 @@ def onnxruntime_table(
             stored: the checkpoint's.
         packs_experts: experts have packed weights, of the quantisation; None: where it is one, or the form is that of
             our kernels: without these, each body of unquantised experts would unpack what it gathers.
-
-    Raises:
-        RecipeError: no such quantisation or form.
     """
     forms = ORT_QUANTIZATION.get(quantization)
     if forms is None or form not in forms:

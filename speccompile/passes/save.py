@@ -26,9 +26,6 @@ def save_model(model: ir.Model, path: Path, progress: Callable[[str], None] | No
 
     Returns:
         The files written.
-
-    Raises:
-        BuildError: the disk is full or not writable.
     """
     data = path.with_name(path.name + ".data")
     done = itertools.count()

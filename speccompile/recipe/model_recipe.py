@@ -59,7 +59,6 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
         model: folder or hub id; a hub checkpoint is downloaded.
 
     Raises:
-        RecipeError: a setting is wrong.
         CheckpointError: no such model, or a speculator without a target's name.
     """
     options = options or ModelOptions()
@@ -125,9 +124,6 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     """Returns the sampling parameters of a checkpoint's generation_config.json; {} without one.
 
     With `do_sample: false` there are none: decoding is greedy.
-
-    Raises:
-        CheckpointError: it is no JSON object.
     """
     path = folder / "generation_config.json"
     if not path.is_file():

@@ -80,9 +80,6 @@ def predict(
 
     Args:
         backend: whose `predict` is used; None: float32 ONNX graphs.
-
-    Raises:
-        CheckpointError: a size in the config is not a positive integer.
     """
     head = dims.vocab_size * dims.hidden_size
     feed_forward = _feed_forward(config, dims)

@@ -40,11 +40,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_speculative_config(text: str) -> dict[str, Any]:
-    """Returns the object of `--speculative-config`.
-
-    Raises:
-        RecipeError: no JSON object.
-    """
+    """Returns the object of `--speculative-config`."""
     try:
         value = json.loads(text)
     except ValueError as fault:
@@ -91,11 +87,7 @@ def section_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(section: Mapping[str, Any]) -> None:
-    """Refuses a speculator section that options describe where the method needs a model and there is none.
-
-    Raises:
-        RecipeError: it names the options, which are what the user wrote.
-    """
+    """Refuses a speculator section that options describe where the method needs a model and there is none."""
     method = registry.method(str(section[METHOD]))
     needs = any(field.name == MODEL and field.default is MISSING for field in fields(method.Config))
     if needs and section.get(MODEL) is None:
@@ -163,9 +155,6 @@ def verifier_of(folder: Path) -> str | None:
 
     Args:
         folder: a checkpoint. A relative path of a verifier is searched beside it, then in the working folder.
-
-    Raises:
-        CheckpointError: it is a speculator that names none.
     """
     config = read_config(folder)
     stated = config.get("speculators_config")

@@ -81,11 +81,7 @@ def _check_steps(section: TrainingSection) -> None:
 
 
 def check_prompt_tokens(generated: GeneratedSection) -> None:
-    """Checks that prompts cut from texts leave room; those of conversations have their own length.
-
-    Raises:
-        RecipeError: they fill their sequences.
-    """
+    """Checks that prompts cut from texts leave room; those of conversations have their own length."""
     if generated.prompt_tokens >= generated.seq_len:
         got = f"{generated.prompt_tokens} with seq_len {generated.seq_len}"
         raise RecipeError("training.generated.prompt_tokens", got, "room for new tokens", "Lower it.")

@@ -90,11 +90,7 @@ class Replica:
         return make_app(OpenAIServer(self._service, options), [replica_routes])
 
     def check_health(self) -> None:
-        """Ray replaces a replica in which this raises, or does not return in time.
-
-        Raises:
-            RuntimeError: the service does not run.
-        """
+        """Ray replaces a replica in which this raises, or does not return in time."""
         stats = self._service.stats()
         if not stats["is_open"]:
             raise RuntimeError(stats["fault"] or "the service was closed")
@@ -137,10 +133,6 @@ def build(settings: Settings | Mapping[str, Any]) -> Application:
     Args:
         settings: see `Settings`; `serve run` gives them as texts by name. A relative `bundle` is one of this machine:
             name a path that all nodes have.
-
-    Raises:
-        pydantic.ValidationError: there is no such setting, or no such value of it.
-        RuntimeFault: an API key is blank.
     """
     given = settings if isinstance(settings, Settings) else Settings.model_validate(settings)
     placed = given.model_copy(update={"bundle": given.bundle.resolve()})

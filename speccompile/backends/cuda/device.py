@@ -39,11 +39,7 @@ _ANY_FAULT = "See the message; if it comes again, run with CUDA_LAUNCH_BLOCKING=
 
 
 def load_cuda() -> Any:
-    """Returns the module `cuda.bindings.runtime`.
-
-    Raises:
-        RuntimeFault: cuda-python is not installed.
-    """
+    """Returns the module `cuda.bindings.runtime`."""
     try:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as fault:
@@ -62,11 +58,7 @@ def open_device(ordinal: int = 0) -> Device:
 
 
 def ordinal_from_name(name: str) -> int:
-    """Returns 0 for `cuda`, N for `cuda:N`.
-
-    Raises:
-        RuntimeFault: another name.
-    """
+    """Returns 0 for `cuda`, N for `cuda:N`."""
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
         raise RuntimeFault("engine.device", repr(name), "cuda or cuda:N", "TensorRT runs on NVIDIA GPUs only.")
@@ -105,11 +97,7 @@ class Graph:
 
 
 class Device:
-    """One GPU.
-
-    Raises:
-        RuntimeFault: there is no such device.
-    """
+    """One GPU."""
 
     def __init__(self, api: Any, ordinal: int = 0) -> None:
         self.api, self.ordinal = api, ordinal
@@ -128,7 +116,6 @@ class Device:
         """Call a function of the API; returns its result without the status.
 
         Raises:
-            RuntimeFault: its status is not success.
             DeviceLost: no later call can succeed. It is raised from then on, without a call.
         """
         results = self._call(function, *arguments)
@@ -153,11 +140,7 @@ class Device:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Runs a step, or a load; asks the device after an error of a library that may not tell why it failed.
-
-        Raises:
-            DeviceLost: the device had failed.
-        """
+        """Runs a step, or a load; asks the device after an error of a library that may not tell why it failed."""
         self._is_running = True
         try:
             yield
@@ -203,11 +186,7 @@ class Device:
         return int(free_bytes), int(total_bytes)
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Allocate device memory; its contents are undefined.
-
-        Raises:
-            RuntimeFault: not enough memory.
-        """
+        """Allocate device memory; its contents are undefined."""
         num_bytes = max(num_bytes, ALIGNMENT)
         free = functools.partial(self.release, self.api.cudaFree)
         return Memory(int(self.call("cudaMalloc", num_bytes)), num_bytes, free)
@@ -244,11 +223,7 @@ class Device:
         self.call("cudaStreamSynchronize", self.stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` enqueues on the stream, without running it.
-
-        Raises:
-            RuntimeFault: something in it cannot be captured.
-        """
+        """Record what `work` enqueues on the stream, without running it."""
         # Relaxed: TensorRT may touch other streams and allocate while it enqueues.
         self.call("cudaStreamBeginCapture", self.stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
         is_whole = False

@@ -34,10 +34,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
 
     Attributes:
         alignment: bytes to whose multiples the addresses of slots are aligned.
-
-    Raises:
-        BundleError: see `bind_caches` and `DeviceStates`.
-        RuntimeFault: there is not enough memory.
     """
 
     alignment: int = ALIGNMENT
@@ -75,7 +71,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         return caches if self.states is None else caches + self.states.num_bytes
 
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.run`."""
         sizes, rows = self.check_step(feeds, first_slot)
         self.make_view(sizes, rows)
         if self.states is None:
@@ -90,7 +85,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         """Prepares the caches, or extends the sizes of a step, for a step that uses `rows` rows."""
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """See `speccompile.core.protocols.Engine.move_slot`."""
         if source == dest:
             return
         if self.caches is not None:
@@ -100,7 +94,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
             self.states.move(source, dest, rows)
 
     def swap_slots(self, first: int, second: int, rows: int) -> None:
-        """See `speccompile.core.protocols.Engine.swap_slots`."""
         if self.caches is not None:
             self.device.activate()
             self.caches.swap_slots(first, second, rows)
@@ -108,7 +101,6 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
             self.states.swap(first, second)
 
     def clear_slot(self, slot: int) -> None:
-        """See `speccompile.core.protocols.Engine.clear_slot`."""
         if self.caches is not None:
             self.device.activate()
             self.caches.clear_slot(slot)

@@ -23,11 +23,7 @@ def cache_bytes(spec: GraphSpec, max_slots: int) -> int:
 
 
 def refuse_states_alone(spec: GraphSpec) -> None:
-    """Refuses a graph with recurrent states and no cache.
-
-    Raises:
-        BuildError: it is one.
-    """
+    """Refuses a graph with recurrent states and no cache."""
     if spec.states and not spec.caches:
         got, expected = (
             "recurrent states and no K/V cache",
@@ -55,7 +51,6 @@ class Caches:
 
     Raises:
         BundleError: addresses of slots would not be aligned as TensorRT needs them.
-        RuntimeFault: not enough memory.
     """
 
     alignment: int = ALIGNMENT
@@ -179,9 +174,6 @@ def bind_caches(
     Args:
         owners: caches of other engines by graph name.
         allocate: allocates the `caches` of a spec, for a graph that runs alone.
-
-    Raises:
-        BundleError: see `find_owner`; or an owner's caches have another number of rows or another dtype.
     """
     bound = [] if own is None else [BoundCache(name, own, index) for index, name in enumerate(own.names)]
     alone: dict[bool, Caches] = {}

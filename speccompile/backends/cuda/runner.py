@@ -48,7 +48,6 @@ class Runner(StepMemory):
 
         Raises:
             RuntimeFault: the shapes fit no profile, or the run failed.
-            DeviceLost: see `Device.call`.
         """
         self.device.activate()
         with self.device.watched():

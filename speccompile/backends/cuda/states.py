@@ -28,10 +28,6 @@ class DeviceStates(SlotStates[Memory]):
     Attributes:
         names: of the states, in order.
         sides: by slot: which of the two buffers holds its states.
-
-    Raises:
-        BundleError: addresses of slots would not be aligned.
-        RuntimeFault: not enough memory.
     """
 
     def __init__(self, device: Device, spec: GraphSpec, max_slots: int, alignment: int = ALIGNMENT) -> None:

@@ -47,11 +47,7 @@ class OnnxRuntimeBackend(Backend):
     device_variants: Mapping[str, str] = MappingProxyType({"cuda": _CUDA})
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuses bfloat16 weights where our kernels do not run: ONNX Runtime has no product with them on a CPU.
-
-        Raises:
-            BuildError: there are no kernels.
-        """
+        """Refuses bfloat16 weights where our kernels do not run: ONNX Runtime has no product with them on a CPU."""
         from speccompile.backends.onnxruntime.kernel_library import find_library
 
         del spec, options
@@ -75,9 +71,6 @@ class OnnxRuntimeBackend(Backend):
             {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: `Distance`},
             "kernels_in_sequences", "passes": [...], "op_histogram": {"before", "after"}}; with calibration also
             "calibration" and "peak_rss_bytes", of stored weights "weights": see `StoredRows.record`.
-
-        Raises:
-            PassError, BuildError, RecipeError.
         """
         from speccompile.backends.onnxruntime.forms import compile_best, forms_of
         from speccompile.backends.onnxruntime.sequences import write_sequences

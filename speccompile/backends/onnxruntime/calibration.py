@@ -161,11 +161,7 @@ class Collector:
     def sums(
         self, sources: Sequence[str], pieces: Sequence[NDArray[np.int64]], pool: ThreadPoolExecutor
     ) -> dict[str, NDArray[np.float32]]:
-        """Returns [in, in] float32 by input, over all tokens of the pieces.
-
-        Raises:
-            BuildError: an input is not finite.
-        """
+        """Returns [in, in] float32 by input, over all tokens of the pieces."""
         import onnxruntime
 
         options = onnxruntime.RunOptions()

@@ -49,12 +49,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     keeps_logits = False  # the cost of an output on a GPU was not measured
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Lower a model and write `graph.onnx`: see `OnnxRuntimeBackend.compile`; no form is measured.
-
-        Raises:
-            PassError, BuildError.
-            RecipeError: a form without CUDA kernels.
-        """
+        """Lower a model and write `graph.onnx`: see `OnnxRuntimeBackend.compile`; no form is measured."""
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
         from speccompile.passes.stored_rows import stored_rows

@@ -186,11 +186,7 @@ def find_missing_kernels(device: Device) -> str | None:
 
 
 def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str, Any]) -> SessionPlan:
-    """Opens a session on CUDA, with CUDA graphs where ONNX Runtime can capture the graph.
-
-    Raises:
-        BundleError: see `open_session`; or ONNX Runtime has no kernels for the GPU.
-    """
+    """Opens a session on CUDA, with CUDA graphs where ONNX Runtime can capture the graph."""
     if (missing := find_missing_kernels(device)) is not None:
         expected = f"one of {', '.join('{}.{}'.format(*pair) for pair in _GPUS)}"
         raise BundleError(str(path), missing, expected, "Build with engine.backend: tensorrt for this GPU.")
@@ -210,7 +206,6 @@ def open_plan(path: Path, spec: GraphSpec, device: Device, settings: Mapping[str
 
 
 def _preload_libraries() -> None:
-    """Load CUDA's libraries from NVIDIA's wheels; by default ONNX Runtime searches only beside its own package."""
     if not hasattr(ort, "preload_dlls"):
         return
     found = find_spec("nvidia")

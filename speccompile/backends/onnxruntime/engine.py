@@ -99,7 +99,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self._unbind()
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.run`."""
         binding = self._last
         if binding is None or not binding.fits(feeds, first_slot):
             binding = self._last = self._binding(feeds, first_slot)
@@ -115,11 +114,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         return binding.outputs
 
     def _binding(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> Binding:
-        """Returns the binding for a step, with caches grown to its slots and rows.
-
-        Raises:
-            RuntimeFault: see `check_step`.
-        """
         sizes, rows = self.check_step(feeds, first_slot)
         for buffers in self._written:
             buffers.use(first_slot + sizes["batch"])
@@ -181,7 +175,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         return np.broadcast_to(np.zeros(1, spec.dtype), shape), self._image_rows[:size].reshape(shape)
 
     def _output_array(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the array for an output. Logits are large, so all bindings share one array for them."""
         if spec.name != specs.LOGITS:
             return np.zeros(shape, spec.dtype)
         size = math.prod(shape)
@@ -202,7 +195,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self.caches.shrink(rows)
 
     def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        """See `speccompile.core.protocols.Engine.move_slot`."""
         if source == dest:
             return
         self.caches.move_slot(source, dest, rows)
@@ -308,11 +300,7 @@ def load_engine(job: LoadJob) -> OrtEngine:
 
 
 def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
-    """Compare a session's inputs and outputs with its spec.
-
-    Raises:
-        BundleError: they differ.
-    """
+    """Compare a session's inputs and outputs with its spec."""
     wanted, held = (*spec.inputs, *spec.outputs), (*session.get_inputs(), *session.get_outputs())
     got = [t.name for t in held]
     if got != [t.name for t in wanted]:
@@ -321,11 +309,7 @@ def check_io(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None
 
 
 def check_tensors(path: Path, spec: GraphSpec, session: ort.InferenceSession) -> None:
-    """Compare the dims and kinds of a session's inputs and outputs with its spec, whose names are the session's.
-
-    Raises:
-        BundleError: they differ.
-    """
+    """Compare the dims and kinds of a session's inputs and outputs with its spec, whose names are the session's."""
     held = (*session.get_inputs(), *session.get_outputs())
     for tensor, stated in zip(held, (*spec.inputs, *spec.outputs), strict=True):
         # A dim without a name is not stated by the graph; floats may be narrower than the spec's.

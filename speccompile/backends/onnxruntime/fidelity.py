@@ -108,11 +108,7 @@ def measure_distances(
 
 
 def _logits(path: Path, spec: GraphSpec, texts: list[Text]) -> Iterator[NDArray[np.float32]]:
-    """Yields the logits [tokens, vocab] that predict the tokens of interest of each text, which is read in pieces.
-
-    Raises:
-        BuildError: some are not finite.
-    """
+    """Yields the logits [tokens, vocab] that predict the tokens of interest of each text, which is read in pieces."""
     engine, piece = open_reader(path, spec, 1, max(len(text.tokens) for text in texts)), piece_length()
     for text in texts:
         engine.reset()

@@ -89,9 +89,6 @@ def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: Tex
 
     Returns:
         See `OnnxRuntimeBackend.compile`.
-
-    Raises:
-        PassError, BuildError, RecipeError.
     """
     model, spec, progress = job.model, job.spec, job.progress
     says = progress or (lambda step: None)

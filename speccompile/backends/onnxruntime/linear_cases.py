@@ -158,7 +158,6 @@ _VOCAB = 1300  # several chunks of 256, and a part of one
 
 
 def _values(rng: np.random.Generator) -> Arrays:
-    """Returns all inputs but `draft_probs`, for slots that are greedy, sampled, and cut by top-k and top-p."""
     batch, nodes = 5, len(_PARENTS)
     logits = (rng.standard_normal((batch, nodes, _VOCAB)) * 2).astype(np.float32)
     return {

@@ -41,9 +41,6 @@ def write_sequences(path: Path) -> int:
 
     Returns:
         The kernels that became part of a sequence; 0: nothing was written.
-
-    Raises:
-        BuildError: the disk is full or not writable.
     """
     import onnx
 

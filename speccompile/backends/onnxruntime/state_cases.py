@@ -107,7 +107,6 @@ def steps_fault(op: Op, run: Run, inputs: Arrays) -> str | None:
 
 
 def _drafts_fault(op: Op, run: Run, inputs: Arrays, whole: NDArray[Any], state: NDArray[Any]) -> str | None:
-    """Returns how accepted drafts differ from a run of the same nodes with output `whole` that left `state`."""
     names = [name for name in STATE_INPUTS if name in inputs]
     count, none = _PENDING, np.zeros(len(inputs[LENGTHS]), np.int64)
 

@@ -157,10 +157,6 @@ def adapt_tuning(job: LoadJob) -> dict[str, Any]:
     - one whose steps take more than `MAX_DRIFT` times longer or shorter now, on a quiet machine.
 
     Threads and step times are measured; the kernel form was chosen by the build and is part of the graph.
-
-    Raises:
-        BuildError: see `measure_graph`.
-        BundleError: the graph cannot be opened.
     """
     import onnxruntime
 

@@ -47,7 +47,6 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         self.bound |= self.states.arrays if self.states is not None else {}
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        """See `speccompile.core.protocols.Engine.run`."""
         sizes, _ = self.check_step(feeds, first_slot)
         slots, step = first_slot + sizes["batch"], None
         if self.states is not None:

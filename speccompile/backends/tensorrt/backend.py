@@ -77,9 +77,6 @@ class TensorRTBackend(Backend):
         Returns:
             {"form", "forms_measured": {}, "passes", "op_histogram", "spec": TensorRT's own, "tensorrt": see
             `records.make_record`, "peak_rss_bytes": of both processes}.
-
-        Raises:
-            PassError, BuildError.
         """
         from speccompile.backends.tensorrt.plugin_names import PLUGIN_OPS
         from speccompile.backends.writing import lower_and_save
@@ -110,11 +107,7 @@ class TensorRTBackend(Backend):
         }
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
-        """Build the plan that compacts the caches of a model; returns its spec.
-
-        Raises:
-            BuildError.
-        """
+        """Build the plan that compacts the caches of a model; returns its spec."""
         from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK
         from speccompile.ops.registry import attach_functions
         from speccompile.passes.rollback import build_rollback
@@ -225,8 +218,6 @@ class TensorRTBackend(Backend):
 
         Raises:
             BundleError: another TensorRT, plugin ABI or GPU than the plan was built for, or smaller sizes.
-            BuildError: TensorRT is not installed.
-            RuntimeFault: no GPU.
         """
         from speccompile.backends.cuda.device import ordinal_from_name
         from speccompile.backends.tensorrt.engine import load_engine

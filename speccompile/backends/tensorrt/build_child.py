@@ -54,9 +54,6 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
         network}, "variant", "version"}.
-
-    Raises:
-        BuildError: see `network` and the builder's own reasons.
     """
     stages: list[dict[str, Any]] = []
     variant = load_tensorrt(request["variant"])

@@ -48,8 +48,6 @@ def load_engine(job: LoadJob) -> TrtEngine:
     Raises:
         BundleError: the plan does not fit this machine, this TensorRT or its spec.
         BuildError: TensorRT is not installed, or the plugins' kernels cannot be compiled.
-        RuntimeFault: no GPU, or not enough memory.
-        DeviceLost: see `Device.call`.
     """
     gpu = open_device(ordinal_from_name(job.device))
     gpu.activate()

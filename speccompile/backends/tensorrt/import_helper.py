@@ -29,9 +29,6 @@ def load_tensorrt(variant: str = "auto") -> Variant:
 
     `auto` imports the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
     (it builds without one).
-
-    Raises:
-        BuildError: it is not installed, or its libraries cannot be loaded.
     """
     if variant != "auto":
         return _load(VARIANTS[variant].name)

@@ -43,11 +43,7 @@ _INSTALL = "Install CUDA's nvcc and gcc (or pip install nvidia-cuda-nvrtc), or b
 
 
 def find_sources() -> Path:
-    """Returns the folder of the kernels: inside an installed package, beside it in a checkout.
-
-    Raises:
-        BuildError: it is in neither.
-    """
+    """Returns the folder of the kernels: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[2]
     candidates = (package / "plugin_sources", package.parent / "plugins")
     for candidate in candidates:
@@ -83,9 +79,6 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
 
     Args:
         kind: cubin, or ptx for a GPU of this generation or a later one.
-
-    Raises:
-        BuildError: there is no compiler, or it fails, with its first lines.
     """
     nvcc, compiler = _find_compiler()
     arch = f"{'sm' if kind == 'cubin' else 'compute'}_{capability[0]}{capability[1]}"
@@ -104,11 +97,7 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
 
 
 def _find_compiler() -> tuple[Path | None, str]:
-    """Returns nvcc and its version; (None, NVRTC's version) where there is none that runs.
-
-    Raises:
-        BuildError: there is neither.
-    """
+    """Returns nvcc and its version; (None, NVRTC's version) where there is none that runs."""
     nvcc = find_nvcc()
     version = _nvcc_version(nvcc) if nvcc else None
     if version is not None:
@@ -245,11 +234,7 @@ def load_module(op: str, capability: tuple[int, int]) -> KernelModule:
 
 
 def current_capability() -> tuple[int, int]:
-    """Returns (major, minor) of the device of the calling thread's CUDA context.
-
-    Raises:
-        RuntimeFault: cuda-python is not installed, or there is no context.
-    """
+    """Returns (major, minor) of the device of the calling thread's CUDA context."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as fault:

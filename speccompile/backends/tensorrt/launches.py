@@ -87,11 +87,7 @@ def _final_shared_bytes(vocab: int) -> int:
 
 
 def verify_launches(batch: int, nodes: int, vocab: int, dtype: str) -> tuple[Launch, Launch]:
-    """Returns the two launches of SpecVerify, in order.
-
-    Raises:
-        RuntimeFault: a size exceeds the kernels' limits.
-    """
+    """Returns the two launches of SpecVerify, in order."""
     _check("SpecVerify", "nodes", nodes, MAX_NODES)
     _check("SpecVerify", "vocab", vocab, MAX_VOCAB)
     tasks = batch * nodes * -(-num_chunks(vocab) // CHUNKS_IN_FLIGHT)

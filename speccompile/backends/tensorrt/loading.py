@@ -109,11 +109,7 @@ class Plan:
         return config
 
     def make_context(self, profile: Profile, is_kept: bool = False) -> Any:
-        """Returns an execution context for one profile. All contexts share one scratch memory, so they run in turn.
-
-        Raises:
-            RuntimeFault: TensorRT creates none.
-        """
+        """Returns an execution context for one profile. All contexts share one scratch memory, so they run in turn."""
         del is_kept
         strategy = self.variant.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(self._config if self._config is not None else strategy)
@@ -126,11 +122,7 @@ class Plan:
         return context
 
     def find_profile(self, shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-        """Returns the last profile that accepts these shapes: that of steps comes after that of prompts.
-
-        Raises:
-            RuntimeFault: none does.
-        """
+        """Returns the last profile that accepts these shapes: that of steps comes after that of prompts."""
         fitting = [p for p in self.profiles if p.find_fault(shapes) is None]
         if not fitting:
             faults = "; ".join(str(p.find_fault(shapes)) for p in self.profiles)

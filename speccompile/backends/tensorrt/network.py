@@ -113,9 +113,6 @@ def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> An
     Args:
         settings: `flags`, `cleared_flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`,
             `profiles` (by input: min, opt and max shape), as `settings.settings_from_options` makes them.
-
-    Raises:
-        BuildError: TensorRT refuses a profile.
     """
     trt, config = variant.trt, builder.create_builder_config()
     for name in settings["flags"]:

@@ -47,11 +47,7 @@ def plugin_abi() -> dict[str, Any]:
 
 
 def register_plugins(trt: ModuleType) -> None:
-    """Register the creators with TensorRT's registry, unless one of that name exists (also from a C++ library).
-
-    Raises:
-        BuildError: the registry refuses one.
-    """
+    """Register the creators with TensorRT's registry, unless one of that name exists (also from a C++ library)."""
     registry = trt.get_plugin_registry()
     for name, creator in _creators(trt).items():
         if registry.get_creator(name, PLUGIN_VERSION, PLUGIN_NAMESPACE) is not None:
@@ -62,11 +58,7 @@ def register_plugins(trt: ModuleType) -> None:
 
 
 def load_plugin_library(trt: ModuleType, library: Path) -> None:
-    """Register the plugins of the C++ library that `make plugins` builds.
-
-    Raises:
-        BuildError: it cannot be loaded, or the plugins are not in it.
-    """
+    """Register the plugins of the C++ library that `make plugins` builds."""
     registry = trt.get_plugin_registry()
     if not library.is_file():
         raise BuildError("plugin library", str(library), "a file", "Run: make plugins TENSORRT_INCLUDE_DIR=...")

@@ -85,11 +85,7 @@ def write_record(plan: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(plan: Path) -> dict[str, Any]:
-    """Returns the record beside a plan.
-
-    Raises:
-        BundleError: it is missing or damaged.
-    """
+    """Returns the record beside a plan."""
     path = record_file(plan)
     record = read_json_object(path, BundleError, "Build the bundle again.", "the record of the plan")
     if not {"variant", "version", "plugins", "profiles"} <= set(record):
@@ -117,7 +113,6 @@ def check_record(plan: Path, record: Mapping[str, Any], max_slots: int, ordinal:
     Raises:
         BundleError: another variant or version, another plugin ABI, a GPU it was not built for, too few slots, or a
             plan of another size.
-        BuildError: the variant is not installed.
     """
     from speccompile.backends.tensorrt.import_helper import load_tensorrt
 

@@ -21,9 +21,6 @@ def measure_plan(job: LoadJob) -> dict[str, Any]:
 
     Returns:
         {"measured": True, "gpu": name, "kernels": see `_KERNELS`, "step_ms": {nodes: ms at batch 1}}.
-
-    Raises:
-        BundleError, RuntimeFault: see `engine.load_engine`.
     """
     from speccompile.backends.tensorrt.engine import load_engine
 
@@ -45,9 +42,6 @@ def adapt_tuning(job: LoadJob) -> dict[str, Any]:
     """Returns the record for this GPU: a plan built without a GPU, or on another one, is measured once.
 
     The measurement is kept in the user's cache folder by plan and GPU.
-
-    Raises:
-        BundleError, RuntimeFault: see `measure_plan`.
     """
     from speccompile.backends.cuda.device import open_device
 

@@ -26,11 +26,7 @@ _LOCAL_THETA = 10000.0  # of Gemma 3's layers with a window, where no key says i
 
 
 def find_family(header: GgufHeader) -> Family:
-    """Returns how the models of a file's architecture are stored.
-
-    Raises:
-        CheckpointError: it is not known, or the file is no model.
-    """
+    """Returns how the models of a file's architecture are stored."""
     kind = header.fields.get("general.type", "model")
     architecture = header.fields.get("general.architecture")
     if kind != "model" or not header.tensors:
@@ -51,11 +47,7 @@ def own_keys(header: GgufHeader) -> dict[str, Any]:
 
 
 def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
-    """Returns the config.json of the model in a file.
-
-    Raises:
-        CheckpointError: an architecture, a key or a value that is not understood.
-    """
+    """Returns the config.json of the model in a file."""
     return _Config(header, find_family(header)).make()
 
 

@@ -37,11 +37,7 @@ def has_other_weights(folder: Path) -> bool:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """Returns the GGUF file that is the model in a folder; None where the weights are others, or there are none.
-
-    Raises:
-        CheckpointError: there are several.
-    """
+    """Returns the GGUF file that is the model in a folder; None where the weights are others, or there are none."""
     if has_other_weights(folder):
         return None
     files = gguf_files(folder)
@@ -58,12 +54,7 @@ def several(where: str, names: list[str]) -> CheckpointError:
 
 
 def folder_from_gguf(path: Path) -> Path:
-    """Returns a folder of the cache with config and tokenizer of a GGUF file, and links to it; made where need be.
-
-    Raises:
-        CheckpointError: no GGUF file, or one that is not understood.
-        BuildError: the cache cannot be written.
-    """
+    """Returns a folder of the cache with config and tokenizer of a GGUF file, and links to it; made where need be."""
     header = read_gguf(path)
     files = [str(file.resolve()) for file in header.files]
     # The sources belong to it: what they write may change.
@@ -118,10 +109,6 @@ def has_gguf(folder: Path) -> bool:
 
 
 def gguf_weights(folder: Path) -> dict[str, GgufWeight] | None:
-    """Returns the weights of the GGUF file that is the model in a folder, by transformers' names; None: there is none.
-
-    Raises:
-        CheckpointError: see `find_gguf` and `weights_from_gguf`.
-    """
+    """Returns the weights of the GGUF file in a folder, by transformers' names; None: there is none."""
     file = find_gguf(folder)
     return weights_from_gguf(read_gguf(file)) if file is not None else None

@@ -84,11 +84,7 @@ class GgufWeight:
 
 
 def weights_from_gguf(header: GgufHeader) -> dict[str, GgufWeight]:
-    """Returns the weights of the model in a file by transformers' names.
-
-    Raises:
-        CheckpointError: an architecture or a tensor that is not known.
-    """
+    """Returns the weights of the model in a file by transformers' names."""
     return _Names(header, find_family(header)).read()
 
 

@@ -226,11 +226,7 @@ def files_from_urls(urls: Sequence[str], engine: SpecEngine) -> list[bytes]:
 
 
 async def read_images(files: Sequence[bytes], engine: SpecEngine) -> list[Image]:
-    """Returns the images of a chat, decoded.
-
-    Raises:
-        ApiError: one cannot be decoded.
-    """
+    """Returns the images of a chat, decoded."""
     if not files:
         return []
     try:

@@ -162,7 +162,6 @@ class CompletionApi(Api):
     def _choice(
         self, choice: Choice, content: Mapping[str, Any], logprobs: dict[str, Any] | None, is_end: bool
     ) -> dict[str, Any]:
-        """Returns one choice of an answer or a chunk."""
         reason = choice.finish_reason if is_end else None
         part = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
         if is_end and choice.last is not None and self._fields.return_stats:
@@ -184,7 +183,6 @@ class CompletionApi(Api):
 
 
 def _echoed(body: Sampled, answer: Answer, tokenizer: Any) -> list[tuple[str, Sequence[int]]]:
-    """Returns the text and the tokens of each choice's prompt for the echo; an empty list without an echo."""
     if not isinstance(body, CompletionBody) or not body.echo:
         return []
     texts = [

@@ -61,11 +61,7 @@ class ConnectionLimits:
     max_connections: int | None = None
 
     def check(self) -> None:
-        """Refuses more connections than this process may open files for.
-
-        Raises:
-            RuntimeFault: there are not so many, or none at all.
-        """
+        """Refuses more connections than this process may open files for."""
         room = room_for_connections()
         least = 1 if self.max_connections is None else self.max_connections
         if least > room:

@@ -165,11 +165,7 @@ class Answer:
         self.choices = [Choice(index, reader) for index, reader in enumerate(readers)]
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yields the events until all choices have ended.
-
-        Raises:
-            ApiError: one of them failed.
-        """
+        """Yields the events until all choices have ended."""
         async for index, step_output in self._step_outputs:
             if self._is_prompt_only:
                 step_output = step_output._replace(text="", tokens=[], logprobs=())
@@ -180,11 +176,7 @@ class Answer:
                 yield event
 
     async def finish(self) -> Answer:
-        """Returns this answer when all its choices have ended.
-
-        Raises:
-            ApiError: one of its choices failed.
-        """
+        """Returns this answer when all its choices have ended."""
         async for _ in self.events():
             pass
         return self

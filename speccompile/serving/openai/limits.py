@@ -29,9 +29,6 @@ def check_keys(keys: Iterable[str], where: str = "api_keys") -> None:
 
     Args:
         keys: without white space and commas, which separate keys in the environment.
-
-    Raises:
-        RuntimeFault: one of them is blank, or may be several.
     """
     for key in keys:
         if not key.strip():
@@ -43,11 +40,7 @@ def check_keys(keys: Iterable[str], where: str = "api_keys") -> None:
 
 
 def keys_from_environment(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the keys in `SPECCOMPILE_API_KEY`, between white space and commas; none where it is not set.
-
-    Raises:
-        RuntimeFault: it is set and holds no key.
-    """
+    """Returns the keys in `SPECCOMPILE_API_KEY`, between white space and commas; none where it is not set."""
     text = environment.get(VARIABLE)
     if text is None:
         return ()
@@ -143,11 +136,6 @@ class BodyCheck:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> list[Message]:
-        """Returns the messages up to the end of the body, or of the connection.
-
-        Raises:
-            ApiError: the body is too large.
-        """
         messages: list[Message] = []
         num_bytes = 0
         while not messages or messages[-1].get("more_body", False):

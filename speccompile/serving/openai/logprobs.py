@@ -98,5 +98,4 @@ class TokenTexts:
 
 
 def _is_inside(raw: Sequence[int]) -> bool:
-    """Returns whether the first byte continues a character."""
     return bool(raw) and raw[0] & 0xC0 == 0x80

@@ -37,7 +37,6 @@ class ReasoningReader:
         return reasoning, content
 
     def _read_reasoning(self, is_last: bool) -> tuple[str, bool]:
-        """Returns (the next part of the reasoning, whether to read on)."""
         part, mark = self._until((self._begin, self._end), is_last)
         if self._is_start:  # line ends at the beginning of a part are left out
             part = part.lstrip("\n")

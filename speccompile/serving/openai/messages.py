@@ -276,7 +276,6 @@ class MessagesApi(Api):
         return {**self._head, "content": content, **self._end(), "usage": usage}
 
     def _end(self) -> dict[str, str | None]:
-        """Returns the reason of the end; nulls before the end."""
         if (last := self._choice.last) is None:
             return {"stop_reason": None, "stop_sequence": None}
         reason = "tool_use" if self._choice.calls else "end_turn"

@@ -130,11 +130,7 @@ def url_from_socket(bound: socket.socket) -> str:
 
 
 def run(app: ASGIApp, service: Service, listener: Listener, bound: socket.socket) -> None:
-    """Serves until a signal, or a bug in the service: a process that cannot serve must end.
-
-    Raises:
-        RuntimeFault: a bug ended the service.
-    """
+    """Serves until a signal, or a bug in the service: a process that cannot serve must end."""
     server = DrainingServer(uvicorn_config(app, listener), service, listener)
     service.watch(server.end)
     with contextlib.closing(bound):

@@ -32,9 +32,6 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
     """Returns the bundle's defaults, overridden by the fields of the body.
 
     Without a `seed` each request gets a random one, as in OpenAI's API.
-
-    Raises:
-        ApiError: a value is out of range.
     """
     given: dict[str, Any] = {}
     for name, declared in SAMPLING_PARAMETERS.items():
@@ -91,11 +88,7 @@ def _biases(biases: dict[str, float]) -> dict[int, float]:
 
 
 def structured_from_body(body: Sampled) -> tuple[str, StructuredOutputs] | None:
-    """Returns the field with a constraint, and the constraint; None: the text is free.
-
-    Raises:
-        ApiError: several fields ask for one, or one of them is wrong.
-    """
+    """Returns the field with a constraint, and the constraint; None: the text is free."""
     given: dict[str, Mapping[str, Any]] = {}
     if body.response_format is not None and (constraint := _from_response_format(body.response_format)):
         given["response_format"] = constraint
@@ -157,9 +150,6 @@ async def constrained(
 
     Args:
         timeout_s: seconds that it may take.
-
-    Raises:
-        ApiError: it does not compile, or took too long.
     """
     if constraint is None:
         return sampling
@@ -177,11 +167,7 @@ async def constrained(
 
 
 def check_length(tokens: Sequence[int], body: Sampled, engine: SpecEngine) -> None:
-    """Refuses a prompt that does not fit, and a `max_tokens` that does not fit after it.
-
-    Raises:
-        ApiError: one of these.
-    """
+    """Refuses a prompt that does not fit, and a `max_tokens` that does not fit after it."""
     try:
         engine.check_prompt("prompt", tokens)
     except RuntimeFault as fault:
@@ -199,11 +185,7 @@ def check_length(tokens: Sequence[int], body: Sampled, engine: SpecEngine) -> No
 def request_from_tokens(
     tokens: Sequence[int], body: Sampled, sampling: SamplingParams, images: Sequence[Image] = ()
 ) -> Request:
-    """Returns the request of a prompt.
-
-    Raises:
-        ApiError: a value is out of range.
-    """
+    """Returns the request of a prompt."""
     try:
         return Request(tokens, sampling, body.n, body.speculation, body.timeout_s, images=images)
     except RuntimeFault as fault:

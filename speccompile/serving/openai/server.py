@@ -50,9 +50,6 @@ class ServerOptions:
             template says; `none`.
         request_metrics: give `metrics` with every answer of one choice, in vLLM's shape.
         vllm_metrics: give the counts of speculation by vLLM's names too, for Prometheus.
-
-    Raises:
-        RuntimeFault: a key is blank.
     """
 
     model_name: str | None = None
@@ -93,21 +90,13 @@ class OpenAIServer:
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for a model that is not served here.
-
-        Raises:
-            ApiError: it is another one.
-        """
+        """Refuse a request for a model that is not served here."""
         if name is not None and name != self.model_name:
             message = f"The model `{name}` is not served here; `{self.model_name}` is."
             raise ApiError(404, message, NOT_FOUND, "model", "model_not_found")
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Submit requests.
-
-        Raises:
-            ApiError: they were not taken.
-        """
+        """Submit requests."""
         try:
             return self.service.stream(*requests)
         except RuntimeFault as fault:
@@ -160,11 +149,7 @@ class Api(ABC):
     @staticmethod
     @abstractmethod
     async def request_from_body(server: OpenAIServer, body: Any) -> Submission:
-        """Returns the requests of a body.
-
-        Raises:
-            ApiError: a value is wrong.
-        """
+        """Returns the requests of a body."""
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -181,11 +166,7 @@ class Api(ABC):
 
 
 async def read_body(http: HttpRequest, kind: type[AnyBody]) -> AnyBody:
-    """Returns the body of a request.
-
-    Raises:
-        ApiError: it does not have the fields and types of the API.
-    """
+    """Returns the body of a request."""
     try:
         body: AnyBody = kind.model_validate_json(await http.body())
     except ValidationError as fault:

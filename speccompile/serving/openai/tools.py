@@ -49,11 +49,7 @@ class ChatFormats:
 
 
 def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
-    """Refuses names that are no parsers.
-
-    Raises:
-        RuntimeFault: no such parser.
-    """
+    """Refuses names that are no parsers."""
     for option, name, known in (
         ("--tool-call-parser", tool_parser, TOOL_FORMATS),
         ("--reasoning-parser", reasoning_parser, REASONING),
@@ -65,11 +61,7 @@ def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
 def formats_from_options(
     tool_parser: str, reasoning_parser: str, template: ChatTemplate | None, tokenizer: Any
 ) -> ChatFormats:
-    """Returns the formats that a server's options ask for; `auto`: those of the chat template.
-
-    Raises:
-        RuntimeFault: no such parser.
-    """
+    """Returns the formats that a server's options ask for; `auto`: those of the chat template."""
     check_parsers(tool_parser, reasoning_parser)
     source = "" if template is None else template.source
     tools = format_from_template(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
@@ -157,11 +149,6 @@ def _format(body: ChatBody, formats: ChatFormats, template: ChatTemplate) -> Too
 def _calls_or(
     body: ChatBody, form: ToolFormat, formats: ChatFormats, constraint: tuple[str, StructuredOutputs] | None
 ) -> tuple[str, StructuredOutputs] | None:
-    """Returns the constraint of answers that are calls, or texts of another constraint.
-
-    Raises:
-        ApiError: it has no such form.
-    """
     if constraint is None:
         return None
     field, outputs = constraint

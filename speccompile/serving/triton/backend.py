@@ -58,9 +58,6 @@ def check_tensors(pb: Any) -> None:
 
     A stub that was compiled for numpy 1 reads the strides of a numpy 2 dtype at the wrong offset: [1, 2, 3, 4]
     arrives as [1, 1, 1, 1] (Triton 2.51).
-
-    Raises:
-        RuntimeFault: the array came back changed.
     """
     sent = np.arange(1, 5, dtype=np.int32)
     read = pb.Tensor.from_dlpack("probe", pb.Tensor("probe", sent).to_dlpack()).as_numpy()

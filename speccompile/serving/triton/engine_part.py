@@ -58,11 +58,7 @@ class Event(NamedTuple):
 
 
 class EnginePart:
-    """See the module.
-
-    Raises:
-        SpecCompileError: the bundle, the configuration or the environment is wrong.
-    """
+    """See the module."""
 
     def __init__(self, pb: Any, args: Mapping[str, str]) -> None:
         self._pb = pb

@@ -82,7 +82,6 @@ def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOpt
         The names of its models, in the order in which they are to be read.
 
     Raises:
-        RecipeError: a name that is no name of a folder.
         BundleError: the bundle does not hold, or the layout needs something that is not in it.
         BuildError: the folder cannot be written, or it has a model of that name that was not written by this command,
             or was changed since.
@@ -105,11 +104,7 @@ def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOpt
 
 
 def check_backend(folder: Path) -> Path:
-    """Check that the backend can be written below `folder`, a server's backend directory; returns model.py's path.
-
-    Raises:
-        BuildError: another model.py stands there, or one that was edited.
-    """
+    """Check that the backend can be written below `folder`, a server's backend directory; returns model.py's path."""
     path = folder / BACKEND / "model.py"
     check_file(path, makes_folder=True)
     if path.exists() and not _is_ours(path.read_bytes()):
@@ -219,11 +214,7 @@ PLAN_NAME = "model.plan"  # what the `tensorrt` backend looks for in a version's
 
 
 def plan_models(bundle: Bundle, prefix: str) -> list[tuple[ModelConfig, list[tuple[str, Path]]]]:
-    """Returns a model for each plan: inputs and outputs of its GraphSpec, dim by dim.
-
-    Raises:
-        BundleError: there is no plan in the bundle.
-    """
+    """Returns a model for each plan: inputs and outputs of its GraphSpec, dim by dim."""
     names = [name for name in bundle.graphs if bundle.graph_path(name).suffix == ".plan"]
     if not names:
         todo = "Build it with --backend tensorrt, or choose another layout."

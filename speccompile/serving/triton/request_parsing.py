@@ -61,11 +61,7 @@ class Rules:
     speculation: str = "auto"
 
     def check(self, arrays: Arrays) -> None:
-        """Refuses inputs of a request as a whole.
-
-        Raises:
-            RuntimeFault: one has a value that is not supported.
-        """
+        """Refuses inputs of a request as a whole."""
 
     def sampling(self, row: Arrays) -> SamplingParams:
         """Returns the sampling parameters of a row."""
@@ -112,9 +108,6 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
     Args:
         arrays: the tensors that were sent; BYTES tensors are object arrays of `bytes`.
         requested: outputs the client asks for; all of them where it does not say.
-
-    Raises:
-        RuntimeFault: a value is missing, refused or out of range.
     """
     rules.check(arrays)
     by_name = _renamed(arrays, rules.synonyms)
@@ -148,9 +141,6 @@ def check_parameters(names: Collection[str], ignored: str) -> None:
 
     Args:
         ignored: a regular expression of names that are not refused, such as forwarded headers.
-
-    Raises:
-        RuntimeFault: there is such a parameter.
     """
     unknown = sorted(name for name in names if not (ignored and re.fullmatch(ignored, name)))
     if unknown:
@@ -191,11 +181,7 @@ def _row(row: Arrays, rules: Rules) -> tuple[Request, bool, bool]:
 
 
 def one_value(row: Arrays, name: str) -> Any:
-    """Returns the value of an input that has one.
-
-    Raises:
-        RuntimeFault: it has another number of values.
-    """
+    """Returns the value of an input that has one."""
     values = row[name].reshape(-1)
     if len(values) != 1:
         raise RuntimeFault(name, f"shape {list(row[name].shape)}", "one value", "Correct the request.")

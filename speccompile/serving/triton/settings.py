@@ -56,11 +56,7 @@ class Settings:
 
 
 def settings_from_args(args: Mapping[str, str]) -> tuple[Settings, dict[str, Any]]:
-    """Returns (settings, the model's whole configuration) of the arguments that Triton initialises a model with.
-
-    Raises:
-        BundleError: a parameter has a value that cannot be read.
-    """
+    """Returns (settings, the model's whole configuration) of the arguments that Triton initialises a model with."""
     config: dict[str, Any] = json.loads(args["model_config"])
     given = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
     version = Path(args["model_repository"]) / args["model_version"]

@@ -58,7 +58,6 @@ def layers_of_target(
             chosen anew.
 
     Raises:
-        CheckpointError: the checkpoint names layers that the target does not have.
         RecipeError: the recipe does, or it names more or fewer than the drafter reads.
     """
     is_random = weights == "random"
@@ -93,8 +92,6 @@ class _BlockSource(SpeculatorSource):
     """Base of the sources of both graphs.
 
     Raises:
-        CheckpointError: the config is wrong, or of a variant that is not built.
-        ExportError: its rotary positions are not supported.
         RecipeError: its sizes are not the target's, or the recipe asks for more than its block has.
     """
 
@@ -258,11 +255,7 @@ class StepSource(DraftSource):
         return path_step_spec(self.job.name, self.dims, sizes, self.num_candidates)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """Takes one step from arbitrary numbers between -1 and 1, which states are.
-
-        Raises:
-            BuildError: a state beyond these, or a score that is no number.
-        """
+        """Takes one step from arbitrary numbers between -1 and 1, which states are."""
         outputs = engine.run(probe_inputs(engine.spec, num_nodes=2))
         where, todo = f"check {engine.spec.name}", "The compiled graph is wrong: report it with the config.json."
         largest = float(np.abs(np.asarray(outputs[NEXT_STATES])).max())

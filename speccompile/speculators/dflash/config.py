@@ -37,9 +37,6 @@ class DflashConfig(FeatureFields):
         slot_candidates: tokens of a slot that may be drafted, drawn or likeliest; `auto`: as many as its config.json
             says, else 16. LiLiCorr has no more than it says.
         sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str
@@ -65,11 +62,7 @@ class DflashConfig(FeatureFields):
         return None if self.layers == "auto" else self.layers
 
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
-        """Refuses a drafter that was built for shorter paths or fewer candidates.
-
-        Raises:
-            RecipeError: it was.
-        """
+        """Refuses a drafter that was built for shorter paths or fewer candidates."""
         todo, spec, shape = "Build a bundle whose recipe says so; at load it is too late.", engine.spec, self.shape
         self.check_depth(engine, max_draft_nodes)
         if shape is not None and spec.num_candidates <= shape.max_rank:

@@ -223,11 +223,7 @@ _KINDS = (None, "dflash", "dspark", "lilicorr", "domino")  # of `projector_type`
 
 
 def refuse_variant(where: str, config: Mapping[str, Any]) -> None:
-    """Refuses drafters that compute otherwise.
-
-    Raises:
-        CheckpointError: with the variant's name.
-    """
+    """Refuses drafters that compute otherwise."""
     if (fault := variant_of(config)) is not None:
         name, got, expected = fault
         todo = "Use another drafter for this target, such as DFlash or DFlash 2."

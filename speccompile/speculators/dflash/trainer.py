@@ -216,11 +216,7 @@ class TrainableBlocks(nn.Module):
 def config_from_training(
     training: DflashTraining, target: Mapping[str, Any], vocab: int, hidden: int
 ) -> dict[str, Any]:
-    """Returns the config.json of a drafter in z-lab's layout.
-
-    Raises:
-        RecipeError: the sizes do not go with the target's.
-    """
+    """Returns the config.json of a drafter in z-lab's layout."""
     num = int(target["num_hidden_layers"])
     mask = chosen_mask(training.mask_token_id, target, vocab)
     if hidden % training.conv_group_size and training.conv_kernel_size:

@@ -35,9 +35,6 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
         allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
         lora: LoRA adapter in PEFT's layout, folder or hub id, merged into the draft's weights.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str
@@ -121,11 +118,7 @@ class DraftModelMethod(Method):
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
-
-        Raises:
-            RecipeError: the engine was built for less.
-        """
+        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs."""
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
         most, block = context.max_draft_nodes, engine.spec.num_drafts
         if engine.spec.mask_token is None or not config.parallel_drafting:

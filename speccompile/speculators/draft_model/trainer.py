@@ -70,11 +70,7 @@ class TrainableDraft(nn.Module):
 
 
 def make_model(config: DraftModelTraining, parts: TargetParts, start: Path | None) -> Any:
-    """Returns a Llama of these sizes with random weights, or the model of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or has another vocabulary.
-    """
+    """Returns a Llama of these sizes with random weights, or the model of a checkpoint."""
     vocab, target = parts.lm_head.shape[0], parts.config
     if start is not None:
         dims = read_dims(start)

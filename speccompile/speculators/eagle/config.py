@@ -23,9 +23,6 @@ class EagleConfig(FeatureFields):
 
     Args:
         model: checkpoint folder or hub id of the drafter. Its other fields are `FeatureFields`.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str

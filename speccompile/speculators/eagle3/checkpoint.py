@@ -49,10 +49,6 @@ def layers_of_target(
         asked: by the recipe; None: as the checkpoint says, else the published choice.
         weights: "checkpoint" or "random"; a random target may have fewer layers than the checkpoint's, which are then
             chosen anew.
-
-    Raises:
-        CheckpointError: the checkpoint names layers that the target does not have.
-        RecipeError: the recipe does, or the target has too few.
     """
     folder = find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES)
     named = layers_from_config(folder, read_config(folder))
@@ -74,11 +70,7 @@ def layers_of_target(
 
 
 def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Returns the layers that a config names; None where it names none.
-
-    Raises:
-        CheckpointError: they are not different layers.
-    """
+    """Returns the layers that a config names; None where it names none."""
     ids, outputs = layer_ids(config), config.get(OUTPUTS)
     given, least, key = (ids, 1, IDS[0]) if outputs is None else (outputs, 0, OUTPUTS)
     if not given:
@@ -94,11 +86,7 @@ def layers_from_config(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
 
 
 def default_layers(num_layers: int, *, is_random: bool = False) -> tuple[int, ...]:
-    """Returns the published choice; small random targets have the first, a middle and the last layer.
-
-    Raises:
-        RecipeError: there are too few layers.
-    """
+    """Returns the published choice; small random targets have the first, a middle and the last layer."""
     published = (1, num_layers // 2 - 1, num_layers - 4)
     if published[0] < published[1] < published[2]:
         return published

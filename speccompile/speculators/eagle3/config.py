@@ -31,9 +31,6 @@ class Eagle3Config(FeatureFields):
             `fc`; `auto`: as its config.json says, else the published choice for the target's number of layers.
         parallel_drafting: draft all tokens of a path in one run, from masks, as P-EAGLE trains it; `auto`: where the
             drafter's config.json names its mask token.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str
@@ -150,11 +147,7 @@ class Eagle3Method(Method):
     def make_proposer(
         self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over both engines.
-
-        Raises:
-            RecipeError: the drafter was built for less.
-        """
+        """Returns the proposer over both engines."""
         draft, masks = engines[DRAFT], config.parallel_drafting
         has_masks = draft.spec.mask_token is not None
         if masks is True and not has_masks:

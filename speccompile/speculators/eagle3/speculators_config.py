@@ -102,9 +102,6 @@ def config_from_canonical(config: Mapping[str, Any], target: Target | None) -> d
 
     Args:
         target: names the verifier; without it the config must.
-
-    Raises:
-        CheckpointError: neither does.
     """
     for key in ("qk_norm", "target_layer_ids"):
         if config.get(key):

@@ -186,11 +186,7 @@ class Eagle3Trainer:
 
 
 def config_from_training(training: Eagle3Training, parts: TargetParts) -> dict[str, Any]:
-    """Returns the config.json of a drafter.
-
-    Raises:
-        RecipeError: the sizes do not go with the target's.
-    """
+    """Returns the config.json of a drafter."""
     (vocab, hidden), target = parts.lm_head.shape, parts.config
     num_draft = training.draft_vocab_size or vocab
     if num_draft > vocab:

@@ -128,12 +128,7 @@ class ExitSource(TargetLayersSource):
 
 
 def _read_head(folder: Path, target: ModelDims) -> dict[str, Any]:
-    """Returns the config of a head, whose sizes are the target's.
-
-    Raises:
-        CheckpointError: a size is missing.
-        RecipeError: it was trained for another target.
-    """
+    """Returns the config of a head, whose sizes are the target's."""
     config = read_config(folder)
     for name in ("hidden_size", "vocab_size", "num_exit_layers", "intermediate_size"):
         stated_size(folder, config, name, "Give the folder of an early-exit head.")

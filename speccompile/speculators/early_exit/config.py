@@ -30,9 +30,6 @@ class ExitConfig(CachedDraftFields):
             without a head half of the target's.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
         config: folder with the head's config.json, where the hub cannot be reached; for random weights.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str | None = None

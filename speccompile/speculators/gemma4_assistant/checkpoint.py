@@ -139,11 +139,7 @@ class AssistantSizes:
 
 
 def head_dims(where: str, text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Returns the width of a head in each layer.
-
-    Raises:
-        CheckpointError: a size is none, or the kinds are not those of the layers.
-    """
+    """Returns the width of a head in each layer."""
     own, full = text.get("head_dim") or 256, text.get("global_head_dim") or 512
     by_layer = text.get("per_layer_config")
     found = []
@@ -159,11 +155,7 @@ def head_dims(where: str, text: Mapping[str, Any], num_layers: int) -> tuple[int
 
 
 def sizes_of(case: Case) -> AssistantSizes:
-    """Returns the sizes of a checkpoint.
-
-    Raises:
-        CheckpointError: not an assistant, or a size is missing or wrong.
-    """
+    """Returns the sizes of a checkpoint."""
     case.check_type(MODEL_TYPE)
     text, num_layers = case.config.get("text_config") or {}, case.size("num_layers")
     heads = stated_size(case.folder, text, "num_attention_heads")

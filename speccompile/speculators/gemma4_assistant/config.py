@@ -26,9 +26,6 @@ class Gemma4AssistantConfig(HeadsFields):
 
     Args:
         model: checkpoint folder or hub id of the assistant.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str

@@ -206,9 +206,6 @@ def make_assistant(where: str, config: Mapping[str, Any], weights: Mapping[str, 
 
     Args:
         weights: by their names in it; None: random ones, the same every time.
-
-    Raises:
-        CheckpointError: the weights are not those of the config.
     """
     register()
     with torch.device("meta"):

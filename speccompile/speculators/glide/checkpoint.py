@@ -164,11 +164,7 @@ FORMATS = (
 
 
 def dims_for_target(case: Case, target: ModelDims) -> GlideDims:
-    """Returns the sizes of a checkpoint; its cross-attention has those of the target.
-
-    Raises:
-        CheckpointError: a size is missing or wrong.
-    """
+    """Returns the sizes of a checkpoint; its cross-attention has those of the target."""
     config, last = case.config, target.attention_layers[-1]
     rope = config.get("rope_parameters") or config
     return GlideDims(

@@ -25,9 +25,6 @@ class GlideConfig(CachedDraftFields):
     Args:
         model: checkpoint folder or hub id of the drafter.
         config: folder with the drafter's config.json, where the hub cannot be reached; for random weights.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str

@@ -191,11 +191,7 @@ FORMATS = (
 
 
 def sizes_of(case: Case) -> HeadsSizes:
-    """Returns the sizes of a checkpoint.
-
-    Raises:
-        CheckpointError: a size is missing or wrong.
-    """
+    """Returns the sizes of a checkpoint."""
     uses_target_head = bool(case.sizes["uses_target_head"])
     hidden, vocab = case.size("hidden"), case.size("vocab")
     return HeadsSizes(hidden, vocab, case.size("num_heads"), case.size("num_layers"), uses_target_head)

@@ -34,9 +34,6 @@ class MedusaConfig(TreeFields):
             means, before a slot's own verdicts are known.
         config: folder with the heads' config.json, where the hub cannot be reached; for random weights.
         tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they gain time.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str

@@ -29,11 +29,7 @@ PREFIX = "speculator."
 
 
 def sizes_of(case: Case) -> HeadsSizes:
-    """Returns the sizes of a checkpoint.
-
-    Raises:
-        CheckpointError: not an MLP speculator, or a size is missing or wrong.
-    """
+    """Returns the sizes of a checkpoint."""
     case.check_type(MODEL_TYPE)
     if fault := next(_check_number(case), None):
         raise CheckpointError(fault.where, fault.got, fault.expected, fault.todo)

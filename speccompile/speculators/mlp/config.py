@@ -23,9 +23,6 @@ class MlpConfig(HeadsFields):
 
     Args:
         model: checkpoint folder or hub id of the speculator.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str

@@ -27,11 +27,7 @@ _NAMES = {
 
 
 def layer_of_blocks(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the module's blocks that differ from those of a whole model's config.
-
-    Raises:
-        ExportError: they are not attention and then experts or an MLP.
-    """
+    """Returns the fields of the module's blocks that differ from those of a whole model's config."""
     stated = {"layers_block_type": whole.get("mtp_layers_block_type")}
     stated["hybrid_override_pattern"] = whole.get("mtp_hybrid_override_pattern") or "*E"
     kinds = mixer_kinds({"model_type": FAMILY, **stated}, 2)

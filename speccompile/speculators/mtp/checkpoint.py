@@ -229,8 +229,6 @@ class DraftSource(SpeculatorSource):
     """See `speccompile.core.protocols.GraphSource`. The job has `MtpOptions`.
 
     Raises:
-        CheckpointError: there is no module, or its config is wrong.
-        ExportError: the architecture of its layer is not supported, or it has several.
         RecipeError: its sizes are not the target's, or the recipe reads another state than it was trained for.
     """
 
@@ -302,11 +300,7 @@ class DraftSource(SpeculatorSource):
 
     @functools.cached_property
     def draft_tokens(self) -> DraftTokens | None:
-        """The tokens that the module may draft; None: all.
-
-        Raises:
-            RecipeError, CheckpointError: see `choose_tokens`.
-        """
+        """The tokens that the module may draft; None: all."""
         if self._options.vocab is None:
             return None
         assert self.context.target_job is not None

@@ -41,9 +41,6 @@ class MtpConfig(DraftVocabFields, FeatureFields):
             before it (`raw`); `auto`: as its checkpoint says, else as the architecture does.
         target_hidden: what it reads of the target: `after_norm`, the state that the LM head reads, or the number of a
             decoder layer, from 0, whose output it reads: with the last one, the state before the final norm.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str | None = None

@@ -119,12 +119,7 @@ def norm_class(base: Any) -> type[nn.Module]:
 
 
 def layer_model(layer: Mapping[str, Any], implementation: str) -> Any:
-    """Returns transformers' decoder of one layer, of which only that layer and the classes are of use.
-
-    Raises:
-        CheckpointError: a value that transformers does not take.
-        ExportError: transformers cannot make it.
-    """
+    """Returns transformers' decoder of one layer, of which only that layer and the classes are of use."""
     family = str(layer.get("model_type"))
     try:
         with config_errors("config.json", layer):
@@ -160,10 +155,6 @@ def make_body(
     Args:
         weights: by the names of the canonical layout; None: random ones.
         tables: the target's, for a module that stores none.
-
-    Raises:
-        CheckpointError: the weights are not those of the layer's architecture.
-        ExportError: see `layer_model`.
     """
     attention.register()
     with torch.device("meta"):
@@ -193,9 +184,6 @@ def fitted_weights(
 
     Args:
         weights: by the names of the canonical layout; embeddings and LM head are left out.
-
-    Raises:
-        CheckpointError: one is missing, left over or of another shape.
     """
     stored = {name: tensor for name, tensor in weights.items() if name not in (EMBEDDINGS, LM_HEAD)}
     todo = "Config and weights are of different models: fetch the folder again, or correct config.json."

@@ -27,9 +27,6 @@ class NgramConfig:
         max_match: longest match that is looked for; longer matches are tried first.
         tokens_per_match: draft length per matched token: a longer match gives a longer draft. `auto`: from the
             acceptance after matches of that length in this sequence so far, and the measured costs.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     num_draft_tokens: int = parameter(15, ge=1, le=64)

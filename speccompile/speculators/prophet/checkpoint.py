@@ -84,11 +84,7 @@ FORMATS = (
 
 
 def sizes_of(case: Case) -> ProphetSizes:
-    """Returns the sizes of a checkpoint.
-
-    Raises:
-        CheckpointError: not a Prophet, or a size is missing.
-    """
+    """Returns the sizes of a checkpoint."""
     case.check_type(MODEL_TYPE)
     config, names = case.canonical_config(), [f.name for f in fields(ProphetSizes) if f.name != "num_params"]
     for name in names:

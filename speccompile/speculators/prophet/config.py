@@ -26,9 +26,6 @@ class ProphetConfig(HeadsFields):
     Args:
         model: checkpoint folder or hub id of the transformer.
         max_draft_tokens: tokens of a chain where `num_draft_tokens` is `auto`; all of them are drafted in every step.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     model: str

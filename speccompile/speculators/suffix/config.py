@@ -33,9 +33,6 @@ class SuffixConfig:
         max_bytes: memory of a sequence's tree; the runs that begin at the oldest tokens are forgotten first.
         shared_bytes: memory of one more tree that counts the outputs of all requests; 0: there is none. It shows one
             request's text to the others, by the times and the drafts that they see.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     num_draft_tokens: int = parameter(15, ge=1, le=64)
