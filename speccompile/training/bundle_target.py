@@ -29,9 +29,7 @@ class BundleTarget(Target):
     """See `Target`, from which the parts are that a trainable may start with.
 
     Args:
-        folder: of the target's checkpoint.
         bundle: folder of its bundle, which is built where it is not there; it gives what `needs` names.
-        max_seq_len: of windows, in tokens.
 
     Raises:
         RecipeError: caches are needed, which bundles do not give.
