@@ -236,9 +236,9 @@ def test_results_that_cannot_be_written_are_noticed_before_the_work(run, tmp_pat
 def test_every_command_logs_as_much_as_is_asked(run, recipe, monkeypatch):
     assert "info: " not in run("build", recipe, "-o", "made")[2]
     code, _, err = run("build", recipe, "-o", "made", "--log-level", "info")
-    assert code == 0 and "info: bundle.stages: check graphs: " in err
+    assert code == 0 and "info: bundle.stage_cache: check graphs: " in err
     monkeypatch.setenv("SPECCOMPILE_LOG", "info")
-    assert "info: bundle.stages: " in run("build", recipe, "-o", "made")[2]
+    assert "info: bundle.stage_cache: " in run("build", recipe, "-o", "made")[2]
     code, _, err = run("inspect", "made", "--log-level", "loud")
     assert code == 2 and "one of error, warning, info, debug" in err
     monkeypatch.delenv("SPECCOMPILE_LOG")

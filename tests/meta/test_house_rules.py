@@ -37,6 +37,12 @@ def test_every_module_of_the_package_says_what_it_is_for(trees):
     assert short(path for path, tree in trees.items() if not ast.get_docstring(tree)) == []
 
 
+def test_a_module_that_runs_runs_last(trees):
+    """What stands after it has no meaning in a child process."""
+    early = [p for p, tree in trees.items() if any("__main__" in ast.dump(node) for node in tree.body[:-1])]
+    assert short(early) == []
+
+
 def test_no_module_is_longer_than_400_lines():
     sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ALL}
     assert {name: size for name, size in sizes.items() if size > 400} == {}

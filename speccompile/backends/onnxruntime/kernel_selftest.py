@@ -188,10 +188,6 @@ def main() -> None:
     sys.exit(next(filter(None, (check(library) for check in checks)), None))
 
 
-if __name__ == "__main__":
-    main()
-
-
 ELEMENT_TYPES = {"float32": 1, "uint8": 2, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 _FLOAT_ATTRIBUTE, _INT_ATTRIBUTE, _STRING_ATTRIBUTE = 1, 2, 3  # AttributeProto.AttributeType
 _IR_VERSION, _OPSET = 11, 24
@@ -252,3 +248,7 @@ def one_node_model(
     opsets = ((_OPSET, ""), (1, domain))
     imports = b"".join(_bytes(8, _bytes(1, name) + _number(2, version)) for version, name in opsets)
     return _number(1, _IR_VERSION) + imports + _bytes(7, graph)
+
+
+if __name__ == "__main__":
+    main()

@@ -134,10 +134,6 @@ def main() -> None:
     print(json.dumps({"cpu": cpu_name(), **best, "tried": tried, WAIT_SHARE: wait_share}))
 
 
-if __name__ == "__main__":
-    main()
-
-
 _log = logging.getLogger(__name__)
 
 # A step that now takes this many times longer or shorter than recorded: the record is of another state of the machine.
@@ -194,3 +190,7 @@ def _step_ms_now(job: LoadJob) -> float | None:
     clock = WaitClock()
     ms = typical_step_ms(engine, job.others_bytes)
     return None if is_disturbed({WAIT_SHARE: clock.share()}) else ms
+
+
+if __name__ == "__main__":
+    main()
