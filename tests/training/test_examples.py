@@ -17,8 +17,11 @@ from speccompile.training.target import Target
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [
-    path for path in sorted(ROOT.glob("recipes/train/*.yaml")) if (ROOT / "examples/speculators" / path.stem).is_dir()
+    path
+    for path in sorted(ROOT.glob("recipes/train/pycode-*.yaml"))
+    if (ROOT / "examples/speculators" / path.stem).is_dir()
 ]
+SMOLLM2 = ROOT / "examples/speculators/smollm2-eagle31"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def model():
 
 
 def test_every_speculator_has_its_recipe():
-    made = {path.parent.name for path in ROOT.glob("examples/speculators/*/training.json")}
+    made = {path.parent.name for path in ROOT.glob("examples/speculators/pycode-*/training.json")}
     assert made == {path.stem for path in RECIPES}
 
 
@@ -55,6 +58,14 @@ def test_a_speculator_is_what_its_recipe_says(path, model):
     candidate = (drafted.states[first, 0] @ drafted.projections[0].T).argmax(-1)
     candidate = candidate if drafted.d2t is None else drafted.d2t[candidate]
     assert (candidate == whole.dist_tokens[0, drafted.labels[first, 0], 0]).float().mean() > 0.25
+
+
+def test_the_drafter_of_the_real_model_has_the_sizes_of_its_recipe():
+    plan = resolve_training(load_recipe(ROOT / "recipes/train/smollm2-eagle31.yaml"))
+    record = json.loads((SMOLLM2 / "training.json").read_text())["plan"]
+    assert record["heads"] == json.loads(json.dumps(asdict(plan.heads)))
+    assert (record["loss"], record["chain_weights"]) == (plan.section.loss, plan.section.chain_weights)
+    assert (SMOLLM2 / "model.safetensors").stat().st_size < 25e6
 
 
 def model_tokens():
