@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.backends.base import CompileJob
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.runtime.spec_engine import SpecEngine
@@ -101,7 +101,7 @@ def lab(tmp_path_factory):
             if source.role == "target":
                 maker.compile_rollback(source.dims, graph_folder / "rollback")
                 sizes["rollback"] = graph_folder / "rollback" / maker.graph_file
-            engines[key] = TimedEngine(maker.load(graph_folder / maker.graph_file, source.spec(), **sizes))
+            engines[key] = TimedEngine(maker.load(LoadJob(graph_folder / maker.graph_file, source.spec(), **sizes)))
         return engines[key]
 
     def load(method, form, backend, costs=None):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from speccompile.backends.base import CompileJob
+from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS
@@ -39,7 +39,7 @@ def open_engine(tmp_path_factory):
             maker.compile_rollback(dims, graphs_folder / "rollback")
         rollback = graphs_folder / "rollback" / maker.graph_file
         sizes = {"max_slots": SLOTS, "max_rows": max_rows, "tuning": {"threads": 1}, "rollback": rollback}
-        return maker.load(graphs_folder / maker.graph_file, spec, **sizes)
+        return maker.load(LoadJob(graphs_folder / maker.graph_file, spec, **sizes))
 
     return make
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from speccompile.backends.base import CompileJob
+from speccompile.backends.base import CompileJob, LoadJob
 from tests import store
 from tests.export.eagle3_reference import Oracle, causal
 from tests.pipeline import fakes
@@ -246,5 +246,5 @@ def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 6
         if source.role == "target":
             chosen.compile_rollback(source.dims, graphs / "rollback")
             sizes["rollback"] = graphs / "rollback" / chosen.graph_file
-        engines.append(chosen.load(graphs / chosen.graph_file, source.spec(), **sizes))
+        engines.append(chosen.load(LoadJob(graphs / chosen.graph_file, source.spec(), **sizes)))
     return engines
