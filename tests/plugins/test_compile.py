@@ -272,21 +272,25 @@ def test_the_digest_follows_the_sources(tmp_path, monkeypatch):
 
 
 def _compile_once(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
-    """Compiles without optimisation (5 s of CPU time and not 20), or takes what it made of the same sources; links."""
+    """Compiles once for all variants, without optimisation, or takes what it made of the same sources; links.
+
+    That the sources compile for each instruction set is `test_options_choose_the_instruction_set`'s.
+    """
     if "-c" not in command:
         return RUN(command, **given)
     start = command.index("-c")
     source, out = Path(command[start + 1]), Path(command[-1])
-    options = ["-O0" if option == "-O3" else option for option in command[:start]]
+    kept = [option for option in command[:start] if not option.startswith(("-march", "-mavx"))]
+    options = ["-O0" if option == "-O3" else option for option in kept]
 
     def make(folder: Path) -> None:
         done = RUN([*options, "-c", str(source), "-o", str(folder / "part.o")], **given)
         assert done.returncode == 0, done.stderr
 
     texts = {path.name: path.read_text() for path in sorted(source.parent.iterdir()) if path.is_file()}
-    kept = out.with_suffix(".kept")
-    store.fetch("wheel_kernels", {"file": source.name, "options": options, "sources": texts}, kept, make)
-    (kept / "part.o").replace(out)
+    made = out.with_suffix(".made")
+    store.fetch("wheel_kernels", {"file": source.name, "options": options, "sources": texts}, made, make)
+    (made / "part.o").replace(out)
     return subprocess.CompletedProcess(command, 0, "", "")
 
 
