@@ -26,6 +26,7 @@ from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.merge_heads import MERGE_HEADS
 from speccompile.passes.merge_linears import MERGE_LINEARS
+from tests.lab.weights import randomize
 
 
 def chain_parents(count: int, padded: int) -> list[int]:
@@ -161,12 +162,8 @@ def make_checkpoint(config: Mapping[str, Any], folder: Path, seed: int = 0) -> A
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
     )
+    randomize(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # of Gemma 4
                 buffer.uniform_(0.5, 1.5)

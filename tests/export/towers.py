@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.export.families import VOCAB
+from tests.lab.weights import randomize
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,11 +50,6 @@ def make_tower(config: Any, folder: Path, seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    randomize(model)
     model.save_pretrained(folder)
     return model.eval()

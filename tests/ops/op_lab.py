@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from speccompile.core.sampling import NODE_BY_NODE, warp
+from speccompile.core.sampling import NODE_BY_NODE, draw, warp
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.registry import OPS, functions
 from speccompile.ops.spec_verify import spec_verify
@@ -151,3 +151,33 @@ def is_at_boundary(case: Case) -> bool:
 
 def same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def check_unread_parent(session):
+    """A prefill leaves a number of any size as the parent of its root, which no walk reads."""
+    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
+    case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
+    case["parents"] = np.full_like(case["parents"], 510)
+    path, num_accepted, next_token = session.run(None, case)
+    assert (path == 0).all() and (num_accepted == 0).all()
+    np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
+
+
+def draw_case(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns distributions [4, 5, vocab], the first of each row on one token, and draws, the ends among them."""
+    rng = np.random.default_rng(vocab)
+    probs = rng.dirichlet(np.full(vocab, 0.2), size=(4, 5)).astype(np.float32)
+    probs[:, 0] = 0
+    probs[:, 0, vocab // 2] = 1
+    uniforms = rng.random((4, 5)).astype(np.float32)
+    uniforms[0], uniforms[1] = 0, 1 - 2**-24
+    return probs, uniforms
+
+
+def check_drawn(drawn: np.ndarray, probs: np.ndarray, uniforms: np.ndarray, edge: float) -> float:
+    """Tokens have mass, and are those of a draw within `edge`; returns the share of those of the very draw."""
+    near = [draw(probs, np.clip(uniforms.astype(np.float64) + e, 0, 1 - 2**-53)) for e in (-edge, 0, edge)]
+    np.testing.assert_array_equal(drawn[:, 0], probs.shape[-1] // 2)
+    assert (np.take_along_axis(probs, drawn[..., None], axis=-1) > 0).all()
+    assert ((drawn >= near[0]) & (drawn <= near[2])).all()
+    return float((drawn == near[1]).mean())

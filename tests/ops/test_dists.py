@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.core.sampling import draw, warp
-from tests.ops.op_lab import model_of, session_of
+from speccompile.core.sampling import warp
+from tests.ops.op_lab import check_drawn, draw_case, model_of, session_of
 
 # Rows without top-p have no nucleus: 0/0 is computed there and not used.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
@@ -31,19 +31,9 @@ def test_first_max(vocab):
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_draw(vocab):
-    rng = np.random.default_rng(vocab)
-    probs = rng.dirichlet(np.full(vocab, 0.2), size=(4, 5)).astype(np.float32)
-    probs[:, 0] = 0
-    probs[:, 0, vocab // 2] = 1
-    uniforms = rng.random((4, 5)).astype(np.float32)
-    uniforms[0], uniforms[1] = 0, 1 - 2**-24
-    near = [draw(probs, np.clip(uniforms.astype(np.float64) + e, 0, 1 - 2**-53)) for e in (-1e-6, 0, 1e-6)]
+    probs, uniforms = draw_case(vocab)
     for run in _runners("Draw"):
-        drawn = run({"probs": probs, "uniforms": uniforms})
-        np.testing.assert_array_equal(drawn[:, 0], vocab // 2)
-        assert (np.take_along_axis(probs, drawn[..., None], axis=-1) > 0).all()
-        assert ((drawn >= near[0]) & (drawn <= near[2])).all()
-        assert (drawn == near[1]).mean() > 0.9
+        assert check_drawn(run({"probs": probs, "uniforms": uniforms}), probs, uniforms, 1e-6) > 0.9
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -22,7 +22,15 @@ from tests.core.distribution_lab import (
     p_value,
     spread,
 )
-from tests.ops.op_lab import is_at_boundary, model_of, same, session_of, verify_case, zero_residual_case
+from tests.ops.op_lab import (
+    check_unread_parent,
+    is_at_boundary,
+    model_of,
+    same,
+    session_of,
+    verify_case,
+    zero_residual_case,
+)
 from tests.ops.tensorrt.lab import body_model
 
 VOCABS = (5, 64, 97, 300)  # 300 is more than is sorted at first
@@ -90,12 +98,7 @@ def _all_nodes(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def test_prefill_leaves_a_parent_at_the_root(session):
-    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
-    case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
-    case["parents"] = np.full_like(case["parents"], 510)
-    path, num_accepted, next_token = session.run(None, case)
-    assert (path == 0).all() and (num_accepted == 0).all()
-    np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
+    check_unread_parent(session)
 
 
 @pytest.mark.parametrize("has_probs", [True, False])

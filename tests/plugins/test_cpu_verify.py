@@ -21,7 +21,7 @@ from tests.core.distribution_lab import (
     p_value,
     spread,
 )
-from tests.ops.op_lab import Case, model_of, same, verify_case
+from tests.ops.op_lab import Case, check_unread_parent, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import assert_same, wide_case
 from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
@@ -104,12 +104,7 @@ def test_masked_tokens_are_never_drawn(session, has_probs):
 
 
 def test_an_unread_parent_of_the_root(session):
-    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
-    case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
-    case["parents"] = np.full_like(case["parents"], 510)
-    path, num_accepted, next_token = session.run(None, case)
-    assert (path == 0).all() and (num_accepted == 0).all()
-    np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
+    check_unread_parent(session)
 
 
 def test_nothing_is_left_of_a_target_equal_to_its_draft(session):

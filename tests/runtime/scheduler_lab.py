@@ -147,3 +147,21 @@ def greedy(prompt, num):
 
 def numbers(num, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB, num).tolist()
+
+
+def mixed_prompts():
+    """Returns prompts of 5 to 33 tokens."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 6, size=n).tolist() for n in (20, 5, 33, 18, 25, 9, 30)]
+
+
+def check_moving(bench, prompts):
+    """A request joins in each step, so that sequences move between slots; texts are the target's own."""
+    handles = []
+    for i, prompt in enumerate(prompts):
+        handles.append(bench.submit(prompt, sampling=SamplingParams(max_new_tokens=4 + 3 * (i % 5))))
+        bench.step()
+        bench.check()
+    bench.finish()
+    for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        assert bench.tokens(handle) == TARGET.greedy(prompt, 4 + 3 * (i % 5))

@@ -263,8 +263,8 @@ def test_a_cancelled_prompt_is_no_other_prompts_state(hybrid):
     assert bench.ask(second[:28] + numbers(9, 12)) == 28
 
 
-def test_the_last_rows_of_the_cache_take_padded_chains(hybrid):
-    bench = Bench(hybrid)
+def check_last_rows(bench: Bench) -> None:
+    """Texts that fill the cache are those of plain decoding to its last row."""
     full = SamplingParams(max_new_tokens=MAX_SEQ)
     for num in (MAX_SEQ - 9, MAX_SEQ - 4, 20):
         bench.submit(numbers(num, num), full, speculation="on")
@@ -273,6 +273,10 @@ def test_the_last_rows_of_the_cache_take_padded_chains(hybrid):
     for handle, tokens in zip(bench.handles, bench.outputs, strict=True):
         assert tokens == bench.texts[tuple(handle.requests[0].prompt), full]
     assert bench.reasons == ["cache_full"] * 3
+
+
+def test_the_last_rows_of_the_cache_take_padded_chains(hybrid):
+    check_last_rows(Bench(hybrid))
 
 
 def test_a_chunk_leaves_the_rows_that_stay_pending_to_the_last_one(hybrid):

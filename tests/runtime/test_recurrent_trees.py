@@ -9,7 +9,6 @@ import pytest
 
 from speccompile.backends.states import HostStates, SlotStates
 from speccompile.core import registry
-from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import RecipeError, RuntimeFault
@@ -17,7 +16,7 @@ from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig
 from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
-from tests.runtime.test_recurrent import GREEDY, Bench, Script, numbers, run_rounds
+from tests.runtime.test_recurrent import GREEDY, Bench, Script, check_last_rows, numbers, run_rounds
 
 pytestmark = pytest.mark.distribution
 
@@ -89,14 +88,7 @@ def test_the_reference_engine_scores_trees_with_the_same_texts(hybrid, tmp_path)
 
 
 def test_the_last_rows_of_the_cache_take_padded_trees(hybrid):
-    bench, full = Bench(hybrid, script=Trees), SamplingParams(max_new_tokens=MAX_SEQ)
-    for num in (MAX_SEQ - 9, MAX_SEQ - 4, 20):
-        bench.submit(numbers(num, num), full, speculation="on")
-    while bench.scheduler.has_work:
-        bench.step()
-    for handle, tokens in zip(bench.handles, bench.outputs, strict=True):
-        assert tokens == bench.texts[tuple(handle.requests[0].prompt), full]
-    assert bench.reasons == ["cache_full"] * 3
+    check_last_rows(Bench(hybrid, script=Trees))
 
 
 def test_a_conversation_goes_on_within_an_accepted_path(hybrid):

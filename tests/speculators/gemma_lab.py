@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.export.harness import make_checkpoint
+from tests.lab.weights import randomize
 
 VOCAB, HIDDEN, WINDOW = 96, 32, 4
 _TEXT: dict[str, Any] = {
@@ -57,12 +58,8 @@ def make_assistant(folder: Path, is_ordered: bool = False) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(1)
     model = Gemma4AssistantForCausalLM(config).to(torch.float32)
+    randomize(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
         for layer in model.model.layers:
             layer.layer_scalar.uniform_(0.5, 1.5)
         if is_ordered:

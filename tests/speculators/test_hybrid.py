@@ -298,24 +298,16 @@ def pair_engine(slots=3, max_seq=64, chunk=7):
 
 
 @pytest.mark.parametrize("engine", [heads_engine, pair_engine])
-def test_a_server_whose_sequences_move_says_what_the_target_says(by_lot, monkeypatch, engine):
+def test_moving_sequences_keep_the_targets_text(by_lot, monkeypatch, engine):
     monkeypatch.setitem(scheduler_lab.ENGINES, "hybrid", engine)
-    bench, rng = scheduler_lab.Bench(kind="hybrid"), np.random.default_rng(1)
-    prompts = [rng.integers(0, 6, size=n).tolist() for n in (20, 5, 33, 18, 25, 9, 30)]
+    bench, prompts = scheduler_lab.Bench(kind="hybrid"), scheduler_lab.mixed_prompts()
     prompts += [[*prompts[0], 1, 2], prompts[2][:20], [*prompts[4], 3], [*prompts[6][:22], 4, 4]]
-    handles = []
-    for i, prompt in enumerate(prompts):
-        handles.append(bench.submit(prompt, sampling=SamplingParams(max_new_tokens=4 + 3 * (i % 5))))
-        bench.step()
-        bench.check()
-    bench.finish()
+    scheduler_lab.check_moving(bench, prompts)
     for prompt in prompts[-3:]:  # turns of a chat, which go on in their own caches
         said, _ = bench.ask(prompt)
         asked = [*prompt, *said, 7]
         assert bench.ask(asked)[0] == TARGET.greedy(asked, 8)
     assert bench.scheduler.counters.num_prefix_hits > 1
-    for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
-        assert bench.tokens(handle) == TARGET.greedy(prompt, 4 + 3 * (i % 5))
 
 
 DRAFT = {"method": "draft_model", "model": "d"}

@@ -8,7 +8,6 @@ import pytest
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RecipeError
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
@@ -183,24 +182,15 @@ def test_text_follows_the_targets_distribution(config, heat):
 
 
 @pytest.mark.parametrize("config", [*BOTH, {"shared_bytes": 10**6}])
-def test_a_server_whose_sequences_move_says_what_the_target_says(monkeypatch, config):
+def test_moving_sequences_keep_the_targets_text(monkeypatch, config):
     def make_engine(slots=3, max_seq=64, chunk=7):
         target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=17))
         context = MethodContext(slots, max_seq, 16)
         return SpecEngine(target, {}, make(slots, depth=5, **config), Letters(), context, chunk=chunk)
 
     monkeypatch.setitem(scheduler_lab.ENGINES, "suffix", make_engine)
-    bench, rng = scheduler_lab.Bench(kind="suffix"), np.random.default_rng(1)
-    prompts = [rng.integers(0, 6, size=n).tolist() for n in (20, 5, 33, 18, 25, 9, 30)]
-    prompts += [prompts[0] + [1, 2], prompts[2][:20]]
-    handles = []
-    for i, prompt in enumerate(prompts):
-        handles.append(bench.submit(prompt, sampling=SamplingParams(max_new_tokens=4 + 3 * (i % 5))))
-        bench.step()
-        bench.check()
-    bench.finish()
-    for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
-        assert bench.tokens(handle) == TARGET.greedy(prompt, 4 + 3 * (i % 5))
+    bench, prompts = scheduler_lab.Bench(kind="suffix"), scheduler_lab.mixed_prompts()
+    scheduler_lab.check_moving(bench, [*prompts, [*prompts[0], 1, 2], prompts[2][:20]])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from speccompile.core.tree import TokenTree
 from speccompile.ops.spec_verify import spec_verify
 from speccompile.ops.tensorrt.bodies import drafts_from_width
 from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value, spread
-from tests.ops.op_lab import is_at_boundary, same, session_of, verify_case
+from tests.ops.op_lab import check_unread_parent, is_at_boundary, same, session_of, verify_case
 from tests.ops.tensorrt.lab import body_model, mutated
 
 pytestmark = pytest.mark.plan
@@ -71,12 +71,7 @@ def test_nodes_after_the_last_unrolled_one_are_never_kept():
 
 def test_prefill_leaves_a_parent_at_the_root():
     session = session_of(body_model("SpecVerify", {"vocab": 97}))
-    case = verify_case(np.random.default_rng(3), 97, is_chain=True, has_probs=False, heat="greedy")
-    case = {n: a[:, :1] if a.ndim > 1 else a for n, a in case.items()}
-    case["parents"] = np.full_like(case["parents"], 510)
-    path, num_accepted, next_token = session.run(None, case)
-    assert (path == 0).all() and (num_accepted == 0).all()
-    np.testing.assert_array_equal(next_token, case["logits"][:, 0].argmax(-1))
+    check_unread_parent(session)
 
 
 def test_zero_residual_mass():
