@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Dim = str | int
-Role = Literal["target", "draft"]
 Probe = Literal["neutral", "tokens", "lengths", "states", "nodes", "last_node", "sure"]
 SHARED_ROWS = "shared_rows"  # the dim of borrowed caches that are only read: their owner decides how many rows
 _RARE = (

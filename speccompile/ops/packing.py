@@ -257,17 +257,6 @@ def _pack_stored(stored: Array, form: str) -> Array:
     return np.ascontiguousarray(quads.transpose(3, 0, 1, 4, 2))
 
 
-def padded_levels(levels: Array, scales: Array) -> tuple[Array, Array]:
-    """Returns levels and scales for `pack_levels`, padded with zeros.
-
-    Args:
-        levels: [K, N] int8.
-        scales: [K / 32 rounded up, N] float16.
-    """
-    columns = (0, -levels.shape[1] % COLUMNS)
-    return np.pad(levels, ((0, -len(levels) % GROUP), columns)), np.pad(scales, ((0, 0), columns))
-
-
 def unpack_levels(weights: Array, form: str) -> Array:
     """Returns the levels [K, N] int16 of packed weights, padding included."""
     if is_int4(form):

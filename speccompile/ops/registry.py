@@ -115,7 +115,7 @@ def _ops_for_tensorrt(nodes: Iterable[ir.Node], vocab: int | None, max_nodes: in
         todo = "Give the logits a static last dim before the bodies are attached."
         raise PassError(f"node {reducing[0]}", "a vocabulary of unknown size", "a static one", todo)
     if any(len(n.inputs) > 8 and n.inputs[8] is not None for n in verifying):
-        todo = "Run the pass expand_draft_probs first: this body supports no draft vocabulary."
+        todo = "Spread the draft distributions over the target's vocabulary first: this body supports no other."
         raise PassError(f"node {SPEC_VERIFY.name}", "9 inputs", "8 inputs where there is no plugin", todo)
     dists = [n.inputs[3] for n in verifying]
     widths = {dist.shape[-1] if dist is not None and dist.shape is not None else None for dist in dists}

@@ -54,10 +54,6 @@ class TokenKinds:
         text = self.texts[token]
         return sum(text.count(char) for char in b"[{,"), -len(text)
 
-    def is_partial(self, token: int) -> bool:
-        end = self.texts[token][-4:]
-        return any(_is_cut(end[at:]) for at in range(len(end)))
-
     def by_size(self, tokens: Ints) -> Ints:
         found: Ints = tokens[np.argsort(self.sizes[tokens], kind="stable")]
         return found
@@ -80,12 +76,6 @@ class TokenKinds:
         rounds = zip_longest(*(groups[order] for order in sorted(groups)))
         chosen = [token for each in rounds for token in each if token is not None]
         return chosen[: _CHILDREN // 2 if is_free else _CHILDREN]
-
-
-def _is_cut(text: bytes) -> bool:
-    """Returns whether bytes are the beginning of a character."""
-    sizes = ((0xC2, 0xE0, 2), (0xE0, 0xF0, 3), (0xF0, 0xF5, 4))
-    return any(first <= text[0] < last and len(text) < size for first, last, size in sizes)
 
 
 def _is_plain(text: bytes) -> bool:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from speccompile.backends.tensorrt.config import ProfileConfig, SizeRange, config_from_options
 from speccompile.core.jobs import PREFILL_CHUNK, CompileOptions
-from speccompile.core.specs import Dim, GraphSpec, TensorSpec
+from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import BuildError
 from speccompile.graph_kinds.features import STATES
 
@@ -112,11 +112,3 @@ def _fit(name: str, dim: str, wish: SizeRange, needed: tuple[int, int], best: in
         where, todo = f"{_SECTION}.{name}.{dim}", "Widen it, or lower the sizes in engine."
         raise BuildError(where, f"{list(wish)}", f"a range that holds {low} to {high}", todo)
     return wish[0], wish[1], wish[2]
-
-
-def describe_dim(dim: Dim, profiles: Sequence[Profile]) -> str:
-    """Returns a dim as text: a number, or its name with the range of all profiles."""
-    if isinstance(dim, int):
-        return str(dim)
-    ranges = [p.sizes[dim] for p in profiles if dim in p.sizes]
-    return f"{dim} {min(r[0] for r in ranges)}-{max(r[2] for r in ranges)}" if ranges else dim

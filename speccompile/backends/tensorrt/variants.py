@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 VariantName = Literal["tensorrt", "tensorrt_rtx"]
-VariantChoice = Literal["tensorrt", "tensorrt_rtx", "auto"]
 
 # Our name of a dtype by TensorRT's.
 DTYPE_NAMES = {

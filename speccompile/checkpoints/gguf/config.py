@@ -17,7 +17,6 @@ from speccompile.common.json_reader import shown
 from speccompile.errors import CheckpointError
 
 TODO = "Use the transformers checkpoint that the file was made of."
-_DESCRIPTIONS = ("general.", "tokenizer.", "quantize.", "split.")
 _NO_MODEL = ("adapter.", "clip.", "controlvector.")
 _CHECKED = ("vocab_size", "rope.scaling.finetuned")
 ROPE_FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"

@@ -96,7 +96,7 @@ def test_what_has_no_body_is_refused():
     with pytest.raises(PassError, match=r"SpecVerify: got a vocabulary of unknown size; expected a static one\. Give"):
         attach_functions(_verify_node("vocab", 8), dialect="tensorrt")
     with pytest.raises(
-        PassError, match=r"got 9 inputs; expected 8 inputs where there is no plugin.*expand_draft_probs"
+        PassError, match=r"got 9 inputs; expected 8 inputs where there is no plugin.*Spread the draft distributions"
     ):
         attach_functions(_verify_node(97, 9), dialect="tensorrt")
 
