@@ -7,8 +7,9 @@ Readers of ONNX load external data only from a graph's own folder, so the second
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from speccompile.common.disk import error_from_fault
 
@@ -20,7 +21,7 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
 
     Args:
         owner: graph file with its data beside it; neither is changed.
-        borrower: graph file in a folder of its own, which is removed.
+        borrower: graph file in a folder of its own, which is removed. Other graphs there have the same data.
 
     Returns:
         The borrower's new graph file, and the bytes that were not written again.
@@ -29,27 +30,21 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
 
     shared = owner.with_name(f"{borrower.parent.name}.onnx")
     try:
-        held = {_key(tensor): tensor for tensor in _external_tensors(ir.load(owner))}
-        model = ir.load(borrower)
-        data, saved = shared.with_name(f"{shared.name}.data"), 0
+        held = {
+            _key(tensor): (str(tensor.location), tensor.offset or 0) for tensor in _external_tensors(ir.load(owner))
+        }
+        data = shared.with_name(f"{shared.name}.data")
         with data.open("wb") as sink:
-            for value in model.graph.initializers.values():
-                tensor = value.const_value
-                if not isinstance(tensor, ir.ExternalTensor):
-                    continue
-                same = held.get(_key(tensor))
-                if same is None:
-                    sink.write(bytes(-sink.tell() % ALIGNMENT))
-                    location, offset = data.name, sink.tell()
-                    sink.write(tensor.tobytes())
-                else:
-                    location, offset = str(same.location), same.offset or 0
-                    saved += tensor.nbytes
-                value.const_value = ir.ExternalTensor(
-                    location, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name),
-                    base_dir=owner.parent,
-                )  # fmt: skip
-        ir.save(model, shared)
+            places = _Places(held, data.name, sink)
+            for file in sorted(borrower.parent.glob("*.onnx"), key=lambda file: file != borrower):
+                model = ir.load(file)
+                for value in model.graph.initializers.values():
+                    if isinstance(tensor := value.const_value, ir.ExternalTensor):
+                        value.const_value = ir.ExternalTensor(
+                            *places.find(tensor), tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name),
+                            base_dir=owner.parent,
+                        )  # fmt: skip
+                ir.save(model, owner.with_name(file.name.replace(borrower.stem, shared.stem, 1)))
         if data.stat().st_size == 0:
             data.unlink()
         for file in borrower.parent.iterdir():
@@ -57,7 +52,34 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
         borrower.parent.rmdir()
     except OSError as fault:
         raise error_from_fault(fault, shared) from fault
-    return shared, saved
+    return shared, places.saved
+
+
+class _Places:
+    """Where the borrower's tensors are from now on: where the owner has them, or in a data file that is being written.
+
+    Args:
+        held: the owner's tensors, (file, offset) by `_key`.
+        name: of the file that `sink` writes.
+    """
+
+    def __init__(self, held: Mapping[Any, tuple[str, int]], name: str, sink: BinaryIO) -> None:
+        self.held, self.name, self.sink, self.saved = held, name, sink, 0
+        self._found: dict[tuple[str, int, int], tuple[str, int]] = {}  # by where the borrower had them
+
+    def find(self, tensor: Any) -> tuple[str, int]:
+        """Returns file and offset of a tensor; one that is in neither file is written."""
+        before = (str(tensor.location), int(tensor.offset or 0), int(tensor.nbytes))
+        if before not in self._found:
+            place = self.held.get(_key(tensor))
+            if place is None:
+                self.sink.write(bytes(-self.sink.tell() % ALIGNMENT))
+                place = (self.name, self.sink.tell())
+                self.sink.write(tensor.tobytes())
+            else:
+                self.saved += tensor.nbytes
+            self._found[before] = place
+        return self._found[before]
 
 
 def _external_tensors(model: Any) -> list[Any]:
