@@ -5,6 +5,7 @@ The fake of ONNX Runtime runs a graph three times where it captures it, so state
 read.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,29 @@ def test_two_buffers_and_a_snapshot_of_each_slot_are_all_that_is_allocated(engin
             states.take_snapshot(slot)
         states.move(0, 2)
     assert len(states._rooms) == SLOTS and {snapshot.length for snapshot in states.snapshots} == {2}
+
+
+def test_states_that_follow_others_hold_the_same_and_leave_them(engine):
+    """Whatever buffers of the two hold them."""
+    owner, rng = engine.states, np.random.default_rng(3)
+    follower = DeviceStates(engine.device, engine.spec, SLOTS, engine.alignment)
+    follower.owner, follower.sides = owner, [0, 1, 0]
+    for slot in range(SLOTS):
+        for turn in range(slot + 1):  # so that the owner's sides differ, too
+            engine.run(feed([rng.integers(0, VOCAB, 3)], [3 * turn], [3]), first_slot=slot)
+
+    def held(states, slot):
+        engine.device.synchronize()
+        return [
+            ctypes.string_at(states.address(index, states.sides[slot], slot), size)
+            for index, size in enumerate(states._sizes)
+        ]
+
+    before = [held(owner, slot) for slot in range(SLOTS)]
+    follower.follow(2)
+    assert [held(follower, slot) == before[slot] for slot in range(SLOTS)] == [True, True, False]
+    assert [held(owner, slot) for slot in range(SLOTS)] == before and any(map(any, before[0]))
+    assert follower.lengths.tolist() == [3, 6, 0] and owner.lengths.tolist() == [3, 6, 9]
 
 
 def test_slots_that_cannot_be_aligned_are_refused(lowered, monkeypatch, tmp_path):
