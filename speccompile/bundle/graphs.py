@@ -236,8 +236,10 @@ def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | 
         wide = f"{held['num_widened']} linears have the checkpoint's numbers in {plan.dtype}, as the backend's types do"
         notes = [told] * bool(held["num_float"]) + [f"{wide} not hold their levels"] * bool(held["num_widened"])
         return "; ".join(notes) or None
-    if quantization in ("none", STORED) or plan.weights != "checkpoint" or not has_grids(graph.source.folder):
+    if quantization == STORED or plan.weights != "checkpoint" or not has_grids(graph.source.folder):
         return None
+    if quantization == "none":
+        return f"weights that are quantised already are written in {plan.dtype}; stored keeps them as they are"
     row = report.get("form_distances", {}).get(report.get("form"), {})
     told = f" (from these over the build's text: {Distance.from_json(row).summary()})" if row else ""
     return f"{quantization} rounds weights that are quantised already{told}; stored keeps them as they are"
