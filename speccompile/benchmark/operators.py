@@ -49,12 +49,17 @@ def profile_graph(
     """Returns the profile of a graph by number of nodes, one session after the other.
 
     Args:
-        rows: of context before each step, at least 1.
+        rows: of context before each step; fewer where a sequence has no room for them.
 
     Raises:
-        RuntimeFault: there is no such graph, or it does not run on ONNX Runtime's CPU alone.
+        RuntimeFault: there is no such graph, or it does not run on ONNX Runtime's CPU alone; or too many nodes.
     """
-    job, engine = _job(bundle, graph, rows + max(node_counts)), bundle.recipe.engine
+    engine = bundle.recipe.engine
+    rows = min(rows, engine.max_seq_len - max(node_counts))
+    if rows < 0:
+        got, expected = f"{max(node_counts)} nodes", f"at most {engine.max_seq_len}"
+        raise RuntimeFault("--nodes", got, expected, "Give smaller numbers.")
+    job = _job(bundle, graph, rows + max(node_counts))
     if engine.backend != "onnxruntime" or engine.device != "cpu":
         got = f"a bundle for {engine.backend} on {engine.device}"
         raise RuntimeFault("--graph", got, "onnxruntime on cpu", "Leave --graph out.")

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from speccompile.common.extras import install_command
 from speccompile.errors import BundleError, RuntimeFault
+
+_VALUE = re.compile(r"%\d+")
 
 
 def differences(first: Path, second: Path) -> dict[str, list[str]]:
@@ -29,9 +32,24 @@ def differences(first: Path, second: Path) -> dict[str, list[str]]:
     found = {}
     for name in dict.fromkeys([*before, *after]):
         old, new = (side.get(name, "").splitlines() for side in (before, after))
-        if lines := list(difflib.unified_diff(old, new, f"{first}: {name}", f"{second}: {name}", lineterm="")):
-            found[name] = lines
+        if lines := list(_diff(old, new)):
+            found[name] = [f"--- {first}: {name}", f"+++ {second}: {name}", *lines]
     return found
+
+
+def _diff(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    """Yields the hunks of a diff; lines that differ in the numbers of values alone are equal, if any others are not."""
+    bare_old, bare_new = ([_VALUE.sub("%", line) for line in side] for side in (old, new))
+    if bare_old == bare_new:
+        bare_old, bare_new = list(old), list(new)
+    for group in difflib.SequenceMatcher(None, bare_old, bare_new, autojunk=False).get_grouped_opcodes(3):
+        yield f"@@ -{group[0][1] + 1},{group[-1][2] - group[0][1]} +{group[0][3] + 1},{group[-1][4] - group[0][3]} @@"
+        for kind, old_start, old_end, new_start, new_end in group:
+            if kind == "equal":
+                yield from (f" {line}" for line in new[new_start:new_end])
+            else:
+                yield from (f"-{line}" for line in old[old_start:old_end])
+                yield from (f"+{line}" for line in new[new_start:new_end])
 
 
 def _kind(path: Path) -> str:

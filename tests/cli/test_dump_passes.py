@@ -104,3 +104,13 @@ def test_paths_that_cannot_be_compared_are_refused(run, tmp_path, first, second,
     code, out, _ = run("inspect", first, "--diff", second, "--json")
     error = json.loads(out)["error"]
     assert code == 7 and words in f"{error['got']}; expected {error['expected']}"
+
+
+def test_values_that_are_numbered_anew_are_no_difference_but_other_inputs_are(run, tmp_path):
+    (tmp_path / "a.txt").write_text("%1 = Neg(x)\n%2 = Abs(%1)\ny <- %2\n")
+    (tmp_path / "b.txt").write_text("%1 = Cast(x)\n%2 = Neg(x)\n%3 = Abs(%2)\ny <- %3\n")
+    (tmp_path / "c.txt").write_text("%1 = Neg(x)\n%2 = Abs(%2)\ny <- %2\n")
+    _, out, _ = run("inspect", "a.txt", "--diff", "b.txt")
+    assert out.splitlines()[2:] == ["@@ -1,3 +1,4 @@", "+%1 = Cast(x)", " %2 = Neg(x)", " %3 = Abs(%2)", " y <- %3"]
+    _, out, _ = run("inspect", "a.txt", "--diff", "c.txt")
+    assert [line for line in out.splitlines()[2:] if line[0] in "+-"] == ["-%2 = Abs(%1)", "+%2 = Abs(%2)"]
