@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("code", "dialogue", "maths", "rewriting")
 NUM_PROMPTS, ROUNDS, NUM_TOKENS = 3, 5, 96  # of the comparison: of each kind, in all, of each text
 PAIR_RECIPE, PAIR_PROMPTS = "recipes/pycode-several.yaml", 12
+RECIPE = "recipes/smollm2.yaml"  # its drafter was trained for the model that is fetched
+RUNS, DRAFTER = "runs of tokens that the text had before", "those of an EAGLE-3.1 drafter or "
 PICTURE_WIDTH, PICTURED = 100, ("code", "rewriting")  # columns of a picture, and the texts in it
 INTRODUCTION = (
     "\nEach text is decoded plainly, then with drafts; both are shown at the pace of their own steps.\n"
@@ -85,16 +87,20 @@ def table_from_report(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def notes_from_report(report: Mapping[str, Any]) -> str:
-    """Returns what is to be known of the table."""
+def notes_from_report(report: Mapping[str, Any], drafts: str) -> str:
+    """Returns what is to be known of the table.
+
+    Args:
+        drafts: what the drafts are.
+    """
     environment, fast = report["environment"], report["modes"]["speculative"]
     busy = "".join(f"\n{warning}" for warning in report["warnings"])
     return (
         f"{environment['num_prompts']} prompts, {environment['max_new_tokens']} new tokens each, greedy, medians of "
         f"{environment['repeats']} rounds with half of their 95 % confidence intervals; {environment['cpu']}, "
         f"{environment['threads']} threads.\n"
-        f"{fast['num_equal_to_plain']} of {fast['num_texts']} texts are plain decoding's own. The drafts are runs of "
-        f"tokens that the text had before:\nwhere an answer repeats its question they are many, elsewhere few.{busy}"
+        f"{fast['num_equal_to_plain']} of {fast['num_texts']} texts are plain decoding's own. The drafts are "
+        f"{drafts}.{busy}"
     )
 
 
@@ -104,7 +110,9 @@ def show_real(model: str, console: Console, args: argparse.Namespace) -> None:
     name = re.sub(r"[^a-z0-9]+", "-", Path(model).stem.lower()).strip("-")
     bundle = Path(model) if (Path(model) / "manifest.json").is_file() else ROOT / "bundles" / name
     if bundle != Path(model):
-        run_speccompile("build", model, "-o", os.path.relpath(bundle, ROOT), "--max-seq-len", "2048")
+        own = ("--set", f"target.model={model}") if args.model is None else ()
+        size = ("-o", os.path.relpath(bundle, ROOT), "--max-seq-len", "2048")
+        run_speccompile("build", RECIPE if own else model, *own, *size)
     shown = picture_console() if args.record else None
     first = {chat.category: chat for chat in reversed(read_chats())}
     with load(bundle) as engine:
@@ -126,7 +134,8 @@ def show_real(model: str, console: Console, args: argparse.Namespace) -> None:
     for screen in screens:
         screen.print()
         screen.print(table_from_report(report))
-        screen.print(notes_from_report(report), style="dim", markup=False, highlight=False, soft_wrap=screen is console)
+        notes = notes_from_report(report, DRAFTER * (args.model is None) + RUNS)
+        screen.print(notes, style="dim", markup=False, highlight=False, soft_wrap=screen is console)
     if shown is not None:
         save_picture(shown, args.record)
 

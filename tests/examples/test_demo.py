@@ -50,11 +50,12 @@ def test_the_last_table_has_a_line_a_kind_and_says_what_was_measured():
     out = io.StringIO()
     console = Console(file=out, width=100)
     console.print(demo.table_from_report(told))
-    console.print(demo.notes_from_report(told))
+    console.print(demo.notes_from_report(told, "runs of tokens"))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "code 100 ±3 150 ±4 x1.10 ±0.20 2.25" in lines and "rewriting 100 ±3 150 ±4 x2.00 ±0.10 2.25" in lines
     assert "all 100 ±3 150 ±4 x1.50 ±0.10 2.25" in lines
-    assert "11 of 12 texts are plain decoding's own" in out.getvalue() and lines[-1] == "busy"
+    assert "11 of 12 texts are plain decoding's own. The drafts are runs of tokens." in " ".join(lines)
+    assert lines[-1] == "busy"
 
 
 def test_a_recording_has_the_text_of_each_mode_and_its_own_pace():

@@ -13,7 +13,7 @@ from tests import store
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 LARGE = sorted(path for path in RECIPES if path.stem.startswith(("llama13b", "vicuna13b")))
-HUB = {"qwen3-8b", "gemma4-assistant"}  # examples for people with a network
+HUB = {"qwen3-8b", "gemma4-assistant", "smollm2"}  # examples for people with a network
 # Numbers of parameters of the models that these recipes name; of Medusa's heads, those of four out of five.
 PARAMS = {"target": 13_015_864_320, "draft": 1_100_048_384}
 HEADS = {"llama13b": 840_982_528, "vicuna13b-medusa": 760_238_080}
