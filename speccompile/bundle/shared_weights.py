@@ -35,14 +35,14 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
         }
         data = shared.with_name(f"{shared.name}.data")
         with data.open("wb") as sink:
-            places = _Places(held, data.name, sink)
+            offsets = _Offsets(held, data.name, sink)
             for file in sorted(borrower.parent.glob("*.onnx"), key=lambda file: file != borrower):
                 model = ir.load(file)
                 for value in model.graph.initializers.values():
                     if isinstance(tensor := value.const_value, ir.ExternalTensor):
                         value.const_value = ir.ExternalTensor(
-                            *places.find(tensor), tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name),
-                            base_dir=owner.parent,
+                            *offsets.find(tensor), tensor.nbytes, tensor.dtype, shape=tensor.shape,
+                            name=str(value.name), base_dir=owner.parent,
                         )  # fmt: skip
                 ir.save(model, owner.with_name(file.name.replace(borrower.stem, shared.stem, 1)))
         if data.stat().st_size == 0:
@@ -52,15 +52,15 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
         borrower.parent.rmdir()
     except OSError as fault:
         raise error_from_fault(fault, shared) from fault
-    return shared, places.saved
+    return shared, offsets.saved
 
 
-class _Places:
+class _Offsets:
     """Where the borrower's tensors are from now on: where the owner has them, or in a data file that is being written.
 
     Args:
         held: the owner's tensors, (file, offset) by `_key`.
-        name: of the file that `sink` writes.
+        name: of the data file, as the graphs name it, that `sink` writes.
     """
 
     def __init__(self, held: Mapping[Any, tuple[str, int]], name: str, sink: BinaryIO) -> None:
@@ -71,14 +71,14 @@ class _Places:
         """Returns file and offset of a tensor; one that is in neither file is written."""
         before = (str(tensor.location), int(tensor.offset or 0), int(tensor.nbytes))
         if before not in self._found:
-            place = self.held.get(_key(tensor))
-            if place is None:
+            found = self.held.get(_key(tensor))
+            if found is None:
                 self.sink.write(bytes(-self.sink.tell() % ALIGNMENT))
-                place = (self.name, self.sink.tell())
+                found = (self.name, self.sink.tell())
                 self.sink.write(tensor.tobytes())
             else:
                 self.saved += tensor.nbytes
-            self._found[before] = place
+            self._found[before] = found
         return self._found[before]
 
 
