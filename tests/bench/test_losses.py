@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison of losses trains each with the same seeds and makes a table of the gains."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +26,7 @@ def test_gains_are_over_the_first_loss_seed_by_seed():
     assert "| lk | 2.500 | 3.700 | +20.0 % | 14.1 % | 0.800 |" in losses.text_of([first, second])
 
 
-def test_each_loss_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_each_loss_is_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path / "cache"))
     fakes.make_checkpoint(tmp_path / "target", hidden=16, layers=4)
     text = "\n".join(json.dumps({"text": " ".join(f"w{(i * j) % 29 + 3}" for j in range(40))}) for i in range(300))

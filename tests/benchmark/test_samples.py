@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance and speed by category and by context length, over an engine in numpy."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +56,7 @@ class InProcess:
         return {**self._decode(mode, self._prompts[prompt], NUM_TOKENS), "peak_rss_bytes": None}
 
 
-def test_figures_of_groups_are_those_of_their_prompts_alone() -> None:
+def test_figures_of_groups_are_those_of_their_prompts_alone():
     rng = np.random.default_rng(3)
     prompts = [Sample(rng.integers(0, 24, 6 + n).tolist(), "code" if n % 2 else "json") for n in range(4)]
     lengths = [8, 40]
@@ -90,7 +87,7 @@ def test_figures_of_groups_are_those_of_their_prompts_alone() -> None:
         assert sum(group["modes"]["speculative"]["num_tokens"] for group in figures[kind].values()) == whole
 
 
-def test_contexts_are_the_last_tokens_of_alike_prompts() -> None:
+def test_contexts_are_the_last_tokens_of_alike_prompts():
     prompts = [Sample([1, 2, 3], "a"), Sample([4, 5], "a"), Sample([7], "b")]
     assert samples_from_prompts(prompts, []) == prompts
     made = samples_from_prompts(prompts, [2, 7])
@@ -101,13 +98,13 @@ def test_contexts_are_the_last_tokens_of_alike_prompts() -> None:
         samples_from_prompts([Sample([], None)], [4])
 
 
-def test_without_lengths_buckets_are_powers_of_two_and_categories_may_be_missing() -> None:
+def test_without_lengths_buckets_are_powers_of_two_and_categories_may_be_missing():
     samples = [Sample([0] * n, None) for n in (5, 32, 33, 64, 130)]
     groups = groups_from_samples(samples, [])
     assert groups == {"by_category": {}, "by_context": {"up to 32": [0, 1], "up to 64": [2, 3], "up to 256": [4]}}
 
 
-def test_texts_of_ours_are_of_five_categories() -> None:
+def test_texts_of_ours_are_of_five_categories():
     counts = Counter(request.category for request in read_categories("all", False))
     assert set(counts) == CATEGORIES and set(counts.values()) == {6}
     assert {r.category for r in read_categories("json, math", False)} == {"json", "math"}
@@ -118,7 +115,7 @@ def test_texts_of_ours_are_of_five_categories() -> None:
             read_categories(wanted, False)
 
 
-def test_a_model_with_a_template_gets_conversations() -> None:
+def test_a_model_with_a_template_gets_conversations():
     found = read_categories("all", True)
     assert len(found) == len(read_chats()) and all(request.messages for request in found)
     names = list(dict.fromkeys(request.category for request in found))
@@ -128,19 +125,19 @@ def test_a_model_with_a_template_gets_conversations() -> None:
 
 
 @pytest.mark.parametrize(("names", "has_template"), [("code,json", False), ("maths,code", True)])
-def test_limits_count_within_a_category(names: str, has_template: bool) -> None:
+def test_limits_count_within_a_category(names, has_template):
     found = read_categories(names, has_template, 2)
     first, second = sorted(names.split(","))
     assert [request.category for request in found] == [first, first, second, second]
 
 
 @pytest.mark.parametrize("given", [(), ("--prompts", "x", "--categories", "all")])
-def test_prompts_are_of_one_source(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_of_one_source(given, capsys):
     assert main(["bench", "bundle", *given]) == 2
     assert "give either --prompts or --categories" in capsys.readouterr().err
 
 
-def test_lengths_leave_room_for_the_new_tokens() -> None:
+def test_lengths_leave_room_for_the_new_tokens():
     assert read_lengths(None, 64, 16) == []
     assert read_lengths("32, 8,8", 64, 16) == [8, 32]
     for text in ("49", "0", "a", "", "-3"):
@@ -148,7 +145,7 @@ def test_lengths_leave_room_for_the_new_tokens() -> None:
             read_lengths(text, 64, 16)
 
 
-def test_a_file_of_prompts_may_have_categories(tmp_path: Path) -> None:
+def test_a_file_of_prompts_may_have_categories(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ({"prompt": "x", "category": "mine"}, {"prompt": "y"})))
     assert [request.category for request in read_requests(path)] == ["mine", None]
@@ -170,7 +167,7 @@ def one_result(total_s: float) -> dict[str, Any]:
             "num_accepted": 25, "outside_s": 0.001, "peak_rss_bytes": 1}  # fmt: skip
 
 
-def test_every_mode_is_a_row_and_nothing_is_cut_in_80_columns() -> None:
+def test_every_mode_is_a_row_and_nothing_is_cut_in_80_columns():
     names = ("plain", "speculative", "transformers", "transformers-assisted", "draft_model plain", "ngram speculative")
     report = report_of(names, ["copy-edit", "json"])
     out = io.StringIO()

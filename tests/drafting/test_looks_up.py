@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods that find drafts in the text say so: the certificate gives them texts that repeat."""
 
-from typing import Any
-
 import pytest
 
 from speccompile.core.jobs import MethodContext
@@ -22,7 +20,7 @@ LOOKUPS = [{"method": "ngram"}, {"method": "suffix"}]
         ("none", {}, False),
     ],
 )
-def test_methods_say_whether_they_find_drafts_in_the_text(name: str, fields: dict[str, Any], expected: bool) -> None:
+def test_methods_say_whether_they_find_drafts_in_the_text(name, fields, expected):
     made = method(name)
     proposer = made.make_proposer(made.Config(**fields), {}, MethodContext(2, 512, 15, {}))
     assert looks_up(proposer) is expected

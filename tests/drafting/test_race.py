@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts of sequences that sample are those that do best in the target's race."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,7 +32,7 @@ def dists_of(start: int, params: list[SamplingParams]) -> tuple[np.ndarray, np.n
 
 
 @pytest.mark.parametrize("is_warped", [False, True])
-def test_a_draft_equal_to_the_target_wins_its_race(is_warped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_equal_to_the_target_wins_its_race(is_warped, monkeypatch):
     monkeypatch.setattr(module, "SHARPNESS", 1.0)
     for start in range(60):
         batch = batch_of(PARAMS, start)
@@ -49,7 +47,7 @@ def test_a_draft_equal_to_the_target_wins_its_race(is_warped: bool, monkeypatch:
         assert (np.diff(sure[[0, 2]], axis=-1) <= 0).all() and np.allclose(sure[[0, 2]].sum(-1), 1, atol=1e-5)
 
 
-def test_siblings_are_those_that_finish_next() -> None:
+def test_siblings_are_those_that_finish_next():
     draws = race_draws(np.arange(3, dtype=np.uint64), np.array([[9]] * 3))[:, 0]
     plain, _ = dists_of(3, [PARAMS[0]] * 3)
     order = np.argsort(-plain, axis=-1, kind="stable")
@@ -62,7 +60,7 @@ def test_siblings_are_those_that_finish_next() -> None:
 
 
 @pytest.mark.parametrize("has_map", [False, True])
-def test_the_drafts_own_distribution_races_where_it_is_given(has_map: bool) -> None:
+def test_the_drafts_own_distribution_races_where_it_is_given(has_map):
     d2t = np.random.default_rng(0).permutation(VOCAB) if has_map else None
     for start in range(20):
         batch, (plain, warped) = batch_of(PARAMS, start), dists_of(start, PARAMS)
@@ -78,7 +76,7 @@ def test_the_drafts_own_distribution_races_where_it_is_given(has_map: bool) -> N
 
 
 @pytest.mark.parametrize("num", [1, 3, VOCAB - 1])
-def test_as_many_come_back_as_there_were_candidates_and_these_are_the_first(num: int) -> None:
+def test_as_many_come_back_as_there_were_candidates_and_these_are_the_first(num):
     batch, (plain, warped) = batch_of(PARAMS, 5), dists_of(5, PARAMS)
     best = np.argsort(-plain, axis=-1, kind="stable")[..., :num]
     outputs = {CANDIDATES: best, CANDIDATE_PROBS: np.take_along_axis(plain, best, axis=-1), NODE_PROBS: warped}
@@ -93,7 +91,7 @@ def test_as_many_come_back_as_there_were_candidates_and_these_are_the_first(num:
     assert tokens.shape == sure.shape == (3, 1, num) and tokens[1].tolist() == best[1].tolist()
 
 
-def test_one_candidate_without_a_distribution_is_left_as_it_is() -> None:
+def test_one_candidate_without_a_distribution_is_left_as_it_is():
     tokens, sure = np.array([[[3]]]), np.float32([[[0.4]]])
     made = order_candidates(batch_of(PARAMS[:1], 0), 1, tokens, sure)  # type: ignore[arg-type]
     assert made[0] is tokens and made[1] is sure

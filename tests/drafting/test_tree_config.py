@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ class Config(TreeFields):
     num: int = 3
 
 
-def test_recipe_values_become_shapes() -> None:
+def test_recipe_values_become_shapes():
     assert Config("m").tree == "chain" and not Config("m").has_tree and Config("m").shape is None
     grown = Config("m", tree="auto", num_candidates=5)
     assert grown.has_tree and grown.shape is None and grown.candidates_needed == 5 and grown.num_tree_drafts == 0
@@ -31,7 +30,7 @@ def test_recipe_values_become_shapes() -> None:
 
 
 @pytest.mark.parametrize("tree", ["chain", "auto", {"widths": [2, 1]}, [[0], [1], [1, 0]]])
-def test_fields_survive_json(tree: object) -> None:
+def test_fields_survive_json(tree):
     config = Config("m", tree=tree, tree_width=2)
     assert Config(**json.loads(json.dumps(asdict(config)))) == config
     assert hash(config) == hash(Config("m", tree=tree, tree_width=2))
@@ -52,12 +51,12 @@ def test_fields_survive_json(tree: object) -> None:
         ({"widths": [65]}, "got rank 64; expected ranks below 64"),
     ],
 )
-def test_values_that_are_no_tree_are_refused(tree: object, said: str) -> None:
+def test_values_that_are_no_tree_are_refused(tree, said):
     with pytest.raises(RecipeError, match=rf"speculator\.tree: .*{said}"):
         Config("m", tree=tree)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tree_width", 0), ("tree_depth", 65), ("num_candidates", 0)])
-def test_bounds_are_checked(name: str, value: int) -> None:
+def test_bounds_are_checked(name, value):
     with pytest.raises(RecipeError, match=rf"speculator\.{name}: got {value}; expected 1 to 64"):
         Config("m", **{name: value})

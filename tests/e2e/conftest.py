@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles that the end-to-end tests share: built once a session, through the whole pipeline."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A target that drafts for itself in 4 bits, on caches, latent caches and recurrent states: the text is its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +81,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("fields", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_equals_plain_decoding(engines: Any, family: str, fields: dict[str, Any]) -> None:
+def test_text_equals_plain_decoding(engines, family, fields):
     """Greedy and, where no text may depend on drafts, sampled; to the end of the cache."""
     target, draft = engines(family)
     if fields is TREE and target.states is not None and not target.states.scores_trees:
@@ -100,7 +98,7 @@ def test_text_equals_plain_decoding(engines: Any, family: str, fields: dict[str,
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_drafts_of_recurrent_layers_are_those_of_a_fresh_prompt(engines: Any, family: str) -> None:
+def test_drafts_of_recurrent_layers_are_those_of_a_fresh_prompt(engines, family):
     """The states that a draft begins with are the target's, whatever was drafted and refused before."""
     engine, found = engine_of(engines(family), **CHAIN), {}
     propose = engine.proposer.propose
@@ -123,7 +121,7 @@ def test_drafts_of_recurrent_layers_are_those_of_a_fresh_prompt(engines: Any, fa
     assert [text for text in both if found[text] != later[text]] == []
 
 
-def test_a_draft_that_begins_with_old_states_drafts_other_tokens(engines: Any) -> None:
+def test_a_draft_that_begins_with_old_states_drafts_other_tokens(engines):
     """The check above fails where the states are not copied."""
     target, draft = engines("qwen3_5_text")
     engine = engine_of((target, draft), **CHAIN)
@@ -138,7 +136,7 @@ def test_a_draft_that_begins_with_old_states_drafts_other_tokens(engines: Any) -
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
-def test_the_reference_backend_drafts_as_well(engines: Any, family: str) -> None:
+def test_the_reference_backend_drafts_as_well(engines, family):
     """There the draft has the target's own weights: every draft is accepted."""
     engine = engine_of(engines(family, "reference"), **CHAIN)
     asked = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -148,7 +146,7 @@ def test_the_reference_backend_drafts_as_well(engines: Any, family: str) -> None
         assert result.stats["num_accepted"] >= result.stats["num_draft_tokens"] - 3 > 0
 
 
-def test_states_of_an_engine_without_an_owner_stay_as_they_are(engines: Any) -> None:
+def test_states_of_an_engine_without_an_owner_stay_as_they_are(engines):
     """A probe runs a draft alone."""
     _, draft = engines("qwen3_5_text")
     owner, draft.states.owner = draft.states.owner, None

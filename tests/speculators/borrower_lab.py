@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts on the target's caches must keep: the target's greedy text and its distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A target of a few thousand parameters, text of its words, and recipes that train on them in a second."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of conversations that the target answers, and runs on conversations in either stage."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

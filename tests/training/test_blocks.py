@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block drafters under training: one text learnt by heart, the exported graph's numbers, and what is written."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

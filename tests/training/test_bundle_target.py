@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of the target's bundle: those of its weights where it keeps them, and others where it rounds them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint of a run: read back unchanged, and a full disk is a BuildError that leaves no partial file."""
 
-from __future__ import annotations
-
 import resource
 import signal
 

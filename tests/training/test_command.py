@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """speccompile train on the command line: results, and recipes that cannot be trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -21,7 +19,7 @@ pytest.importorskip("tensorboard")
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
+def test_the_command_trains_and_measures(write_recipe, folder, capsys):
     recipe, output = write_recipe("mlp", "command", steps=4), folder / "elsewhere"
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "w3 w4 w5"}\n{"prompt_ids": [7, 8]}\n{"prompt": "w9"}\n')
@@ -43,7 +41,7 @@ def test_the_command_trains_and_measures(write_recipe, folder: Path, capsys):
     assert f"go on from the checkpoint in {output}.run, plain 4/4" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_written_is_named(write_recipe, folder: Path, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_written_is_named(write_recipe, folder, monkeypatch, capsys):
     (folder / "file").write_text("mine")
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(folder / "file"))
     assert main(["train", str(write_recipe("mlp", "uncached", steps=1))]) == 6
@@ -128,7 +126,7 @@ def test_prompts_need_room(write_recipe):
         resolve_training(load_recipe(write_recipe("medusa", "refused"), settings))
 
 
-def test_a_recipe_without_the_section_says_so(tmp_path: Path, target: Path):
+def test_a_recipe_without_the_section_says_so(tmp_path, target):
     recipe = tmp_path / "plain.yaml"
     recipe.write_text(f"target: {{model: {target}}}\n")
     with pytest.raises(RecipeError, match="no such section"):
@@ -136,7 +134,7 @@ def test_a_recipe_without_the_section_says_so(tmp_path: Path, target: Path):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/train/*.yaml")), ids=lambda p: p.stem)
-def test_every_training_recipe_resolves(path: Path):
+def test_every_training_recipe_resolves(path):
     plan = resolve_training(load_recipe(path))
     assert plan.section.method == plan.method.name and registry.method(plan.method.name).trainer
     ignored = (ROOT / ".gitignore").read_text().splitlines()

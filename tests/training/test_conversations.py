@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as rows: which tokens are learned, how rows are cut, and that nothing else is in the loss."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which text is trained on, which is held out, and how it becomes windows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -45,7 +43,7 @@ def test_no_window_mixes_the_splits(text):
         assert windows[split].is_label.all()
 
 
-def test_windows_come_back_from_the_disk(tmp_path: Path):
+def test_windows_come_back_from_the_disk(tmp_path):
     tokens = np.arange(1300 * 4, dtype=np.int32).reshape(1300, 4)
     rows = Rows(tokens, tokens % 3 == 0)
     made = write_windows(tmp_path / "w", {TRAIN: rows, HELD_OUT: rows.taken(slice(3))})
@@ -59,7 +57,7 @@ def test_windows_come_back_from_the_disk(tmp_path: Path):
     assert open_windows(tmp_path / "none") is None
 
 
-def test_python_sources_leave_out_what_must_not_be_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_python_sources_leave_out_what_must_not_be_trained_on(tmp_path, monkeypatch):
     good = "import os\n" + "x = 1\n" * 100
     files = {
         "good.py": good, "copy.py": good, "short.py": "x = 1\n", "long.py": good * 400,
@@ -76,7 +74,7 @@ def test_python_sources_leave_out_what_must_not_be_trained_on(tmp_path: Path, mo
     assert document.text == good and document.digest == hashlib.sha256(good.encode()).hexdigest()
 
 
-def test_a_line_of_a_file_is_a_document(tmp_path: Path):
+def test_a_line_of_a_file_is_a_document(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n{"text": "one"}\n')
     (tmp_path / "b.txt").write_text("three\nfour")
     sources = find_sources([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")], python_sources=False)
@@ -97,7 +95,7 @@ def test_a_line_of_a_file_is_a_document(tmp_path: Path):
         ("a.csv", "x", "a.csv"),
     ],
 )
-def test_text_that_cannot_be_read_is_named(tmp_path: Path, name: str, body: str, got: str):
+def test_text_that_cannot_be_read_is_named(tmp_path, name, body, got):
     (tmp_path / name).write_text(body)
     with pytest.raises(RecipeError) as caught:
         find_sources([str(tmp_path / name)], python_sources=False)

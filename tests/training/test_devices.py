@@ -5,8 +5,6 @@ Where a tensor is made without a device it lands on `meta`, and the first operat
 draws on the CPU says so and moves what it drew.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

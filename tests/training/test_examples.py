@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The speculators in examples/ are what their recipes train."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused loss against plain autograd, and what is counted as a hit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

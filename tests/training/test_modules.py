@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction modules under training, over layers of several architectures; what is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

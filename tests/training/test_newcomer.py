@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A newcomer's way: conversations in JSONL, then `train`, `build`, `serve`, and an answer with accepted drafts."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -50,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_train_build_serve(here: Path):
+def test_train_build_serve(here):
     with store.cheap_measurements():
         assert main(["train", "train.yaml"]) == 0
         sizes = ["engine.max_seq_len=60", "engine.max_draft_nodes=4", "engine.threads=1"]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """P-EAGLE under training: its numbers are numpy's from the written file, which the doctor takes and converts."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs: their files, a stopped run that resumes exactly, several processes that agree with one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every trainable: teacher forcing equals step by step, its file is read back, its loss falls."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of every method's graphs build without a GPU: one row a method (tests/method_rows.py)."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
