@@ -239,12 +239,10 @@ class TreeGrower:
             start = trees.add(scored, tokens, acceptance_probs(factors, sure), most, floor)
             ranked = trees.ranked(most)
             gains: list[float] = ranked.sum(axis=0).tolist()
-            frontier = trees.paths[:, start : start + budget.width] * (last_depths >= depth)[:, None]
-            if ranked.shape[1] == most:  # what comes after others would not be scored
-                frontier[frontier < ranked[:, -1:]] = 0
-            if not budget.goes_on(gains, num_slots, depth, float(frontier.sum()), width):
+            can_grow = (last_depths >= depth).tolist()
+            nodes, reach = trees.frontier(start, budget.width, can_grow, ranked[:, most - 1 :].tolist())
+            if not budget.goes_on(gains, num_slots, depth, reach, width):
                 return gains
-            nodes = [range(start, start + num) for num in np.count_nonzero(frontier, axis=1).tolist()]
             parents = trees.parents[:, : trees.num_nodes]
             level, scored = make_expansion(depth, trees.tokens, parents, nodes, self._layout, warp)
             outputs, depth, width = self.scorer.expand(batch, level), depth + 1, level.tokens.shape[1]

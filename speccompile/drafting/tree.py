@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,15 +56,18 @@ class DraftTrees:
         Returns:
             The first new node.
         """
-        slots, shape = self._slots, (len(self._slots), -1)
-        paths = (self.paths[slots, parents][:, :, None] * probs).reshape(shape)
+        num_slots, num_parents, num = tokens.shape
+        paths = (self.paths[self._slots, parents][:, :, None] * probs).reshape(num_slots, -1)
         paths = np.where(paths >= max(floor, LEAST), paths, 0)  # also where a sequence takes no part and has NaN
         order = (-paths).argsort(axis=1, kind="stable")[:, :most]
         start, self.num_nodes = self.num_nodes, self.num_nodes + order.shape[1]
-        new, column = slice(start, self.num_nodes), order // tokens.shape[2]
-        self.paths[:, new], self.probs[:, new] = paths[slots, order], probs.reshape(shape)[slots, order]
-        self.tokens[:, new] = tokens.reshape(shape)[slots, order]
-        self.parents[:, new], self.ranks[:, new] = parents[slots, column], order - column * tokens.shape[2]
+        new, flat = slice(start, self.num_nodes), order + self._slots * (num_parents * num)
+        self.paths[:, new], self.probs[:, new] = paths.take(flat), probs.take(flat)
+        self.tokens[:, new], self.parents[:, new], self.ranks[:, new] = (
+            tokens.take(flat),
+            parents.take(flat // num),
+            order % num,
+        )
         return start
 
     def put(
@@ -103,6 +106,27 @@ class DraftTrees:
         gains: list[float] = self.ranked(most).sum(axis=0).tolist()
         return gains
 
+    def frontier(
+        self, start: int, width: int, can_grow: Sequence[bool], least: Sequence[Sequence[float]]
+    ) -> tuple[list[list[int]], float]:
+        """Returns by slot the nodes of the last level to expand, and the sum of their probabilities.
+
+        Args:
+            start: the first node of the level.
+            width: of a sequence, at most.
+            can_grow: by slot; False: none of its nodes is expanded.
+            least: by slot, what its path must have at least so that a child could be scored; empty: no bound.
+        """
+        frontiers, reach = [], 0.0
+        for slot, paths in enumerate(self.paths[:, start : min(start + width, self.num_nodes)].tolist()):
+            nodes, bound = list[int](), max(least[slot], default=0.0)
+            for node, path in enumerate(paths if can_grow[slot] else (), start):
+                if path > 0 and path >= bound:
+                    nodes.append(node)
+                    reach += path
+            frontiers.append(nodes)
+        return frontiers, reach
+
     def count(self, slot: int) -> int:
         """Returns the number of candidates of a sequence."""
         return int(np.count_nonzero(self.paths[slot])) - 1
@@ -122,10 +146,11 @@ class DraftTrees:
         target's cache. Then the others by index; siblings keep their order.
         """
         order = (-self.paths[:, 1 : self.num_nodes]).argsort(axis=1, kind="stable")[:, :num] + 1
-        exists, kept = self.paths[self._slots, order] > 0, []
+        exists, parents = (self.paths[self._slots, order] > 0).tolist(), self.parents[:, : self.num_nodes].tolist()
+        kept = []
         for slot, nodes in enumerate(order.tolist()):
-            chosen = sorted(itertools.compress(nodes, exists[slot].tolist()))
-            kept.append(_first_path_first(chosen, self.parents[slot, : self.num_nodes].tolist()))
+            chosen = sorted(itertools.compress(nodes, exists[slot]))
+            kept.append(_first_path_first(chosen, parents[slot]))
         return self.tree_of(kept), kept
 
     def tree_of(self, kept: Sequence[Sequence[int]], draft_probs: Floats | None = None) -> TokenTree:
@@ -135,20 +160,26 @@ class DraftTrees:
             kept: by slot, the candidate of each node, parents before their children.
             draft_probs: [slots, nodes, vocab] by candidate, of a drawn tree: it is no chain, even if it looks like one.
         """
-        num_nodes = np.array(list(map(len, kept)), dtype=np.int64)
-        tokens: Ints = np.zeros((len(kept), int(num_nodes.max())), dtype=np.int64)
-        parents: Ints = np.full(tokens.shape, -1, dtype=np.int64)
-        probs = None if draft_probs is None else np.zeros((*tokens.shape, draft_probs.shape[2]), dtype=np.float32)
-        is_chain = probs is None
+        nums = list(map(len, kept))
+        size, num_nodes = max(nums), np.array(nums, dtype=np.int64)
+        known, above = self.tokens.tolist(), self.parents.tolist()
+        tokens, parents, is_chain = list[list[int]](), list[list[int]](), draft_probs is None
         for slot, chosen in enumerate(kept):
-            above, node_of = self.parents[slot, chosen[1:]].tolist(), dict(zip(chosen, range(len(chosen)), strict=True))
-            tokens[slot, : len(chosen)] = self.tokens[slot, chosen]
-            links = list(map(node_of.__getitem__, above))
-            parents[slot, 1 : len(chosen)] = links
+            node_of = dict(zip(chosen, range(size), strict=False))
+            links = list(map(node_of.__getitem__, map(above[slot].__getitem__, chosen[1:])))
+            missing = size - len(chosen)
+            tokens.append([*map(known[slot].__getitem__, chosen), *[0] * missing])
+            parents.append([-1, *links, *[-1] * missing])
             is_chain = is_chain and links == list(range(len(links)))
-            if probs is not None and draft_probs is not None:
-                probs[slot, : len(chosen)] = draft_probs[slot, chosen]
-        return TokenTree.chain(tokens, num_nodes) if is_chain else TokenTree(tokens, parents, num_nodes, probs)
+        if is_chain:
+            return TokenTree.chain(np.array(tokens, dtype=np.int64), num_nodes)
+        made = TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), num_nodes)
+        if draft_probs is None:
+            return made
+        probs = np.zeros((*made.tokens.shape, draft_probs.shape[2]), dtype=np.float32)
+        for slot, chosen in enumerate(kept):
+            probs[slot, : len(chosen)] = draft_probs[slot, chosen]
+        return replace(made, draft_probs=probs)
 
 
 def _first_path_first(chosen: Sequence[int], parents: Sequence[int]) -> list[int]:
@@ -272,9 +303,7 @@ def make_expansion(
         fed, taken = layout.plan(slot, links[slot], frontier)
         plans.append((fed, taken))
         width, num_scored = max(width, len(fed)), max(num_scored, len(taken))
-    scored: Ints = np.full((len(plans), num_scored), -1, dtype=np.int64)
-    fed_nodes, scored_columns = np.zeros((len(plans), width), dtype=np.int64), np.zeros(scored.shape, dtype=np.int64)
-    bits, above = [], []
+    fed_tokens, scored, columns, bits, above = [], [], [], list[int](), []
     for slot, (fed, taken) in enumerate(plans):
         at: dict[int, int] = {}
         seen: list[int] = []
@@ -285,20 +314,20 @@ def make_expansion(
         for column in range(len(fed), width):
             seen.append(1 << column)
         bits += seen
-        fed_nodes[slot, : len(fed)], scored[slot, : len(taken)] = fed, taken
-        scored_columns[slot, : len(taken)] = list(map(at.__getitem__, taken))
-    slots = np.arange(len(plans))[:, None]
+        fed_tokens.append(tokens[slot, fed].tolist() + [0] * (width - len(fed)))
+        scored.append(taken + [-1] * (num_scored - len(taken)))
+        columns.append(list(map(at.__getitem__, taken)) + [0] * (num_scored - len(taken)))
     level = Expansion(
         depth,
-        np.where(fed_nodes > 0, tokens[slots, fed_nodes], 0),
+        np.array(fed_tokens, dtype=np.int64),
         mask_from_bits(bits, width).reshape(len(plans), width, width),
-        scored_columns,
+        np.array(columns, dtype=np.int64),
         list(map(len, layout.chains)),
         [fed for fed, _ in plans],
         above,
         warp,
     )
-    return level, scored
+    return level, np.array(scored, dtype=np.int64)
 
 
 def padding_mask(lengths: Ints, counts: Sequence[int], width: int, max_seq_len: int) -> Bools:
