@@ -298,13 +298,14 @@ def make_expansion(
         tokens, parents: those of the trees, [slots, nodes] int64.
         frontiers: by slot, see `DraftLayout.plan`; empty: the slot takes no part.
     """
-    plans, links, width, num_scored = [], parents.tolist(), 0, 0
+    feds, takens, links, width, num_scored = [], [], parents.tolist(), 0, 0
     for slot, frontier in enumerate(frontiers):
         fed, taken = layout.plan(slot, links[slot], frontier)
-        plans.append((fed, taken))
+        feds.append(fed)
+        takens.append(taken)
         width, num_scored = max(width, len(fed)), max(num_scored, len(taken))
     fed_tokens, scored, columns, bits, above = [], [], [], list[int](), []
-    for slot, (fed, taken) in enumerate(plans):
+    for slot, (fed, taken) in enumerate(zip(feds, takens, strict=True)):
         at: dict[int, int] = {}
         seen: list[int] = []
         above.append(list(map(links[slot].__getitem__, fed)))
@@ -320,10 +321,10 @@ def make_expansion(
     level = Expansion(
         depth,
         np.array(fed_tokens, dtype=np.int64),
-        mask_from_bits(bits, width).reshape(len(plans), width, width),
+        mask_from_bits(bits, width).reshape(len(feds), width, width),
         np.array(columns, dtype=np.int64),
         list(map(len, layout.chains)),
-        [fed for fed, _ in plans],
+        feds,
         above,
         warp,
     )
