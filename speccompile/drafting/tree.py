@@ -113,7 +113,7 @@ class DraftTrees:
 
         Args:
             start: the first node of the level.
-            width: of a sequence, at most.
+            width: nodes that each sequence expands, at most.
             can_grow: by slot; False: none of its nodes is expanded.
             least: by slot, what its path must have at least so that a child could be scored; empty: no bound.
         """
