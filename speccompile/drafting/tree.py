@@ -112,7 +112,6 @@ class DraftTrees:
         """Returns by slot the nodes of the last level to expand, and the sum of their probabilities.
 
         Args:
-            start: the first node of the level.
             width: nodes that each sequence expands, at most.
             can_grow: by slot; False: none of its nodes is expanded.
             least: by slot, what its path must have at least so that a child could be scored; empty: no bound.
