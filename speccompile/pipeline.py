@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from speccompile.bundle.graphs import (
     Graph,
     compile_graph,
     compile_options,
+    export_graph,
     find_graph,
     needed_jobs,
+    open_source,
     tune_graph,
 )
 from speccompile.bundle.manifest import write_bundle_files
@@ -30,13 +32,42 @@ from speccompile.common.cache_root import make_cache_folder
 from speccompile.core import registry
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import RecipeError
-from speccompile.recipe.plan import VISION, BuildPlan
+from speccompile.recipe.plan import TARGET, VISION, BuildPlan
 
 ROLLBACK = "rollback"
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What was done of a build before its key is known.
+
+    Args:
+        exported: see `BuildContext`.
+    """
+
+    log: StageLog
+    exported: dict[str, Any] = field(default_factory=dict)
+
+
+def begin(plan: BuildPlan, progress: Progress = lambda stage: None) -> Beginning:
+    """Begins what the backend makes once for this machine; while that takes its time, the target is exported.
+
+    The keys of graphs depend on the kernels, so that nothing can be looked for in a cache before these are there.
+    """
+    made, backend = Beginning(StageLog(progress)), registry.backend(plan.engine.backend, plan.engine.device)
+    _check_device(plan, backend)
+    if not backend.begin():
+        plan = complete_plan(plan)
+        made.exported[TARGET] = export_graph(TARGET, open_source(plan, plan.target, None), made.log)
+    return made
+
+
 def build(
-    plan: BuildPlan, dest: Path | str, progress: Progress = lambda stage: None, cache: StageCache | None = None
+    plan: BuildPlan,
+    dest: Path | str,
+    progress: Progress = lambda stage: None,
+    cache: StageCache | None = None,
+    beginning: Beginning | None = None,
 ) -> Bundle:
     """Build the bundle of `plan`; `dest` is replaced atomically.
 
@@ -46,18 +77,19 @@ def build(
         dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
         cache: source of stages whose inputs did not change; the user's cache by default.
+        beginning: of `begin` with the same plan, where that was called.
     """
-    log = StageLog(progress)
     cache = StageCache(make_cache_folder()) if cache is None else cache
-    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
-    _check_device(plan, backend)
     claim = claim_folder(Path(dest), BUNDLE)
     with staged_folder(claim.path, claim.hold) as folder:
+        begun = begin(plan, progress) if beginning is None else beginning
+        log = begun.log
+        backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
         with log.stage("prepare kernels"):
             backend.prepare()
         with log.stage("check checkpoints"):
             plan = complete_plan(plan)
-            context = BuildContext(plan, backend, cache, log)
+            context = BuildContext(plan, backend, cache, log, begun.exported)
             graphs = _check_checkpoints(context)
         graphs_folder = folder / "graphs"
         graphs_folder.mkdir()

@@ -30,7 +30,7 @@ from speccompile.checkpoints.gguf.header import is_gguf
 from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.core import registry
 from speccompile.errors import BundleError, RecipeError
-from speccompile.pipeline import build
+from speccompile.pipeline import begin, build
 from speccompile.recipe import BuildPlan, find_device, load_recipe, resolve
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
 from speccompile.recipe.speculative_config import check_model, section_from_config
@@ -134,6 +134,7 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
         check_source(source)
         return Prepared(Path(source), Path(source).resolve().name)
     plan = plan_from_source(source, options or ModelOptions())
+    begun = begin(plan, progress)
     entry = cache_root() / BUNDLES / key_of(plan)
     path = Path(source)
     name = (path.resolve().name if path.is_dir() else path.stem) if path.exists() else source
@@ -144,7 +145,7 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
     with _locked(root / f".{entry.name}.lock", lambda: progress("wait for another process that builds the same")):
         if not _is_whole(entry):
             shutil.rmtree(entry, ignore_errors=True)
-            build(plan, entry, progress, StageCache(make_cache_folder()))
+            build(plan, entry, progress, StageCache(make_cache_folder()), begun)
     return found
 
 

@@ -124,8 +124,16 @@ class Backend(ABC):
         del stored, model_type, options
         return self.dtypes[0]
 
+    def begin(self) -> bool:
+        """Begins to make what a machine needs once to build with it, as kernels for its CPU; by default nothing.
+
+        Returns:
+            Whether all is there, so that `prepare` need not wait.
+        """
+        return True
+
     def prepare(self) -> None:
-        """Makes what a machine needs once to build with it, as kernels for its CPU; by default nothing."""
+        """Waits for what `begin` began."""
         return
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:

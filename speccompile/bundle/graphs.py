@@ -51,12 +51,17 @@ NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every stage of one build reads."""
+    """What every stage of one build reads.
+
+    Args:
+        exported: neutral graphs and sizes by the names of jobs, of those that were exported ahead.
+    """
 
     plan: BuildPlan
     backend: Backend
     cache: StageCache
     log: StageLog
+    exported: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -198,8 +203,7 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
     name, plan, log = graph.job.name, context.plan, context.log
 
     def make(dest: Path) -> None:
-        with log.stage(f"export {name}"):
-            model, dims = _export(graph.source, log)
+        model, dims = context.exported.pop(name, None) or export_graph(name, graph.source, log)
         with log.stage(f"compile {name}") as stage:
             options = compile_options(plan, graph.max_rows, graph.spec.rows_written_ahead)
             grids = open_files(graph.source.folder) if graph.job.quantization == STORED else None
@@ -266,9 +270,10 @@ def tune_graph(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, A
     return tuning
 
 
-def _export(source: GraphSource, log: StageLog) -> Any:
+def export_graph(name: str, source: GraphSource, log: StageLog) -> Any:
     try:
-        return source.export(log.step)
+        with log.stage(f"export {name}"):
+            return source.export(log.step)
     except ModuleNotFoundError as fault:
         if (fault.name or "").startswith("speccompile"):
             raise

@@ -121,10 +121,10 @@ def onnxruntime_table(
         MIX_ROWS,
         *experts,
         FLAT_LINEARS,
+        TIE_EMBEDDING,  # a head that is merged with another linear is no table any more
         MERGE_LINEARS,
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
-        TIE_EMBEDDING,
         *attached,
         *forms[form],
         SHARE_COMMON,

@@ -33,9 +33,9 @@ WRONG = 'extern "C" __attribute__((visibility("default"))) void* RegisterCustomO
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """A process that has not looked for the library yet."""
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
     yield
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
 
 
 def test_the_switch_turns_the_library_off(monkeypatch):
@@ -60,7 +60,7 @@ def test_without_compiler_or_sources_there_is_none(missing, monkeypatch, caplog)
 def test_a_compiled_library_is_kept_and_tried_once(monkeypatch):
     found = library()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a child process"))
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
     assert kernel_library.find_library() == found
     assert kernel_library.register_kernels(ort.SessionOptions())
 
@@ -79,7 +79,7 @@ def test_a_library_that_crashes_or_has_no_kernels_is_not_used(source, expected, 
     assert expected in caplog.text
     # The result is kept: the next process does not try again.
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
     assert kernel_library.find_library() is None
 
 
@@ -113,7 +113,7 @@ def test_a_library_that_others_could_write_or_that_was_damaged_is_compiled_anew(
     assert made is not None
     made.write_bytes(damage)
     made.chmod(mode)
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
     assert kernel_library.find_library() == made and made.read_bytes() == b"compiled"
 
 
@@ -154,7 +154,7 @@ def test_the_best_library_of_a_wheel_is_used_where_the_cpu_has_its_instructions(
             monkeypatch.setattr(kernel_library, "_compiled", lambda: (None, "no C++ compiler"))
         else:
             monkeypatch.setattr(kernel_library, "_compiled", lambda: (wheel / "compiled.so", ""))
-        kernel_library.find_library.cache_clear()
+        kernel_library.begin_search.cache_clear()
         assert kernel_library.find_library() == wheel / f"{expected}.so"
 
 
@@ -165,7 +165,7 @@ def test_a_library_that_fails_gives_way_to_the_next(wheel, monkeypatch):
     monkeypatch.setattr(kernel_library, "fault_of", lambda path: "no" if path.stem in failing else None)
     assert kernel_library.find_library() == wheel / "compiled.so"
     failing.add("compiled")
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
     assert kernel_library.find_library() == wheel / f"{lesser.name}.so"
 
 

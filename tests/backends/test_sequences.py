@@ -56,12 +56,12 @@ def test_a_session_without_the_library_opens_the_graph_with_bodies(copied, monke
     path, _ = copied
     sequences_path(path).write_bytes(b"no graph")
     monkeypatch.setenv(kernel_library.SWITCH, "off")
-    kernel_library.find_library.cache_clear()
+    kernel_library.begin_search.cache_clear()
     try:
         open_session(path, {"threads": 1})
         assert sequences.write_sequences(path) == 0
     finally:
-        kernel_library.find_library.cache_clear()
+        kernel_library.begin_search.cache_clear()
 
 
 def test_a_full_disk_is_a_build_error(copied, monkeypatch):

@@ -102,6 +102,13 @@ class OnnxRuntimeBackend(Backend):
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
+    def begin(self) -> bool:
+        from speccompile.backends.onnxruntime.kernel_library import begin_search, is_compiled
+
+        is_there = is_compiled()
+        begin_search()
+        return is_there
+
     def prepare(self) -> None:
         from speccompile.backends.onnxruntime.kernel_library import find_library
 

@@ -95,7 +95,9 @@ def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[s
             jobs = [(*flags, "-c", str(file), "-o", str(part)) for file, part in zip(files, objects, strict=True)]
             made = Path(scratch) / dest.name
             link = (*flags, "-shared", *map(str, objects), "-o", str(made))
-            fault = next(filter(None, pool.map(_run, jobs)), None) or _run(link)
+            fault = next(filter(None, pool.map(_run, jobs)), None)
+            pool.shutdown(cancel_futures=True)  # after a fault the others' work is of no use
+            fault = fault or _run(link)
             if fault is None:
                 made.chmod(0o600)
                 made.replace(dest)

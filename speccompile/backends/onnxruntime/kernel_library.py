@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import onnxruntime as ort
@@ -117,17 +118,39 @@ def _compiled() -> tuple[Path | None, str]:
     sources, compiler = find_sources(), find_compiler()
     if sources is None or compiler is None:
         return None, "no C++ compiler" if sources else "no kernel sources"
-    target = native_flags()
-    parts = (sources_digest(sources), compiler, *FLAGS, *target, platform.machine(), *sorted(cpu_features()))
-    name = f"cpu-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
-    path = code_file(name)
-    if not path.exists() or _is_changed(path):
+    path = _path_of(sources, compiler)
+    if not _is_kept(path):
         _log.info("compiling the CPU kernels into %s", path)
         tell("compile the CPU kernels")
-        fault = compile_library(sources, path, compiler, target)
+        fault = compile_library(sources, path, compiler, native_flags())
         if fault:
             return None, fault
     return path, ""
+
+
+def _path_of(sources: Path, compiler: str) -> Path:
+    parts = (sources_digest(sources), compiler, *FLAGS, *native_flags(), platform.machine(), *sorted(cpu_features()))
+    return code_file(f"cpu-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so")
+
+
+def _is_kept(path: Path) -> bool:
+    return path.exists() and not _is_changed(path)
+
+
+def is_compiled() -> bool:
+    """Returns whether `find_library` has nothing to compile."""
+    sources, compiler = find_sources(), find_compiler()
+    if _is_off() or sources is None or compiler is None:
+        return True
+    return _has_best(_prebuilt()) or _is_kept(_path_of(sources, compiler))
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH, "").lower() == "off"
+
+
+def _has_best(prebuilt: list[Path]) -> bool:
+    return bool(prebuilt) and prebuilt[0].stem == VARIANTS[0].name
 
 
 def _candidates() -> Iterator[tuple[Path | None, str]]:
@@ -136,7 +159,7 @@ def _candidates() -> Iterator[tuple[Path | None, str]]:
     The best variant of a wheel is as fast as one compiled here; a lesser one is for machines without a compiler.
     """
     prebuilt = _prebuilt()
-    is_best = bool(prebuilt) and prebuilt[0].stem == VARIANTS[0].name
+    is_best = _has_best(prebuilt)
     if is_best:
         yield prebuilt[0], ""
     yield _compiled()
@@ -144,10 +167,22 @@ def _candidates() -> Iterator[tuple[Path | None, str]]:
         yield file, ""
 
 
-@functools.cache
 def find_library() -> Path | None:
     """Returns the library for this CPU, tried and ready; None where there is none, which is logged once."""
-    if os.environ.get(SWITCH, "").lower() == "off":
+    return begin_search().result()
+
+
+@functools.cache
+def begin_search() -> Future[Path | None]:
+    """Begins to look for the library in a thread, which compiles it where it must; returns its result to come."""
+    pool = ThreadPoolExecutor(1, "kernels")
+    found = pool.submit(_search)
+    pool.shutdown(wait=False)
+    return found
+
+
+def _search() -> Path | None:
+    if _is_off():
         return None
     faults = []
     for path, fault in _candidates():
