@@ -56,7 +56,8 @@ def begin(plan: BuildPlan, progress: Progress = lambda stage: None) -> Beginning
     """
     made, backend = Beginning(StageLog(progress)), registry.backend(plan.engine.backend, plan.engine.device)
     _check_device(plan, backend)
-    if not backend.begin():
+    if not backend.is_ready():
+        backend.prepare(wait=False)
         plan = complete_plan(plan)
         made.exported[TARGET] = export_graph(TARGET, open_source(plan, plan.target, None), made.log)
     return made

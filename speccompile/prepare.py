@@ -135,11 +135,8 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
         return Prepared(Path(source), Path(source).resolve().name)
     plan = plan_from_source(source, options or ModelOptions())
     begun = begin(plan, progress)
-    entry = cache_root() / BUNDLES / key_of(plan)
-    path = Path(source)
-    name = (path.resolve().name if path.is_dir() else path.stem) if path.exists() else source
-    found = Prepared(entry, name, is_kept=True)
-    if _is_whole(entry):
+    found = _entry_of(source, plan)
+    if _is_whole(entry := found.path):
         return found
     root = make_cache_folder(BUNDLES)
     with _locked(root / f".{entry.name}.lock", lambda: progress("wait for another process that builds the same")):
@@ -147,6 +144,21 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
             shutil.rmtree(entry, ignore_errors=True)
             build(plan, entry, progress, StageCache(make_cache_folder()), begun)
     return found
+
+
+def find_prepared(source: str, options: ModelOptions) -> Prepared | None:
+    """Returns the bundle of a model or a recipe that is in the cache; None: it is not, or no kernels are yet."""
+    plan = plan_from_source(source, options)
+    if not registry.backend(plan.engine.backend, plan.engine.device).is_ready():
+        return None
+    found = _entry_of(source, plan)
+    return found if _is_whole(found.path) else None
+
+
+def _entry_of(source: str, plan: BuildPlan) -> Prepared:
+    path = Path(source)
+    name = (path.resolve().name if path.is_dir() else path.stem) if path.exists() else source
+    return Prepared(cache_root() / BUNDLES / key_of(plan), name, is_kept=True)
 
 
 def key_of(plan: BuildPlan) -> str:

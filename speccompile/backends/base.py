@@ -124,17 +124,17 @@ class Backend(ABC):
         del stored, model_type, options
         return self.dtypes[0]
 
-    def begin(self) -> bool:
-        """Begins to make what a machine needs once to build with it, as kernels for its CPU; by default nothing.
-
-        Returns:
-            Whether all is there, so that `prepare` need not wait.
-        """
+    def is_ready(self) -> bool:
+        """Returns whether `prepare` has nothing to make; True by default."""
         return True
 
-    def prepare(self) -> None:
-        """Waits for what `begin` began."""
-        return
+    def prepare(self, *, wait: bool = True) -> None:
+        """Makes what a machine needs once to build with it, as kernels for its CPU; by default nothing.
+
+        Args:
+            wait: False: it is begun; the next call waits for it.
+        """
+        del wait
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
         """Refuses what cannot be compiled, before anything is exported; by default nothing.

@@ -23,7 +23,9 @@ from speccompile.bundle.format import (
     write_json,
 )
 from speccompile.bundle.stage_cache import StageCache, StageLog
+from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.lora import open_lora
+from speccompile.checkpoints.target_tables import grids_of_tables
 from speccompile.checkpoints.tensor_files import has_grids, open_files
 from speccompile.checkpoints.texts import TextSample
 from speccompile.common.extras import install_command
@@ -35,6 +37,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BuildError, RecipeError
+from speccompile.ops.grid import GridSource
 from speccompile.recipe.plan import TARGET, BuildPlan
 
 _REPORT = "compile.json"
@@ -154,6 +157,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "checkpoint": source.digests(),
         "weights": plan.weights,
         "quantization": job.quantization,
+        "keeps_tables": source.needs_tables and plan.target.quantization == STORED,
         "role": source.role,
         "options": json_from_options(job.options),
         "spec": source.spec().json_from_spec(),
@@ -206,8 +210,7 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
         model, dims = context.exported.pop(name, None) or export_graph(name, graph.source, log)
         with log.stage(f"compile {name}") as stage:
             options = compile_options(plan, graph.max_rows, graph.spec.rows_written_ahead)
-            grids = open_files(graph.source.folder) if graph.job.quantization == STORED else None
-            options = replace(options, sample=graph.sample, grids=grids)
+            options = replace(options, sample=graph.sample, grids=_grids_of(graph, plan))
             job = CompileJob(model, graph.spec, dest, graph.job.quantization, options=options, progress=log.step)
             report = context.backend.compile(job)
             stage.joint_peak_bytes = report.get("peak_rss_bytes", 0)
@@ -229,6 +232,15 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
         rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)
         record["caches"] = {"rows": rows, "slot_bytes": rows * graph.dims.cache_row_bytes}
     return graph, record
+
+
+def _grids_of(graph: Graph, plan: BuildPlan) -> GridSource | None:
+    """Returns the levels that a graph keeps: of its own checkpoint, or of the tables that it shares with the target."""
+    if graph.job.quantization == STORED:
+        return open_files(graph.source.folder)
+    if not graph.is_target and plan.target.quantization == STORED and graph.source.needs_tables:
+        return grids_of_tables(find_folder(plan.target, plan.weights))
+    return None
 
 
 def _note_of(graph: Graph, plan: BuildPlan, report: Mapping[str, Any]) -> str | None:
@@ -271,9 +283,14 @@ def tune_graph(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, A
 
 
 def export_graph(name: str, source: GraphSource, log: StageLog) -> Any:
+    """Returns the source's graph and sizes."""
+    with log.stage(f"export {name}"):
+        return _export(source, log)
+
+
+def _export(source: GraphSource, log: StageLog) -> Any:
     try:
-        with log.stage(f"export {name}"):
-            return source.export(log.step)
+        return source.export(log.step)
     except ModuleNotFoundError as fault:
         if (fault.name or "").startswith("speccompile"):
             raise

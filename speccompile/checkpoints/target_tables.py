@@ -17,6 +17,7 @@ from speccompile.checkpoints.lora import digests_of_adapter, open_lora
 from speccompile.checkpoints.tensor_files import TensorFiles, open_files
 from speccompile.core.jobs import SourceContext
 from speccompile.errors import CheckpointError
+from speccompile.ops.grid import Grid
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,28 @@ def read_tables(context: SourceContext) -> TargetTables:
         if adapter is not None:
             tables[name] = torch.from_numpy(adapter.merge_table(name, tables[name].numpy()))
     return TargetTables(*(tables[name] for name in names))
+
+
+@dataclass(frozen=True)
+class TableGrids:
+    """The grids of a target's embeddings and LM head alone: an `ops.grid.GridSource`."""
+
+    files: TensorFiles
+    grid_keys: tuple[str, ...]
+
+    def grid(self, key: str) -> Grid | None:
+        return self.files.grid(key)
+
+
+def grids_of_tables(folder: Path) -> TableGrids:
+    """Returns the tables of a target that are stored as levels of few bits.
+
+    Raises:
+        CheckpointError: see `open_files`.
+    """
+    files = open_files(folder)
+    found = {held[1] for table in (EMBEDDINGS, LM_HEAD) if (held := find_table(folder, table)) is not None}
+    return TableGrids(files, tuple(key for key in files.grid_keys if key in found))
 
 
 def find_table(folder: Path, table: str) -> tuple[TensorFiles, str] | None:

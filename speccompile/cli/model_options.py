@@ -210,10 +210,11 @@ def prepare_source(source: str, model: ModelOptions) -> Prepared:
     """
     quiet_libraries()
     from speccompile.bundle.bundle import read_bundle
-    from speccompile.prepare import prepare
+    from speccompile.cli.child_build import prepare_in_child
+    from speccompile.prepare import find_prepared
 
     with live_stages() as progress:
-        found = prepare(source, model, progress)
+        found = find_prepared(source, model) or prepare_in_child(source, model, progress)
     bundle = read_bundle(found.path, verify=False)
     form = bundle.graphs["target"].get("form")
     typer.echo(f"{found.name}: method {bundle.recipe.method}, weights {form}, bundle {found.path}", err=True)

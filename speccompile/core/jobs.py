@@ -176,7 +176,8 @@ class CompileOptions:
         consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
         sample: a `checkpoints.texts.TextSample` of a target, for a backend that `calibrates`; None: forms are compared
             by speed alone.
-        grids: for the quantisation `stored`: the checkpoint, an `ops.grid.GridSource`; None: all weights are floats.
+        grids: an `ops.grid.GridSource`: for the quantisation `stored` the checkpoint, for others the tables that a
+            draft shares with a target which keeps its own; None: all weights are floats.
     """
 
     dtype: str = "float32"

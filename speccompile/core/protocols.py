@@ -224,6 +224,7 @@ class GraphSource(Protocol):
     max_rows: int  # of its caches; 0 without caches
     has_tokenizer: bool  # reads text of its own, so that its tokenizer must be the target's
     shares_weights: bool  # the target's for the greater part: where graphs are ONNX, what is equal is written once
+    needs_tables: bool  # the target's embeddings or LM head are copied into the graph
     is_needed: bool  # by its checkpoint, see `GraphJob.is_optional`; where not, nothing else is called
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:

@@ -50,7 +50,7 @@ class DecoderSource:
     """
 
     has_tokenizer = True
-    shares_weights = False
+    shares_weights = needs_tables = False
     is_needed = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:

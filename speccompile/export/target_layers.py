@@ -34,6 +34,7 @@ class TargetLayersSource:
     role = "draft"
     has_tokenizer = False
     shares_weights = True
+    needs_tables = False
     is_needed = True
     dims: ModelDims
     layers: Sequence[int]

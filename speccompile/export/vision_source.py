@@ -31,7 +31,7 @@ class VisionSource:
     role = "vision"
     max_rows = 0
     has_tokenizer = False
-    shares_weights = False
+    shares_weights = needs_tables = False
     is_needed = True
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:

@@ -165,6 +165,13 @@ def stored_rows(quantization: str, options: CompileOptions | None) -> StoredRows
     return StoredRows(options.grids)
 
 
+def shared_rows(quantization: str, options: CompileOptions | None) -> StoredRows | None:
+    """Returns the rows that a quantised draft keeps as its target has them; None: its own form is as good."""
+    if quantization not in ("int4", "int8") or options is None or options.grids is None:
+        return None
+    return StoredRows(options.grids)
+
+
 def _digests(weight: Array) -> Iterator[bytes]:
     """Yields a digest of each row of a matrix of float32."""
     for row in np.ascontiguousarray(weight, np.float32):

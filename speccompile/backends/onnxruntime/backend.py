@@ -77,7 +77,7 @@ class OnnxRuntimeBackend(Backend):
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.expert_products import expert_products
         from speccompile.passes.pipelines import onnxruntime_table
-        from speccompile.passes.stored_rows import stored_rows
+        from speccompile.passes.stored_rows import shared_rows, stored_rows
 
         forms = forms_of(job.quantization, job.form, has_experts=any(expert_products(job.model)))
         sample = None if job.options is None else job.options.sample
@@ -89,7 +89,8 @@ class OnnxRuntimeBackend(Backend):
             best = compile_best(job, path, forms, sample)
             return {**best, "kernels_in_sequences": write_sequences(path)}
         rows = stored_rows(job.quantization, job.options)
-        table = onnxruntime_table(job.spec, forms[0].quantization, forms[0].kernel, rows)
+        grids = rows or shared_rows(job.quantization, job.options)
+        table = onnxruntime_table(job.spec, forms[0].quantization, forms[0].kernel, grids)
         report = lower_and_save(job.model, table, path, job.progress)
         report |= {} if rows is None else {"weights": rows.record()}
         chosen = {"form": forms[0].name, "quantization": forms[0].quantization}
@@ -102,17 +103,17 @@ class OnnxRuntimeBackend(Backend):
         del options
         return save_rollback(dims, dest / GRAPH_FILE)
 
-    def begin(self) -> bool:
-        from speccompile.backends.onnxruntime.kernel_library import begin_search, is_compiled
+    def is_ready(self) -> bool:
+        from speccompile.backends.onnxruntime.kernel_library import is_compiled
 
-        is_there = is_compiled()
-        begin_search()
-        return is_there
+        return is_compiled()
 
-    def prepare(self) -> None:
-        from speccompile.backends.onnxruntime.kernel_library import find_library
+    def prepare(self, *, wait: bool = True) -> None:
+        from speccompile.backends.onnxruntime.kernel_library import begin_search
 
-        find_library()
+        found = begin_search()
+        if wait:
+            found.result()
 
     def predict(self, counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
         del dtype
