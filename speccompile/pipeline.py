@@ -39,11 +39,7 @@ ROLLBACK = "rollback"
 
 @dataclass(frozen=True)
 class Beginning:
-    """What was done of a build before its key is known.
-
-    Args:
-        exported: see `BuildContext`.
-    """
+    """What was done of a build before its key is known."""
 
     log: StageLog
     exported: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +74,7 @@ def build(
         dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
         cache: source of stages whose inputs did not change; the user's cache by default.
-        beginning: of `begin` with the same plan, where that was called.
+        beginning: what `begin` did with the same plan; None: it is called here.
     """
     cache = StageCache(make_cache_folder()) if cache is None else cache
     claim = claim_folder(Path(dest), BUNDLE)

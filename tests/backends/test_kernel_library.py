@@ -4,6 +4,7 @@
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,26 @@ def test_a_library_that_crashes_or_has_no_kernels_is_not_used(source, expected, 
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
     kernel_library.begin_search.cache_clear()
     assert kernel_library.find_library() is None
+
+
+def test_the_search_runs_in_a_thread_and_is_joined(tmp_path, monkeypatch):
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path))
+    monkeypatch.setattr(kernel_library, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(kernel_library, "_prebuilt", list)
+    begun, ready = threading.Event(), threading.Event()
+
+    def compile_library(sources: Path, dest: Path, *_: Any) -> None:
+        begun.set()
+        assert ready.wait(60)
+        dest.write_bytes(b"code")
+
+    monkeypatch.setattr(kernel_library, "compile_library", compile_library)
+    monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: None)
+    assert not kernel_library.is_compiled()
+    found = kernel_library.begin_search()
+    assert begun.wait(60) and not found.done() and not kernel_library.is_compiled()
+    ready.set()
+    assert kernel_library.find_library() == found.result() and kernel_library.is_compiled()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b'{"fault": 3}', b'{"fault"', b"\xff", b"[" * 9999])

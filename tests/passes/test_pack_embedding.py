@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from speccompile.backends.onnxruntime.linear_cases import random_grid
+from speccompile.core.specs import GraphSpec
 from speccompile.ops.grid import Grid
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.attach_grids import attach_grids, attach_stored
@@ -17,6 +18,7 @@ from speccompile.passes.fuse_norm_linears import fuse_norm_linears
 from speccompile.passes.gather_blocks import gather_blocks
 from speccompile.passes.pack_embedding import pack_embedding
 from speccompile.passes.pack_linears import pack_linears
+from speccompile.passes.pipelines import onnxruntime_table
 from speccompile.passes.quantize_blocks import quantize_blocks
 from speccompile.passes.quantize_int8 import quantize_int8
 from speccompile.passes.stored_rows import StoredRows
@@ -107,6 +109,18 @@ def test_views_and_copies_are_tied_and_other_numbers_are_not(has_view):
     assert tie_embedding(make(TIED, table=other, w=table.T.copy())) == 0
     square = numbers(V, H)
     assert tie_embedding(make("e = Gather(table, tokens) y = MatMul(e, w)", table=square, w=numbers(H, V))) == 0
+
+
+def test_a_head_beside_another_linear_is_still_the_table():
+    """Merged with it, the table would be written a second time, in float32."""
+    table = numbers(V, H)
+    body = "e = Gather(table, tokens) z = MatMul(e, w) v = MatMul(e, side) u = ReduceSum(v, axis) y = Add(z, u)"
+    model = make(body, table=table, w=table.T.copy(), side=numbers(H, 96), axis=np.array([-1]))
+    for one in onnxruntime_table(GraphSpec("head", (), ()), "int4", "packed")[1:]:  # without the tail
+        one.run(model)
+    assert ops(model)["PackedRowsInt4"] == 1
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    assert sum(tensor.nbytes for tensor in tensors if tensor is not None) < table.nbytes / 2
 
 
 def test_two_gathers_and_two_heads_share_one_copy():

@@ -35,6 +35,26 @@ def test_the_second_start_builds_nothing(model, exported, tmp_path):
     assert read_bundle(first.path).recipe.method == "suffix"
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_the_target_is_exported_while_kernels_are_made(model, exported, monkeypatch, is_cached):
+    """The key of a bundle depends on them: nothing is looked for before they are there."""
+    first, made, messages = prepare(str(model)) if is_cached else None, list[bool](), list[str]()
+    exported.clear()
+
+    def make(self: object, *, wait: bool = True) -> None:
+        assert exported == [model] * wait
+        made.append(wait)
+
+    monkeypatch.setattr(fakes.FakeBackend, "is_ready", lambda self: False)
+    monkeypatch.setattr(fakes.FakeBackend, "prepare", make)
+    monkeypatch.setattr(fakes.FakeBackend, "depends_on", lambda self, options: {"exported": len(exported)})
+    assert module.find_prepared(str(model), ModelOptions()) is None and made == []
+    found = prepare(str(model), progress=messages.append)
+    assert exported == [model] and made == [False, True]
+    assert [m for m in messages if ":" not in m][:3] == ["export target", "prepare kernels", "check checkpoints"]
+    assert first is None or first.path != found.path
+
+
 @pytest.mark.parametrize("what", ["weights", "tokenizer", "option", "version"])
 def test_another_input_is_another_bundle(model, what, monkeypatch):
     first, options = prepare(str(model)), None

@@ -89,8 +89,8 @@ class OnnxRuntimeBackend(Backend):
             best = compile_best(job, path, forms, sample)
             return {**best, "kernels_in_sequences": write_sequences(path)}
         rows = stored_rows(job.quantization, job.options)
-        grids = rows or shared_rows(job.quantization, job.options)
-        table = onnxruntime_table(job.spec, forms[0].quantization, forms[0].kernel, grids)
+        shared = shared_rows(job.quantization, job.options)
+        table = onnxruntime_table(job.spec, forms[0].quantization, forms[0].kernel, rows or shared)
         report = lower_and_save(job.model, table, path, job.progress)
         report |= {} if rows is None else {"weights": rows.record()}
         chosen = {"form": forms[0].name, "quantization": forms[0].quantization}

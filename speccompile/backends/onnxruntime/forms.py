@@ -19,6 +19,7 @@ from speccompile.core.specs import NEXT_TOKEN, GraphSpec
 from speccompile.passes.attach_grids import Grids
 from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
 from speccompile.passes.round_linears import coarse_grids, rounded_grids
+from speccompile.passes.stored_rows import StoredRows, shared_rows
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -101,7 +102,9 @@ def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: Tex
         scratch, record = Path(folder), dict[str, Any]()
         reference = scratch / "reference" / path.name
         # Levels with minimums are nearer to a target's own weights than symmetric ones, which other drafts have.
-        grids: Grids | None = coarse_grids if spec.caches and not spec.own_caches else None
+        has_target_weights = bool(spec.caches) and not spec.own_caches
+        shared = shared_rows(job.quantization, job.options)
+        grids: Grids | StoredRows | None = coarse_grids if has_target_weights else shared
         if sample is not None:
             # Gathered experts would be copied for every row of a text.
             packs_experts = kernel_library.find_library() is not None
