@@ -19,6 +19,7 @@ RECIPES = [
     for path in sorted(ROOT.glob("recipes/train/pycode-*.yaml"))
     if (ROOT / "examples/speculators" / path.stem).is_dir()
 ]
+NUM_TOKENS = 400  # of the example prompts
 SMOLLM2 = ROOT / "examples/speculators/smollm2-eagle31"
 
 
@@ -70,4 +71,5 @@ def model_tokens():
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(ROOT / "examples/models/pycode-16m/tokenizer.json"))
-    return torch.tensor([tokenizer.encode(Path(__file__).read_text()).ids[:200]])
+    prompts = [json.loads(line)["prompt"] for line in (ROOT / "examples/prompts.jsonl").read_text().splitlines()]
+    return torch.tensor([tokenizer.encode("\n\n".join(prompts)).ids[:NUM_TOKENS]])
