@@ -184,11 +184,15 @@ def force_candidates(grammar: Grammar, tokens: Ints, confidences: Floats) -> Non
 
 
 def paths_after(batch: Batch, trees: DraftTrees, nodes: Ints) -> Paths:
-    """Returns the paths to nodes [slots, scored], -1: none, of the sequences that have a grammar."""
+    """Returns the paths to nodes [slots, scored], -1: none, of the sequences that have a grammar.
+
+    A node with probability 0 is not there.
+    """
     rows = list[list[list[int] | None]]()
     for slot, sequence in enumerate(batch.sequences):
         scored = nodes[slot].tolist() if sequence.grammar is not None else []
-        rows.append([trees.path(slot, node) if node >= 0 else None for node in scored])
+        held = trees.paths[slot]
+        rows.append([trees.path(slot, node) if node >= 0 and held[node] > 0 else None for node in scored])
     return rows
 
 

@@ -187,7 +187,7 @@ class _Drafts:
             tokens, sure = raced_candidates(self.batch, depth + 1, outputs)
         allowed = refuse(self.batch, paths, tokens, np.ones(tokens.shape)) if self.is_masked else None
         for column, (_, children, ranks) in enumerate(level):
-            self.trees.tokens[:, children] = tokens[:, column, ranks]
+            self.trees.tokens[:, children] = np.maximum(tokens[:, column, ranks], 0)  # those refused are fed, unseen
             for slot in slots:
                 self.exists[slot, children] = 1
                 sequence = self.batch.sequences[slot]

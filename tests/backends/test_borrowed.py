@@ -44,7 +44,7 @@ def graphs(neutral, tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(DRAFTER))
     job = GraphJob("reader", str(folder), options=CandidateOptions(3, gives_probs=False))
     source = GlideSource(job, SourceContext("random", ROWS - 17, 16, dims))
-    sharer = candidate_spec(sharing_spec(decoder_spec("sharer", dims)), 3, False)
+    sharer = candidate_spec(sharing_spec(decoder_spec("sharer", dims), range(dims.num_layers)), 3, False)
     return {
         "target": (model, verified_spec(decoder_spec("target", dims))),
         "sharer": (model, sharer),

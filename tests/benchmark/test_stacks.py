@@ -34,6 +34,6 @@ def test_samples_count_for_the_innermost_file_of_the_package():
     with StackSampler() as sampler:
         engine.generate(["abc"] * 40, SamplingParams(max_new_tokens=32, ignore_eos=True))
     shares = sampler.shares()
-    assert "runtime/loop.py" in shares or "runtime/verifier.py" in shares, shares
+    assert any(name.startswith("runtime/") for name in shares), shares
     assert list(shares.values()) == sorted(shares.values(), reverse=True) and abs(sum(shares.values()) - 1) < 1e-9
     assert all(name == "elsewhere" or (stacks.PACKAGE / name).is_file() for name in shares)
