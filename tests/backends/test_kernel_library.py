@@ -256,3 +256,13 @@ def test_sessions_of_the_self_test_run_the_kernels():
     assert (node.domain, node.op_type, read) == ("speccompile", case.op.name, pytest.approx(case.attributes))
     with pytest.raises(Exception, match=case.op.name):
         ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+
+
+def test_another_selftest_tries_a_library_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path / "kept"))
+    (library := tmp_path / "cpu.so").write_bytes(b"code")
+    for code, fault in (("old", "it crashed"), ("new", None), ("old", "it crashed")):
+        (selftest := tmp_path / f"{code}.py").write_text(code)
+        monkeypatch.setattr(kernel_library, "_SELFTEST_FILE", selftest)
+        monkeypatch.setattr(kernel_library, "_run_selftest", lambda library, told=fault: told)
+        assert kernel_library.fault_of(library) == fault

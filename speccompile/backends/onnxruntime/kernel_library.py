@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 SWITCH = "SPECCOMPILE_CPU_KERNELS"  # off: no library; a folder: where compiled ones are kept
 SELFTEST = "speccompile.backends.onnxruntime.kernel_selftest"
 _KIND = "kernels"  # the folder in the cache
+_SELFTEST_FILE = Path(__file__).with_name("kernel_selftest.py")
 _SELFTEST_S = 300  # seconds until a child that hangs is killed; it takes about one
 
 
@@ -58,7 +59,7 @@ def code_file(name: str) -> Path:
 
 
 def fault_of(library: Path) -> str | None:
-    """Runs every kernel in a child process, once for a library and a version of ONNX Runtime.
+    """Runs every kernel in a child process, once for a library, its self-test and a version of ONNX Runtime.
 
     Args:
         library: the compiled library; the result is kept among the compiled ones.
@@ -66,7 +67,8 @@ def fault_of(library: Path) -> str | None:
     Returns:
         None for a library that works, else what is wrong.
     """
-    record = code_file(f"{library.stem}-{_digest(library)}.ort-{ort.__version__}.json")
+    versions = f"test-{_digest(_SELFTEST_FILE)}.ort-{ort.__version__}"
+    record = code_file(f"{library.stem}-{_digest(library)}.{versions}.json")
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # none, or damaged
         known = json.loads(record.read_bytes())["fault"]
         if known is None or isinstance(known, str):
@@ -84,8 +86,8 @@ def _is_changed(library: Path) -> bool:
     return bool(tried) and not any(name.startswith(f"{library.stem}-{_digest(library)}") for name in tried)
 
 
-def _digest(library: Path) -> str:
-    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _run_selftest(library: Path) -> str | None:
