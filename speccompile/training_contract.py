@@ -18,16 +18,11 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class TargetNeeds:
-    """Which outputs of the target a trainable reads.
-
-    Args:
-        layers: residual streams after these decoder layers.
-        caches: K and V of the last decoder layer.
-    """
+    """Which outputs of the target a trainable reads."""
 
     hidden: bool = False
-    layers: tuple[int, ...] = ()
-    caches: bool = False
+    layers: tuple[int, ...] = ()  # residual streams after these decoder layers
+    caches: bool = False  # K and V of the last decoder layer
 
 
 @dataclass(frozen=True)
@@ -35,46 +30,31 @@ class TargetParts:
     """What a trainable may start from: parts of the frozen target.
 
     Args:
-        embeddings: [vocab, hidden] float32.
-        lm_head: [vocab, hidden] float32.
-        token_counts: [vocab] int64, how often the training text has each token.
-        norm: [hidden] float32, weight of the norm before the LM head; None where it is no RMS norm.
         layers: parameters of each decoder layer by their names in it, float32, to start from.
     """
 
     config: Mapping[str, Any]
     folder: Path
-    embeddings: Tensor
-    lm_head: Tensor
-    token_counts: Tensor
-    norm: Tensor = None
+    embeddings: Tensor  # [vocab, hidden] float32
+    lm_head: Tensor  # [vocab, hidden] float32
+    token_counts: Tensor  # [vocab] int64, how often the training text has each token
+    norm: Tensor = None  # [hidden] float32, weight of the norm before the LM head; None where it is no RMS norm
     layers: tuple[Mapping[str, Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Windows of text with the target's outputs; row p of each tensor belongs to the token at position p.
+    """Windows of text with the target's outputs; row p of each tensor belongs to the token at position p."""
 
-    Args:
-        tokens: [batch, nodes] int64.
-        dist_tokens: [batch, nodes, kept] int64, the most probable tokens after each position, the best first.
-        dist_probs: [batch, nodes, kept] float32, their probabilities; the tail of the distribution is left out.
-        hidden: [batch, nodes, hidden], where wanted.
-        layers: [batch, nodes, hidden] by layer, where wanted.
-        is_label: [batch, nodes] bool, whether the distribution after a position is learned; None: all are.
-        k_cache: [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in.
-        seed: of the trainable's own draws for this batch.
-    """
-
-    tokens: Tensor
-    dist_tokens: Tensor
-    dist_probs: Tensor
-    is_label: Tensor = None
-    hidden: Tensor = None
-    layers: Mapping[int, Tensor] = field(default_factory=dict)
-    k_cache: Tensor = None
+    tokens: Tensor  # [batch, nodes] int64
+    dist_tokens: Tensor  # [batch, nodes, kept] int64, the most probable tokens after each position, the best first
+    dist_probs: Tensor  # [batch, nodes, kept] float32, their probabilities; the tail of the distribution is left out
+    is_label: Tensor = None  # [batch, nodes] bool, whether the distribution after a position is learned; None: all are
+    hidden: Tensor = None  # [batch, nodes, hidden], where wanted
+    layers: Mapping[int, Tensor] = field(default_factory=dict)  # [batch, nodes, hidden] by layer, where wanted
+    k_cache: Tensor = None  # [batch, kv_heads, nodes, head_dim], where wanted: keys with their positions rotated in
     v_cache: Tensor = None
-    seed: int = 0
+    seed: int = 0  # of the trainable's own draws for this batch
 
 
 @dataclass(frozen=True)
@@ -84,13 +64,12 @@ class Selection:
     They are added to the logits of a draft's most probable candidates, after the token before it.
 
     Args:
-        before: [rows, depth] int64, the token of the text before each draft.
         score: (states [drafts, width], before [drafts], candidates [drafts, num] of the draft vocabulary) ->
             [drafts, num].
     """
 
     num: int
-    before: Tensor
+    before: Tensor  # [rows, depth] int64, the token of the text before each draft
     score: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -99,18 +78,16 @@ class Drafted:
     """Teacher-forced drafts: inputs of the vocabulary projection, and the position whose distribution is the label.
 
     Args:
-        states: [rows, depth, width]; a row is a start, its depths are the drafts of the chain from there.
         labels: [rows, depth] int64, position in the flattened [batch * nodes] whose distribution is the label; -1
             where there is none.
-        projections: one [draft_vocab, width] for each depth; the same tensor where depths share it.
         d2t: [draft_vocab] int64, the target's token of each draft token; None where the vocabularies are one.
         selection: scores of pairs, whose cross-entropy over the candidates is added to the loss, and by which a draft
             is chosen; None: there are none.
     """
 
-    states: Tensor
+    states: Tensor  # [rows, depth, width]; a row is a start, its depths are the drafts of the chain from there
     labels: Tensor
-    projections: tuple[Tensor, ...]
+    projections: tuple[Tensor, ...]  # one [draft_vocab, width] for each depth; the same tensor where depths share it
     d2t: Tensor = None
     selection: Selection | None = None
 

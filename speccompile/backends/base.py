@@ -33,20 +33,15 @@ class CompileJob:
     """A neutral graph to compile.
 
     Args:
-        model: an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`.
-        spec: inputs and outputs of the neutral graph, tail included.
-        dest: the folder that gets the backend's `graph_file`.
-        form: a kernel form of that quantisation; None: the backend chooses.
-        options: dtype, sizes and the recipe's fields; None: the backend's defaults.
         progress: called with the names of passes and stages, and with "PHASE STEP/STEPS".
     """
 
-    model: Any
-    spec: GraphSpec
-    dest: Path
+    model: Any  # an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`
+    spec: GraphSpec  # inputs and outputs of the neutral graph, tail included
+    dest: Path  # the folder that gets the backend's `graph_file`
     quantization: str = "none"
-    form: str | None = None
-    options: CompileOptions | None = None
+    form: str | None = None  # a kernel form of that quantisation; None: the backend chooses
+    options: CompileOptions | None = None  # dtype, sizes and the recipe's fields; None: the backend's defaults
     progress: Callable[[str], None] | None = None
 
 
@@ -55,62 +50,50 @@ class LoadJob:
     """A compiled graph to measure or to open.
 
     Args:
-        max_rows: cache rows of a slot; 0 without caches.
         tuning: the record of `Backend.tune`, or other settings of the backend's engine.
-        rollback: the graph of `compile_rollback`; None: the engine decodes chains only.
-        device: read by backends of GPUs alone; an ordinal may follow, as in "cuda:1".
         owners: loaded engines of this backend by graph name, whose caches `spec.borrowed` names.
-        threads: the number to measure with; None: measure which is best.
-        others_bytes: weights of the graphs that alternate with it, which evict its own from the caches.
     """
 
     path: Path
     spec: GraphSpec
     max_slots: int = 1
-    max_rows: int = 0
+    max_rows: int = 0  # cache rows of a slot; 0 without caches
     tuning: Mapping[str, Any] = field(default_factory=dict)
-    rollback: Path | None = None
-    device: str = "cuda"
+    rollback: Path | None = None  # the graph of `compile_rollback`; None: the engine decodes chains only
+    device: str = "cuda"  # read by backends of GPUs alone; an ordinal may follow, as in "cuda:1"
     owners: Mapping[str, Any] = field(default_factory=dict)
-    threads: int | None = None
-    others_bytes: int = 0
+    threads: int | None = None  # the number to measure with; None: measure which is best
+    others_bytes: int = 0  # weights of the graphs that alternate with it, which evict its own from the caches
 
 
 class Backend(ABC):
     """Neutral graphs in, compiled files and engines out. Constructing one imports no library of the backend.
 
     Attributes:
-        name: in recipes and manifests.
         Config: its fields of the recipe, the section `engine.NAME`: a frozen dataclass whose fields are declared with
             `common.parameters.parameter`, of the standard library alone; None: it has none.
-        devices: values of `engine.device`; the first one is what `auto` means.
         dtypes: of activations and caches; the first one is what `auto` means, unless `choose_dtype` decides.
-        quantizations: those that `compile` supports.
         draft_quantizations: of a draft whose section says `auto`, by the target's quantization; none where not listed.
-        calibrates: quantisations with which a target's weights are chosen over calibration text.
         graph_file: the file of a compiled graph that `load` opens; graphs may share weights where it is ONNX.
         graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
             cache's key. No engines.
-        keeps_logits: whether the target's logits are an output where the recipe does not say.
-        state_copies: how many times its engines hold the recurrent states of a slot, a snapshot among them.
-        state_trees: whether its engines score trees on targets with recurrent states.
         slides_caches: whether its engines have `slide_slot`, so that the caches of windows need no rows before these.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
         device_variants: import strings "module:Class" of the backends that work on other devices, by device.
     """
 
-    name: str
+    name: str  # in recipes and manifests
     Config: type[Any] | None = None
-    devices: tuple[str, ...] = ("cpu",)
+    devices: tuple[str, ...] = ("cpu",)  # values of `engine.device`; the first one is what `auto` means
     dtypes: tuple[str, ...] = ("float32",)
-    quantizations: tuple[str, ...] = ("none",)
+    quantizations: tuple[str, ...] = ("none",)  # those that `compile` supports
     draft_quantizations: Mapping[str, str] = MappingProxyType({})
-    calibrates: tuple[str, ...] = ()
+    calibrates: tuple[str, ...] = ()  # quantisations with which a target's weights are chosen over calibration text
     graph_file: str = "graph.onnx"
     graph_sources: tuple[str, ...] = ()
-    keeps_logits: bool = False
-    state_copies: int = 2
-    state_trees: bool = False
+    keeps_logits: bool = False  # whether the target's logits are an output where the recipe does not say
+    state_copies: int = 2  # how many times its engines hold the recurrent states of a slot, a snapshot among them
+    state_trees: bool = False  # whether its engines score trees on targets with recurrent states
     slides_caches: bool = False
     runs_code_on_load: bool = False
     device_variants: Mapping[str, str] = MappingProxyType({})
@@ -205,14 +188,13 @@ class EngineBase(ABC, Generic[RollbackT]):
     """Bounds of steps, and defaults for engines whose caches have one layout. See `core.protocols.Engine`.
 
     Args:
-        states: the recurrent states of its slots, where the graph has any.
         owners: engines by graph name, one of which its states may follow: `GraphSpec.state_owner`.
     """
 
     compacts_in_step: bool = False
     max_scored: int | None = None
     rollback: RollbackT | None = None  # set by engines that were given one
-    states: SlotStates[Any] | None = None
+    states: SlotStates[Any] | None = None  # the recurrent states of its slots, where the graph has any
 
     @property
     def graph_fault(self) -> str | None:

@@ -19,17 +19,14 @@ class Distance:
     """Of a quantised model from the float32 model, over the positions of some texts.
 
     Args:
-        kl: mean of KL(float32 || quantised) of the next-token distributions at temperature 1, in nats.
-        top1: share of positions with the same most likely token.
         perplexity_change: of the texts' own tokens, as a share: 0.01 is 1 % more than float32's; None: not measured.
-        num_positions: of the texts; 0: not recorded.
     """
 
-    kl: float
-    top1: float
+    kl: float  # mean of KL(float32 || quantised) of the next-token distributions at temperature 1, in nats
+    top1: float  # share of positions with the same most likely token
     perplexity_change: float | None = None
     perplexity_error: float = 0.0
-    num_positions: int = 0
+    num_positions: int = 0  # of the texts; 0: not recorded
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Distance:

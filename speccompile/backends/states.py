@@ -30,30 +30,20 @@ _AGAIN = "Send the request again; if that fails too, report it: the states were 
 
 @dataclass(frozen=True)
 class Snapshot(Generic[KeptT]):
-    """A copy of the states of one slot.
-
-    Args:
-        arrays: the states of the slot, which are never written again.
-    """
+    """A copy of the states of one slot."""
 
     length: int
     num_pending: int
-    arrays: KeptT
+    arrays: KeptT  # the states of the slot, which are never written again
 
 
 class StateStep(NamedTuple):
-    """What a step makes of the states.
-
-    Args:
-        state_lengths: [batch] int64: tokens that the states hold before it.
-        after: [batch] int64: tokens that they hold after it.
-        num_pending: [batch] int64: rows that are pending after it.
-    """
+    """What a step makes of the states."""
 
     slots: slice
-    state_lengths: Ints
-    after: Ints
-    num_pending: Ints
+    state_lengths: Ints  # [batch] int64: tokens that the states hold before it
+    after: Ints  # [batch] int64: tokens that they hold after it
+    num_pending: Ints  # [batch] int64: rows that are pending after it
 
 
 class SlotStates(ABC, Generic[KeptT]):
@@ -63,12 +53,10 @@ class SlotStates(ABC, Generic[KeptT]):
         lengths: [max_slots] int64: tokens that the states of each slot hold.
         num_pending: [max_slots] int64: rows of its last step that are pending.
         snapshots: by slot; one may stand for several slots, as it is never written again.
-        scores_trees: whether steps may be trees.
-        owner: the states of another engine that these follow, of the same sizes; None: there are none.
     """
 
-    scores_trees: bool = False
-    owner: Self | None = None
+    scores_trees: bool = False  # whether steps may be trees
+    owner: Self | None = None  # the states of another engine that these follow, of the same sizes; None: there are none
 
     def __init__(self, spec: GraphSpec, max_slots: int) -> None:
         self.where, self.max_pending = f"engine {spec.name}", spec.max_pending
@@ -227,11 +215,7 @@ class SlotStates(ABC, Generic[KeptT]):
 
 
 class HostStates(SlotStates[tuple[NDArray[np.float32], ...]]):
-    """Recurrent states in host memory.
-
-    Attributes:
-        arrays: by name, [max_slots, ...] float32; they never move.
-    """
+    """Recurrent states in host memory. `arrays`: by name, [max_slots, ...] float32; they never move."""
 
     def __init__(self, spec: GraphSpec, max_slots: int) -> None:
         super().__init__(spec, max_slots)

@@ -41,23 +41,15 @@ MoreJobs = Callable[[Job, dict[str, str]], list[Job]]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """How to measure."""
 
-    Args:
-        modes: of `MODES`, comma-separated; `all`: those that can run here.
-        method: None: the recipe's.
-        also: more methods; each runs beside plain decoding in a process of its own.
-        threads: None: as tuned.
-        assistant_tokens: draft length of the mode `transformers-assisted`, at least 1.
-    """
-
-    modes: str = "all"
-    method: str | None = None
-    also: Sequence[str] = ()
+    modes: str = "all"  # of `MODES`, comma-separated; `all`: those that can run here
+    method: str | None = None  # None: the recipe's
+    also: Sequence[str] = ()  # more methods; each runs beside plain decoding in a process of its own
     max_new_tokens: int = 128
     repeats: int = 5
-    threads: int | None = None
-    assistant_tokens: int = 4
+    threads: int | None = None  # None: as tuned
+    assistant_tokens: int = 4  # draft length of the mode `transformers-assisted`, at least 1
     has_reference: bool = True
 
 

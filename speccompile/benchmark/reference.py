@@ -27,12 +27,11 @@ class Reference:
     """What texts are compared with.
 
     Args:
-        texts: new token ids by prompt; None: not run.
         record: of the report: {"engine", "dtype", "versions", "source": "cache", "run", or the mode whose first round
             it is}, or {"not_run": reason}.
     """
 
-    texts: Sequence[Sequence[int]] | None
+    texts: Sequence[Sequence[int]] | None  # new token ids by prompt; None: not run
     record: Mapping[str, Any]
 
 

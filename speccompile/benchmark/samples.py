@@ -21,14 +21,10 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt as it is measured.
-
-    Args:
-        category: kind of text; None: not stated.
-    """
+    """A prompt as it is measured."""
 
     ids: list[int]
-    category: str | None
+    category: str | None  # kind of text; None: not stated
 
 
 def read_lengths(text: str | None, max_seq_len: int, max_new_tokens: int) -> list[int]:

@@ -30,30 +30,20 @@ BUNDLE, SPECULATOR, MODEL, RUN = "bundle", "trained speculator", "Triton model",
 
 @dataclass(frozen=True)
 class Record:
-    """Contents of a folder's record.
-
-    Args:
-        files: {relative path: {"sha256", "size_bytes"}} of all files except the record.
-        is_intact: the record's own digest holds.
-    """
+    """Contents of a folder's record."""
 
     name: str
     kind: str
-    files: Mapping[str, Any]
-    is_intact: bool
+    files: Mapping[str, Any]  # {relative path: {"sha256", "size_bytes"}} of all files except the record
+    is_intact: bool  # the record's own digest holds
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences of a folder from its record.
+    """Differences of a folder from its record."""
 
-    Args:
-        foreign: paths that no record lists; a folder without any listed file is one path and ends in "/".
-        changed: paths of listed files that were changed since.
-    """
-
-    foreign: tuple[str, ...]
-    changed: tuple[str, ...]
+    foreign: tuple[str, ...]  # paths that no record lists; a folder without any listed file is one path and ends in "/"
+    changed: tuple[str, ...]  # paths of listed files that were changed since
 
 
 def write_record(folder: Path, kind: str) -> None:

@@ -54,32 +54,23 @@ NOT_OF_GRAPHS = ("config", "probe", "proposer", "trainer")
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every stage of one build reads.
-
-    Args:
-        exported: neutral graphs and sizes by the names of jobs, of those that were exported ahead.
-    """
+    """What every stage of one build reads."""
 
     plan: BuildPlan
     backend: Backend
     cache: StageCache
     log: StageLog
-    exported: dict[str, Any]
+    exported: dict[str, Any]  # neutral graphs and sizes by the names of jobs, of those that were exported ahead
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph to compile.
-
-    Args:
-        dims: its sizes; after the export with the number of parameters.
-        key: digest of everything the compiled graph depends on.
-    """
+    """A graph to compile."""
 
     job: GraphJob
     source: GraphSource
-    dims: Any
-    key: str = ""
+    dims: Any  # its sizes; after the export with the number of parameters
+    key: str = ""  # digest of everything the compiled graph depends on
     sample: TextSample | None = None
 
     @property
@@ -142,11 +133,7 @@ def compile_options(plan: BuildPlan, max_rows: int, rows_ahead: int = 0) -> Comp
 
 
 def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend: Backend) -> Graph:
-    """Find and check the checkpoint of `job`.
-
-    Raises:
-        RecipeError: its sizes do not fit the target's or the recipe's.
-    """
+    """Find and check the checkpoint of `job`. Raises RecipeError: its sizes do not fit the target's or the recipe's."""
     source = open_source(plan, job, target)
     if plan.weights == "checkpoint":
         source.check()

@@ -70,32 +70,22 @@ class Record(BaseModel):
 
 
 class EngineRecord(Record):
-    """The recipe's `engine` section of a bundle.
-
-    Args:
-        max_seq_len: tokens of a sequence at most, prompt included.
-        max_draft_nodes: draft tokens scored in one step at most.
-    """
+    """The recipe's `engine` section of a bundle."""
 
     backend: Text
     device: Text = "cpu"
     max_batch_size: Annotated[int, Field(ge=1, le=1024)]
-    max_seq_len: Annotated[int, Field(ge=1, le=_MAX_COUNT)]
-    max_draft_nodes: SmallCount
+    max_seq_len: Annotated[int, Field(ge=1, le=_MAX_COUNT)]  # tokens of a sequence at most, prompt included
+    max_draft_nodes: SmallCount  # draft tokens scored in one step at most
     threads: Annotated[Any, AfterValidator(_threads)] = "auto"
 
 
 class TargetRecord(Record):
-    """The recipe's `target` section of a bundle.
+    """The recipe's `target` section of a bundle."""
 
-    Args:
-        model: the checkpoint's folder or hub id where it was built; None: not recorded.
-        lora: folder or hub id of the adapter in its weights, if any.
-    """
-
-    model: Text | None = None
+    model: Text | None = None  # the checkpoint's folder or hub id where it was built; None: not recorded
     weights: Text = "checkpoint"
-    lora: Text | None = None
+    lora: Text | None = None  # folder or hub id of the adapter in its weights, if any
 
 
 @with_config(_OPEN)
@@ -119,13 +109,9 @@ class RecipeRecord(Record):
 
 
 class DimsRecord(Record):
-    """Sizes of a graph's model.
+    """Sizes of a graph's model."""
 
-    Args:
-        max_positions: most positions of the model; 0: not recorded, or without a bound.
-    """
-
-    max_positions: Count = 0
+    max_positions: Count = 0  # most positions of the model; 0: not recorded, or without a bound
 
 
 @with_config(_CLOSED)
@@ -203,21 +189,16 @@ class CalibrationRow(TypedDict):
 
 
 class GraphRecord(Record):
-    """One graph of a bundle.
-
-    Args:
-        max_rows: of its caches; 0: not recorded.
-        form_distances: of quantised forms from float32, by form.
-    """
+    """One graph of a bundle."""
 
     file: PathText
     spec: SpecRow
     role: Text = ""
     tuning: TuningRow = TuningRow()
-    max_rows: Count = 0
+    max_rows: Count = 0  # of its caches; 0: not recorded
     op_histogram: dict[str, Any] = {}
     dims: DimsRecord = DimsRecord()
-    form_distances: dict[Text, DistanceRow] = {}
+    form_distances: dict[Text, DistanceRow] = {}  # of quantised forms from float32, by form
     calibration: CalibrationRow = CalibrationRow()
 
     def graph_spec(self) -> GraphSpec:
@@ -225,21 +206,15 @@ class GraphRecord(Record):
 
 
 class ImageRecord(Record):
-    """How images of prompts are prepared for the vision tower, and which tokens stand for them.
-
-    Args:
-        begin_token_id: before them; in a text it marks where an image stands.
-        resample: Pillow's number of the filter that resizes.
-        scale: factor of the values 0 to 255.
-    """
+    """How images of prompts are prepared for the vision tower, and which tokens stand for them."""
 
     image_size: Annotated[int, Field(ge=1, le=8192)]
     num_tokens: Annotated[int, Field(ge=1, le=65536)]
-    begin_token_id: Count
+    begin_token_id: Count  # before them; in a text it marks where an image stands
     image_token_id: Count
     end_token_id: Count
-    resample: Annotated[int, Field(ge=0, le=5)]
-    scale: Positive
+    resample: Annotated[int, Field(ge=0, le=5)]  # Pillow's number of the filter that resizes
+    scale: Positive  # factor of the values 0 to 255
     mean: Sequence[float]
     std: Sequence[Positive]
 

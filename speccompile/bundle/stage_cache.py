@@ -135,17 +135,12 @@ GGUF = "gguf"  # folders of checkpoints that are links to GGUF files
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One kept result.
-
-    Args:
-        kind: e.g. "graphs" or "training/states".
-        used_s: time of creation or last use, seconds since the epoch.
-    """
+    """One kept result. `kind`: e.g. "graphs" or "training/states"."""
 
     kind: str
     path: Path
     size_bytes: int
-    used_s: float
+    used_s: float  # time of creation or last use, seconds since the epoch
 
 
 def list_entries(root: Path) -> list[CacheEntry]:
@@ -194,15 +189,11 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Stage:
-    """A stage while it runs; all but its name are set inside its block.
-
-    Args:
-        joint_peak_bytes: the most memory of this process and one that it started together.
-    """
+    """A stage while it runs; all but its name are set inside its block."""
 
     name: str
     cached: bool = False
-    joint_peak_bytes: int = 0
+    joint_peak_bytes: int = 0  # the most memory of this process and one that it started together
     skipped: str | None = None
     note: str | None = None
 

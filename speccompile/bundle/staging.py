@@ -209,16 +209,11 @@ _MAX_NAMES = 3  # of files in a message
 
 @dataclass(frozen=True)
 class Claim:
-    """A folder that may be written: a new or empty one, or one of the same command to which nothing was added.
-
-    Args:
-        kind: of the folders that may be replaced there; None: nothing is.
-        seen: (path, inode, bytes, time of change) of its files at the check.
-    """
+    """A folder that may be written: a new or empty one, or one of the same command to which nothing was added."""
 
     path: Path
-    kind: str | None
-    seen: frozenset[tuple[str, int, int, int]]
+    kind: str | None  # of the folders that may be replaced there; None: nothing is
+    seen: frozenset[tuple[str, int, int, int]]  # (path, inode, bytes, time of change) of its files at the check
 
     def hold(self) -> None:
         """Check again, right before the folder is replaced."""

@@ -23,18 +23,12 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Facts on which two tokenizers must agree so that their token ids have the same meaning.
+    """Facts on which two tokenizers must agree so that their token ids have the same meaning."""
 
-    Args:
-        digest: over the model part (vocabulary, merges) and the added tokens.
-        num_tokens: 1 + the highest token id.
-        num_own: the same as `num_tokens` without added tokens.
-    """
-
-    digest: str
-    num_tokens: int
+    digest: str  # over the model part (vocabulary, merges) and the added tokens
+    num_tokens: int  # 1 + the highest token id
     kind: str
-    num_own: int = 0
+    num_own: int = 0  # the same as `num_tokens` without added tokens
 
 
 def read_tokenizer(source: Path) -> TokenizerFacts | None:

@@ -41,14 +41,10 @@ Outcomes = Mapping[tuple[int, int], int]  # by (drafted, accepted): steps
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of chains.
-
-    Args:
-        tried: by position: chains that had a draft there whose parent was accepted.
-    """
+    """Of chains."""
 
     num_steps: int
-    tried: tuple[int, ...]
+    tried: tuple[int, ...]  # by position: chains that had a draft there whose parent was accepted
     kept: tuple[int, ...]
 
     @classmethod
@@ -141,19 +137,14 @@ def check_acceptance(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Chains of the bundle beside those of the loop.
-
-    Args:
-        is_exact: the bundle computes in float32 with the checkpoint's weights.
-        counts: draft tokens that the bundle scored, and steps.
-    """
+    """Chains of the bundle beside those of the loop."""
 
     num_drafts: int
     bound: float
-    is_exact: bool
+    is_exact: bool  # the bundle computes in float32 with the checkpoint's weights
     engine: Acceptance
     reference: Acceptance
-    counts: tuple[int, int]
+    counts: tuple[int, int]  # draft tokens that the bundle scored, and steps
 
     @property
     def is_right(self) -> bool:

@@ -47,11 +47,7 @@ def find_checkpoint(bundle: Bundle, folder: Path | None = None) -> tuple[Path | 
 
 
 class Reference:
-    """The target in transformers.
-
-    Args:
-        target: in float32.
-    """
+    """The target in transformers. `target`: in float32."""
 
     def __init__(self, target: Target) -> None:
         self.target = target

@@ -24,18 +24,14 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Decoded:
-    """Texts of prompts, in their order, and what their drafts did.
-
-    Args:
-        outcomes: {(depth of the drafts, accepted): steps}.
-    """
+    """Texts of prompts, in their order, and what their drafts did."""
 
     texts: list[list[int]]
     errors: list[str]
     num_steps: int
     num_drafts: int
     num_accepted: int
-    outcomes: dict[tuple[int, int], int]
+    outcomes: dict[tuple[int, int], int]  # {(depth of the drafts, accepted): steps}
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -17,13 +17,9 @@ LEAST_DRAFTS = 100  # draft tokens that each run of a check scores; fewer show l
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What the runs of a check scored whose drafts are compared.
+    """What the runs of a check scored whose drafts are compared."""
 
-    Args:
-        by_run: (draft tokens, steps) by the run's name.
-    """
-
-    by_run: Mapping[str, tuple[int, int]]
+    by_run: Mapping[str, tuple[int, int]]  # (draft tokens, steps) by the run's name
 
     @property
     def short(self) -> list[str]:
@@ -42,13 +38,12 @@ class Check:
     """Result of one check.
 
     Args:
-        summary: one sentence with its main figures, or why it was not run.
         drafts: draft tokens that its runs scored, and their steps; None: it compares something else.
     """
 
     name: str
     status: Status
-    summary: str
+    summary: str  # one sentence with its main figures, or why it was not run
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     drafts: DraftCounts | None = None

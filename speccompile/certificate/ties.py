@@ -20,19 +20,13 @@ LogitsAfter = Callable[[list[int]], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token in which a text differs from the one that it should be.
-
-    Args:
-        wanted: the token, -1 where the text should have ended.
-        got: the other text's, -1 where it ends.
-        gap: logit of `wanted` minus that of `got`; None: not known, as a text ends or no logits are at hand.
-    """
+    """The first token in which a text differs from the one that it should be."""
 
     prompt: int
     position: int
-    wanted: int
-    got: int
-    gap: float | None
+    wanted: int  # the token, -1 where the text should have ended
+    got: int  # the other text's, -1 where it ends
+    gap: float | None  # logit of `wanted` minus that of `got`; None: not known, as a text ends or no logits are at hand
     is_tie: bool
 
     def json_from_divergence(self) -> dict[str, Any]:

@@ -48,16 +48,13 @@ class Options:
     """How much is checked.
 
     Args:
-        prompts: texts or token ids; None: short texts of our own.
-        num_samples: texts of each sampled run; a third of them with a grammar.
-        checkpoint: folder of the target's checkpoint; None: where it was when the bundle was built.
         use_checkpoint: compare with the checkpoint where it is at hand, which takes the memory of its float32 weights.
     """
 
-    prompts: Sequence[str | Sequence[int]] | None = None
+    prompts: Sequence[str | Sequence[int]] | None = None  # texts or token ids; None: short texts of our own
     num_tokens: int = 48
-    num_samples: int = NUM_SAMPLES
-    checkpoint: Path | None = None
+    num_samples: int = NUM_SAMPLES  # texts of each sampled run; a third of them with a grammar
+    checkpoint: Path | None = None  # folder of the target's checkpoint; None: where it was when the bundle was built
     use_checkpoint: bool = True
 
 

@@ -24,13 +24,12 @@ class DraftTokens:
     """The tokens that a draft may name.
 
     Args:
-        coverage: share of the text's tokens that are among them.
         held_out: the same of a fourth of the text, for tokens chosen from the rest: what text that was not counted
             may expect.
     """
 
     ids: tuple[int, ...]
-    coverage: float
+    coverage: float  # share of the text's tokens that are among them
     held_out: float
 
     @property

@@ -15,19 +15,12 @@ _EXACT_BITS = 16  # significant bits of a scale whose product with a level of 8 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A weight [out, in]: scale * (level - zero).
+    """A weight [out, in]: scale * (level - zero)."""
 
-    Args:
-        levels: [out, in] uint8.
-        zeros: [out, groups] int32.
-        scales: [out, groups] float32.
-        group_of: [in], the group of each input.
-    """
-
-    levels: NDArray[np.uint8]
-    zeros: NDArray[np.int32]
-    scales: NDArray[np.float32]
-    group_of: NDArray[np.int64]
+    levels: NDArray[np.uint8]  # [out, in] uint8
+    zeros: NDArray[np.int32]  # [out, groups] int32
+    scales: NDArray[np.float32]  # [out, groups] float32
+    group_of: NDArray[np.int64]  # [in], the group of each input
     bits: int
 
     def weight(self) -> NDArray[np.float32]:

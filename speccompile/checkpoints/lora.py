@@ -59,19 +59,16 @@ class LoraChange:
 
     Args:
         factors: keys of A [rank, in] and B [out, rank]; of an embedding A is [rank, vocab] and B [hidden, rank].
-        shape: [out, in] of the weight; [vocab, hidden] of an embedding.
-        magnitude: key of DoRA's magnitudes; None: none.
-        bias: key of a bias of B; None: none.
     """
 
     module: str
     rank: int
     scale: float
     factors: tuple[str, str]
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # [out, in] of the weight; [vocab, hidden] of an embedding
     is_embedding: bool
-    magnitude: str | None = None
-    bias: str | None = None
+    magnitude: str | None = None  # key of DoRA's magnitudes; None: none
+    bias: str | None = None  # key of a bias of B; None: none
 
 
 class LoraAdapter:

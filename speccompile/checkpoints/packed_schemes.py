@@ -30,20 +30,14 @@ _OFFLINE = ("weight_input", "weight_output")  # of a transform: it is in the sto
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a checkpoint's `quantization_config` says of its weights.
-
-    Args:
-        bits: of a level; 0: shapes say it.
-        group_size: input columns that share a scale; 0: shapes or `g_idx` say it; -1: all columns.
-        block: rows and columns that share a scale, where scales are of blocks.
-    """
+    """What a checkpoint's `quantization_config` says of its weights."""
 
     method: str
     where: str
-    bits: int = 0
-    group_size: int = 0
+    bits: int = 0  # of a level; 0: shapes say it
+    group_size: int = 0  # input columns that share a scale; 0: shapes or `g_idx` say it; -1: all columns
     zero_offset: int = 0
-    block: tuple[int, int] = (0, 0)
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale, where scales are of blocks
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:

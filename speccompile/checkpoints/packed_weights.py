@@ -35,13 +35,11 @@ class PackedWeight:
     """One weight that is stored in parts.
 
     Args:
-        shape: [out, in] of the weight.
-        parts: keys of its tensors by the part's name.
         unpack: makes the weight, [out, in] float32 or its integers, of its parts as `numbers` gives them.
     """
 
-    shape: tuple[int, int]
-    parts: Mapping[str, str]
+    shape: tuple[int, int]  # [out, in] of the weight
+    parts: Mapping[str, str]  # keys of its tensors by the part's name
     unpack: Callable[[Arrays], IntegerWeight | np.ndarray]
     has_levels: bool
 

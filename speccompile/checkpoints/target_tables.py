@@ -31,15 +31,10 @@ _OTHER_PREFIX, _PREFIX = "backbone.", "model."  # in the files of Nemotron-H, an
 
 @dataclass(frozen=True, eq=False)
 class TargetTables:
-    """Tables of a target in float32, one tensor where they are tied.
+    """Tables of a target in float32, one tensor where they are tied."""
 
-    Args:
-        embeddings: [vocab, hidden], as stored: without a factor that the target applies.
-        lm_head: [vocab, hidden]; without its bias.
-    """
-
-    embeddings: torch.Tensor
-    lm_head: torch.Tensor
+    embeddings: torch.Tensor  # [vocab, hidden], as stored: without a factor that the target applies
+    lm_head: torch.Tensor  # [vocab, hidden]; without its bias
 
 
 def digests_from_target(context: SourceContext) -> dict[str, str]:

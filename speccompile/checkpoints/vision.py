@@ -41,21 +41,16 @@ def own_name(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class VisionDims:
-    """Sizes of a vision tower with its projection.
-
-    Args:
-        hidden_size: columns of a row, those of the target's embedding.
-        num_params: parameters; 0 before the export.
-    """
+    """Sizes of a vision tower with its projection."""
 
     image_size: int
     num_tokens: int
-    hidden_size: int
+    hidden_size: int  # columns of a row, those of the target's embedding
     width: int
     inner_size: int
     num_layers: int
     patch_size: int
-    num_params: int = 0
+    num_params: int = 0  # parameters; 0 before the export
 
     def counts(self) -> WeightCounts:
         """Returns its weights, counted from these sizes."""

@@ -74,16 +74,11 @@ def chat_command(
 
 @dataclass
 class Chat:
-    """A conversation.
+    """A conversation."""
 
-    Args:
-        service: decodes; rows of the conversation so far are kept in its caches.
-        system: the first message's text; None: there is none.
-    """
-
-    service: Service
+    service: Service  # decodes; rows of the conversation so far are kept in its caches
     sampling: SamplingParams
-    system: str | None = None
+    system: str | None = None  # the first message's text; None: there is none
     messages: list[dict[str, str]] = field(default_factory=list)
     stats: list[dict[str, Any]] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)

@@ -12,11 +12,7 @@ _LOGGER = "speccompile.passes.base"  # its records have the model
 
 
 class PassDump(logging.Handler):
-    """Writes FOLDER/STAGE/NUMBER-PASS.txt.
-
-    Args:
-        folder: new or empty.
-    """
+    """Writes FOLDER/STAGE/NUMBER-PASS.txt. `folder`: new or empty."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.DEBUG)

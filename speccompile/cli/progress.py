@@ -16,11 +16,7 @@ _NUM_FIRST = 10  # steps after which the first line appears, with the first esti
 
 
 class ProgressDisplay:
-    """Shows stages, steps and checkpoints.
-
-    Args:
-        clock: seconds.
-    """
+    """Shows stages, steps and checkpoints. `clock`: seconds."""
 
     def __init__(self, console: Console, bar: Progress, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._bar, self._clock = console, bar, clock

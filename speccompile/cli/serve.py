@@ -151,11 +151,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_packages() -> None:
-    """Refuse to start without the server's packages.
-
-    Raises:
-        RuntimeFault: one is missing.
-    """
+    """Refuse to start without the server's packages. Raises RuntimeFault: one is missing."""
     for name in ("fastapi", "uvicorn", "prometheus_client", "jinja2"):
         if importlib.util.find_spec(name) is None:
             todo = f"Install them: {install_command('serve')}."

@@ -21,11 +21,7 @@ _PARTS = "a text, or a list of parts of the types text and image"
 
 
 def find_template(folder: Path | None, where: str) -> ChatTemplate:
-    """Returns the chat template of a tokenizer's folder.
-
-    Args:
-        folder: None: there is no tokenizer.
-    """
+    """Returns the chat template of a tokenizer's folder. `folder`: None: there is no tokenizer."""
     if folder is None or read_template_file(folder) is None:
         todo = f"Give a text as it is (generate --raw), or put {TEMPLATE_FILE} beside the tokenizer and build again."
         got = "no chat template, as there is no tokenizer" if folder is None else f"no chat template in {folder}"

@@ -13,13 +13,9 @@ CHATS = Path(__file__).with_name("chats.jsonl")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation whose next turn is the assistant's.
+    """A conversation whose next turn is the assistant's."""
 
-    Args:
-        category: kind of text: code, dialogue, maths, rewriting or languages.
-    """
-
-    category: str
+    category: str  # kind of text: code, dialogue, maths, rewriting or languages
     messages: tuple[Mapping[str, str], ...]
 
 

@@ -21,21 +21,17 @@ class Parameter:
     """What is declared of a field besides its name, type and default.
 
     Args:
-        description: its meaning, as the recipe's schema shows it.
-        lt: bound that values must stay below; infinity: any finite value.
-        words: values beside the range, of which None need not be one; without bounds the only ones.
         check: returns the value as it is stored; raises ValueError with what was expected.
-        beside_section: of a backend: a key of the recipe's `engine` section itself.
     """
 
-    description: str = ""
+    description: str = ""  # its meaning, as the recipe's schema shows it
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
-    lt: float | None = None
-    words: tuple[str, ...] = ()
+    lt: float | None = None  # bound that values must stay below; infinity: any finite value
+    words: tuple[str, ...] = ()  # values beside the range, of which None need not be one; without bounds the only ones
     check: Callable[[Any], Any] | None = None
-    beside_section: bool = False
+    beside_section: bool = False  # of a backend: a key of the recipe's `engine` section itself
 
     def contains(self, value: Any) -> bool:
         """Returns whether a value of this type is in the range; NaN is in no range."""

@@ -20,8 +20,6 @@ class StructuredOutputs:
     """One of the first six fields is given; the text then is of its language.
 
     Args:
-        regex: a regular expression that the whole text matches.
-        grammar: in Lark's syntax as llguidance reads it, or in GBNF.
         structural_tag: `{"structures": [{"begin", "schema", "end"}], "triggers": [..]}`: free text, but what follows a
             trigger is one of the structures; or `{"format": {"type", ..}}` with xgrammar's types
             (docs/reference/server.md).
@@ -35,9 +33,9 @@ class StructuredOutputs:
 
     json: str | Mapping[str, Any] | None = None
     json_object: bool = False
-    regex: str | None = None
+    regex: str | None = None  # a regular expression that the whole text matches
     choice: tuple[str, ...] | None = None
-    grammar: str | None = None
+    grammar: str | None = None  # in Lark's syntax as llguidance reads it, or in GBNF
     structural_tag: str | Mapping[str, Any] | None = None
     whitespace_pattern: str | None = None
     reasoning: tuple[str, str] | None = None

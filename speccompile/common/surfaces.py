@@ -30,13 +30,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of `speccompile generate`; its name is the parameter's.
+    """An option of `speccompile generate`; its name is the parameter's."""
 
-    Args:
-        help: its text in `--help`; empty: the parameter's description.
-    """
-
-    help: str = ""
+    help: str = ""  # its text in `--help`; empty: the parameter's description
 
 
 def _same(value: Any) -> Any:
@@ -45,37 +41,23 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class BodyField:
-    """A field of the OpenAI server's bodies.
+    """A field of the OpenAI server's bodies."""
 
-    Args:
-        name: empty: the parameter's.
-        description: as the server's schema shows it; empty: not shown.
-        ge: least value that the body accepts, where the server checks it.
-        convert: returns the parameter's value for the field's.
-    """
-
-    name: str = ""
-    description: str = ""
-    ge: float | None = None
+    name: str = ""  # empty: the parameter's
+    description: str = ""  # as the server's schema shows it; empty: not shown
+    ge: float | None = None  # least value that the body accepts, where the server checks it
     le: float | None = None
-    convert: Callable[[Any], Any] = _same
+    convert: Callable[[Any], Any] = _same  # returns the parameter's value for the field's
 
 
 @dataclass(frozen=True)
 class TensorInput:
-    """An input of the Triton models.
+    """An input of the Triton models."""
 
-    Args:
-        name: of the text models' input; empty: the parameter's.
-        dtype: a key of `contract.TRITON_TYPES`; empty: the one of the parameter's kind.
-        engine_name: of the input of `tensorrt_llm`; empty: the same.
-        second_name: of one more input with the same meaning, in every model; empty: there is none.
-    """
-
-    name: str = ""
-    dtype: str = ""
-    engine_name: str = ""
-    second_name: str = ""
+    name: str = ""  # of the text models' input; empty: the parameter's
+    dtype: str = ""  # a key of `contract.TRITON_TYPES`; empty: the one of the parameter's kind
+    engine_name: str = ""  # of the input of `tensorrt_llm`; empty: the same
+    second_name: str = ""  # of one more input with the same meaning, in every model; empty: there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,24 +65,16 @@ class SamplingParameter(Parameter):
     """What is declared of a sampling parameter besides its name and default.
 
     By default it appears everywhere under its own name.
-
-    Args:
-        expected: its range in words, for messages; empty: every value of its type is valid.
-        holds: whether a value is valid, where bounds are not enough; None: they are.
-        in_recipe: it is a key of the recipe's `decoding` section.
-        flag: its option; None: there is none.
-        body: its field; None: there is none.
-        tensor: its input; None: there is none.
     """
 
     kind: Kind
-    expected: str = ""
-    holds: Callable[[Any], bool] | None = None
-    in_recipe: bool = True
+    expected: str = ""  # its range in words, for messages; empty: every value of its type is valid
+    holds: Callable[[Any], bool] | None = None  # whether a value is valid, where bounds are not enough; None: they are
+    in_recipe: bool = True  # it is a key of the recipe's `decoding` section
     in_prompts: bool = True
-    flag: Flag | None = Flag()
-    body: BodyField | None = BodyField()
-    tensor: TensorInput | None = TensorInput()
+    flag: Flag | None = Flag()  # its option; None: there is none
+    body: BodyField | None = BodyField()  # its field; None: there is none
+    tensor: TensorInput | None = TensorInput()  # its input; None: there is none
 
     def contains(self, value: Any) -> bool:
         return super().contains(value) and (self.holds is None or self.holds(value))

@@ -16,20 +16,16 @@ class RecurrentDims:
     """Sizes of what a recurrent layer keeps of a sequence, however long it is.
 
     Args:
-        num_key_heads: Hk, heads of the queries and keys; of Mamba 2 its groups.
         num_value_heads: Hv, a multiple of Hk: heads of the values and of the state; 0: there is none, only the rows of
             a convolution are kept.
-        key_dim: dk, columns of a query or key head; of Mamba 2 the size of its state.
-        conv_channels: C, columns of the rows that its causal convolution reads.
-        conv_kernel: K, rows that the convolution sees, the present one included.
     """
 
-    num_key_heads: int
+    num_key_heads: int  # Hk, heads of the queries and keys; of Mamba 2 its groups
     num_value_heads: int
-    key_dim: int
+    key_dim: int  # dk, columns of a query or key head; of Mamba 2 the size of its state
     value_dim: int
-    conv_channels: int
-    conv_kernel: int
+    conv_channels: int  # C, columns of the rows that its causal convolution reads
+    conv_kernel: int  # K, rows that the convolution sees, the present one included
 
     @property
     def has_state(self) -> bool:
@@ -60,16 +56,13 @@ class LayerDims:
     """What one layer keeps of a sequence: K and V rows, a recurrent state, both, or nothing.
 
     Args:
-        num_kv_heads: of its K and V; 0: it has none.
-        recurrent: sizes of its recurrent state; None: it has none.
-        is_latent: V of a row is the first columns of its K, and one cache holds both.
         source: a layer before it whose K and V it reads, where it has none; None: it reads its own, or none.
     """
 
-    num_kv_heads: int = 0
+    num_kv_heads: int = 0  # of its K and V; 0: it has none
     head_dim: int = 0
-    recurrent: RecurrentDims | None = None
-    is_latent: bool = False
+    recurrent: RecurrentDims | None = None  # sizes of its recurrent state; None: it has none
+    is_latent: bool = False  # V of a row is the first columns of its K, and one cache holds both
     source: int | None = None
 
     @property

@@ -26,18 +26,12 @@ class LayersRule(Protocol):
 
 @dataclass(frozen=True)
 class DraftBounds:
-    """How much a method's `Config` lets it draft.
+    """How much a method's `Config` lets it draft."""
 
-    Args:
-        length: draft tokens of a chain whose length is fixed; 0: there is none.
-        nodes: draft tokens of a tree whose shape is fixed; 0: there is none.
-        is_open: the number of drafts is left open, so that it may be 0 where plain decoding is faster.
-    """
-
-    length: int = 0
-    nodes: int = 0
+    length: int = 0  # draft tokens of a chain whose length is fixed; 0: there is none
+    nodes: int = 0  # draft tokens of a tree whose shape is fixed; 0: there is none
     has_tree: bool = False
-    is_open: bool = False
+    is_open: bool = False  # the number of drafts is left open, so that it may be 0 where plain decoding is faster
 
 
 @dataclass(frozen=True)
@@ -45,11 +39,10 @@ class TargetOutputs:
     """What a method reads of the target besides verdicts.
 
     Args:
-        hidden: what the LM head reads, after the final norm.
         hidden_layers: residual streams after these decoder layers, or the rule that chooses them.
     """
 
-    hidden: bool = False
+    hidden: bool = False  # what the LM head reads, after the final norm
     hidden_layers: tuple[int, ...] | LayersRule = ()
 
 
@@ -58,12 +51,11 @@ class CandidateOptions:
     """Options of a draft that gives candidate tokens after every scored node.
 
     Args:
-        gives_probs: the distribution after each as well, for drafts that are drawn.
         max_parallel, is_parallel: most draft tokens of one run, if the checkpoint has a mask token; whether it must.
     """
 
     num_candidates: int
-    gives_probs: bool
+    gives_probs: bool  # the distribution after each as well, for drafts that are drawn
     max_parallel: int = field(default=1, compare=False, kw_only=True)
     is_parallel: bool = field(default=False, compare=False, kw_only=True)
 
@@ -74,13 +66,11 @@ class DecoderOptions(TargetOutputs):
 
     Args:
         keep_logits, images: of the target: logits come out as well; rows of images are inputs beside tokens.
-        num_layers: build with fewer layers; None: all.
-        candidates: of a draft: what it gives after every node.
     """
 
     keep_logits: bool = False
-    num_layers: int | None = None
-    candidates: CandidateOptions = CandidateOptions(1, gives_probs=True)
+    num_layers: int | None = None  # build with fewer layers; None: all
+    candidates: CandidateOptions = CandidateOptions(1, gives_probs=True)  # of a draft: what it gives after every node
     images: bool = False
 
 
@@ -95,73 +85,53 @@ class GraphJob:
     """A graph that a bundle needs.
 
     Args:
-        name: the graph's name in the bundle; `make_proposer` finds its engine under it.
         model, quantization: checkpoint folder or hub id; `none`, `int8`, `int4` or `STORED`; or `AS_TARGET`.
-        source: import string of the `core.protocols.GraphSource` that makes it; a decoder by default.
         options: a frozen dataclass of the kind that the source reads; all of it is in the graph's cache key.
         config, lora: folder whose config.json replaces the model's where no weights are read; adapter to merge.
-        is_optional: it is built only where its source `is_needed`, which depends on the checkpoint.
     """
 
-    name: str
+    name: str  # the graph's name in the bundle; `make_proposer` finds its engine under it
     model: str
     quantization: str = "none"
-    source: str = DECODER
+    source: str = DECODER  # import string of the `core.protocols.GraphSource` that makes it; a decoder by default
     options: Any = DecoderOptions()
     config: str | None = None
     lora: str | None = None
-    is_optional: bool = False
+    is_optional: bool = False  # it is built only where its source `is_needed`, which depends on the checkpoint
 
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a graph is made for.
-
-    Args:
-        max_draft_nodes: draft tokens one step may score at most, per slot.
-        target: sizes of the target; None for the target itself.
-        target_job: the target's own job, for speculators that share tables with it.
-    """
+    """What a graph is made for."""
 
     weights: str
     max_seq_len: int
-    max_draft_nodes: int
-    target: ModelDims | None = None
-    target_job: GraphJob | None = None
+    max_draft_nodes: int  # draft tokens one step may score at most, per slot
+    target: ModelDims | None = None  # sizes of the target; None for the target itself
+    target_job: GraphJob | None = None  # the target's own job, for speculators that share tables with it
 
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """How many weights a graph will have.
-
-    Args:
-        num_linear: weights in linear layers, which a quantisation changes.
-        num_head: of `num_linear`, those of an LM head that a backend may treat in its own way.
-    """
+    """How many weights a graph will have."""
 
     num_params: int
-    num_linear: int
+    num_linear: int  # weights in linear layers, which a quantisation changes
     num_plain: int
-    num_head: int = 0
+    num_head: int = 0  # of `num_linear`, those of an LM head that a backend may treat in its own way
     is_tied: bool = False
     num_experts: int = 0
 
 
 @dataclass(frozen=True)
 class BuildSizes:
-    """What a backend predicts of a graph.
-
-    Args:
-        export_peak_bytes: resident memory while it is exported and lowered.
-        builder_peak_bytes: resident memory while the builder works, in a process of its own; 0: there is none.
-        least_file_bytes: the same in the smallest form that may be chosen; None: there is one form.
-    """
+    """What a backend predicts of a graph."""
 
     weights_bytes: int
     file_bytes: int
-    export_peak_bytes: int
-    builder_peak_bytes: int = 0
-    least_file_bytes: int | None = None
+    export_peak_bytes: int  # resident memory while it is exported and lowered
+    builder_peak_bytes: int = 0  # resident memory while the builder works, in a process of its own; 0: there is none
+    least_file_bytes: int | None = None  # the same in the smallest form that may be chosen; None: there is one form
 
 
 @dataclass(frozen=True)
@@ -169,23 +139,19 @@ class CompileOptions:
     """What a graph is compiled for, besides its own spec and quantisation.
 
     Args:
-        dtype: of activations and caches: float32, float16 or bfloat16.
-        max_rows: cache rows of each, those for a step's nodes after the last sequence row included; 0: no cache.
-        max_nodes: most nodes of one step that drafts are scored in, the root included.
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
-        consumes_model: the caller no longer needs the model: its weights may be freed while it is compiled.
         sample: a `checkpoints.texts.TextSample` of a target, for a backend that `calibrates`; None: forms are compared
             by speed alone.
         grids: an `ops.grid.GridSource`: for the quantisation `stored` the checkpoint, for others the tables that a
             draft shares with a target which keeps its own; None: all weights are floats.
     """
 
-    dtype: str = "float32"
+    dtype: str = "float32"  # of activations and caches: float32, float16 or bfloat16
     max_slots: int = 1
-    max_rows: int = 0
-    max_nodes: int = 1
+    max_rows: int = 0  # cache rows of each, those for a step's nodes after the last sequence row included; 0: no cache
+    max_nodes: int = 1  # most nodes of one step that drafts are scored in, the root included
     backend: Any = None
-    consumes_model: bool = False
+    consumes_model: bool = False  # the caller no longer needs the model: its weights may be freed while it is compiled
     sample: Any = None
     grids: Any = field(default=None, compare=False)
 
@@ -235,15 +201,12 @@ class MethodContext:
     """What a proposer is given at load: sizes and measured costs.
 
     Args:
-        max_slots: sequences decoded at once, at most.
-        max_seq_len: cache rows a sequence of the target may use.
-        max_draft_nodes: draft tokens one step may score at most, per slot.
         costs: by graph name (`target`, and those of the method's jobs).
         seq_lens: cache rows a sequence may use, by graph name; a graph left out has `max_seq_len`.
     """
 
-    max_slots: int
-    max_seq_len: int
-    max_draft_nodes: int
+    max_slots: int  # sequences decoded at once, at most
+    max_seq_len: int  # cache rows a sequence of the target may use
+    max_draft_nodes: int  # draft tokens one step may score at most, per slot
     costs: Mapping[str, StepCosts] = field(default_factory=dict)
     seq_lens: Mapping[str, int] = field(default_factory=dict)

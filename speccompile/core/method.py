@@ -21,28 +21,24 @@ class Method:
     it needs no torch; parts that do are named by import strings.
 
     Attributes:
-        name: in recipes.
         Config: frozen dataclass, the recipe's `speculator:` fields besides `method`; its property `draft_bounds`
             (`core.jobs.DraftBounds`) says how much they let it draft.
         TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
         formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
-        trainer: import string of its `training_contract.Trainer`; empty: it cannot be trained.
-        vllm_names: what vLLM calls it, besides `name`.
         vllm_keys: fields of `Config` by the keys that vLLM has for them, besides those that methods share.
         default_section: import string of a function: a target's folder -> the section with which it drafts for that
             target without another model, or None; empty: it is never chosen by default.
-        takes_models: its `model` is any language model.
     """
 
-    name: str
+    name: str  # in recipes
     Config: type[Any]
     TrainingConfig: type[Any] | None = None
     formats: str = ""
-    trainer: str = ""
-    vllm_names: tuple[str, ...] = ()
+    trainer: str = ""  # import string of its `training_contract.Trainer`; empty: it cannot be trained
+    vllm_names: tuple[str, ...] = ()  # what vLLM calls it, besides `name`
     vllm_keys: Mapping[str, str] = MappingProxyType({})
     default_section: str = ""
-    takes_models: bool = False
+    takes_models: bool = False  # its `model` is any language model
 
     def target_outputs(self, config: Any) -> TargetOutputs:
         """Returns what it reads of the target: by default nothing besides the verdicts."""

@@ -143,15 +143,11 @@ class Engine(Protocol):
 
 
 class StepTimes(NamedTuple):
-    """Where the time of one step went, in seconds.
-
-    Args:
-        step_s: the whole step, both included; as a planner sees it, with the delivery of its outputs.
-    """
+    """Where the time of one step went, in seconds."""
 
     propose_s: float
     score_s: float
-    step_s: float
+    step_s: float  # the whole step, both included; as a planner sees it, with the delivery of its outputs
 
 
 class TokenSequence(Protocol):

@@ -95,18 +95,12 @@ def compacted_cache_name(cache: str) -> str:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One graph input or output.
-
-    Args:
-        dims: a str is a dynamic dim by name, an int is static.
-        dtype: numpy name: float32, int64, bool, ...; bfloat16 is ml_dtypes' name.
-        probe: of an input: how it is fed in a probe run, see `probes.probe_inputs`.
-    """
+    """One graph input or output."""
 
     name: str
-    dims: tuple[Dim, ...]
-    dtype: str
-    probe: Probe = "neutral"
+    dims: tuple[Dim, ...]  # a str is a dynamic dim by name, an int is static
+    dtype: str  # numpy name: float32, int64, bool, ...; bfloat16 is ml_dtypes' name
+    probe: Probe = "neutral"  # of an input: how it is fed in a probe run, see `probes.probe_inputs`
 
 
 @dataclass(frozen=True)
@@ -131,16 +125,9 @@ class GraphSpec:
     updates directly before those of the caches.
 
     Args:
-        max_rows: cache rows it can address (its position tables end there); 0 = not limited.
         draft_vocab: width of the distributions it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
         borrowed: inputs that are caches of other engines; those that are only read come before `caches`.
-        rows_written_ahead: cache rows that a run writes after those of its nodes.
-        reads_prompts: it runs over the chunks of a prompt as well as over steps.
-        scores: which nodes a run scores by default: `one` of each slot, or all `nodes`.
-        num_candidates: most probable tokens that it gives after each scored node.
-        num_drafts: draft tokens that it gives for each slot in one run, a chain or a tree.
         mask_token: token of the rows after the root's, each of which gives one more draft token; None: it reads none.
-        gives_probs: where a slot samples it also gives the distributions that drafts are drawn from.
         tail: what the passes put after the exported graph's logits: `verify` or `candidates`.
         states: names of the inputs that are recurrent states, in order; each has an output `updated_cache_name`, and
             both are bound at the same address.
@@ -150,7 +137,6 @@ class GraphSpec:
         state_trees: of a graph with states: they follow the paths of `tree_mask`; otherwise every step is a chain.
         image_tokens: of a graph that reads images: tokens of each, which a chunk of a prompt holds all or none of.
         state_owner: the graph whose recurrent states its own ones follow, see `protocols.States.follow`; "": none.
-        window: the longest window of its layers, where rows before it may be dropped; 0: all rows are kept.
     """
 
     name: str
@@ -158,23 +144,23 @@ class GraphSpec:
     outputs: tuple[TensorSpec, ...]
     caches: tuple[str, ...] = ()
     vocab_size: int = 0
-    max_rows: int = 0
+    max_rows: int = 0  # cache rows it can address (its position tables end there); 0 = not limited
     draft_vocab: int = 0
     borrowed: tuple[BorrowedCache, ...] = ()
-    rows_written_ahead: int = 0
-    reads_prompts: bool = False
-    scores: Literal["one", "nodes"] = "nodes"
-    num_candidates: int = 0
-    num_drafts: int = 0
+    rows_written_ahead: int = 0  # cache rows that a run writes after those of its nodes
+    reads_prompts: bool = False  # it runs over the chunks of a prompt as well as over steps
+    scores: Literal["one", "nodes"] = "nodes"  # which nodes a run scores by default: `one` of each slot, or all `nodes`
+    num_candidates: int = 0  # most probable tokens that it gives after each scored node
+    num_drafts: int = 0  # draft tokens that it gives for each slot in one run, a chain or a tree
     mask_token: int | None = None
-    gives_probs: bool = False
+    gives_probs: bool = False  # where a slot samples it also gives the distributions that drafts are drawn from
     tail: Literal["none", "verify", "candidates"] = "none"
     states: tuple[str, ...] = ()
     max_pending: int = 0
     conv_history: int = 0
     state_trees: bool = False
     image_tokens: int = 0
-    window: int = 0
+    window: int = 0  # the longest window of its layers, where rows before it may be dropped; 0: all rows are kept
     state_owner: str = ""
 
     @property

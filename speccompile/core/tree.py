@@ -56,18 +56,15 @@ class TokenTree:
     Siblings are ordered by index: acceptance tries them in that order. Use `chain` or `tree` to make one.
 
     Args:
-        tokens: [batch, nodes] int64; values at padding do not matter.
-        parents: [batch, nodes] int64; -1 at the root and at padding.
-        num_nodes: [batch] int64, at least 1; nodes from there on are padding.
         draft_probs: [batch, nodes, vocab] float32, row c is the distribution that node c was drawn from (row 0 is not
             read); None when the drafts are deterministic.
         is_chain: every node's parent is its predecessor, so `parents` (when nothing is padded) and `mask()`
             have their neutral values and need not be fed to an engine.
     """
 
-    tokens: Ints
-    parents: Ints
-    num_nodes: Ints
+    tokens: Ints  # [batch, nodes] int64; values at padding do not matter
+    parents: Ints  # [batch, nodes] int64; -1 at the root and at padding
+    num_nodes: Ints  # [batch] int64, at least 1; nodes from there on are padding
     draft_probs: Floats | None = None
     is_chain: bool = False
 

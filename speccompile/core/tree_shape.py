@@ -44,11 +44,7 @@ class TreeShape:
 
     @classmethod
     def product(cls, widths: Sequence[int]) -> TreeShape:
-        """Returns every node of depth d has `widths[d]` children.
-
-        Raises:
-            RecipeError: no width, or one below 1.
-        """
+        """Returns every node of depth d has `widths[d]` children. Raises RecipeError: no width, or one below 1."""
         if not widths or min(widths) < 1:
             _refuse(tuple(widths), "at least one width, none below 1")
         paths: list[tuple[int, ...]] = []

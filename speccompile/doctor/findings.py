@@ -13,13 +13,9 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, or possible fault, of a checkpoint.
+    """One fault, or possible fault, of a checkpoint."""
 
-    Args:
-        severity: an error stops a build or a conversion; a warning does not.
-    """
-
-    severity: Severity
+    severity: Severity  # an error stops a build or a conversion; a warning does not
     check: str
     where: str
     got: str
@@ -35,22 +31,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings in one checkpoint.
-
-    Args:
-        method: the recipe's method that takes it, "" where there is none.
-        has_read_values: whether weights were read, or only headers.
-    """
+    """All findings in one checkpoint."""
 
     folder: str
     format: str
     label: str
-    method: str
+    method: str  # the recipe's method that takes it, "" where there is none
     target: str
     sizes: dict[str, int]
     num_tensors: int
     num_params: int
-    has_read_values: bool
+    has_read_values: bool  # whether weights were read, or only headers
     findings: tuple[Finding, ...]
 
     @property

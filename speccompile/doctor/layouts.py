@@ -38,23 +38,20 @@ class Size:
     Args:
         keys: its keys in the config, of which the first present one counts; a dot leads into an object.
         stored: (pattern of a key, axis) of a tensor that gives it where the config does not.
-        count: pattern of keys to count by their group; it must agree with the config.
         needed_with: pattern of a key beside which the config must have it, though tensors give it: other readers
             silently assume a default.
-        is_flag: true or false, as 1 or 0.
-        present: pattern of a key whose presence decides where the config does not.
     """
 
     name: str
     keys: tuple[str, ...] = ()
     stored: tuple[tuple[str, int], ...] = ()
-    count: str = ""
+    count: str = ""  # pattern of keys to count by their group; it must agree with the config
     count_first: int = 0
     default: int | None = None
     least: int = 1
     needed_with: str = ""
-    is_flag: bool = False
-    present: str = ""
+    is_flag: bool = False  # true or false, as 1 or 0
+    present: str = ""  # pattern of a key whose presence decides where the config does not
 
 
 def flag(name: str, *keys: str, default: bool = False, present: str = "") -> Size:
@@ -66,26 +63,23 @@ class Row:
     """One kind of key.
 
     Args:
-        key: template; names in braces are numbered, see `over`.
         over: (name in braces, size, first number): it counts from there up to the size.
-        name: template of the key in the canonical layout; the same as `key` by default.
         need: name of a size; without it, or with 0, the key must not be there. "!" before it negates that.
         fallback: template of the key in the canonical layout whose tensor is used where it is missing (shared weights).
-        is_derived: a missing one is computed by the layout's `complete`.
         table: the target's (`target_tables.EMBEDDINGS` or `LM_HEAD`) of which it is a copy, or which stands in for it.
     """
 
-    key: str
+    key: str  # template; names in braces are numbered, see `over`
     dims: tuple[str | int, ...]
     over: tuple[tuple[str, str, int], ...] = ()
-    name: str = ""
+    name: str = ""  # template of the key in the canonical layout; the same as `key` by default
     dtypes: tuple[str, ...] = FLOATS
     need: str = ""
     is_optional: bool = False
     fallback: str = ""
     may_differ: bool = False
     is_zero: bool = False
-    is_derived: bool = False
+    is_derived: bool = False  # a missing one is computed by the layout's `complete`
     table: str = ""
 
 
@@ -109,16 +103,14 @@ class Target:
     """The model that a speculator is for.
 
     Args:
-        config: its config.json; empty where only the sizes are known.
         num_tokens: in its tokenizer; 0 where not known. Further rows of the vocabulary are padding.
-        folder: with its weights; None: what needs them is not checked.
     """
 
     name: str
     dims: ModelDims
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # its config.json; empty where only the sizes are known
     num_tokens: int = 0
-    folder: Path | None = None
+    folder: Path | None = None  # with its weights; None: what needs them is not checked
 
 
 @dataclass(frozen=True)
@@ -135,21 +127,14 @@ class Format:
 
     Args:
         name: method and layout, e.g. "m/ours".
-        marks: patterns of keys, any of which identifies the layout.
-        without: patterns of keys, any of which rules it out.
         config_marks: (key of the config, value) pairs, any of which identifies it whatever other keys there are; `ANY`:
             any value that is not null.
-        prefixes: that all keys may have; the first is written.
-        has_others: keys without the prefix belong to another model in the same files.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
-        ignored: patterns of keys without meaning: buffers, copies.
-        ours: the layout's config as that of the canonical layout.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
         complete: computes missing derived tensors from the config and tensors of the canonical layout.
         reads: keys of the config that are read beside those of sizes, a dot leads into an object; None: the config is
             another model's as well, and not compared.
         fixed: values that keys may have whose meaning is fixed here, by the last part of their name.
-        probe: import string of its `doctor.probe.Probe`; empty: it declares no conventions.
     """
 
     name: str
@@ -158,21 +143,21 @@ class Format:
     sizes: tuple[Size, ...]
     rows: tuple[Row, ...]
     checks: tuple[Check, ...]
-    marks: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()  # patterns of keys, any of which identifies the layout
+    without: tuple[str, ...] = ()  # patterns of keys, any of which rules it out
     config_marks: tuple[tuple[str, Any], ...] = ()
-    prefixes: tuple[str, ...] = ("",)
-    has_others: bool = False
+    prefixes: tuple[str, ...] = ("",)  # that all keys may have; the first is written
+    has_others: bool = False  # keys without the prefix belong to another model in the same files
     is_model: bool = False
     config_prefix: Callable[[Mapping[str, Any]], str] | None = None
     derive: Callable[[Sizes], None] | None = None
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    ours: Callable[[Case], dict[str, Any]] | None = None
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of keys without meaning: buffers, copies
+    ours: Callable[[Case], dict[str, Any]] | None = None  # the layout's config as that of the canonical layout
     config: Callable[[Mapping[str, Any], Target | None], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
     reads: tuple[str, ...] | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    probe: str = ""
+    probe: str = ""  # import string of its `doctor.probe.Probe`; empty: it declares no conventions
 
     def prefix_in(self, keys: Iterable[str], config: Mapping[str, Any]) -> str:
         """Returns the prefix of the keys: of those that lead to a mark or a row, the longest."""
@@ -246,18 +231,14 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint under examination.
-
-    Args:
-        reads_values: weights may be read, not only headers.
-    """
+    """A checkpoint under examination."""
 
     folder: Path
     config: Mapping[str, Any]
     files: TensorFiles
     layout: Format
     target: Target | None
-    reads_values: bool
+    reads_values: bool  # weights may be read, not only headers
     prefix: str
     sizes: Sizes
     expected: Mapping[str, Expected]
@@ -267,11 +248,7 @@ class Case:
         return dict(self.config) if self.layout.ours is None else self.layout.ours(self)
 
     def size(self, name: str) -> int:
-        """Returns a size that the checkpoint must have.
-
-        Raises:
-            CheckpointError: neither config nor weights give it.
-        """
+        """Returns a size that the checkpoint must have. Raises CheckpointError: neither config nor weights give it."""
         if value := self.sizes.get(name):
             return value
         keys = next(size.keys for size in self.layout.sizes if size.name == name)
@@ -280,11 +257,7 @@ class Case:
         raise CheckpointError(where, shown(stated), "a positive integer", todo)
 
     def check_type(self, model_type: str) -> None:
-        """Refuses a config of another kind.
-
-        Raises:
-            CheckpointError: its `model_type` is another one.
-        """
+        """Refuses a config of another kind. Raises CheckpointError: its `model_type` is another one."""
         if (kind := self.config.get("model_type")) != model_type:
             todo = "Give the speculator's own checkpoint, not the target's."
             raise CheckpointError(self.where_in_config("model_type"), repr(kind), repr(model_type), todo)

@@ -35,30 +35,20 @@ Reading = Mapping[str, Any]  # a value of each convention, by name
 
 @dataclass(frozen=True)
 class Convention:
-    """A choice that the weights cannot show.
-
-    Args:
-        others: further values that its author could have meant.
-        todo: what the user can do, with "{value}" for the value that the weights mean.
-    """
+    """A choice that the weights cannot show."""
 
     name: str
     where: str
     stated: Any
-    others: tuple[Any, ...]
-    todo: str
+    others: tuple[Any, ...]  # further values that its author could have meant
+    todo: str  # what the user can do, with "{value}" for the value that the weights mean
 
 
 class Probe(Protocol):
-    """A method's drafter in torch, under any reading. Made of (case, the target's `TrainingParts`).
+    """A method's drafter in torch, under any reading. Made of (case, the target's `TrainingParts`)."""
 
-    Attributes:
-        conventions: of its checkpoints.
-        max_drafts: the longest chain.
-    """
-
-    conventions: tuple[Convention, ...]
-    max_drafts: int
+    conventions: tuple[Convention, ...]  # of its checkpoints
+    max_drafts: int  # the longest chain
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: Any, num: int) -> Any:
         """Returns greedy drafts [starts, num] int64, of which each follows the text's own tokens.
@@ -73,36 +63,24 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """Acceptance of one reading.
-
-    Args:
-        mean_acceptance_length: 1 + accepted / starts.
-        by_position: accepted / tried by position; a draft is tried where all before it were accepted.
-    """
+    """Acceptance of one reading."""
 
     changed: dict[str, Any]
     num_starts: int
-    mean_acceptance_length: float
-    by_position: tuple[float, ...]
+    mean_acceptance_length: float  # 1 + accepted / starts
+    by_position: tuple[float, ...]  # accepted / tried by position; a draft is tried where all before it were accepted
     gain: float
     standard_error: float
 
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What the readings show.
+    """What the readings show."""
 
-    Args:
-        verdict: "as stated": no other reading is better, and some are worse; "otherwise": `meant` is better.
-        reason: why it is undecided; else empty.
-        meant: values that the weights mean in the place of those stated.
-        alike: further values by convention, of which these texts do not show that they are worse.
-    """
-
-    verdict: Verdict
-    reason: str
-    meant: dict[str, Any]
-    alike: dict[str, list[Any]]
+    verdict: Verdict  # "as stated": no other reading is better, and some are worse; "otherwise": `meant` is better
+    reason: str  # why it is undecided; else empty
+    meant: dict[str, Any]  # values that the weights mean in the place of those stated
+    alike: dict[str, list[Any]]  # further values by convention, of which these texts do not show that they are worse
     num_prompts: int
     num_drafts: int
     readings: tuple[Measured, ...]

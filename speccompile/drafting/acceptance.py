@@ -136,22 +136,19 @@ class DraftState:
     """The `draft_state` of a sequence, which moves with it between slots.
 
     Args:
-        estimate: of the acceptance of its drafts; None where nothing is estimated.
         hidden: [width] float32, the target's hidden state of the token before the root; None where `TargetStates` does
             not have it on the host.
         features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
         states: rows of the target's outputs on the host, after these; an array for each name of `PendingFeatures`.
-        num_live: number of rows after these, still in the target's last outputs.
-        drawn: a `DrawnRecord` from verdicts on drawn chains; None before the first chain of adaptive length.
     """
 
-    estimate: AcceptanceEstimate | None
+    estimate: AcceptanceEstimate | None  # of the acceptance of its drafts; None where nothing is estimated
     hidden: Floats | None = None
     features: list[Floats] = field(default_factory=list)
     states: list[tuple[NDArray[Any], ...]] = field(default_factory=list)
     num_states: int = 0
-    num_live: int = 0
-    drawn: Any = None
+    num_live: int = 0  # number of rows after these, still in the target's last outputs
+    drawn: Any = None  # a `DrawnRecord` from verdicts on drawn chains; None before the first chain of adaptive length
 
 
 def acceptance_probs(factors: Probs, confidences: NDArray[Any]) -> Probs:

@@ -250,27 +250,23 @@ class BatchCosts:
 
     Args:
         recorded, drafts: recorded milliseconds of scoring, and of a draft run, by nodes per sequence.
-        scores: milliseconds of a step without its drafting, by draft tokens per sequence.
-        num_left: steps until `scores` are computed again; 0: now.
-        factor: measured time of a draft run / recorded time.
         factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
         num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
         last: value of `num_learnt` after the last step by nodes per sequence, of those in `factors`.
         rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
-        draft: log(drafting time / recorded time); None: not measured.
     """
 
     recorded: tuple[float, ...] = ()
     drafts: tuple[float, ...] = ()
-    scores: tuple[float, ...] = ()
-    num_left: int = 0
-    factor: float = 1.0
+    scores: tuple[float, ...] = ()  # milliseconds of a step without its drafting, by draft tokens per sequence
+    num_left: int = 0  # steps until `scores` are computed again; 0: now
+    factor: float = 1.0  # measured time of a draft run / recorded time
     factors: dict[int, float] = field(default_factory=dict)
     num_seen: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     num_learnt: int = 0
     rest_ms: list[float | None] = field(default_factory=lambda: [None, None])
-    draft: float | None = None
+    draft: float | None = None  # log(drafting time / recorded time); None: not measured
 
     def log_factor(self, nodes: int) -> float:
         """Returns the log factor of a shape: linear between measured shapes, constant beyond them."""

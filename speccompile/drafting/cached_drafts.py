@@ -28,7 +28,6 @@ class CachedDraftFields(TreeFields):
     """Recipe fields; a method's `Config` inherits them.
 
     Args:
-        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
         num_draft_tokens: of a chain; `auto`: as many as are worth their time, `tree_depth` at most.
         drafts: `greedy` (deterministic), `sampled` (from the draft's own distribution at the request's temperature), or
             `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A grown
@@ -40,7 +39,7 @@ class CachedDraftFields(TreeFields):
         RecipeError: a value is out of range.
     """
 
-    quantization: str = "auto"
+    quantization: str = "auto"  # `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target
     num_draft_tokens: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
     drafts: Literal["auto", "greedy", "sampled"] = parameter("auto", words=("auto", "greedy", "sampled"))
     confidence_odds: float = parameter(1.0, ge=0.02, le=50)
@@ -85,11 +84,7 @@ class CachedDraftFields(TreeFields):
         return self.shape is not None or (not self.has_tree and self.num_draft_tokens != "auto")
 
     def check_depth(self, engine: Engine, max_draft_nodes: int) -> None:
-        """Refuses a draft whose one run gives fewer tokens on a path.
-
-        Raises:
-            RecipeError: it does.
-        """
+        """Refuses a draft whose one run gives fewer tokens on a path. Raises RecipeError: it does."""
         asked = min(self.depth_asked, max_draft_nodes)
         if self.is_depth_fixed and engine.spec.num_drafts < asked:
             got, expected = f"a draft built for {engine.spec.num_drafts} tokens", f"{asked} on a path"

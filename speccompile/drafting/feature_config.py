@@ -22,14 +22,13 @@ class FeatureFields(CachedDraftFields):
     """Recipe fields; a method's `Config` inherits them.
 
     Args:
-        config: folder with the speculator's config.json, used instead of the hub's; for random weights.
         tree: see `TreeFields`; with `auto` the tree follows the draft's confidences and is longer than its chain.
 
     Raises:
         RecipeError: a value is out of range.
     """
 
-    config: str | None = None
+    config: str | None = None  # folder with the speculator's config.json, used instead of the hub's; for random weights
     tree: Tree = "auto"
 
     def make_proposer(
@@ -63,13 +62,9 @@ class FeatureFields(CachedDraftFields):
 
 @dataclass(frozen=True)
 class FusionOptions:
-    """Options of the graph that fuses residual streams of the target.
+    """Options of the graph that fuses residual streams of the target."""
 
-    Args:
-        layers: of the target, from 0; None: as the checkpoint says.
-    """
-
-    layers: tuple[int, ...] | None
+    layers: tuple[int, ...] | None  # of the target, from 0; None: as the checkpoint says
 
 
 @dataclass(frozen=True)
@@ -79,13 +74,12 @@ class FusedLayers:
     Args:
         rule: import string of a function of the other fields, the target's number of layers and "checkpoint" or
             "random", that returns the layers; it reads the checkpoint, which decoding does not need.
-        asked: by the recipe; None: as the checkpoint says.
     """
 
     rule: str
     model: str
     config: str | None
-    asked: tuple[int, ...] | None
+    asked: tuple[int, ...] | None  # by the recipe; None: as the checkpoint says
 
     def layers(self, num_layers: int, weights: str) -> tuple[int, ...]:
         layers: tuple[int, ...] = find_class(self.rule)(self.model, self.config, self.asked, num_layers, weights)

@@ -22,7 +22,6 @@ class HeadsFields(TreeFields):
     """Recipe fields; a method's `Config` inherits them.
 
     Args:
-        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
         num_draft_tokens: length of a chain, the same in every step; or `auto`: as many tokens as are worth their time,
             up to the number of heads. A grown tree is no deeper.
         drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own distribution at the request's
@@ -31,18 +30,17 @@ class HeadsFields(TreeFields):
             0, and the measured costs decide.
         confidence_odds: odds that a draft token is accepted, divided by the odds given by the heads' confidence; the
             initial value of a sequence, before its own verdicts.
-        config: folder with the speculator's config.json, used instead of the hub's; for random weights.
 
     Raises:
         RecipeError: a value is out of range.
     """
 
-    quantization: str = "auto"
+    quantization: str = "auto"  # `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target
     num_draft_tokens: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
     drafts: Literal["auto", "greedy", "sampled"] = parameter("auto", words=("auto", "greedy", "sampled"))
     min_confidence: float | Literal["auto"] = parameter("auto", ge=0, lt=1, words=("auto",))
     confidence_odds: float = parameter(1.0, ge=0.02, le=50)
-    config: str | None = None
+    config: str | None = None  # folder with the speculator's config.json, used instead of the hub's; for random weights
 
     @property
     def leaves_length(self) -> bool:

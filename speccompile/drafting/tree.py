@@ -196,24 +196,17 @@ class Expansion:
     """Inputs of one expansion. A slot that takes no part has padding: token 0, which attends to itself alone.
 
     Args:
-        depth: of the expanded nodes; the root has depth 0.
-        tokens: [batch, nodes] int64.
-        tree_mask: [batch, nodes, nodes] bool.
-        scored_nodes: [batch, scored] int64, columns of the expanded nodes, 0 at padding.
         num_in_place: by slot, how many drafts the cache already holds after the root; this expansion's rows follow.
-        nodes: by slot, the candidate index of each column; empty: the slot takes no part.
-        parents: by slot, the candidate index of each column's parent; 0 is the root.
-        warp: temperature, top_k and top_p where drafts are drawn; otherwise empty.
     """
 
-    depth: int
-    tokens: Ints
-    tree_mask: Bools
-    scored_nodes: Ints
+    depth: int  # of the expanded nodes; the root has depth 0
+    tokens: Ints  # [batch, nodes] int64
+    tree_mask: Bools  # [batch, nodes, nodes] bool
+    scored_nodes: Ints  # [batch, scored] int64, columns of the expanded nodes, 0 at padding
     num_in_place: Sequence[int]
-    nodes: Sequence[Sequence[int]]
-    parents: Sequence[Sequence[int]]
-    warp: Mapping[str, NDArray[Any]]
+    nodes: Sequence[Sequence[int]]  # by slot, the candidate index of each column; empty: the slot takes no part
+    parents: Sequence[Sequence[int]]  # by slot, the candidate index of each column's parent; 0 is the root
+    warp: Mapping[str, NDArray[Any]]  # temperature, top_k and top_p where drafts are drawn; otherwise empty
 
     def mask_without_idle(self) -> Bools:
         """Returns the mask in which slots that take no part see each position alone, so that none has a high one."""

@@ -37,8 +37,6 @@ class TreeFields:
         tree: `chain`: one token after the other; `auto`: grown by the draft's confidences, as long as another token is
             worth its time by the measured costs, within engine.max_draft_nodes; a list of rank paths such as
             [[0], [1], [0, 0]], or `{widths: [4, 2, 1]}`: the same shape in every step.
-        tree_width: with `auto`, most nodes that are expanded at a depth.
-        tree_depth: with `auto`, most draft tokens on a path.
         num_candidates: with `auto`, candidates after each expanded node; a fixed shape has as many as it needs.
 
     Raises:
@@ -46,8 +44,8 @@ class TreeFields:
     """
 
     tree: Tree = "chain"
-    tree_width: int = parameter(4, ge=1, le=MAX_CANDIDATES)
-    tree_depth: int = parameter(6, ge=1, le=MAX_DEPTH)
+    tree_width: int = parameter(4, ge=1, le=MAX_CANDIDATES)  # with `auto`, most nodes that are expanded at a depth
+    tree_depth: int = parameter(6, ge=1, le=MAX_DEPTH)  # with `auto`, most draft tokens on a path
     num_candidates: int = parameter(8, ge=1, le=MAX_CANDIDATES)
 
     def __post_init__(self) -> None:

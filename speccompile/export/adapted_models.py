@@ -22,14 +22,13 @@ class Adapter:
     """A method, and what replaces it.
 
     Args:
-        run: (module, attention, *arguments of the method) -> what the method returns.
         form: an attribute of the modules that need it; in other releases of transformers the method takes its
             attention from the registry. "": all need it.
     """
 
     module: str
     method: str
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # (module, attention, *arguments of the method) -> what the method returns
     form: str = ""
 
 

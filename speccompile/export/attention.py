@@ -37,32 +37,25 @@ class Frame:
     """One forward pass: the step's inputs, and what the layers record.
 
     Args:
-        lengths: [batch] int64.
-        tree_mask: [batch, nodes, nodes] bool.
-        scored_nodes: [batch, scored] int64.
         caches: K and V of each attention layer, [batch, kv_heads, max_seq, head_dim] float32.
         windows: the sliding window of each layer, 0 = none; None: what the layer passes to its attention.
-        positions: [batch, nodes] int64, where a model is run; None: of its own computation.
         states: of each recurrent layer its state, pending rows and rows before its convolution, or these rows alone,
             see `speccompile.core.specs.state_names`.
-        state_lengths: [batch] int64, tokens that the states hold.
-        sure_nodes: [batch] int64, first nodes that are applied to the states.
         image_nodes: [batch, nodes] bool, nodes whose embedding is a row of an image; None: no images are read.
-        image_rows: [batch, nodes, hidden] float32, those rows.
         sources: by layer without K and V of its own, the layer before it whose updated caches it reads.
     """
 
-    lengths: torch.Tensor
-    tree_mask: torch.Tensor
-    scored_nodes: torch.Tensor
+    lengths: torch.Tensor  # [batch] int64
+    tree_mask: torch.Tensor  # [batch, nodes, nodes] bool
+    scored_nodes: torch.Tensor  # [batch, scored] int64
     caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     windows: Sequence[int] | None = None
-    positions: torch.Tensor | None = None
+    positions: torch.Tensor | None = None  # [batch, nodes] int64, where a model is run; None: of its own computation
     states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    state_lengths: torch.Tensor | None = None
-    sure_nodes: torch.Tensor | None = None
+    state_lengths: torch.Tensor | None = None  # [batch] int64, tokens that the states hold
+    sure_nodes: torch.Tensor | None = None  # [batch] int64, first nodes that are applied to the states
     image_nodes: torch.Tensor | None = None
-    image_rows: torch.Tensor | None = None
+    image_rows: torch.Tensor | None = None  # [batch, nodes, hidden] float32, those rows
     sources: Mapping[int, int] = field(default_factory=dict)
     readers: set[int] = field(default_factory=set)
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

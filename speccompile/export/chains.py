@@ -32,12 +32,11 @@ class Chains:
 
     Args:
         first_positions: [batch, starts] int64, position at which each chain starts; None during the first run.
-        context: of the first run, by the attention's module.
         drafted: of each later run, a row a chain, by the attention's module.
     """
 
     first_positions: torch.Tensor | None = None
-    context: dict[nn.Module, KeyValues] = field(default_factory=dict)
+    context: dict[nn.Module, KeyValues] = field(default_factory=dict)  # of the first run, by the attention's module
     drafted: dict[nn.Module, list[KeyValues]] = field(default_factory=dict)
 
 

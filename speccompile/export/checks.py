@@ -95,20 +95,12 @@ def _check_candidate_rows(engine: Engine, step: Outputs) -> int:
 
 
 def check_head_candidates(engine: Engine) -> dict[str, Any]:
-    """Take the candidates of heads after an arbitrary state.
-
-    Returns:
-        {"num_tokens": candidates of a head}.
-    """
+    """Take the candidates of heads after an arbitrary state. Returns {"num_tokens": candidates of a head}."""
     return {"num_tokens": _check_candidate_rows(engine, engine.run(probe_inputs(engine.spec, num_nodes=2)))}
 
 
 def check_features(engine: Engine) -> dict[str, Any]:
-    """Compute features of arbitrary states.
-
-    Returns:
-        {"num_states": positions}.
-    """
+    """Compute features of arbitrary states. Returns {"num_states": positions}."""
     features = np.asarray(engine.run(probe_inputs(engine.spec, num_nodes=_NUM_PROMPT))[specs.FEATURES])
     if not np.isfinite(features).all():
         raise BuildError(f"check {engine.spec.name}", "features that are not finite", "numbers", _TODO)

@@ -204,11 +204,7 @@ def fill_weights(
 def export_feature_draft(
     body: FeatureBody, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]
 ) -> ir.Model:
-    """Trace a draft and clean the trace.
-
-    Returns:
-        The neutral graph; its weights refer to torch's memory.
-    """
+    """Trace a draft and clean the trace. Returns the neutral graph; its weights refer to torch's memory."""
     draft = SlidingFeatureDraft if spec.window else FeatureDraft
     return _export(draft(body, spec).eval(), spec, max_rows, progress)
 

@@ -26,9 +26,6 @@ class TargetLayersSource:
     """The part of `core.protocols.GraphSource` that methods share which draft with the target's own layers.
 
     The job has `CandidateOptions`. A method's source sets `dims` and `layers`, and changes the model in `prepare`.
-
-    Attributes:
-        layers: of the target, those that draft, in rising order.
     """
 
     role = "draft"
@@ -37,7 +34,7 @@ class TargetLayersSource:
     needs_tables = False
     is_needed = True
     dims: ModelDims
-    layers: Sequence[int]
+    layers: Sequence[int]  # of the target, those that draft, in rising order
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         assert context.target is not None and context.target_job is not None

@@ -47,14 +47,10 @@ PATH_SCORES = "path_scores"  # [batch, nodes, candidates] float32
 
 @dataclass(frozen=True)
 class PathSizes:
-    """Sizes of what a draft keeps of a path.
-
-    Args:
-        width: of the terms whose product with a candidate's row corrects its score.
-    """
+    """Sizes of what a draft keeps of a path."""
 
     state: int
-    width: int
+    width: int  # of the terms whose product with a candidate's row corrects its score
 
 
 def block_draft_spec(

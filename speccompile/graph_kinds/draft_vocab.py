@@ -30,13 +30,9 @@ class DraftVocab:
 
 @dataclass(frozen=True)
 class VocabCandidateOptions(CandidateOptions):
-    """Options of a draft whose LM head may be cut.
+    """Options of a draft whose LM head may be cut."""
 
-    Args:
-        vocab: the tokens that are kept; None: all.
-    """
-
-    vocab: DraftVocab | None = field(default=None, kw_only=True)
+    vocab: DraftVocab | None = field(default=None, kw_only=True)  # the tokens that are kept; None: all
 
 
 @dataclass(frozen=True, kw_only=True)

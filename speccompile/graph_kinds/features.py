@@ -33,14 +33,13 @@ class FeatureDims(ModelDims):
 
     Args:
         layers: decoder layers of the target whose states are fused; empty: the feature is what the LM head reads.
-        head_rank: inner width of an LM head that is two products; 0: one product.
     """
 
     target_hidden_size: int = 0
     intermediate_size: int = 0
     draft_vocab_size: int = 0
     layers: tuple[int, ...] = ()
-    head_rank: int = 0
+    head_rank: int = 0  # inner width of an LM head that is two products; 0: one product
 
 
 def feature_draft_spec(

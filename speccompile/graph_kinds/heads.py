@@ -84,33 +84,22 @@ def candidate_heads_spec(
 
 @dataclass(frozen=True)
 class FormOptions:
-    """What a job asks of heads that draft in one run.
+    """What a job asks of heads that draft in one run."""
 
-    Args:
-        depth: draft tokens on the longest path; None: as many as the heads are made for.
-        max_depth: most of these; 0: without limit.
-        num_candidates: of a grown tree: most probable tokens after each node; 0 otherwise.
-    """
-
-    depth: int | None = None
-    max_depth: int = 0
+    depth: int | None = None  # draft tokens on the longest path; None: as many as the heads are made for
+    max_depth: int = 0  # most of these; 0: without limit
     choices: tuple[tuple[int, ...], ...] = ()
     width: int = 0
-    num_candidates: int = 0
+    num_candidates: int = 0  # of a grown tree: most probable tokens after each node; 0 otherwise
 
 
 @dataclass(frozen=True)
 class DraftForm:
-    """What heads that read the drafts before them draft in one run: a chain, a fixed shape, or a grown tree.
-
-    Args:
-        choices: of a fixed shape, see `TreeShape`; empty otherwise.
-        width: of a grown tree: most nodes of one depth that are expanded; 0 otherwise.
-    """
+    """What heads that read the drafts before them draft in one run: a chain, a fixed shape, or a grown tree."""
 
     depth: int
-    choices: tuple[tuple[int, ...], ...] = ()
-    width: int = 0
+    choices: tuple[tuple[int, ...], ...] = ()  # of a fixed shape, see `TreeShape`; empty otherwise
+    width: int = 0  # of a grown tree: most nodes of one depth that are expanded; 0 otherwise
     num_candidates: int = 0
 
     @classmethod

@@ -17,21 +17,15 @@ _SIGNIFICANT = 24  # bits of float32
 
 @dataclass(frozen=True)
 class GridKind:
-    """What the outputs of a grid have in common.
-
-    Args:
-        group: see `Grid`; 0: all of a row.
-        is_wide: scales and minimums are float32; else float16.
-        order: bytes of the order of inputs; empty: as they are.
-    """
+    """What the outputs of a grid have in common."""
 
     bits: int
     zero: int
-    group: int
+    group: int  # see `Grid`; 0: all of a row
     has_minimums: bool
-    is_wide: bool
+    is_wide: bool  # scales and minimums are float32; else float16
     scale_bits: int
-    order: bytes = b""
+    order: bytes = b""  # bytes of the order of inputs; empty: as they are
 
     def num_bytes(self, num_out: int, num_in: int) -> int:
         """Returns the bytes of levels, in 4 or 8 bits, scales and minimums."""
@@ -89,21 +83,16 @@ class Grid:
     """Quantised weights of a linear: scale * (level - zero) + minimum, in float32 and in this order.
 
     Args:
-        levels: [out, in] uint8, below 2^bits.
-        scales: [out, groups] float16 or float32; group g has inputs g * group to (g + 1) * group - 1.
-        group: inputs that share a scale: 16, 32, 64 or another multiple of 32, or all of a row.
-        bits: 2 to 8; how many bits the levels need.
-        zero: the level of 0 where the grid is symmetric; 0 where there are minimums.
         minimums: [out, groups] of the scales' dtype, the value of level 0; None: none. A zero point z is the minimum
             -z * scale, which float32 holds exactly where scales have at most 16 significant bits.
         order: [in] int32, the input whose weights stand at each position of `levels`; None: as they are.
     """
 
-    levels: NDArray[np.uint8]
-    scales: Array
-    group: int
-    bits: int
-    zero: int = 0
+    levels: NDArray[np.uint8]  # [out, in] uint8, below 2^bits
+    scales: Array  # [out, groups] float16 or float32; group g has inputs g * group to (g + 1) * group - 1
+    group: int  # inputs that share a scale: 16, 32, 64 or another multiple of 32, or all of a row
+    bits: int  # 2 to 8; how many bits the levels need
+    zero: int = 0  # the level of 0 where the grid is symmetric; 0 where there are minimums
     minimums: Array | None = None
     order: NDArray[np.int32] | None = None
 

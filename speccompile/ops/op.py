@@ -23,9 +23,6 @@ class Op:
 
     Args:
         twin: numpy function of the inputs in order, attributes by keyword; returns the outputs as a tuple.
-        body: the statements of the ONNX function, in ONNX's textual syntax.
-        attributes: name -> default.
-        domains: further domains whose ops the body calls, version 1 each.
         sized_body: the body for a vocabulary whose size is known at build; `body` is for any size.
     """
 
@@ -33,10 +30,10 @@ class Op:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     twin: Callable[..., tuple[Any, ...]]
-    body: str
-    attributes: Mapping[str, int | float] = field(default_factory=dict)
+    body: str  # the statements of the ONNX function, in ONNX's textual syntax
+    attributes: Mapping[str, int | float] = field(default_factory=dict)  # name -> default
     uses: tuple[str, ...] = ()
-    domains: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()  # further domains whose ops the body calls, version 1 each
     sized_body: Callable[[int], str] | None = None
 
     def text(self, vocab: int | None = None) -> str:

@@ -42,16 +42,13 @@ class Packed:
     """Packed weights.
 
     Args:
-        scales: [panels, groups, 32]; None where the form has none.
-        minimums: like the scales; None where the form has none.
-        group: rows that share a scale, a multiple of `unit`.
         unit: neighbours in a row of activations that share one, 16 or 32; an attribute of the op, as the group is.
     """
 
     weights: Array
-    scales: Array | None = None
-    minimums: Array | None = None
-    group: int = GROUP
+    scales: Array | None = None  # [panels, groups, 32]; None where the form has none
+    minimums: Array | None = None  # like the scales; None where the form has none
+    group: int = GROUP  # rows that share a scale, a multiple of `unit`
     unit: int = GROUP
 
     @property

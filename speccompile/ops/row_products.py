@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def matmul_rows(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """Returns a @ b, each row of `a` multiplied by itself.
-
-    Args:
-        a: [.., rows, inner].
-        b: [.., inner, columns].
-    """
+    """Returns a @ b, each row of `a` multiplied by itself. `a`: [.., rows, inner]. `b`: [.., inner, columns]."""
     if a.ndim < 2 or b.ndim < 2:
         return np.asarray(a @ b)
     product: NDArray[Any] = np.matmul(a[..., :, None, :], b[..., None, :, :])[..., 0, :]

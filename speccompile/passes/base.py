@@ -22,26 +22,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Property:
-    """A checkable condition on a graph.
-
-    Args:
-        find_fault: returns None where it holds, otherwise a description of the fault.
-    """
+    """A checkable condition on a graph."""
 
     name: str
-    find_fault: Callable[[ir.Model], str | None]
+    find_fault: Callable[[ir.Model], str | None]  # returns None where it holds, otherwise a description of the fault
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A named rewrite.
-
-    Args:
-        rewrite: changes the model in place and returns the number of rewrites.
-    """
+    """A named rewrite."""
 
     name: str
-    rewrite: Callable[[ir.Model], int]
+    rewrite: Callable[[ir.Model], int]  # changes the model in place and returns the number of rewrites
     requires: tuple[Property, ...] = ()
     ensures: tuple[Property, ...] = ()
 

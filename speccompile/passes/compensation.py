@@ -46,17 +46,11 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Factor:
-    """A damped Hessian as U diag(d) U^T, its rows and columns in the order in which inputs are quantised.
+    """A damped Hessian as U diag(d) U^T, its rows and columns in the order in which inputs are quantised."""
 
-    Args:
-        order: [in] the inputs; those of a block are neighbours.
-        lower: [in, in] float32, U^T, unit lower triangular.
-        pivots: [in] float32, d: error of an output by an input's weight alone, once later inputs compensate it.
-    """
-
-    order: NDArray[np.int64]
-    lower: Floats
-    pivots: Floats
+    order: NDArray[np.int64]  # [in] the inputs; those of a block are neighbours
+    lower: Floats  # [in, in] float32, U^T, unit lower triangular
+    pivots: Floats  # [in] float32, d: error of an output by an input's weight alone, once later inputs compensate it
 
 
 def factor_of(hessian: NDArray[np.floating]) -> Factor:

@@ -17,21 +17,14 @@ from speccompile.passes.match import int_attribute, ints, only_use, producer, ra
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """Rows times the weights of their experts.
+    """Rows times the weights of their experts."""
 
-    Args:
-        last: of the matched nodes; its output is [ids, N].
-        weight: [experts, N, K], or [experts, K, N] where `is_transposed`, float32.
-        source: [rows, K].
-        ids: [rows * copies] int64.
-    """
-
-    last: ir.Node
-    weight: ir.Value
+    last: ir.Node  # of the matched nodes; its output is [ids, N]
+    weight: ir.Value  # [experts, N, K], or [experts, K, N] where `is_transposed`, float32
     is_transposed: bool
-    source: ir.Value
+    source: ir.Value  # [rows, K]
     copies: int
-    ids: ir.Value
+    ids: ir.Value  # [rows * copies] int64
 
     @property
     def dims(self) -> tuple[int, int, int]:

@@ -60,10 +60,7 @@ def _fuse(model: ir.Model, match: _Match) -> None:
 
 
 def fuse_cross_attention(model: ir.Model) -> int:
-    """Fuse every such CrossAttention; returns their number.
-
-    Nodes that are then unused stay, for `remove_dead`.
-    """
+    """Fuse every such CrossAttention; returns their number. Nodes that are then unused stay, for `remove_dead`."""
     matches = [m for node in nodes_of(model, "CrossAttention", OPS_DOMAIN) if (m := _match(node)) is not None]
     for match in matches:
         _fuse(model, match)

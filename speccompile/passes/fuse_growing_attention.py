@@ -182,14 +182,10 @@ def _are_equal(first: Sequence[ir.Value | None], second: Sequence[ir.Value | Non
 
 @dataclass
 class _Fuser:
-    """Makes the ops; that of a step takes the caches of the one of the step before.
-
-    Args:
-        longest: the match with the most steps, of whose angles all others have the first ones.
-    """
+    """Makes the ops; that of a step takes the caches of the one of the step before."""
 
     model: ir.Model
-    longest: _Match
+    longest: _Match  # the match with the most steps, of whose angles all others have the first ones
     made: dict[tuple[ir.Node, ...], list[ir.Value]] = field(default_factory=dict)
     lengths: dict[int, ir.Value] = field(default_factory=dict)
     masks: dict[int, ir.Value] = field(default_factory=dict)
@@ -255,10 +251,7 @@ def _table(value: ir.Value) -> np.ndarray:
 
 
 def fuse_growing_attention(model: ir.Model) -> int:
-    """Fuse every such attention; returns their number.
-
-    Nodes that are then unused stay, for `remove_dead`.
-    """
+    """Fuse every such attention; returns their number. Nodes that are then unused stay, for `remove_dead`."""
     rule = Rule(_turned, _is_turned, root="Concat")
     matches = [m for node in nodes_of(model, "Reshape") if (m := _match(rule, model, node)) is not None]
     if not matches:

@@ -46,11 +46,7 @@ def _activation_of(half: ir.Value, other: ir.Value) -> tuple[ir.Node, int] | Non
 
 
 def gate_of(product: ir.Value, num_out: int, num_dims: int) -> Gate | None:
-    """Returns the gate that alone reads a linear's result; None where there is none.
-
-    Args:
-        product: [..., num_out].
-    """
+    """Returns the gate that alone reads a linear's result; None where there is none. `product`: [..., num_out]."""
     split = only_use(product)
     if split is None or split.op_type != "Split" or split.domain != "" or len(split.outputs) != 2 or num_out % 2:
         return None

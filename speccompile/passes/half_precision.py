@@ -31,11 +31,7 @@ _FLOAT = ir.DataType.FLOAT
 
 
 def half_array(array: np.ndarray, dtype: ir.DataType, name: str) -> np.ndarray:
-    """Returns `array` rounded to `dtype`.
-
-    Raises:
-        PassError: a number is beyond float16's range.
-    """
+    """Returns `array` rounded to `dtype`. Raises PassError: a number is beyond float16's range."""
     with np.errstate(over="ignore"):
         rounded = array.astype(dtype.numpy())
     if dtype == ir.DataType.FLOAT16 and not np.isfinite(rounded).all() and np.isfinite(array).all():

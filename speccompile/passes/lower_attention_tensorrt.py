@@ -58,15 +58,11 @@ def static_caches_pass(spec: GraphSpec) -> Pass:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """How one CachedAttention is lowered.
-
-    Args:
-        group: query heads of a kv head that become rows of it; 1 for an Attention node, which supports groups.
-    """
+    """How one CachedAttention is lowered."""
 
     fused: bool
     window: int
-    group: int
+    group: int  # query heads of a kv head that become rows of it; 1 for an Attention node, which supports groups
     softcap: float
     sinks: ir.Value | None = None
 

@@ -26,16 +26,11 @@ from speccompile.passes.match import int_attribute, ints, only_use, operands, pr
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum over the middle axis.
-
-    Args:
-        parts: [rows, parts, width], or [rows * parts, width] where `weights` are known.
-        weights: [rows * parts] that each part is to be multiplied with; None: none.
-    """
+    """A sum over the middle axis."""
 
     node: ir.Node
-    parts: ir.Value
-    weights: ir.Value | None
+    parts: ir.Value  # [rows, parts, width], or [rows * parts, width] where `weights` are known
+    weights: ir.Value | None  # [rows * parts] that each part is to be multiplied with; None: none
     num_parts: int
     width: int
 

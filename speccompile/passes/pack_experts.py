@@ -29,15 +29,11 @@ from speccompile.passes.parts import PartsTensor
 
 @dataclass(frozen=True)
 class _Experts:
-    """Products of rows with the weights of their experts, and what is folded into them.
-
-    Args:
-        bias: [experts, N].
-    """
+    """Products of rows with the weights of their experts, and what is folded into them."""
 
     product: ExpertProduct
     last: ir.Node
-    bias: ir.Value | None
+    bias: ir.Value | None  # [experts, N]
     gate: Gate | None
 
 
@@ -125,11 +121,7 @@ class _Packer:
 
 
 def pack_experts(model: ir.Model, weights: Weights) -> int:
-    """Pack the weights of every mixture of experts.
-
-    Returns:
-        The number of products.
-    """
+    """Pack the weights of every mixture of experts. Returns the number of products."""
     found, packer = list[_Experts](), _Packer(weights)
     for experts in _experts(model):
         found.append(experts)

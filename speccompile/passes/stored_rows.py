@@ -30,14 +30,10 @@ Found = NDArray[np.int64]  # [out, 2]: tensor and row of each output
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring outputs of a linear.
-
-    Args:
-        kind: of their grid; None: their numbers stay float32.
-    """
+    """Neighbouring outputs of a linear."""
 
     found: Found
-    kind: GridKind | None
+    kind: GridKind | None  # of their grid; None: their numbers stay float32
 
     @property
     def num_out(self) -> int:
@@ -51,13 +47,12 @@ class StoredRows:
     Args:
         attached: kinds of the weights to which grids were attached, by the weights' name; None in the place of a kind:
             float32.
-        unheld: tensors of few bits whose numbers no grid has.
         widened: sizes of the weights with a grid that the backend's types do not hold, by name.
     """
 
     source: GridSource
     attached: dict[str, list[tuple[GridKind | None, int]]] = field(default_factory=dict)
-    unheld: list[str] = field(default_factory=list)
+    unheld: list[str] = field(default_factory=list)  # tensors of few bits whose numbers no grid has
     widened: dict[str, int] = field(default_factory=dict)
     _keys: list[str] = field(default_factory=list)
     _kinds: list[GridKind] = field(default_factory=list)

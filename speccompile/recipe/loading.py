@@ -91,11 +91,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(text: str, source: str, folder: Path) -> RawRecipe:
-    """Parse YAML into values with their lines.
-
-    Raises:
-        RecipeError: not YAML, not a mapping, or a key written twice.
-    """
+    """Parse YAML into values with their lines. Raises RecipeError: not YAML, not a mapping, or a key written twice."""
     try:
         values, node = read_yaml(text)
     except YamlFault as fault:

@@ -76,11 +76,7 @@ def predict(
     dtype: str = "float32",
     max_pending: int = 1,
 ) -> Prediction:
-    """Predict a decoder.
-
-    Args:
-        backend: whose `predict` is used; None: float32 ONNX graphs.
-    """
+    """Predict a decoder. `backend`: whose `predict` is used; None: float32 ONNX graphs."""
     head = dims.vocab_size * dims.hidden_size
     feed_forward = _feed_forward(config, dims)
     layers = _attention(dims) + feed_forward.num_dense + feed_forward.num_experts
@@ -109,11 +105,7 @@ def predict_counts(
     backend: Backend | None = None,
     dtype: str = "float32",
 ) -> Prediction:
-    """Predict a graph of which the weights are counted.
-
-    Args:
-        cache_bytes: key and value caches, all slots and rows.
-    """
+    """Predict a graph of which the weights are counted. `cache_bytes`: key and value caches, all slots and rows."""
     from speccompile.backends.predicting import predict_float32
 
     sizes = predict_float32(counts, quantization) if backend is None else backend.predict(counts, quantization, dtype)

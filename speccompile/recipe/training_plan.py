@@ -23,11 +23,7 @@ from speccompile.training_contract import Trainer
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """All decisions of a training run.
-
-    Args:
-        target: checkpoint folder or hub id of the target.
-    """
+    """All decisions of a training run. `target`: checkpoint folder or hub id of the target."""
 
     target: str
     method: Method

@@ -17,11 +17,7 @@ MAX_VALUES = 10_000  # with every alias expanded
 
 
 class YamlFault(ValueError):
-    """A text that is refused.
-
-    Args:
-        line: of the fault, counted from 1; None where it has none.
-    """
+    """A text that is refused. `line`: of the fault, counted from 1; None where it has none."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         self.problem, self.line = problem, line

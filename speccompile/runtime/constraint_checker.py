@@ -29,27 +29,18 @@ _LEAST_BYTES = 1 << 16  # of a compiled grammar
 
 @dataclass(frozen=True)
 class Checked:
-    """A constraint that texts can follow.
-
-    Args:
-        growth: tokens by which one token may lengthen a text's shortest ending.
-        ending: a short text of it, as tokens; None: it holds no JSON, or none was found.
-    """
+    """A constraint that texts can follow."""
 
     grammar: str
     num_bytes: int
-    growth: int = 0
-    ending: tuple[int, ...] | None = None
+    growth: int = 0  # tokens by which one token may lengthen a text's shortest ending
+    ending: tuple[int, ...] | None = None  # a short text of it, as tokens; None: it holds no JSON, or none was found
 
 
 class Compiled(NamedTuple):
-    """A grammar.
+    """A grammar."""
 
-    Args:
-        matcher: `llguidance.LLMatcher` at the start of a text; it is shared: copy it.
-    """
-
-    matcher: Any
+    matcher: Any  # `llguidance.LLMatcher` at the start of a text; it is shared: copy it
     checked: Checked
 
     @property

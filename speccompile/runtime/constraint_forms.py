@@ -16,11 +16,7 @@ WHITE_SPACE = r" |\n {0,20}"
 
 
 def refuse(wanted: StructuredOutputs, got: str, expected: str = "a grammar that compiles") -> NoReturn:
-    """Refuses a constraint.
-
-    Raises:
-        RuntimeFault: always.
-    """
+    """Refuses a constraint. Raises RuntimeFault: always."""
     todo = f"Correct the {wanted.kind}, or leave out what llguidance does not know."
     raise RuntimeFault(f"{WHERE} ({wanted.kind})", " ".join(got.split())[:200], expected, todo)
 

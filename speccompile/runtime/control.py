@@ -117,11 +117,7 @@ def controller_of(proposer: Proposer) -> Controller:
 
 
 class Controller:
-    """See `Planner`.
-
-    Args:
-        weighs: the proposer, where its budget decides whether to draft.
-    """
+    """See `Planner`. `weighs`: the proposer, where its budget decides whether to draft."""
 
     def __init__(self, weighs: Weighs | None = None) -> None:
         self._weighs = weighs

@@ -20,20 +20,13 @@ ASKED, MEASURED, EXPECTED, NOT_COMPARED, FIXED, NOTHING = (
 
 @dataclass(frozen=True)
 class DraftReport:
-    """Whether drafts are on, and why.
-
-    Args:
-        reason: one of the few words above, for a metric's label.
-        cost: of a draft token, drafting and scoring, in plain steps; None: not known.
-        accepted: share of draft tokens that are accepted; None: not known.
-        asked: the request's or the service's `speculation` where that is the reason.
-    """
+    """Whether drafts are on, and why."""
 
     is_on: bool
-    reason: str
-    cost: float | None = None
-    accepted: float | None = None
-    asked: str | None = None
+    reason: str  # one of the few words above, for a metric's label
+    cost: float | None = None  # of a draft token, drafting and scoring, in plain steps; None: not known
+    accepted: float | None = None  # share of draft tokens that are accepted; None: not known
+    asked: str | None = None  # the request's or the service's `speculation` where that is the reason
 
     @property
     def sentence(self) -> str:
@@ -62,11 +55,7 @@ class DraftReport:
 def report_from_planner(
     planner: Planner | None, num_draft_tokens: int, num_accepted: int, asked: str = "auto"
 ) -> DraftReport:
-    """Returns the report of the batch that decoded last.
-
-    Args:
-        planner: decides whether to draft; None: nothing does.
-    """
+    """Returns the report of the batch that decoded last. `planner`: decides whether to draft; None: nothing does."""
     share = num_accepted / num_draft_tokens if num_draft_tokens else None
     if asked != "auto":
         return DraftReport(asked == "on", ASKED, accepted=share if asked == "on" else None, asked=asked)

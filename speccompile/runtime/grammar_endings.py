@@ -113,13 +113,9 @@ def find_ending(matcher: Any, kinds: TokenKinds, most: int, num_texts: int = MAX
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of the end of a text.
+    """What is known of the end of a text."""
 
-    Args:
-        tokens: that end it; None: not known.
-    """
-
-    tokens: tuple[int, ...] | None
+    tokens: tuple[int, ...] | None  # that end it; None: not known
     next_check: int
 
 

@@ -38,15 +38,10 @@ _TODO = f"Give each as bytes, a path ({', '.join(FORMATS)}), or an array [height
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """One image, ready for the vision tower.
+    """One image, ready for the vision tower."""
 
-    Args:
-        pixels: [1, 3, height, width] float32.
-        digest: SHA-256 of the pixels: images of one digest have equal rows.
-    """
-
-    pixels: Floats
-    digest: str
+    pixels: Floats  # [1, 3, height, width] float32
+    digest: str  # SHA-256 of the pixels: images of one digest have equal rows
 
     @property
     def key(self) -> int:
@@ -193,11 +188,7 @@ def _runs(tokens: Sequence[int], token: int) -> Iterator[tuple[int, int]]:
 
 
 def _decode(data: bytes | Path | NDArray[np.uint8]) -> Pillow.Image:
-    """Returns an image in RGB, upright.
-
-    Raises:
-        RuntimeFault: see `ImageEncoder.read`.
-    """
+    """Returns an image in RGB, upright. Raises RuntimeFault: see `ImageEncoder.read`."""
     try:
         from PIL import Image as Pillow
         from PIL import ImageOps

@@ -15,15 +15,13 @@ class TokenLogprobs(NamedTuple):
     """One emitted token.
 
     Args:
-        logprob: natural logarithm of its probability after the tokens before it; -inf where that is 0.
         top: (token, logarithm) of the likeliest tokens, the likeliest first, of equal ones the lower id first.
-        rank: 1 + the number of likelier tokens, of tokens of a prompt; 0: not told.
     """
 
     token: int
-    logprob: float
+    logprob: float  # natural logarithm of its probability after the tokens before it; -inf where that is 0
     top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0
+    rank: int = 0  # 1 + the number of likelier tokens, of tokens of a prompt; 0: not told
 
     def json_from_logprobs(self) -> dict[str, Any]:
         """Returns a JSON-ready dict; what is -inf is -9999, as OpenAI's API writes a token of no probability."""
@@ -57,11 +55,7 @@ def log_softmax(logits: Floats) -> np.ndarray:
 
 
 def token_logprobs(logs: np.ndarray, token: int, num: int) -> TokenLogprobs:
-    """Returns what is told of an emitted token.
-
-    Args:
-        logs: [vocab] float64, of the row that the token was decided by.
-    """
+    """Returns what is told of an emitted token. `logs`: [vocab] float64, of the row that the token was decided by."""
     num = min(num, len(logs))
     least = np.partition(logs, -num)[-num] if num else np.inf
     ids = np.flatnonzero(logs >= least)

@@ -26,16 +26,11 @@ from speccompile.runtime.verifier import Verifier
 
 
 class Chunk(NamedTuple):
-    """What reading a chunk of a prompt gave.
-
-    Args:
-        step: with the first new token, where the prompt's last was read; it may end the sequence.
-        draft_s: seconds that the draft took.
-    """
+    """What reading a chunk of a prompt gave."""
 
     num: int
-    step: StepOutput | None
-    draft_s: float
+    step: StepOutput | None  # with the first new token, where the prompt's last was read; it may end the sequence
+    draft_s: float  # seconds that the draft took
 
 
 def read_chunk(
@@ -46,11 +41,7 @@ def read_chunk(
     reads: bool,
     most: int | None = None,
 ) -> Chunk:
-    """Reads the next chunk of a prompt.
-
-    Raises:
-        NotFinite: a chunk is not; the slot is cleared.
-    """
+    """Reads the next chunk of a prompt. Raises NotFinite: a chunk is not; the slot is cleared."""
     sequence, start = alone.sequences[0], int(verifier.lengths[slot])
     if alone.processed:
         read_grammars(alone)
@@ -105,11 +96,7 @@ def _clear(verifier: Verifier, proposer: Proposer, slot: int) -> None:
 
 
 class PromptBytes:
-    """Most bytes of the text of a prompt.
-
-    Args:
-        tokenizer: of the bundle; None: prompts are token ids.
-    """
+    """Most bytes of the text of a prompt. `tokenizer`: of the bundle; None: prompts are token ids."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
@@ -121,11 +108,7 @@ class PromptBytes:
         return None if longest is None else longest * self._max_tokens
 
     def check(self, where: str, text: str) -> None:
-        """Refuses a text that cannot fit.
-
-        Raises:
-            RuntimeFault: it is one.
-        """
+        """Refuses a text that cannot fit. Raises RuntimeFault: it is one."""
         size = len(text.encode(errors="surrogatepass"))
         if self.most is not None and size > self.most:
             todo = "Shorten it, or build the bundle with a larger engine.max_seq_len."

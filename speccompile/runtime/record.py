@@ -100,14 +100,10 @@ def _json_from_request(request: Request) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Requests that were submitted as one, and their outputs.
-
-    Args:
-        outputs: token ids and finish reason of each, numbered over all requests.
-    """
+    """Requests that were submitted as one, and their outputs."""
 
     requests: tuple[Request, ...]
-    outputs: tuple[tuple[list[int], str], ...]
+    outputs: tuple[tuple[list[int], str], ...]  # token ids and finish reason of each, numbered over all requests
 
 
 @dataclass(frozen=True)
@@ -124,11 +120,7 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """Reads a record.
-
-    Raises:
-        RuntimeFault: it cannot be read, or is no record; the message has the line.
-    """
+    """Reads a record. Raises RuntimeFault: it cannot be read, or is no record; the message has the line."""
     todo = "Give a file that `speccompile serve --record` wrote."
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -64,20 +64,13 @@ class Request:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The tree of one step of one sequence.
+    """The tree of one step of one sequence."""
 
-    Args:
-        tokens: of each node; node 0 is the root, the last token emitted before.
-        parents: of each node; the root's is -1.
-        next_token: recovered or bonus token after the path.
-        texts: of `tokens`, each decoded alone (empty without a tokenizer).
-    """
-
-    tokens: list[int]
-    parents: list[int]
+    tokens: list[int]  # of each node; node 0 is the root, the last token emitted before
+    parents: list[int]  # of each node; the root's is -1
     path: list[int]
-    next_token: int
-    texts: list[str]
+    next_token: int  # recovered or bonus token after the path
+    texts: list[str]  # of `tokens`, each decoded alone (empty without a tokenizer)
 
 
 def trace_of_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, slot: int) -> StepTrace:
@@ -93,20 +86,16 @@ class StepOutput(NamedTuple):
     """Result of one step for one sequence.
 
     Args:
-        output_index: which output, counted over all requests that were submitted as one; offline: which prompt.
-        text: to show; never half a character, no part of a stop string.
-        tokens: new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before).
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
         stats: of the whole output, in its last step output: the dict of `SequenceStats.json_of_request`.
-        stop_string: that ended the text, where the finish reason is `stop`; None: a token did.
         prompt_logprobs: of each token of the prompt, in the first step output, where the request asks for them; of the
             first one None.
     """
 
-    output_index: int
-    text: str
-    tokens: list[int]
+    output_index: int  # which output, counted over all requests that were submitted as one; offline: which prompt
+    text: str  # to show; never half a character, no part of a stop string
+    tokens: list[int]  # new token ids; the first `num_accepted` of them were drafts (fewer where the text ended before)
     num_draft_tokens: int = 0
     num_accepted: int = 0
     is_bonus: bool = False
@@ -115,7 +104,7 @@ class StepOutput(NamedTuple):
     trace: StepTrace | None = None
     error: str | None = None
     logprobs: Sequence[TokenLogprobs] = ()
-    stop_string: str | None = None
+    stop_string: str | None = None  # that ended the text, where the finish reason is `stop`; None: a token did
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
 
     @property
@@ -161,11 +150,7 @@ def match_arguments(
 
 
 def token_ids(index: int, prompt: Any) -> list[int]:
-    """Returns the token ids of a prompt that is not a text.
-
-    Raises:
-        RuntimeFault: it is not a list of whole numbers.
-    """
+    """Returns the token ids of a prompt that is not a text. Raises RuntimeFault: it is not a list of whole numbers."""
     try:
         if isinstance(prompt, bytes | Mapping):
             raise TypeError

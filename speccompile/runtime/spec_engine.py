@@ -334,11 +334,7 @@ class SpecEngine:
     def make_sequence(
         self, index: int, prompt: Prompt, params: SamplingParams, with_text: bool, images: Sequence[Image] = ()
     ) -> TokenSequence:
-        """Returns a sequence to decode.
-
-        Raises:
-            RuntimeFault: as `generate`.
-        """
+        """Returns a sequence to decode. Raises RuntimeFault: as `generate`."""
         is_text, where = isinstance(prompt, str), f"prompt {index}"
         tokens = self.encode(str(prompt), len(images), where) if is_text else token_ids(index, prompt)
         self.check_prompt(where, tokens)
@@ -359,11 +355,7 @@ class SpecEngine:
         return sequence
 
     def check_prompt(self, where: str, tokens: Sequence[int]) -> None:
-        """Refuses a prompt that is empty, too long or not of the vocabulary.
-
-        Raises:
-            RuntimeFault: one of these.
-        """
+        """Refuses a prompt that is empty, too long or not of the vocabulary. Raises RuntimeFault: one of these."""
         most = self.context.max_seq_len
         if not tokens:
             raise RuntimeFault(where, "no tokens", "at least one", "Give it some text, or the id of a first token.")

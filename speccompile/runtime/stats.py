@@ -104,10 +104,7 @@ class DraftEngine(TimedEngine):
 
 
 class SequenceStats:
-    """Counts and times of one sequence.
-
-    Times are wall clock; in a batch they include the work for other sequences.
-    """
+    """Counts and times of one sequence. Times are wall clock; in a batch they include the work for other sequences."""
 
     __slots__ = (
         "end_s",
@@ -252,11 +249,7 @@ class Counters:
     def count_end(
         self, reason: str, stats: dict[str, Any], request_ms: float, outcomes: Counter[tuple[int, int]]
     ) -> None:
-        """Counts an output that has ended.
-
-        Args:
-            request_ms: milliseconds since its request was submitted.
-        """
+        """Counts an output that has ended. `request_ms`: milliseconds since its request was submitted."""
         self.finished[reason] += 1
         self.outcomes.update(outcomes)
         self.times["request_ms"].add(request_ms)

@@ -84,16 +84,11 @@ def _format_from_structures(tag: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """An expression in Lark's syntax.
-
-    Args:
-        is_regular: it may stand in a terminal, with `&` and `~`.
-        is_open: it ends with free text that only the text after it can end.
-    """
+    """An expression in Lark's syntax."""
 
     text: str
-    is_regular: bool = True
-    is_open: bool = False
+    is_regular: bool = True  # it may stand in a terminal, with `&` and `~`
+    is_open: bool = False  # it ends with free text that only the text after it can end
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,10 @@ _TRIES = 20  # lines of texts that are tried for each prompt
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target continues.
-
-    Args:
-        is_chat: it ends where the assistant has the word; the answer alone is learned, and is a window with it.
-    """
+    """What the target continues."""
 
     tokens: list[int]
-    is_chat: bool
+    is_chat: bool  # it ends where the assistant has the word; the answer alone is learned, and is a window with it
     temperature: float
 
 

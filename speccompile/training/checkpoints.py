@@ -28,12 +28,11 @@ class RunRecord:
     """The progress of a run.
 
     Args:
-        settings: for each stage, what its weights depend on besides the stages before it.
         cpu_seconds: CPU time by stage, of all threads of the first process.
         model: state_dict of the trained module, {} before the first checkpoint.
     """
 
-    settings: list[dict[str, Any]]
+    settings: list[dict[str, Any]]  # for each stage, what its weights depend on besides the stages before it
     stage: int = 0
     step: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -129,11 +128,7 @@ class _Writer:
 
 
 def _save(file: IO[bytes], values: dict[str, Any]) -> None:
-    """Writes to an open file by torch.save.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes to an open file by torch.save. Raises OSError: the file cannot be written."""
     writer = _Writer(file)
     try:
         torch.save(values, cast("IO[bytes]", writer))

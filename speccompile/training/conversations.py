@@ -32,11 +32,7 @@ _WHERE = "training.text.files"
 
 @dataclass(frozen=True)
 class Sample:
-    """A rendered conversation.
-
-    Args:
-        answers: (first, last + 1) character of each text that the model writes.
-    """
+    """A rendered conversation. `answers`: (first, last + 1) character of each text that the model writes."""
 
     text: str
     answers: list[tuple[int, int]] = field(default_factory=list)
@@ -51,11 +47,7 @@ class TokenRow:
 
 
 class ChatReader:
-    """Renders and tokenises conversations as the server does.
-
-    Args:
-        folder: of the target's tokenizer and chat template.
-    """
+    """Renders and tokenises conversations as the server does. `folder`: of the target's tokenizer and chat template."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.folder, self.tokenizer = folder, tokenizer

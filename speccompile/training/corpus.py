@@ -44,18 +44,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation, whose `text` is empty.
-
-    Args:
-        digest: SHA-256 of its bytes, or of the conversation as JSON, hex.
-        split_digest: the same of what decides whether it is held out; empty: all of it does.
-    """
+    """One text, or one conversation, whose `text` is empty."""
 
     text: str
-    digest: str
+    digest: str  # SHA-256 of its bytes, or of the conversation as JSON, hex
     source: str
     conversation: Conversation | None = None
-    split_digest: str = ""
+    split_digest: str = ""  # the same of what decides whether it is held out; empty: all of it does
 
     @property
     def is_held_out(self) -> bool:
@@ -69,13 +64,9 @@ def is_held_out(digest: str) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where each document is, by digest.
+    """Where each document is, by digest."""
 
-    Args:
-        locations: (file, line) by digest; line 0 is the whole file.
-    """
-
-    locations: Mapping[str, tuple[Path, int]]
+    locations: Mapping[str, tuple[Path, int]]  # (file, line) by digest; line 0 is the whole file
 
     @property
     def digest(self) -> str:

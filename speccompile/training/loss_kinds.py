@@ -24,19 +24,12 @@ _LEAST = 1e-30  # of alpha under the logarithm
 
 
 class LossTerms(NamedTuple):
-    """Losses of rows, and their gradients by logits: `on_draft` * draft_probs, plus `on_kept` at the label's tokens.
+    """Losses of rows, and their gradients by logits: `on_draft` * draft_probs, plus `on_kept` at the label's tokens."""
 
-    Args:
-        losses: [rows].
-        alphas: [rows], the probability that a drawn draft is accepted.
-        on_draft: [rows].
-        on_kept: [rows, kept].
-    """
-
-    losses: torch.Tensor
-    alphas: torch.Tensor
-    on_draft: torch.Tensor
-    on_kept: torch.Tensor
+    losses: torch.Tensor  # [rows]
+    alphas: torch.Tensor  # [rows], the probability that a drawn draft is accepted
+    on_draft: torch.Tensor  # [rows]
+    on_kept: torch.Tensor  # [rows, kept]
 
 
 def loss_terms(kind: str, probs: torch.Tensor, log_draft: torch.Tensor) -> LossTerms:

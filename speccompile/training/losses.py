@@ -83,39 +83,26 @@ class _DistributionLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Weights and arithmetic of the loss.
+    """Weights and arithmetic of the loss."""
 
-    Args:
-        kl_share: of the target's distribution in the label; the rest is the next token of the text.
-        decay: weight of a draft position relative to the one before.
-        is_chained: a draft's weight is also the probability that drawing accepts all drafts before it.
-    """
-
-    kl_share: float
-    decay: float
+    kl_share: float  # of the target's distribution in the label; the rest is the next token of the text
+    decay: float  # weight of a draft position relative to the one before
     dtype: torch.dtype
     kind: str = "kl"
-    is_chained: bool = False
+    is_chained: bool = False  # a draft's weight is also the probability that drawing accepts all drafts before it
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Sums over the rows of a batch, [positions] each, and over whole chains; sums of batches add up.
-
-    Args:
-        hits: drafts that are the target's own greedy token.
-        kept: chains whose first i + 1 drafts are all hits.
-        alphas: probabilities that drafts are accepted where they are drawn at temperature 1.
-        reached: probabilities that the first i + 1 drafts of a chain are all accepted.
-    """
+    """Sums over the rows of a batch, [positions] each, and over whole chains; sums of batches add up."""
 
     losses: torch.Tensor
-    hits: torch.Tensor
+    hits: torch.Tensor  # drafts that are the target's own greedy token
     tried: torch.Tensor
-    kept: torch.Tensor
+    kept: torch.Tensor  # chains whose first i + 1 drafts are all hits
     chains: torch.Tensor
-    alphas: torch.Tensor
-    reached: torch.Tensor
+    alphas: torch.Tensor  # probabilities that drafts are accepted where they are drawn at temperature 1
+    reached: torch.Tensor  # probabilities that the first i + 1 drafts of a chain are all accepted
 
     def stacked(self) -> torch.Tensor:
         """Returns [7, positions] float64, the inverse of `Measures(*rows)`."""

@@ -59,12 +59,11 @@ class Listener:
     """Callbacks for the progress of a run.
 
     Args:
-        stage: called with "STAGE" and "STAGE: STEP".
         step: called after each step with the stage's name, the step, all its steps and the batch's measures.
         saved: called with the stage's name, its steps that are done and all of them where a checkpoint holds them.
     """
 
-    stage: Callable[[str], None] = field(default=lambda message: None)
+    stage: Callable[[str], None] = field(default=lambda message: None)  # called with "STAGE" and "STAGE: STEP"
     step: Callable[[str, int, int, dict[str, Any]], None] = field(default=lambda name, step, steps, row: None)
     saved: Callable[[str, int, int], None] = field(default=lambda name, step, steps: None)
 

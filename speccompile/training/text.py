@@ -104,11 +104,7 @@ class TextBook:
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
-    """Returns the tokenizer of a checkpoint, and its digest.
-
-    Raises:
-        CheckpointError: there is no tokenizer.json.
-    """
+    """Returns the tokenizer of a checkpoint, and its digest. Raises CheckpointError: there is no tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(str(path), "no such file", "the tokenizer of the target", "Save it beside the weights.")

@@ -26,12 +26,11 @@ class Rows:
     """Windows of one length.
 
     Args:
-        tokens: [windows, seq_len] int32.
         is_label: [windows, seq_len] bool, whether the distribution after a token is learned: of a text all are, of a
             conversation those before tokens that the model writes.
     """
 
-    tokens: Tokens
+    tokens: Tokens  # [windows, seq_len] int32
     is_label: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -57,13 +56,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of one length in the shards of a folder.
+    """Windows of one length in the shards of a folder."""
 
-    Args:
-        folder: holds <split>-<number>.npy, [windows, seq_len] int32 each, and <split>-labels-<number>.npy.
-    """
-
-    folder: Path
+    folder: Path  # holds <split>-<number>.npy, [windows, seq_len] int32 each, and <split>-labels-<number>.npy
     seq_len: int
     counts: dict[str, int]
 

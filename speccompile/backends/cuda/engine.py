@@ -31,12 +31,9 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
     Args:
         job: borrowed caches without an owner are allocated here; its spec is that of the plan.
         rollback: the plan that compacts caches of this spec, for trees.
-
-    Attributes:
-        alignment: bytes to whose multiples the addresses of slots are aligned.
     """
 
-    alignment: int = ALIGNMENT
+    alignment: int = ALIGNMENT  # bytes to whose multiples the addresses of slots are aligned
     states: DeviceStates | None
 
     def __init__(

@@ -47,13 +47,12 @@ class Caches:
     Attributes:
         rows: of each slot in the present layout.
         sizes: (kv_heads, head_dim) of each cache, in the order of `names`.
-        alignment: bytes to whose multiples the slots' addresses are aligned.
 
     Raises:
         BundleError: addresses of slots would not be aligned as TensorRT needs them.
     """
 
-    alignment: int = ALIGNMENT
+    alignment: int = ALIGNMENT  # bytes to whose multiples the slots' addresses are aligned
 
     def __init__(self, device: Device, spec: GraphSpec, max_slots: int, max_rows: int | None = None) -> None:
         self.device, self.names, self.max_slots = device, spec.caches, max_slots
@@ -119,14 +118,10 @@ class Caches:
 
 @dataclass(frozen=True, eq=False)
 class BoundCache:
-    """A cache input and the memory it is bound to.
-
-    Args:
-        caches: the engine's own, or another one's.
-    """
+    """A cache input and the memory it is bound to."""
 
     name: str
-    caches: Caches
+    caches: Caches  # the engine's own, or another one's
     index: int
 
 

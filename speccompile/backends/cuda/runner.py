@@ -20,11 +20,7 @@ MAX_GRAPH_NODES = 64  # chunks of a prompt take milliseconds: a graph would save
 
 
 class Runner(StepMemory):
-    """Runs the steps of one plan.
-
-    Args:
-        settings: `cuda_graphs` (default true), `max_contexts`.
-    """
+    """Runs the steps of one plan. `settings`: `cuda_graphs` (default true), `max_contexts`."""
 
     def __init__(self, plan: Executable, bound: Sequence[Bound], kv_address: int, settings: Mapping[str, Any]) -> None:
         super().__init__(plan, bound, kv_address)

@@ -31,14 +31,10 @@ _PREPACKED_BYTES = 2 << 30  # of a graph whose weights may be copied into the la
 
 @dataclass(frozen=True)
 class Text:
-    """A text whose tokens from `start` on are of interest.
-
-    Args:
-        start: 1 or more: the first token that is predicted from those before.
-    """
+    """A text whose tokens from `start` on are of interest."""
 
     tokens: tuple[int, ...]
-    start: int = 1
+    start: int = 1  # 1 or more: the first token that is predicted from those before
 
 
 def open_reader(path: Path, spec: GraphSpec, max_slots: int, max_rows: int) -> OrtEngine:

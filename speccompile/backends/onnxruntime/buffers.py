@@ -126,14 +126,10 @@ def cache_sizes(spec: GraphSpec, names: Sequence[str]) -> dict[str, tuple[int, i
 
 @dataclass(frozen=True, eq=False)
 class BoundCache:
-    """A cache input and the memory it is bound to.
-
-    Args:
-        buffers: the engine's own, or another one's.
-    """
+    """A cache input and the memory it is bound to."""
 
     name: str
-    buffers: CacheBuffers
+    buffers: CacheBuffers  # the engine's own, or another one's
     index: int
 
     def view(self, first_slot: int, batch: int) -> np.ndarray:

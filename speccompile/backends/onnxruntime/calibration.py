@@ -122,11 +122,7 @@ def groups_of(linears: Sequence[Linear], limit_bytes: int) -> list[list[str]]:
 
 
 class Collector:
-    """Sums x x^T over the inputs x of linears.
-
-    Args:
-        graph: the lowered float32 graph.
-    """
+    """Sums x x^T over the inputs x of linears. `graph`: the lowered float32 graph."""
 
     def __init__(self, graph: Path, spec: GraphSpec) -> None:
         import onnx_ir as ir

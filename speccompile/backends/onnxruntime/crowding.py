@@ -43,11 +43,7 @@ class Crowding:
         self._left = TURN  # steps until the turn ends
 
     def observe(self, num_nodes: int, step_s: float) -> None:
-        """Notes a step's time, and decides about the next one.
-
-        Args:
-            step_s: seconds that it took.
-        """
+        """Notes a step's time, and decides about the next one. `step_s`: seconds that it took."""
         self._left -= 1
         if self._left >= TURN - WARM_UP * self._is_comparing:
             return

@@ -114,11 +114,7 @@ class SessionContext:
 
 
 class SessionPlan:
-    """A plan for a runner, over a session.
-
-    Args:
-        reopen: opens a session without CUDA graphs.
-    """
+    """A plan for a runner, over a session. `reopen`: opens a session without CUDA graphs."""
 
     device_name = "cuda"  # ONNX Runtime's name of the device
     captures_itself = True

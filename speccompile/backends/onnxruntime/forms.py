@@ -34,16 +34,11 @@ _AUTO = {True: ("bf16", "int8"), False: ("none", "int8")}
 
 @dataclass(frozen=True)
 class Form:
-    """A quantisation of the weights with kernels for it.
-
-    Args:
-        quantization: none, bf16, int8, int4 or stored.
-        kernel: a key of `ORT_QUANTIZATION[quantization]`.
-    """
+    """A quantisation of the weights with kernels for it."""
 
     name: str
-    quantization: str
-    kernel: str
+    quantization: str  # none, bf16, int8, int4 or stored
+    kernel: str  # a key of `ORT_QUANTIZATION[quantization]`
 
     @property
     def is_calibrated(self) -> bool:

@@ -23,15 +23,11 @@ _COMPILE_S = 600
 
 @dataclass(frozen=True)
 class Variant:
-    """The library for CPUs that have certain instruction sets.
-
-    Args:
-        features: names in /proc/cpuinfo of those that the code needs.
-    """
+    """The library for CPUs that have certain instruction sets."""
 
     name: str
     flags: tuple[str, ...]
-    features: frozenset[str]
+    features: frozenset[str]  # names in /proc/cpuinfo of those that the code needs
 
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})

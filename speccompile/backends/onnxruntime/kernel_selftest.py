@@ -34,16 +34,12 @@ TOLERANCE = 1e-4  # of the largest number; a wrong kernel is off by far more
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op.
-
-    Args:
-        by_row: inputs whose second dim is rows that must not depend on each other.
-    """
+    """One call of an op."""
 
     op: Op
     inputs: dict[str, Any]
     attributes: dict[str, int | float]
-    by_row: tuple[str, ...]
+    by_row: tuple[str, ...]  # inputs whose second dim is rows that must not depend on each other
 
 
 def run(session: ort.InferenceSession, inputs: dict[str, Any]) -> list[Any]:

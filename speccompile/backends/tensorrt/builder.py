@@ -30,19 +30,14 @@ _MEMORY_TODO = "Free memory, quantise the weights, or build on a larger machine:
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The request to a child.
-
-    Args:
-        timing_cache: file of measured kernels; None: none is kept.
-        max_bytes: the child is killed when it uses more memory; None: no limit.
-    """
+    """The request to a child."""
 
     onnx: Path
     spec: GraphSpec
     variant: str
     settings: dict[str, Any]
-    timing_cache: Path | None = None
-    max_bytes: int | None = None
+    timing_cache: Path | None = None  # file of measured kernels; None: none is kept
+    max_bytes: int | None = None  # the child is killed when it uses more memory; None: no limit
 
     def json_from_request(self, plan: Path) -> dict[str, Any]:
         """Returns the request as the child reads it."""

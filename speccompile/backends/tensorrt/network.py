@@ -74,11 +74,7 @@ def _parse_error(path: Path, variant: Variant, parser: Any) -> BuildError:
 
 
 def check_network(variant: Variant, network: Any, spec: GraphSpec) -> None:
-    """Compare the network's inputs and outputs with the spec.
-
-    Raises:
-        BuildError: names, dtypes or dims differ.
-    """
+    """Compare the network's inputs and outputs with the spec. Raises BuildError: names, dtypes or dims differ."""
     sides = (
         ("input", network.num_inputs, network.get_input, spec.inputs),
         ("output", network.num_outputs, network.get_output, spec.outputs),

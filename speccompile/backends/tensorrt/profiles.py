@@ -20,15 +20,10 @@ _SECTION = "engine.tensorrt"
 
 @dataclass(frozen=True)
 class Profile:
-    """One optimization profile.
+    """One optimization profile."""
 
-    Args:
-        name: prefill, decode, or step where a graph has only one.
-        sizes: (min, opt, max) by name of a dynamic dim.
-    """
-
-    name: str
-    sizes: Mapping[str, Range]
+    name: str  # prefill, decode, or step where a graph has only one
+    sizes: Mapping[str, Range]  # (min, opt, max) by name of a dynamic dim
 
     def shapes(self, spec: GraphSpec) -> Shapes:
         """Returns (min, opt, max) shapes of every input with a dynamic dim."""

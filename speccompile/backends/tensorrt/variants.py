@@ -29,32 +29,24 @@ class Capabilities:
     """What a variant offers.
 
     Args:
-        name: the module's name and the recipe's word.
         library, parser_library: file names of its shared libraries, as its wheel ships them.
         unversioned_library: the name its ONNX parser opens at the first plugin node; None: no workaround is needed.
-        supports_compute_capabilities: a plan can be built for named GPUs other than this machine's.
-        supports_timing_cache: measured kernels can be kept for the next build.
-        supports_optimization_level: the builder searches longer at a higher level.
-        supports_version_compatible: a plan can be made loadable by later versions of TensorRT.
-        supports_runtime_cache: kernels compiled at load can be kept for the next load.
-        supports_cuda_graph_strategy: the runtime can capture steps as CUDA graphs by itself.
-        supports_validity_check: a plan can be compared with the machine before it is deserialised.
         target_capabilities: (major, minor) of the GPUs a plan can be built for; empty: those of this machine's GPU.
     """
 
-    name: VariantName
+    name: VariantName  # the module's name and the recipe's word
     extra: str
     library: str
     parser_library: str
     unversioned_library: str | None
     needs_gpu_to_build: bool
-    supports_compute_capabilities: bool
-    supports_timing_cache: bool
-    supports_optimization_level: bool
-    supports_version_compatible: bool
-    supports_runtime_cache: bool
-    supports_cuda_graph_strategy: bool
-    supports_validity_check: bool
+    supports_compute_capabilities: bool  # a plan can be built for named GPUs other than this machine's
+    supports_timing_cache: bool  # measured kernels can be kept for the next build
+    supports_optimization_level: bool  # the builder searches longer at a higher level
+    supports_version_compatible: bool  # a plan can be made loadable by later versions of TensorRT
+    supports_runtime_cache: bool  # kernels compiled at load can be kept for the next load
+    supports_cuda_graph_strategy: bool  # the runtime can capture steps as CUDA graphs by itself
+    supports_validity_check: bool  # a plan can be compared with the machine before it is deserialised
     target_capabilities: tuple[tuple[int, int], ...]
 
 
@@ -98,16 +90,12 @@ VARIANTS: dict[str, Capabilities] = {c.name: c for c in (TENSORRT, TENSORRT_RTX)
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant that has been imported.
-
-    Args:
-        logger: the process's only logger (an `ILogger`), for every Builder, Runtime, parser and registry.
-    """
+    """A variant that has been imported."""
 
     can: Capabilities
     trt: ModuleType
     version: str
-    logger: Any
+    logger: Any  # the process's only logger (an `ILogger`), for every Builder, Runtime, parser and registry
 
     @property
     def name(self) -> VariantName:

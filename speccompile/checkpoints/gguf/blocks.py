@@ -20,18 +20,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Block:
-    """A block type.
-
-    Args:
-        dtype: safetensors' name of a plain type; "": it is quantised.
-        grid: makes the grid of rows; None: the package `gguf` makes their values.
-    """
+    """A block type."""
 
     name: str
     size: int
     size_bytes: int
-    dtype: str = ""
-    grid: Callable[[Bytes], Grid] | None = None
+    dtype: str = ""  # safetensors' name of a plain type; "": it is quantised
+    grid: Callable[[Bytes], Grid] | None = None  # makes the grid of rows; None: the package `gguf` makes their values
 
 
 def _halves(raw: Bytes, start: int, num: int = 1) -> Array:

@@ -19,9 +19,6 @@ class Family:
         names: modules of a layer by the file's name, beside `LAYER`; "": none of that name.
         expected: what a key must say where the file has it, beside `EXPECTED`.
         in_pairs: the rotated halves of a head's queries and keys are stored in turns, as llama.cpp rotates them.
-        adds_one: the factors of norms are stored with the 1 that transformers adds to them.
-        window_pattern: of this many layers the last one has full attention, where there is a window; 0: none.
-        big_layers: number of layers of the model whose queries are scaled by the width of all heads together.
     """
 
     model_type: str
@@ -31,9 +28,9 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     expected: Mapping[str, Any] = field(default_factory=dict)
     in_pairs: bool = False
-    adds_one: bool = False
-    window_pattern: int = 0
-    big_layers: int = 0
+    adds_one: bool = False  # the factors of norms are stored with the 1 that transformers adds to them
+    window_pattern: int = 0  # of this many layers the last one has full attention, where there is a window; 0: none
+    big_layers: int = 0  # number of layers of the model whose queries are scaled by the width of all heads together
     is_partly_rotated: bool = False
 
 

@@ -35,14 +35,10 @@ _AGAIN = "Download the file again."
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor in a file.
-
-    Args:
-        shape: slowest dim first: of a weight [out, in].
-    """
+    """A tensor in a file."""
 
     kind: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # slowest dim first: of a weight [out, in]
     start_bytes: int
     file: Path
 
@@ -53,13 +49,12 @@ class GgufHeader:
 
     Args:
         fields: values by key; arrays as tuples, of texts their number alone where they were not asked for.
-        digest: SHA-256 of the headers' bytes and the files' sizes.
     """
 
     path: Path
     fields: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-    digest: str
+    digest: str  # SHA-256 of the headers' bytes and the files' sizes
     files: tuple[Path, ...] = field(default=())
 
 

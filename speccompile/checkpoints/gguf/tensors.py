@@ -29,16 +29,13 @@ class GgufWeight:
     """A weight of a model and what it is made of.
 
     Args:
-        tensors: of the file; several ones go through `change`.
-        part: index of an expert, of whose rows it is made; None: of all rows.
-        heads: whose halves are stored in turns; 0: rows as they are.
         change: makes the weight, float32, of the tensors' values; None: they are the weight.
     """
 
     shape: tuple[int, ...]
-    tensors: tuple[GgufTensor, ...]
-    part: int | None = None
-    heads: int = 0
+    tensors: tuple[GgufTensor, ...]  # of the file; several ones go through `change`
+    part: int | None = None  # index of an expert, of whose rows it is made; None: of all rows
+    heads: int = 0  # whose halves are stored in turns; 0: rows as they are
     change: Callable[..., Array] | None = None
 
     @property

@@ -261,19 +261,12 @@ def _by_case(ending: str, digits: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """A way to split.
+    """A way to split."""
 
-    Args:
-        patterns: one after another; what matches and what lies between are words.
-        ignores_merges: a word that is a token is that token, whatever its merges.
-        adds_bos: texts begin with the first special token where the file does not say it.
-        is_normalized: texts are brought to Unicode's form C before.
-    """
-
-    patterns: tuple[str, ...]
-    ignores_merges: bool = False
-    adds_bos: bool = False
-    is_normalized: bool = False
+    patterns: tuple[str, ...]  # one after another; what matches and what lies between are words
+    ignores_merges: bool = False  # a word that is a token is that token, whatever its merges
+    adds_bos: bool = False  # texts begin with the first special token where the file does not say it
+    is_normalized: bool = False  # texts are brought to Unicode's form C before
 
 
 _ONE_DIGIT = Split((r"\p{N}", _GPT2))

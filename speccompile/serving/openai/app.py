@@ -71,11 +71,7 @@ def _model(server: OpenAIServer) -> dict[str, Any]:
 
 
 def make_app(server: OpenAIServer, more_routes: Sequence[Callable[[OpenAIServer], APIRouter]] = ()) -> FastAPI:
-    """Returns the application.
-
-    Args:
-        more_routes: other routes over the same service, such as a page's.
-    """
+    """Returns the application. `more_routes`: other routes over the same service, such as a page's."""
     # The interactive documentation would load its scripts from elsewhere.
     app = FastAPI(title="speccompile", version=speccompile.__version__, docs_url=None, redoc_url=None)
     for routes in (api_routes, token_routes, *more_routes):

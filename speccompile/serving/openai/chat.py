@@ -236,11 +236,7 @@ async def read_images(files: Sequence[bytes], engine: SpecEngine) -> list[Image]
 
 
 def file_from_url(url: str) -> bytes:
-    """Returns the contents of a data URL.
-
-    Raises:
-        ApiError: it is none of an image in base64.
-    """
+    """Returns the contents of a data URL. Raises ApiError: it is none of an image in base64."""
     head = _DATA_URL.match(url)
     if head is None:
         is_remote = re.match(r"[a-z][a-z0-9+.-]*://", url, re.IGNORECASE) is not None

@@ -50,14 +50,12 @@ class ConnectionLimits:
     Args:
         header_timeout_s: seconds from the first byte of a request (on a new connection: from its start) to the end of
             its header.
-        keep_alive_s: seconds that a connection may idle after an answer.
-        write_timeout_s: seconds without progress of a client that reads an answer.
         max_connections: at once; None: `MAX_CONNECTIONS`, or as many as this process may open files for.
     """
 
     header_timeout_s: float = 10.0
-    keep_alive_s: float = 75.0
-    write_timeout_s: float = 60.0
+    keep_alive_s: float = 75.0  # seconds that a connection may idle after an answer
+    write_timeout_s: float = 60.0  # seconds without progress of a client that reads an answer
     max_connections: int | None = None
 
     def check(self) -> None:

@@ -32,12 +32,11 @@ class Submission(NamedTuple):
 
     Args:
         make_reader: makes the reader of each choice; None: its text is its content.
-        is_prompt_only: the answer is about the prompt; the scheduler's one token is left out.
     """
 
     requests: Sequence[Request]
     make_reader: Callable[[], MessageReader] | None = None
-    is_prompt_only: bool = False
+    is_prompt_only: bool = False  # the answer is about the prompt; the scheduler's one token is left out
 
     def in_parts(self) -> Submission:
         """Returns a copy that has a reader. With a reader, the end of a choice is a separate event."""
@@ -77,19 +76,14 @@ class Usage:
 
 @dataclass
 class Choice:
-    """One output of an answer, as far as it was read.
-
-    Args:
-        reader: splits its text into parts; None: the text is its content.
-        last: the step output that ended it; None: it has not ended.
-    """
+    """One output of an answer, as far as it was read."""
 
     index: int
-    reader: MessageReader | None = None
+    reader: MessageReader | None = None  # splits its text into parts; None: the text is its content
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-    last: StepOutput | None = None
+    last: StepOutput | None = None  # the step output that ended it; None: it has not ended
 
     def text(self, kind: str) -> str:
         """Returns the text of all its parts of a kind."""
@@ -135,19 +129,12 @@ class Choice:
 
 
 class Event(NamedTuple):
-    """A text that was added to a choice, the start of a call, or the end of a choice.
+    """A text that was added to a choice, the start of a call, or the end of a choice."""
 
-    Args:
-        kind: `TEXT`, `REASONING` or `CALL`: text was added to a part, or a call began; `END`.
-        choice: the whole of it so far, the other events of the same step included.
-        part: that the text was added to; None where there is no text.
-        text: that was added; empty where a call began.
-    """
-
-    kind: str
-    choice: Choice
-    part: Part | None = None
-    text: str = ""
+    kind: str  # `TEXT`, `REASONING` or `CALL`: text was added to a part, or a call began; `END`
+    choice: Choice  # the whole of it so far, the other events of the same step included
+    part: Part | None = None  # that the text was added to; None where there is no text
+    text: str = ""  # that was added; empty where a call began
     logprobs: Sequence[TokenLogprobs] = ()
     is_end: bool = False
 

@@ -11,11 +11,7 @@ from speccompile.runtime.text import REPLACEMENT, bytes_of_token, text_of_token
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens.
-
-    Args:
-        tokenizer: of the bundle; None: tokens are named by their ids.
-    """
+    """Texts and bytes of single tokens. `tokenizer`: of the bundle; None: tokens are named by their ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -14,16 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class NoOp:
-    """Accepted values of a field that is not supported; null is one in every field.
+    """Accepted values of a field that is not supported; null is one in every field."""
 
-    Args:
-        reason: why the server refuses other values.
-        kind: the field is a label: any value of this type is a no-op.
-    """
-
-    reason: str
+    reason: str  # why the server refuses other values
     values: tuple[Any, ...] = ()
-    kind: type | None = None
+    kind: type | None = None  # the field is a label: any value of this type is a no-op
 
     def holds(self, value: Any) -> bool:
         """Returns whether the value changes nothing."""

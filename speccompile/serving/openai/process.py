@@ -24,17 +24,11 @@ _AFTER_DRAIN_S = 5  # seconds for the last bytes of answers that the end of drai
 
 @dataclass(frozen=True)
 class Listener:
-    """Where to listen, and how long to go on after the signal to stop.
+    """Where to listen, and how long to go on after the signal to stop."""
 
-    Args:
-        host: an address; only this machine reaches 127.0.0.1.
-        port: 0 chooses a free one.
-        drain_s: seconds that running requests get at the end.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain_s: float = 30.0
+    host: str = "127.0.0.1"  # an address; only this machine reaches 127.0.0.1
+    port: int = 8000  # 0 chooses a free one
+    drain_s: float = 30.0  # seconds that running requests get at the end
     log_level: str = "info"
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
 

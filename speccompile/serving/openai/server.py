@@ -41,26 +41,20 @@ class ServerOptions:
     """How the application answers.
 
     Args:
-        model_name: what `model` has to be; None: the name of the bundle's folder.
-        api_keys: a request needs one of them; empty: no key is needed.
-        max_request_bytes: size of a body at most.
-        body_timeout_s: seconds that a body may take to arrive.
         allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
         tool_call_parser: how the model writes tool calls: a name of `tool_formats.TOOL_FORMATS`; `auto`: as its chat
             template says; `none`.
-        request_metrics: give `metrics` with every answer of one choice, in vLLM's shape.
-        vllm_metrics: give the counts of speculation by vLLM's names too, for Prometheus.
     """
 
-    model_name: str | None = None
-    api_keys: tuple[str, ...] = ()
-    max_request_bytes: int = 1 << 20
-    body_timeout_s: float = 30.0
+    model_name: str | None = None  # what `model` has to be; None: the name of the bundle's folder
+    api_keys: tuple[str, ...] = ()  # a request needs one of them; empty: no key is needed
+    max_request_bytes: int = 1 << 20  # size of a body at most
+    body_timeout_s: float = 30.0  # seconds that a body may take to arrive
     allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    request_metrics: bool = False
-    vllm_metrics: bool = False
+    request_metrics: bool = False  # give `metrics` with every answer of one choice, in vLLM's shape
+    vllm_metrics: bool = False  # give the counts of speculation by vLLM's names too, for Prometheus
 
     def __post_init__(self) -> None:
         """Refuses blank keys, which would accept every request."""
@@ -68,11 +62,7 @@ class ServerOptions:
 
 
 class OpenAIServer:
-    """The state that the routes share.
-
-    Args:
-        service: takes the requests; the caller starts and closes it.
-    """
+    """The state that the routes share. `service`: takes the requests; the caller starts and closes it."""
 
     def __init__(self, service: Service, options: ServerOptions) -> None:
         self.service, self.options, self.engine = service, options, service.engine
@@ -179,11 +169,7 @@ def event_from_json(data: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come.
-
-    Args:
-        on_close: called at the end, also if nothing of `events` was read.
-    """
+    """Sends events as they come. `on_close`: called at the end, also if nothing of `events` was read."""
 
     media_type = "text/event-stream"
 

@@ -15,23 +15,15 @@ from speccompile.common.structured_outputs import StructuredOutputs
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The format of a family's calls.
+    """The format of a family's calls."""
 
-    Args:
-        begin: the marks that begin a call or a list of calls; grammars write the first one.
-        end: the mark of its end; empty: the end of the JSON.
-        is_bare: a text that begins with an object is a call without any mark.
-        quote: around texts in Gemma's own notation; empty: calls are JSON.
-        around: white space between the marks and the JSON.
-    """
-
-    begin: tuple[str, ...]
-    end: str = ""
+    begin: tuple[str, ...]  # the marks that begin a call or a list of calls; grammars write the first one
+    end: str = ""  # the mark of its end; empty: the end of the JSON
     arguments: str = "arguments"
     is_list: bool = False
-    is_bare: bool = False
-    quote: str = ""
-    around: str = ""
+    is_bare: bool = False  # a text that begins with an object is a call without any mark
+    quote: str = ""  # around texts in Gemma's own notation; empty: calls are JSON
+    around: str = ""  # white space between the marks and the JSON
     template: str = ""
 
 

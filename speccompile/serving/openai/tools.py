@@ -30,17 +30,11 @@ MAX_CALLS = 16  # of one answer, where a grammar asks for calls
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How the model writes tool calls and reasoning.
+    """How the model writes tool calls and reasoning."""
 
-    Args:
-        tools: its tool calls; None: not known.
-        markers: of its reasoning; None: it has none.
-        special_tokens: ids of the tokenizer's special tokens by text.
-    """
-
-    tools: ToolFormat | None = None
-    markers: Markers | None = None
-    special_tokens: dict[str, int] = field(default_factory=dict)
+    tools: ToolFormat | None = None  # its tool calls; None: not known
+    markers: Markers | None = None  # of its reasoning; None: it has none
+    special_tokens: dict[str, int] = field(default_factory=dict)  # ids of the tokenizer's special tokens by text
 
     def special(self, text: str) -> str | None:
         """Returns how a grammar names a special token; None: the text is none."""
@@ -79,12 +73,11 @@ class ChatPlan:
     """The parts of a chat's request besides its messages.
 
     Args:
-        constraint: of its text, with the field that asks for it; None: free.
         reader: makes the reader of each choice, of the rendered prompt; None: all of the text is content.
     """
 
     variables: dict[str, Any]
-    constraint: tuple[str, StructuredOutputs] | None
+    constraint: tuple[str, StructuredOutputs] | None  # of its text, with the field that asks for it; None: free
     reader: Callable[[str], MessageReader] | None
 
 

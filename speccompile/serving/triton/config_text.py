@@ -14,38 +14,26 @@ BACKEND = "speccompile"
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an ensemble.
-
-    Args:
-        inputs: the model's input -> the ensemble's tensor.
-        outputs: the model's output -> the ensemble's tensor.
-    """
+    """One step of an ensemble."""
 
     model: str
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
+    inputs: Mapping[str, str]  # the model's input -> the ensemble's tensor
+    outputs: Mapping[str, str]  # the model's output -> the ensemble's tensor
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a model for Triton.
-
-    Args:
-        backend: a backend's name; empty for an ensemble.
-        max_batch_size: 0: tensors have the dims that are declared; above: one more in front.
-        is_decoupled: an answer may have any number of responses.
-        kind: where an instance lives: KIND_CPU or KIND_GPU; empty: left to the backend.
-    """
+    """Configuration of a model for Triton."""
 
     name: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
-    backend: str = BACKEND
-    max_batch_size: int = 0
-    is_decoupled: bool = False
+    backend: str = BACKEND  # a backend's name; empty for an ensemble
+    max_batch_size: int = 0  # 0: tensors have the dims that are declared; above: one more in front
+    is_decoupled: bool = False  # an answer may have any number of responses
     parameters: Mapping[str, str] = field(default_factory=dict)
     steps: Sequence[Step] = ()
-    kind: str = "KIND_CPU"
+    kind: str = "KIND_CPU"  # where an instance lives: KIND_CPU or KIND_GPU; empty: left to the backend
     num_instances: int = 1
     comment: Sequence[str] = ()
 

@@ -28,15 +28,11 @@ TRITON_TYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of a Triton model.
-
-    Args:
-        dims: without the batch dim; -1 is any size.
-    """
+    """An input or output of a Triton model."""
 
     name: str
     dtype: str
-    dims: tuple[int, ...] = (1,)
+    dims: tuple[int, ...] = (1,)  # without the batch dim; -1 is any size
     is_optional: bool = True
 
 

@@ -37,11 +37,7 @@ _MESSAGES = {
 
 
 class Exchange:
-    """A Triton request on its way.
-
-    Args:
-        request_id: as the client named it, or empty.
-    """
+    """A Triton request on its way. `request_id`: as the client named it, or empty."""
 
     def __init__(self, reply: Reply, request_id: str, answer: Answer) -> None:
         self.reply, self.request_id, self.answer = reply, request_id, answer

@@ -50,14 +50,12 @@ class RepositoryOptions:
     Args:
         layout: `model`: one decoupled model; `trtllm`: the five models of the removed TensorRT-LLM backend; `plans`:
             the TensorRT plans as models of Triton's own `tensorrt` backend.
-        name: of the model in the layout `model`, and the first part of the names in `plans`.
-        max_batch_size: 0: tensors without a batch dim; above: requests may hold that many rows.
         python_env: folder of a Python environment that has speccompile; None: the one on the server's PATH.
     """
 
     layout: str = "model"
-    name: str = BACKEND
-    max_batch_size: int = 0
+    name: str = BACKEND  # of the model in the layout `model`, and the first part of the names in `plans`
+    max_batch_size: int = 0  # 0: tensors without a batch dim; above: requests may hold that many rows
     links_bundle: bool = False
     python_env: Path | None = None
     settings: Settings = field(default_factory=Settings)
@@ -65,14 +63,10 @@ class RepositoryOptions:
 
 @dataclass(frozen=True)
 class Model:
-    """One folder of the repository.
-
-    Args:
-        files: (name in the version's folder, file or folder to copy there).
-    """
+    """One folder of the repository."""
 
     config: ModelConfig
-    files: Sequence[tuple[str, Path]] = ()
+    files: Sequence[tuple[str, Path]] = ()  # (name in the version's folder, file or folder to copy there)
 
 
 def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOptions) -> list[str]:

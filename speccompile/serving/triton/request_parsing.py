@@ -44,21 +44,15 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a model reads its inputs.
-
-    Args:
-        eos_token_ids: the model's own ends; an `end_id` that is not among them takes their place.
-        tokenizer: None where prompts are ids.
-        speculation: `auto`, `on` or `off` where a request says nothing.
-    """
+    """How a model reads its inputs."""
 
     synonyms: ClassVar[Mapping[str, str]] = SYNONYMS
 
     defaults: SamplingParams
-    eos_token_ids: Collection[int]
-    tokenizer: Decoder | None
+    eos_token_ids: Collection[int]  # the model's own ends; an `end_id` that is not among them takes their place
+    tokenizer: Decoder | None  # None where prompts are ids
     has_batch: bool = False
-    speculation: str = "auto"
+    speculation: str = "auto"  # `auto`, `on` or `off` where a request says nothing
 
     def check(self, arrays: Arrays) -> None:
         """Refuses inputs of a request as a whole."""
@@ -83,17 +77,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Call:
-    """One Triton request.
+    """One Triton request."""
 
-    Args:
-        rows: a scheduler's request for each row of the batch.
-        prompts: ids of each row's prompt, where they came as ids.
-        texts: of each row's prompt, where the answer begins with it.
-    """
-
-    rows: tuple[Request, ...]
-    prompts: tuple[list[int], ...]
-    texts: tuple[str, ...]
+    rows: tuple[Request, ...]  # a scheduler's request for each row of the batch
+    prompts: tuple[list[int], ...]  # ids of each row's prompt, where they came as ids
+    texts: tuple[str, ...]  # of each row's prompt, where the answer begins with it
     streams: bool
     echoes: bool
     wanted: frozenset[str]

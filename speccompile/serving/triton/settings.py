@@ -19,29 +19,21 @@ class Settings:
     """Parameters of a model: strings in the file, one for each field that differs from its default.
 
     Args:
-        bundle: the bundle's folder; a relative one is looked for in the version's folder.
-        tokenizer: of the parts without an engine: tokenizer.json, as `bundle`.
         rules: `speccompile`, or `trtllm`: requests are read by the rules of the removed TensorRT-LLM backend.
-        backend: another engine backend than the bundle's.
-        method: another speculation method than the recipe's.
-        threads: threads of the target's engine; 0: as measured when it was built.
-        timeout_s: seconds a request may take; 0: no limit.
-        drain_s: seconds that running requests get when the model is unloaded.
-        speculation: `auto`, `on` or `off` where a request says nothing.
         ignored_parameters: a regular expression; a request may have parameters of these names, all others are refused.
     """
 
     part: str = "engine"
-    bundle: str = "bundle"
-    tokenizer: str = "tokenizer.json"
+    bundle: str = "bundle"  # the bundle's folder; a relative one is looked for in the version's folder
+    tokenizer: str = "tokenizer.json"  # of the parts without an engine: tokenizer.json, as `bundle`
     rules: str = "speccompile"
-    backend: str = ""
-    method: str = ""
-    threads: int = 0
+    backend: str = ""  # another engine backend than the bundle's
+    method: str = ""  # another speculation method than the recipe's
+    threads: int = 0  # threads of the target's engine; 0: as measured when it was built
     max_queue: int = 256
-    timeout_s: float = 0.0
-    drain_s: float = 30.0
-    speculation: str = "auto"
+    timeout_s: float = 0.0  # seconds a request may take; 0: no limit
+    drain_s: float = 30.0  # seconds that running requests get when the model is unloaded
+    speculation: str = "auto"  # `auto`, `on` or `off` where a request says nothing
     ignored_parameters: str = ""
     engine_model: str = "tensorrt_llm"
     preprocessing_model: str = "preprocessing"

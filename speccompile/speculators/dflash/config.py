@@ -30,7 +30,6 @@ class DflashConfig(FeatureFields):
     """A block drafter: DFlash, DFlash 2, DSpark, LiLiCorr, Domino. Its other fields are `FeatureFields`.
 
     Args:
-        model: checkpoint folder or hub id of the drafter.
         layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
             `fc`; `auto`: as its config.json says.
         tree_depth: as in `TreeFields`; no deeper than the drafter's block.
@@ -39,7 +38,7 @@ class DflashConfig(FeatureFields):
         sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
     """
 
-    model: str
+    model: str  # checkpoint folder or hub id of the drafter
     layers: tuple[int, ...] | Literal["auto"] = "auto"
     tree_depth: int = field(default=16, kw_only=True, metadata=declared(ge=1, le=MAX_DEPTH))
     slot_candidates: int | Literal["auto"] = field(
@@ -76,21 +75,14 @@ class DflashConfig(FeatureFields):
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Options of the drafter's graph; see `DflashConfig`.
-
-    Args:
-        num_candidates: `slot_candidates`; 0: auto.
-        starts_at_root: `sample_from_anchor`; None: auto.
-        layers: of the target; None: auto.
-        least_candidates: of a slot, that a tree of a fixed shape needs.
-    """
+    """Options of the drafter's graph; see `DflashConfig`."""
 
     num_drafts: int
-    num_candidates: int
-    starts_at_root: bool | None
-    layers: tuple[int, ...] | None
+    num_candidates: int  # `slot_candidates`; 0: auto
+    starts_at_root: bool | None  # `sample_from_anchor`; None: auto
+    layers: tuple[int, ...] | None  # of the target; None: auto
     is_exact: bool = field(default=False, compare=False)
-    least_candidates: int = field(default=1, compare=False)
+    least_candidates: int = field(default=1, compare=False)  # of a slot, that a tree of a fixed shape needs
 
 
 @dataclass(frozen=True)
@@ -100,25 +92,21 @@ class DflashTraining:
     Args:
         layers: decoder layers of the target, from 0, whose residual streams are read; empty: five, the published
             choice.
-        intermediate_size: of its MLPs; 0: the target's.
         block_size: rows of a block: the root's, and one for each draft.
         mask_token_id: a token that texts do not have, whose embedding masked rows get; -1: the target's padding.
-        conv_kernel_size: taps of the convolutions around attention and MLP; 0: there are none.
-        selector_rank: of the pair scores; 0: there are none.
-        is_causal: whether rows of a block see the earlier rows alone.
         starts: share of the text's positions from which a block is drafted in a step, drawn anew each time.
     """
 
     layers: tuple[int, ...] = ()
     num_layers: int = parameter(2, ge=1)
-    intermediate_size: int = parameter(0, ge=0)
+    intermediate_size: int = parameter(0, ge=0)  # of its MLPs; 0: the target's
     block_size: int = parameter(8, ge=2)  # the root and a draft
     mask_token_id: int = parameter(-1, ge=-1)
-    conv_kernel_size: int = parameter(2, ge=0)
+    conv_kernel_size: int = parameter(2, ge=0)  # taps of the convolutions around attention and MLP; 0: there are none
     conv_group_size: int = parameter(16, ge=1)
-    selector_rank: int = parameter(64, ge=0)
+    selector_rank: int = parameter(64, ge=0)  # of the pair scores; 0: there are none
     selector_top_k: int = parameter(16, ge=1)
-    is_causal: bool = False
+    is_causal: bool = False  # whether rows of a block see the earlier rows alone
     starts: float = parameter(0.1, gt=0, le=1)
 
     def __post_init__(self) -> None:

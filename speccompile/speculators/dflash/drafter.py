@@ -28,15 +28,10 @@ def value_of(config: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True)
 class Corrector:
-    """Layers over all candidates of a block (LiLiCorr), whose vectors give the scores of pairs.
+    """Layers over all candidates of a block (LiLiCorr), whose vectors give the scores of pairs."""
 
-    Args:
-        num_candidates: of a slot; each candidate's vector depends on all of them.
-        hidden_size: of its layers; 0: the drafter's.
-    """
-
-    num_candidates: int
-    hidden_size: int
+    num_candidates: int  # of a slot; each candidate's vector depends on all of them
+    hidden_size: int  # of its layers; 0: the drafter's
     num_layers: int
     num_heads: int
     mlp_ratio: float
@@ -73,35 +68,25 @@ class Drafter:
     """A drafter.
 
     Args:
-        block_size: rows of a block, the root's included.
-        windows: of each layer's attention; 0 = none.
-        is_causal: whether rows of a block see the earlier rows alone, by layer.
         starts_at_root: row i of a block drafts the token at position i + 1, so that the root's row drafts too; else
             row i drafts its own position.
-        softcap: logits become softcap * tanh(logits / softcap); 0 = off.
-        taps: of the convolutions around attention and MLP; 0: there are none.
-        selector_rank: of the codebooks of predecessors and successors; 0: there are none.
-        markov_rank: of the tables of a Markov head; 0: there is none.
-        num_candidates: of a slot, as its config says; 0: it does not.
-        corrector: layers over the candidates; None: there are none.
-        path: state over the drafts of a path; None: there is none.
     """
 
-    block_size: int
+    block_size: int  # rows of a block, the root's included
     mask_token_id: int
-    windows: tuple[int, ...]
-    is_causal: tuple[bool, ...]
+    windows: tuple[int, ...]  # of each layer's attention; 0 = none
+    is_causal: tuple[bool, ...]  # whether rows of a block see the earlier rows alone, by layer
     starts_at_root: bool = False
     embedding_scale: float = 1.0
     multiplier: float = 1.0
-    softcap: float = 0.0
-    taps: int = 0
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0 = off
+    taps: int = 0  # of the convolutions around attention and MLP; 0: there are none
     group_size: int = 16
-    selector_rank: int = 0
-    markov_rank: int = 0
-    num_candidates: int = 0
-    corrector: Corrector | None = None
-    path: PathHead | None = None
+    selector_rank: int = 0  # of the codebooks of predecessors and successors; 0: there are none
+    markov_rank: int = 0  # of the tables of a Markov head; 0: there is none
+    num_candidates: int = 0  # of a slot, as its config says; 0: it does not
+    corrector: Corrector | None = None  # layers over the candidates; None: there are none
+    path: PathHead | None = None  # state over the drafts of a path; None: there is none
 
     @property
     def is_paired(self) -> bool:

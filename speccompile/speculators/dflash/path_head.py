@@ -63,11 +63,7 @@ def block_weights(weights: Mapping[str, torch.Tensor], hidden: int, name: str) -
 
 
 def make_step(head: PathHead, hidden: int, weights: Mapping[str, torch.Tensor] | None) -> PathStep:
-    """Returns the step with its weights.
-
-    Args:
-        weights: by the names of the canonical layout; None: random ones.
-    """
+    """Returns the step with its weights. `weights`: by the names of the canonical layout; None: random ones."""
     own = None
     if weights is not None:
         gates = (("token_gates", "i"), ("state_gates", "h"))

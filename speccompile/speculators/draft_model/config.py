@@ -27,21 +27,19 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     """A draft model.
 
     Args:
-        model: checkpoint folder or hub id of the draft.
         parallel_drafting: draft all tokens of a path in one run, from mask tokens, as PARD trains it; `auto`: where the
             draft's config.json names its mask token (`pard_token`).
         min_confidence: draft no further after a path whose probability in the draft is below this; with a number
             and `num_draft_tokens: auto` nothing else ends a chain. `auto`: the measured costs decide.
-        allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
         lora: LoRA adapter in PEFT's layout, folder or hub id, merged into the draft's weights.
     """
 
-    model: str
+    model: str  # checkpoint folder or hub id of the draft
     max_draft_tokens: int = parameter(10, ge=1, le=64)
     min_confidence: float | Literal["auto"] = parameter("auto", ge=0, lt=1, words=("auto",))
     confidence_odds: float = field(default=2.7, kw_only=True, metadata=declared(ge=0.02, le=50))
-    allow_tokenizer_mismatch: bool = False
+    allow_tokenizer_mismatch: bool = False  # build although draft and target have different tokenizers
     config: str | None = None
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
     lora: str | None = field(default=None, kw_only=True)
@@ -65,17 +63,13 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
 
 @dataclass(frozen=True)
 class DraftModelTraining:
-    """Sizes and settings of the training.
-
-    Args:
-        head_dim: of a head; 0: hidden_size / num_heads.
-    """
+    """Sizes and settings of the training."""
 
     hidden_size: int = parameter(192, ge=1)
     num_layers: int = parameter(2, ge=1)
     num_heads: int = parameter(4, ge=1)
     num_kv_heads: int = parameter(2, ge=1)
-    head_dim: int = parameter(0, ge=0)
+    head_dim: int = parameter(0, ge=0)  # of a head; 0: hidden_size / num_heads
     intermediate_size: int = parameter(512, ge=1)
     chain: int = parameter(4, ge=1)
 

@@ -50,11 +50,7 @@ class EagleBody(FeatureBody):
 def make_body(
     config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None, lm_head: torch.Tensor
 ) -> EagleBody:
-    """Returns the drafter with its weights.
-
-    Args:
-        weights: by the names of the canonical layout; None: random ones.
-    """
+    """Returns the drafter with its weights. `weights`: by the names of the canonical layout; None: random ones."""
     with torch.device("meta"):
         body = EagleBody(config, dims)
     fill_weights(body, weights, {LM_HEAD: lm_head})

@@ -26,14 +26,13 @@ class Eagle3Config(FeatureFields):
     """An EAGLE-3 or P-EAGLE drafter. Its other fields are `FeatureFields`.
 
     Args:
-        model: checkpoint folder or hub id of the drafter.
         layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
             `fc`; `auto`: as its config.json says, else the published choice for the target's number of layers.
         parallel_drafting: draft all tokens of a path in one run, from masks, as P-EAGLE trains it; `auto`: where the
             drafter's config.json names its mask token.
     """
 
-    model: str
+    model: str  # checkpoint folder or hub id of the drafter
     layers: tuple[int, int, int] | Literal["auto"] = "auto"
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
 
@@ -54,13 +53,9 @@ class Eagle3Config(FeatureFields):
 
 @dataclass(frozen=True)
 class DraftOptions(CandidateOptions):
-    """Options of the drafter's graph.
+    """Options of the drafter's graph."""
 
-    Args:
-        layers: of the target, see `Eagle3Config.chosen_layers`.
-    """
-
-    layers: tuple[int, ...] | None
+    layers: tuple[int, ...] | None  # of the target, see `Eagle3Config.chosen_layers`
 
 
 @dataclass(frozen=True)
@@ -71,28 +66,22 @@ class Eagle3Training:
         layers: decoder layers of the target, from 0, whose residual streams are fused; empty: an early one, the
             middle one and a late one.
         draft_vocab_size: size of the draft vocabulary, the most frequent tokens of the text; 0: all tokens.
-        intermediate_size: of the MLP; 0: the target's.
         unrolled_steps: drafts of a chain that are trained: on the drafter's own features, or from masks.
         starts: share of the text's positions from which chains are drafted in a step, drawn anew each time.
-        fc_norm: a norm of its own for each of the three streams, as EAGLE-3.1 has.
-        norm_output: the next draft reads what the LM head reads, after the norm, as in EAGLE-3.1.
-        head_rank: inner width of an LM head that is two products; 0: one product.
-        num_layers: of the drafter; P-EAGLE usually has four.
-        parallel_drafting: all drafts of a chain in one run, the later ones from masks, as in P-EAGLE.
         mask_token_id: of the masks: a token that texts do not have, whose embedding is trained; -1: the target's
             padding.
     """
 
     layers: tuple[int, ...] = ()
     draft_vocab_size: int = parameter(0, ge=0)
-    intermediate_size: int = parameter(0, ge=0)
+    intermediate_size: int = parameter(0, ge=0)  # of the MLP; 0: the target's
     unrolled_steps: int = parameter(5, ge=1)
     starts: float = parameter(0.25, gt=0, le=1)
-    fc_norm: bool = False
-    norm_output: bool = False
-    head_rank: int = parameter(0, ge=0)
-    num_layers: int = parameter(1, ge=1)
-    parallel_drafting: bool = False
+    fc_norm: bool = False  # a norm of its own for each of the three streams, as EAGLE-3.1 has
+    norm_output: bool = False  # the next draft reads what the LM head reads, after the norm, as in EAGLE-3.1
+    head_rank: int = parameter(0, ge=0)  # inner width of an LM head that is two products; 0: one product
+    num_layers: int = parameter(1, ge=1)  # of the drafter; P-EAGLE usually has four
+    parallel_drafting: bool = False  # all drafts of a chain in one run, the later ones from masks, as in P-EAGLE
     mask_token_id: int = parameter(-1, ge=-1)
 
     def __post_init__(self) -> None:

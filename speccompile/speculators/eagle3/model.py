@@ -50,11 +50,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Body(FeatureBody):
-    """Everything after the fused feature.
-
-    Args:
-        target_tokens: [draft_vocab] int64; None where the vocabularies are one.
-    """
+    """Everything after the fused feature. `target_tokens`: [draft_vocab] int64; None where the vocabularies are one."""
 
     def __init__(self, config: Mapping[str, Any], dims: FeatureDims, target_tokens: torch.Tensor | None) -> None:
         layer = layer_config(config)

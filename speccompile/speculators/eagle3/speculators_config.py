@@ -98,11 +98,7 @@ def masks_from_sizes(sizes: Sizes, name: str) -> dict[str, Any]:
 
 
 def config_from_canonical(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    """Returns the config of the speculators format.
-
-    Args:
-        target: names the verifier; without it the config must.
-    """
+    """Returns the config of the speculators format. `target`: names the verifier; without it the config must."""
     for key in ("qk_norm", "target_layer_ids"):
         if config.get(key):
             expected = "what readers of the format know"

@@ -63,13 +63,9 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class ExitDims(ModelDims):
-    """Sizes of the first layers.
+    """Sizes of the first layers."""
 
-    Args:
-        adapter_size: inner size of the head's adapter; 0: there is no head.
-    """
-
-    adapter_size: int = 0
+    adapter_size: int = 0  # inner size of the head's adapter; 0: there is no head
     rms_norm_eps: float = 1e-5
 
 

@@ -29,38 +29,28 @@ class ExitConfig(CachedDraftFields):
         num_exit_layers: decoder layers of the target that run; None: those that the head was trained on, and
             without a head half of the target's.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
-        config: folder with the head's config.json, where the hub cannot be reached; for random weights.
     """
 
     model: str | None = None
     num_exit_layers: int | None = parameter(None, ge=1)
     quantization: str = field(default="target", kw_only=True)
-    config: str | None = None
+    config: str | None = None  # folder with the head's config.json, where the hub cannot be reached; for random weights
 
 
 @dataclass(frozen=True)
 class ExitOptions(CandidateOptions):
-    """Options of the graph of the first layers.
+    """Options of the graph of the first layers."""
 
-    Args:
-        has_head: the job's model is a trained head; otherwise it is not read.
-    """
-
-    has_head: bool
+    has_head: bool  # the job's model is a trained head; otherwise it is not read
     num_exit_layers: int | None
 
 
 @dataclass(frozen=True)
 class ExitTraining:
-    """Sizes and settings of the training.
+    """Sizes and settings of the training."""
 
-    Args:
-        num_exit_layers: decoder layers of the target that run before the head.
-        intermediate_size: of the adapter; 0: the target's.
-    """
-
-    num_exit_layers: int = parameter(2, ge=1)
-    intermediate_size: int = parameter(0, ge=0)
+    num_exit_layers: int = parameter(2, ge=1)  # decoder layers of the target that run before the head
+    intermediate_size: int = parameter(0, ge=0)  # of the adapter; 0: the target's
     chain: int = parameter(4, ge=1)
 
     def __post_init__(self) -> None:

@@ -19,15 +19,11 @@ RANDOM_SEED = 0
 
 @dataclass(frozen=True)
 class ExitSizes:
-    """Sizes; the fields are those of config.json.
-
-    Args:
-        num_exit_layers: decoder layers of the target that run before the head.
-    """
+    """Sizes; the fields are those of config.json."""
 
     hidden_size: int
     vocab_size: int
-    num_exit_layers: int
+    num_exit_layers: int  # decoder layers of the target that run before the head
     intermediate_size: int
     rms_norm_eps: float = 1e-5
 
@@ -63,11 +59,7 @@ def make_head(sizes: ExitSizes, weights: Mapping[str, torch.Tensor] | None) -> E
 
 
 def replace_norm(model: Any, head: ExitHead) -> None:
-    """Puts a head in place of the final norm of a transformers model.
-
-    Raises:
-        ExportError: the norm cannot be found.
-    """
+    """Puts a head in place of the final norm of a transformers model. Raises ExportError: the norm cannot be found."""
     base = model.base_model
     if not isinstance(getattr(base, "norm", None), torch.nn.Module):
         todo = "Draft with the layers alone: leave speculator.model out."

@@ -108,13 +108,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class AssistantSizes:
-    """Sizes of an assistant.
-
-    Args:
-        num_centroids: of its LM head; 0: it computes all logits.
-        num_drafts: runs of the assistant in the graph, depths of a tree.
-        num_params: parameters in the graph, with the target's embeddings.
-    """
+    """Sizes of an assistant."""
 
     model_type: str
     vocab_size: int
@@ -123,9 +117,9 @@ class AssistantSizes:
     num_layers: int
     intermediate_size: int
     query_widths: tuple[int, ...]
-    num_centroids: int
-    num_drafts: int
-    num_params: int = 0
+    num_centroids: int  # of its LM head; 0: it computes all logits
+    num_drafts: int  # runs of the assistant in the graph, depths of a tree
+    num_params: int = 0  # parameters in the graph, with the target's embeddings
 
     def counts(self) -> WeightCounts:
         """Returns the weights of the graph."""
@@ -174,11 +168,7 @@ def sizes_of(case: Case) -> AssistantSizes:
 
 
 def source_layers(context: SourceContext) -> dict[str, int]:
-    """Returns the target's last layer with K and V of each kind.
-
-    Raises:
-        RecipeError: the target is no Gemma 4.
-    """
+    """Returns the target's last layer with K and V of each kind. Raises RecipeError: the target is no Gemma 4."""
     target = context.target
     assert target is not None and context.target_job is not None
     if target.model_type not in GEMMA4_TYPES:

@@ -22,13 +22,9 @@ SOURCE = "speccompile.speculators.gemma4_assistant.checkpoint:AssistantSource"
 
 @dataclass(frozen=True)
 class Gemma4AssistantConfig(HeadsFields):
-    """The assistant of a Gemma 4 target, as it is published beside the target.
+    """The assistant of a Gemma 4 target, as it is published beside the target."""
 
-    Args:
-        model: checkpoint folder or hub id of the assistant.
-    """
-
-    model: str
+    model: str  # checkpoint folder or hub id of the assistant
 
 
 class Gemma4AssistantMethod(Method):

@@ -33,14 +33,9 @@ RANDOM_SEED = 0
 
 @dataclass(frozen=True)
 class Reading:
-    """What the layers of one run read.
+    """What the layers of one run read. `caches`: K and V by the kind of layer, [batch, kv_heads, rows, head_dim]."""
 
-    Args:
-        limits: [batch] int64, at least 1: rows of the target's caches, and the position of the root.
-        caches: K and V by the kind of layer, [batch, kv_heads, rows, head_dim].
-    """
-
-    limits: torch.Tensor
+    limits: torch.Tensor  # [batch] int64, at least 1: rows of the target's caches, and the position of the root
     caches: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -23,11 +23,10 @@ class GlideConfig(CachedDraftFields):
     """A GLIDE drafter: a small decoder that also reads the cache of the target's last layer.
 
     Args:
-        model: checkpoint folder or hub id of the drafter.
         config: folder with the drafter's config.json, where the hub cannot be reached; for random weights.
     """
 
-    model: str
+    model: str  # checkpoint folder or hub id of the drafter
     config: str | None = None
 
 
@@ -36,12 +35,11 @@ class GlideTraining:
     """Sizes and settings of the training.
 
     Args:
-        intermediate_size: of its MLPs; 0: the target's.
         block: drafts of a block: a draft sees the rows of the target's cache before its block's root.
     """
 
     num_layers: int = parameter(1, ge=1)
-    intermediate_size: int = parameter(0, ge=0)
+    intermediate_size: int = parameter(0, ge=0)  # of its MLPs; 0: the target's
     block: int = parameter(5, ge=1)
 
     def __post_init__(self) -> None:

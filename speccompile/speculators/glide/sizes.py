@@ -17,25 +17,18 @@ PUBLISHED_THETA = 10000.0  # of the queries' positions, whatever the target's is
 
 @dataclass(frozen=True)
 class GlideDims(ModelDims):
-    """Sizes of a drafter; the fields before are those of its self-attention, and `max_positions` is the target's.
-
-    Args:
-        target_heads: query heads of the target, which the cross-attention has, too.
-        target_kv_heads: key heads of the target's caches.
-        target_layer: layer of the target whose caches are read, from 0.
-        target_rope_theta: base of the positions in the target's caches.
-    """
+    """Sizes of a drafter; the fields before are those of its self-attention, and `max_positions` is the target's."""
 
     intermediate_size: int = 0
     target_hidden_size: int = 0
-    target_heads: int = 0
-    target_kv_heads: int = 0
+    target_heads: int = 0  # query heads of the target, which the cross-attention has, too
+    target_kv_heads: int = 0  # key heads of the target's caches
     target_head_dim: int = 0
-    target_layer: int = 0
+    target_layer: int = 0  # layer of the target whose caches are read, from 0
     is_tied: bool = True
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    target_rope_theta: float = PUBLISHED_THETA
+    target_rope_theta: float = PUBLISHED_THETA  # base of the positions in the target's caches
 
     def decoder_spec(self, name: str, target: ModelDims) -> GraphSpec:
         return reading_spec(decoder_spec(name, self), target, cache_names(self.target_layer))

@@ -26,17 +26,12 @@ FIRST_ODDS = -1.0  # log odds between the lookup's rate and that of a branch, be
 
 @dataclass(frozen=True)
 class Branch:
-    """Nodes of one sequence that a lookup adds to a tree, parents before their children.
-
-    Args:
-        parents: nodes of the merged tree; the first node of the branch is `num_nodes`.
-        sure: the lookup's own probability, given the parent.
-    """
+    """Nodes of one sequence that a lookup adds to a tree, parents before their children."""
 
     tokens: list[int]
-    parents: list[int]
+    parents: list[int]  # nodes of the merged tree; the first node of the branch is `num_nodes`
     probs: list[float]
-    sure: list[float]
+    sure: list[float]  # the lookup's own probability, given the parent
     num_nodes: int
 
 

@@ -27,13 +27,9 @@ READ_OVER = 4  # steps that share the time in which a drafter reads what it miss
 
 @dataclass(frozen=True)
 class Offer:
-    """What a drafter with graphs offers for a step.
+    """What a drafter with graphs offers for a step."""
 
-    Args:
-        expected: by sequence, accepted drafts; 0 where it cannot draft.
-    """
-
-    expected: Sequence[float]
+    expected: Sequence[float]  # by sequence, accepted drafts; 0 where it cannot draft
     num_drafts: int
     ms: float
 

@@ -82,14 +82,10 @@ class PartBatch:
 
 @dataclass(frozen=True, eq=False)
 class Drafter:
-    """One of the drafters.
-
-    Args:
-        costs: of its graphs; None: it has none, and drafts in every step.
-    """
+    """One of the drafters."""
 
     proposer: Proposer
-    costs: DrafterCosts | None
+    costs: DrafterCosts | None  # of its graphs; None: it has none, and drafts in every step
 
 
 class HybridProposer:

@@ -26,36 +26,28 @@ class MedusaConfig(TreeFields):
     """Medusa heads. Their drafts are deterministic at any temperature.
 
     Args:
-        model: checkpoint folder or hub id of the heads.
-        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
         num_heads: heads that are used; `auto`: as many as config.json says. Where a published config states another
             number than its files hold, the files' heads are used if their number is given here.
         confidence_odds: the odds that a candidate is accepted, over the odds that the head's confidence in it
             means, before a slot's own verdicts are known.
-        config: folder with the heads' config.json, where the hub cannot be reached; for random weights.
         tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they gain time.
     """
 
-    model: str
-    quantization: str = "auto"
+    model: str  # checkpoint folder or hub id of the heads
+    quantization: str = "auto"  # `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target
     num_heads: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
     confidence_odds: float = parameter(1.0, ge=0.02, le=50)
-    config: str | None = None
+    config: str | None = None  # folder with the heads' config.json, where the hub cannot be reached; for random weights
     tree: Tree = field(default="auto", kw_only=True)
 
 
 @dataclass(frozen=True)
 class HeadsOptions:
-    """Options of the heads' graph.
+    """Options of the heads' graph."""
 
-    Args:
-        num_heads: heads in the graph; None: all.
-        least_heads: heads that the recipe's tree needs: fewer are refused.
-    """
-
-    num_heads: int | None
+    num_heads: int | None  # heads in the graph; None: all
     num_candidates: int
-    least_heads: int = field(default=0, compare=False)
+    least_heads: int = field(default=0, compare=False)  # heads that the recipe's tree needs: fewer are refused
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,7 @@ class MedusaHeads(nn.ModuleList):
 
 
 class MedusaDrafter(nn.Module):
-    """Inputs and outputs as in `candidate_heads_spec`.
-
-    Args:
-        target_lm_head: [vocab, hidden], where the heads end in it.
-    """
+    """Inputs and outputs as in `candidate_heads_spec`. `target_lm_head`: [vocab, hidden], where the heads end in it."""
 
     def __init__(self, heads: MedusaHeads, num_candidates: int, target_lm_head: torch.Tensor | None) -> None:
         super().__init__()

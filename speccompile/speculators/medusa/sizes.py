@@ -13,22 +13,16 @@ from speccompile.graph_kinds.heads import candidate_heads_spec
 
 @dataclass(frozen=True)
 class HeadsSizes:
-    """Sizes of the heads.
-
-    Args:
-        uses_target_lm_head: all heads end in the target's LM head, which is not in the checkpoint.
-        num_drafts: heads in the graph; 0: all of the checkpoint.
-        num_params: parameters in the graph; 0 before the export.
-    """
+    """Sizes of the heads."""
 
     hidden_size: int
     vocab_size: int
     num_heads: int
     num_layers: int
-    uses_target_lm_head: bool
-    num_drafts: int = 0
+    uses_target_lm_head: bool  # all heads end in the target's LM head, which is not in the checkpoint
+    num_drafts: int = 0  # heads in the graph; 0: all of the checkpoint
     num_candidates: int = 0
-    num_params: int = 0
+    num_params: int = 0  # parameters in the graph; 0 before the export
     model_type: str = "medusa"
 
     def spec(self, name: str) -> GraphSpec:

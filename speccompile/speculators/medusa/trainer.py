@@ -18,11 +18,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableMedusa(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    Args:
-        lm_head: [vocab, hidden], the target's.
-    """
+    """See `speccompile.training_contract.Trainable`. `lm_head`: [vocab, hidden], the target's."""
 
     def __init__(self, heads: MedusaHeads, lm_head: torch.Tensor) -> None:
         super().__init__()

@@ -19,29 +19,19 @@ SOURCE = "speccompile.speculators.mlp.checkpoint:HeadsSource"
 
 @dataclass(frozen=True)
 class MlpConfig(HeadsFields):
-    """An MLP speculator as IBM trains and publishes them.
+    """An MLP speculator as IBM trains and publishes them."""
 
-    Args:
-        model: checkpoint folder or hub id of the speculator.
-    """
-
-    model: str
+    model: str  # checkpoint folder or hub id of the speculator
 
 
 @dataclass(frozen=True)
 class MlpTraining:
-    """Sizes and settings of the training.
-
-    Args:
-        inner_size: width of the heads' state; 0: the target's.
-        tie_weights: heads share embedding, LM head and norm; all projections but the first are one.
-        scale_input: the target's state is normalised first.
-    """
+    """Sizes and settings of the training."""
 
     num_heads: int = parameter(4, ge=1, le=64)
-    inner_size: int = parameter(0, ge=0)
-    tie_weights: bool = True
-    scale_input: bool = True
+    inner_size: int = parameter(0, ge=0)  # width of the heads' state; 0: the target's
+    tie_weights: bool = True  # heads share embedding, LM head and norm; all projections but the first are one
+    scale_input: bool = True  # the target's state is normalised first
 
     def __post_init__(self) -> None:
         check_parameters(self, "training.heads", num_heads=(2 if self.tie_weights else 1, 64))

@@ -23,23 +23,16 @@ WEIGHTS: tuple[tuple[str, tuple[str, ...], int], ...] = (
 
 @dataclass(frozen=True)
 class HeadsSizes:
-    """Sizes and switches of a speculator.
-
-    Args:
-        inner_size: of the heads' own state (`inner_dim`).
-        num_heads: heads in the checkpoint (`n_predict`); the state's weight depends on it.
-        is_tied: heads share embedding, LM head and norm; projections from the second on are one.
-        scales_input: the target's state is normalised first.
-    """
+    """Sizes and switches of a speculator."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    inner_size: int
-    num_heads: int
+    inner_size: int  # of the heads' own state (`inner_dim`)
+    num_heads: int  # heads in the checkpoint (`n_predict`); the state's weight depends on it
     num_drafts: int
-    is_tied: bool
-    scales_input: bool
+    is_tied: bool  # heads share embedding, LM head and norm; projections from the second on are one
+    scales_input: bool  # the target's state is normalised first
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:

@@ -32,7 +32,6 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     Args:
         model: checkpoint folder or hub id of the module, or of a target that has it; none: it is in the target's own
             checkpoint.
-        tree: see `TreeFields`; modules are trained for chains.
         norms: how its norms read their weights, `w` or `1+w`; `auto`: as its checkpoint says, else as the layer's
             architecture does.
         concat: order of what the projection reads, `embedding_first` or `hidden_first`; `auto`: as its checkpoint
@@ -44,7 +43,7 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     """
 
     model: str | None = None
-    tree: Tree = field(default="chain", kw_only=True)
+    tree: Tree = field(default="chain", kw_only=True)  # see `TreeFields`; modules are trained for chains
     norms: Norms = field(default="auto", kw_only=True)
     concat: Concat = field(default="auto", kw_only=True)
     chaining: Chaining = field(default="auto", kw_only=True)

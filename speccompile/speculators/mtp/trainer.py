@@ -30,11 +30,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableMtp(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    Args:
-        parts: the target's embeddings, LM head and folder.
-    """
+    """See `speccompile.training_contract.Trainable`. `parts`: the target's embeddings, LM head and folder."""
 
     def __init__(self, module: MtpModule, config: Mapping[str, Any], parts: TargetParts, training: MtpTraining) -> None:
         super().__init__()

@@ -64,14 +64,10 @@ class NgramIndex:
 
 @dataclass(slots=True, eq=False)
 class NgramState:
-    """The `draft_state` of a sequence.
-
-    Args:
-        estimate: acceptance of drafts by the length of the match, which stands in for a rank.
-    """
+    """The `draft_state` of a sequence."""
 
     index: NgramIndex
-    estimate: AcceptanceEstimate
+    estimate: AcceptanceEstimate  # acceptance of drafts by the length of the match, which stands in for a rank
 
 
 class NgramProposer:

@@ -24,11 +24,10 @@ class ProphetConfig(HeadsFields):
     """A small causal transformer that starts from the target's hidden state.
 
     Args:
-        model: checkpoint folder or hub id of the transformer.
         max_draft_tokens: tokens of a chain where `num_draft_tokens` is `auto`; all of them are drafted in every step.
     """
 
-    model: str
+    model: str  # checkpoint folder or hub id of the transformer
     max_draft_tokens: int = parameter(4, ge=1, le=64)
 
 
@@ -37,7 +36,6 @@ class ProphetTraining:
     """Sizes and settings of the training.
 
     Args:
-        horizon: drafts trained from every start; longer than the drafts that will be used.
         starts: share of the text's positions that are starts in a step, drawn anew each time.
     """
 
@@ -45,7 +43,7 @@ class ProphetTraining:
     num_heads: int = parameter(6, ge=1)
     num_kv_heads: int = parameter(2, ge=1)
     intermediate_size: int = parameter(1024, ge=1)
-    horizon: int = parameter(8, ge=1)
+    horizon: int = parameter(8, ge=1)  # drafts trained from every start; longer than the drafts that will be used
     starts: float = parameter(0.25, gt=0, le=1)
 
     def __post_init__(self) -> None:

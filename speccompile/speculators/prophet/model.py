@@ -127,22 +127,16 @@ class Seen:
     """The positions that are held, and which of them the nodes of the last depth see, themselves included.
 
     Args:
-        held: keys and values of each layer, [batch, kv_heads, positions, head_dim].
         rows: for each node the positions it sees, where they are the same in every slot; else
             [batch, nodes, positions] float32, 1 where a position is seen.
     """
 
-    held: Held
+    held: Held  # keys and values of each layer, [batch, kv_heads, positions, head_dim]
     rows: tuple[tuple[int, ...], ...] | torch.Tensor
 
 
 class ProphetExpander(nn.Module):
-    """See `export.tree_drafters.Expander`.
-
-    Args:
-        embeddings: [vocab, hidden].
-        lm_head: [vocab, hidden].
-    """
+    """See `export.tree_drafters.Expander`. `embeddings`: [vocab, hidden]. `lm_head`: [vocab, hidden]."""
 
     def __init__(self, heads: Prophet, embeddings: torch.Tensor, lm_head: torch.Tensor) -> None:
         super().__init__()

@@ -13,14 +13,7 @@ MODEL_TYPE = "prophet"
 
 @dataclass(frozen=True)
 class ProphetSizes:
-    """Sizes; the fields are those of config.json.
-
-    Args:
-        rope_theta: base of its positions; the target's state stands at position 0.
-        uses_target_embeddings: embeddings and LM head are the target's, and not in the checkpoint.
-        tie_word_embeddings: otherwise, whether its LM head is its embeddings.
-        num_params: parameters in the graph; 0 before the export.
-    """
+    """Sizes; the fields are those of config.json."""
 
     vocab_size: int
     target_hidden_size: int
@@ -31,12 +24,12 @@ class ProphetSizes:
     num_key_value_heads: int
     head_dim: int
     horizon: int
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of its positions; the target's state stands at position 0
     rms_norm_eps: float = 1e-5
-    uses_target_embeddings: bool = True
-    tie_word_embeddings: bool = False
+    uses_target_embeddings: bool = True  # embeddings and LM head are the target's, and not in the checkpoint
+    tie_word_embeddings: bool = False  # otherwise, whether its LM head is its embeddings
     model_type: str = MODEL_TYPE
-    num_params: int = 0
+    num_params: int = 0  # parameters in the graph; 0 before the export
 
     def config_from_sizes(self) -> dict[str, Any]:
         """Returns the config.json of a checkpoint."""

@@ -21,11 +21,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableProphet(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    Args:
-        parts: the target's embeddings and LM head.
-    """
+    """See `speccompile.training_contract.Trainable`. `parts`: the target's embeddings and LM head."""
 
     def __init__(self, heads: Prophet, parts: TargetParts, starts: float) -> None:
         super().__init__()

@@ -31,21 +31,14 @@ Drafts = tuple[list[int], Sequence[int], list[float], int]  # tokens, parents, p
 
 @dataclass(slots=True, eq=False)
 class SuffixState:
-    """The `draft_state` of a sequence.
-
-    Args:
-        estimate: acceptance of drafts by the length of the match, which stands in for a rank.
-        shared: end of its tokens in the tree of all requests; None: there is no such tree.
-        num_shared: tokens that the tree of all requests has read, or leaves out: it reads outputs alone.
-        num_read: tokens that the sequence's own tree has read.
-    """
+    """The `draft_state` of a sequence."""
 
     tree: SuffixTree
     cursor: Cursor
-    estimate: AcceptanceEstimate
-    shared: Cursor | None
-    num_shared: int
-    num_read: int = 0
+    estimate: AcceptanceEstimate  # acceptance of drafts by the length of the match, which stands in for a rank
+    shared: Cursor | None  # end of its tokens in the tree of all requests; None: there is no such tree
+    num_shared: int  # tokens that the tree of all requests has read, or leaves out: it reads outputs alone
+    num_read: int = 0  # tokens that the sequence's own tree has read
 
 
 class SuffixProposer:
