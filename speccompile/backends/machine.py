@@ -101,7 +101,6 @@ def is_machine_busy() -> bool:
 
 
 def _read_threads() -> dict[str, tuple[int, int]]:
-    """Returns the nanoseconds that each thread ran and waited, by its id."""
     found: dict[str, tuple[int, int]] = {}
     try:
         tasks = list(_TASKS.iterdir())

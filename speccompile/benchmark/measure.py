@@ -139,7 +139,6 @@ def _name(job: Mapping[str, Any]) -> str:
 def _own_jobs(
     bundle: Bundle, modes: Sequence[str], samples: Sequence[Sample], settings: Settings, base: Job
 ) -> list[Job]:
-    """Returns the jobs of a bundle's modes: plain and speculative decoding share a process and an engine."""
     job = job_of_bundle(bundle, settings.method, samples, settings)
     shared = [mode for mode in modes if not mode.startswith("transformers")]
     groups = ([shared] if shared else []) + [[mode] for mode in modes if mode not in shared]
@@ -170,7 +169,6 @@ def job_of_bundle(bundle: Bundle, method: str | None, samples: Sequence[Sample],
 
 
 def _draft_model(section: Mapping[str, Any]) -> GraphJob | None:
-    """Returns the job of the first drafter that is a language model of its own; None: no other engine has its kind."""
     from speccompile.core.jobs import DECODER
     from speccompile.runtime.engine import method_config
 

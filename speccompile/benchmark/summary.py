@@ -104,7 +104,6 @@ def _text(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> list[int]:
 
 
 def _first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
-    """Returns the index of the first token in which two texts differ; None: they are equal."""
     if list(text) == list(other):
         return None
     both = zip(text, other, strict=False)

@@ -61,7 +61,6 @@ def choose_dtype(plan: BuildPlan) -> BuildPlan:
 
 
 def _stored_dtype(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the dtype that a checkpoint's config names, else that of most tensors of its first file."""
     for held in (config, read_config(folder)):
         for name in ("dtype", "torch_dtype"):
             if isinstance(held.get(name), str):

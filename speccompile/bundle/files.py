@@ -63,7 +63,6 @@ def write_file(path: Path, text: str, *, makes_folder: bool = False) -> None:
 
 
 def _kind(path: Path) -> int | None:
-    """Returns the type bits of the file at a path; None where there is none."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except FileNotFoundError:

@@ -164,7 +164,6 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
 
 
 def _check_stored(plan: BuildPlan, job: GraphJob, source: GraphSource) -> None:
-    """Refuses to keep weights as they are stored where none are of few bits."""
     if plan.weights == "checkpoint" and not has_grids(source.folder):
         where = "target.quantization" if job.name == TARGET else "speculator.quantization"
         expected = "quantised weights: GGUF, AWQ, GPTQ, or compressed-tensors of 4 or 8 bits"
@@ -173,11 +172,6 @@ def _check_stored(plan: BuildPlan, job: GraphJob, source: GraphSource) -> None:
 
 
 def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Backend, *, is_draft: bool) -> None:
-    """Refuses recurrent states where they cannot be rolled back.
-
-    Raises:
-        RecipeError: a draft has some, or the target has, the method drafts trees and the backend scores chains alone.
-    """
     if is_draft and spec.states and not spec.state_owner:
         got = f"{job.model} with recurrent layers ({spec.states[0]}) as the graph {job.name!r}"
         todo = "Choose a draft of attention layers alone, or another method."
@@ -222,7 +216,6 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
 
 
 def _grids_of(graph: Graph, plan: BuildPlan) -> GridSource | None:
-    """Returns the levels that a graph keeps: of its own checkpoint, or of the tables that it shares with the target."""
     if graph.job.quantization == STORED:
         return open_files(graph.source.folder)
     if not graph.is_target and plan.target.quantization == STORED and graph.source.needs_tables:

@@ -259,7 +259,6 @@ def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] 
 
 
 def _heads_of(folder: Path, method: str) -> dict[str, Any] | None:
-    """Returns the sizes that a training recorded; None where there is no record of this method."""
     try:
         plan = json.loads((folder / RECORD).read_text(encoding="utf-8"))["plan"]
         return dict(plan["heads"]) if plan["method"] == method else None

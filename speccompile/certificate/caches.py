@@ -94,7 +94,6 @@ def check_caches(
 
 
 def _contents(engine: SpecEngine, texts: list[list[int]]) -> tuple[Any, Any]:
-    """Returns {name and slot: rows} and {slot: next logits}; None for what is not shown."""
     target = engine.verifier.engine
     rows: dict[str, NDArray[Any]] | None = {}
     for slot, tokens in enumerate(texts):
@@ -110,7 +109,6 @@ def _contents(engine: SpecEngine, texts: list[list[int]]) -> tuple[Any, Any]:
 
 
 def _deviation(held: Mapping[str, NDArray[Any]] | None, fresh: Mapping[str, NDArray[Any]] | None) -> float:
-    """Returns the largest difference in standard deviations of its array; 0 where nothing is shown."""
     worst = 0.0
     for name, values in (held or {}).items():
         assert fresh is not None

@@ -164,7 +164,6 @@ def check_tokenizer(engine: SpecEngine, checkpoint: Path | None) -> Check:
 
 
 def _ids_of_transformers(checkpoint: Path, texts: Sequence[str]) -> list[list[int]] | None:
-    """Returns the ids that transformers gives; None: it is not installed, or does not read this tokenizer."""
     try:
         from transformers import PreTrainedTokenizerFast
 

@@ -133,7 +133,6 @@ def noncentrality(freedom: float, alpha: float = ALPHA, power: float = POWER) ->
 
 
 def _bisect(is_beyond: Any, high: float) -> float:
-    """Returns where a condition begins to hold, between 0 and `high`."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2

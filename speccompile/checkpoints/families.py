@@ -100,7 +100,6 @@ def check_architecture(config: Mapping[str, Any]) -> None:
 
 
 def _property(config: Mapping[str, Any]) -> str | None:
-    """Returns the property of a config by which its attention is not supported; None where there is none."""
     if config.get("is_encoder_decoder"):
         return "an encoder beside the decoder"
     if config.get("alibi") or config.get("position_embedding_type") == "alibi":

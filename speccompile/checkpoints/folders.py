@@ -82,7 +82,6 @@ def _with_gguf(folder: Path, hub_id: str = "") -> Path:
 
 
 def _download_gguf(hub_id: str) -> Path | None:
-    """Returns the GGUF file of a repository; None where it has none, or cannot be asked."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -32,8 +32,6 @@ class _Sizes:
 
 
 def _expanded(key: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function that gives the hidden size times the number under a key, 2 where it is missing."""
-
     def width(config: Mapping[str, Any]) -> Any:
         factor, hidden = finite_number(config.get(key, 2)), whole_number(config.get("hidden_size"), 1, _MAX_SIZE)
         return None if factor is None or hidden is None or factor > _MAX_SIZE else int(factor * hidden)
@@ -47,8 +45,6 @@ def _falcon_width(config: Mapping[str, Any]) -> Any:
 
 
 def _by_heads(heads: str, head_dim: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns the function that gives heads times their width; 128 and 64 where they are missing."""
-
     def width(config: Mapping[str, Any]) -> Any:
         factors = whole_number(config.get(heads, 128), 1, _MAX_SIZE), whole_number(config.get(head_dim, 64), 1, 2**10)
         return None if None in factors else (factors[0] or 0) * (factors[1] or 0)

@@ -91,7 +91,6 @@ _OTHER_PARTS = (
 def _packed_weight(
     scheme: Scheme, name: str, headers: Mapping[str, TensorHeader], parts: Mapping[str, str]
 ) -> PackedWeight | None:
-    """Returns how a layer is unpacked; None where its weight is plain."""
     layer = _Layer(scheme, name, headers)
     read: tuple[tuple[int, int], Callable[[Arrays], IntegerWeight | np.ndarray]]
     if "qweight" in headers:

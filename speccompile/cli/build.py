@@ -265,7 +265,6 @@ def _print_bundle(bundle: Bundle) -> None:
 
 
 def _hint(bundle: Bundle, path: str) -> str:
-    """Returns a command that works on this machine with this bundle."""
     from speccompile.common.template_files import knows_chats
 
     skipped = [stage["skipped"] for stage in bundle.manifest["stages"] if stage.get("skipped")]

@@ -139,7 +139,6 @@ def _converse(chat: Chat, console: Console) -> None:
 
 
 def _lines(console: Console, is_live: bool) -> Iterator[str]:
-    """Yields lines to the end of the input; one that is not UTF-8 is refused, and the conversation goes on."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     for line in _read_lines(console, is_live):

@@ -75,7 +75,6 @@ def _write(formatter: Any, records: Iterable[tuple[str, tuple[str, str]]], group
 
 
 def _take_word(ctx: Any, args: list[str]) -> list[str]:
-    """Returns the arguments with `--help` in the place of a `--help=WORD` that is no option's value."""
     for index, argument in enumerate(args):
         if argument.startswith("--help=") and not (index and args[index - 1].startswith("-")):
             ctx.meta[_WORD] = argument.partition("=")[2]

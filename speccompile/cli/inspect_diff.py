@@ -38,7 +38,6 @@ def differences(first: Path, second: Path) -> dict[str, list[str]]:
 
 
 def _diff(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
-    """Yields the hunks of a diff; lines that differ in the numbers of values alone are equal, if any others are not."""
     bare_old, bare_new = ([_VALUE.sub("%", line) for line in side] for side in (old, new))
     if bare_old == bare_new:
         bare_old, bare_new = list(old), list(new)

@@ -42,7 +42,6 @@ class ProgressDisplay:
         self.checkpoint = f"{name} {step}/{steps}"
 
     def _show(self, head: str, message: str, done: int | None, total: int | None) -> None:
-        """Prints a line where there is no terminal: the first of its kind, then one every few seconds."""
         now = self._clock()
         if head != self._head:
             self._head, self._first, self._start_s, self._line_s = head, done or 0, now, now
@@ -84,7 +83,6 @@ def text_from_seconds(seconds: float) -> str:
 
 
 def _parts(message: str) -> tuple[str, int | None, int | None]:
-    """Returns ("STAGE: STEP", DONE, TOTAL); both None where the message ends in no share."""
     head, _, share = message.rpartition(" ")
     done, slash, total = share.partition("/")
     if not slash or not done.isdigit() or not total.isdigit():

@@ -85,10 +85,7 @@ def _usable_file(base: Path, name: str) -> Path:
 
 
 def _check_way(base: Path) -> None:
-    """Raises PermissionError where another user can put another folder in the place of `base`.
-
-    A folder above it may be writable by the user's own group, which is private where the umask makes such folders.
-    """
+    """Raises PermissionError where a user outside the own group can put another folder in the place of `base`."""
     owners = (0, os.geteuid(), os.stat("/").st_uid)  # inside a user namespace, "/" may seem another's
     given, real = Path(os.path.abspath(base)), Path(os.path.realpath(base))
     for step in (given, *given.parents, *real.parents):

@@ -109,7 +109,6 @@ def kind_of(value: Any) -> str:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yields every value and key with its depth, without recursion; the outermost value has depth 1."""
     stack = [(value, 1)]
     while stack:
         item, depth = stack.pop()

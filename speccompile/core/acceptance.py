@@ -19,9 +19,7 @@ from speccompile.core.tree import Bools, Floats, Ints, TokenTree
 class Dists(Protocol):
     """The warped distribution after each node, [vocab] float32: an array of rows, or rows computed on demand."""
 
-    def __getitem__(self, node: int, /) -> Any:
-        """Returns the row of a node."""
-        ...
+    def __getitem__(self, node: int, /) -> Any: ...
 
 
 class Verdict:

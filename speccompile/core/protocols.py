@@ -227,8 +227,8 @@ class GraphSource(Protocol):
         """Finds the folder and reads the sizes.
 
         Raises:
-            CheckpointError: no such folder or hub id, or a config.json that is wrong.
-            RecipeError: the sizes do not go with the target's, or with the recipe's.
+            CheckpointError: no such folder or hub id, or a wrong config.json.
+            RecipeError: the sizes do not fit the target's or the recipe's.
         """
         ...
 

@@ -93,7 +93,6 @@ def check_method(folder: Path, method: str | None) -> None:
 
 
 def _refuse_other(folder: Path, config: Mapping[str, Any], keys: Iterable[str], methods: Collection[str]) -> None:
-    """Refuses a speculator of a method that is none of these; its keys may resemble theirs. None: a language model."""
     names = list(keys)
     other = next((f for f in load_formats() if f.is_in(config, names)), None)
     if other is None or other.method in methods or (not methods and (other.is_model or other.has_others)):

@@ -198,7 +198,6 @@ def check_tables(case: Case) -> Iterator[Finding]:
 
 
 def _mean_cosine(*tables: tuple[TensorFiles, str]) -> float:
-    """Returns the mean cosine of some rows of two tables; that of a row of zeros is 0."""
     rows = []
     for files, key in tables:
         array, dtype = files.array(key), files.headers[key].dtype

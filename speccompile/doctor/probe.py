@@ -162,7 +162,6 @@ def compare_readings(conventions: Sequence[Convention], measure: Measure, num_dr
 
 
 def _best(own: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]) -> int | None:
-    """Returns the number of the reading that is better than `own` by most; None where none surely is."""
     gains = [(difference(count, own)[0], -i) for i, count in enumerate(others) if _is_better(count, own)]
     return -max(gains)[1] if gains else None
 

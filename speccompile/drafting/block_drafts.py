@@ -55,7 +55,6 @@ class BlockCache(FeatureCache):
         return super().resume(slot, sequence, num_rows + 1)
 
     def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
-        """Reads as many of the features [1, at least as many, hidden] of one slot; its block is not used."""
         if not (num := len(tokens)):
             return
         feeds = {
@@ -69,7 +68,6 @@ class BlockCache(FeatureCache):
         self.lengths[slot] += num
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
-        """Returns how many drafts may follow the first; -1 without a pending feature, as after a one-token prompt."""
         is_able = self.pending.count(sequence) and len(sequence.tokens) <= self.max_seq_len
         return self.engine.spec.num_drafts - 1 if is_able else -1
 

@@ -235,7 +235,6 @@ class Budget:
 
 
 def _is_measured(costs: StepCosts) -> bool:
-    """Returns whether there are costs, and none of them is 0."""
     return bool(costs.ms_by_nodes) and all(ms > 0 for _, ms in costs.ms_by_nodes)
 
 

@@ -195,7 +195,6 @@ class FeatureCache:
             self.pending.add(sequence, outputs, 0, np.array([num - 1], dtype=np.int64))
 
     def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
-        """Reads tokens of one slot, with features [1, at least as many, hidden] of the positions before them."""
         for first in range(0, len(tokens), self.rows.most_rows):
             part = tokens[first : first + self.rows.most_rows]
             self.rows.make_room(slot, len(part))

@@ -133,7 +133,6 @@ def _allowed(mask: Bools, tokens: Ints) -> Bools:
 
 
 def _masked(dist: Floats, mask: Bools, params: SamplingParams) -> Floats:
-    """Returns a distribution within a mask, [vocab] float32: masked, then cut by top-k and top-p; or all 0."""
     kept = np.where(mask, dist, np.float32(0))
     mass = kept.sum(dtype=np.float64)
     if not mass > 0:

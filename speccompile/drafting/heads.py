@@ -180,7 +180,6 @@ class HeadsProposer:
         return TokenTree.chain(tokens, num_nodes, outputs[CHAIN_PROBS])
 
     def _tokens_of_shape(self, outputs: Outputs, shape: TreeShape) -> Ints:
-        """Returns the tokens of a fixed shape, [batch, drafts] int64."""
         if CANDIDATES in outputs:
             heads, ranks = shape.depths()[1:] - 1, shape.ranks()[1:]
             return np.asarray(outputs[CANDIDATES])[:, heads, ranks]
@@ -243,10 +242,7 @@ def _raced(batch: Batch, outputs: Outputs) -> Outputs:
 
 
 def _check_tree(spec: GraphSpec, shape: TreeShape | None) -> None:
-    """Refuses a tree that the engine cannot draft.
-
-    Heads that give candidates by rank draft every tree within these; others draft only the tree they were built with.
-    """
+    """Refuses a tree that heads cannot draft: those by rank draft any tree within theirs, others only their own."""
     outputs, todo = {t.name: t.dims for t in spec.outputs}, "Build the bundle again with this tree, or ask for its own."
     got = "tree: chain or auto" if shape is None else f"a shape of {shape.num_drafts} draft tokens"
     if CANDIDATES in outputs:

@@ -104,10 +104,7 @@ class DraftCache:
             self._read(slot, np.array(tokens[start : min(start + PREFILL_CHUNK, num - 1)], dtype=np.int64))
 
     def _idle(self, slot: int, span: int, num_in_place: int = 0) -> int:
-        """Returns the row where padding of `span` positions is written, none of them beyond the last position.
-
-        A full slot loses its last rows to the padding and reads them again before its next draft.
-        """
+        """Returns the row where padding of `span` positions is written; a full slot loses its last rows to it."""
         last = max(self.max_seq_len - span, 0)
         if self.lengths[slot] + num_in_place <= last:
             return self.lengths[slot] + num_in_place

@@ -71,7 +71,6 @@ class PathLattice(Lattice):
         return self._outputs(level.depth, scores, level.warp)
 
     def _run(self, slot: int, embedded: Floats, before: Floats) -> tuple[Floats, Floats]:
-        """Returns the states after nodes [batch, nodes, ..], and the scores of the slot's candidates after each."""
         feeds = {
             EMBEDDED: np.ascontiguousarray(embedded),
             PATH_STATES: before,

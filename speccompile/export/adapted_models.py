@@ -33,12 +33,6 @@ class Adapter:
 
 
 def _heads(scale: Callable[[Any], float], window: Callable[[Any], int] = lambda module: 0) -> Callable[..., Any]:
-    """Returns the `run` of a method (query, key, value, mask) -> ([batch, heads, nodes, head_dim], probabilities).
-
-    Args:
-        window: which the module applies beside its mask; 0 = none.
-    """
-
     def run(module: Any, attention: Attention, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
         out, _ = attention(module, query, key, value, mask, scaling=scale(module), own_window=window(module))
         return out.transpose(1, 2), None
@@ -101,16 +95,7 @@ def _bloom(module: Any, attention: Attention, hidden: Any, residual: Any, attent
 
 
 def _experts(x: torch.Tensor, weight: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Returns the products of rows with the weights of their experts.
-
-    Args:
-        x: [rows, in] or, by expert, [rows, chosen, in].
-        weight: [experts, out, in].
-        chosen: [rows, chosen] int64.
-
-    Returns:
-        [rows, chosen, out].
-    """
+    """Returns products of x [rows, in] or [rows, chosen, in] with weight [experts, out, in]: [rows, chosen, out]."""
     by_expert = x[:, None] if x.dim() == 2 else x
     return (weight[chosen] @ by_expert[..., None]).squeeze(-1)
 
@@ -128,7 +113,6 @@ def _dbrx_experts(module: Any, _: Attention, hidden: Any, chosen: Any, weights: 
 
 
 def _jetmoe_route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns experts and weights of each row, [rows, chosen]."""
     logits, chosen = router.layer(rows).float().topk(router.top_k, dim=1)
     return chosen, logits.softmax(1)
 
@@ -170,10 +154,7 @@ def _angles(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[t
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """Returns [batch, heads, nodes, rotary_dim] rotated.
-
-    Where pairs are neighbours, first columns come before second ones afterwards. Products of Q and K do not change.
-    """
+    """Returns [batch, heads, nodes, rotary_dim] rotated; pairs of neighbours become two halves, in Q as in K."""
     if is_interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     half = x.shape[-1] // 2

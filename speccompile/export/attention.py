@@ -286,10 +286,7 @@ def attend(
 def _with_positions(
     frame: Frame, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns Q and K with columns whose product is slope * position(key), and V with as many of zeros.
-
-    A position is 256 * high + low: both are exact in every type of a cache.
-    """
+    """Returns Q and K with columns whose product is slope * position(key), 256 * high + low, exact in all dtypes."""
     positions = frame.lengths[:, None] + frame.tree_mask.to(torch.int64).sum(-1) - 1  # [batch, nodes]
     parts = torch.stack((positions // 256, positions % 256), -1).to(key.dtype)
     columns = functional.pad(parts, (0, POSITION_COLUMNS - 2))[:, None].expand(-1, key.shape[1], -1, -1)

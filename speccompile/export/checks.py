@@ -150,7 +150,6 @@ def _prompt(engine: Engine) -> np.ndarray[Any, Any]:
 
 
 def _int(values: Any) -> np.ndarray[Any, Any]:
-    """Returns int64 [1] from a number, [1, n] from n numbers."""
     array = np.asarray(values, dtype=np.int64)
     return array.reshape(1) if array.ndim == 0 else array[None]
 

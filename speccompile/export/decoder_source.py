@@ -76,11 +76,6 @@ class DecoderSource:
             raise RecipeError("engine.max_seq_len", got, expected, "Lower it.")
 
     def _image_tokens(self) -> int:
-        """Returns the tokens of an image.
-
-        Raises:
-            RecipeError: the model's images cannot be read, or one has more tokens than a sequence may have.
-        """
         check_vision(read_config(self.folder))
         num = read_vision_dims(self.folder, self.dims.hidden_size).num_tokens
         record = image_record(self.folder, self.context.weights)
@@ -145,11 +140,6 @@ class DecoderSource:
         return replace(made, num_drafts=num_drafts, mask_token=token)
 
     def _mask_token(self) -> int | None:
-        """Returns the token of masks; None: each draft token is a run of its own.
-
-        Raises:
-            CheckpointError: the config names none, though it must, or one that the draft does not have.
-        """
         candidates, num = self.options.candidates, self.dims.vocab_size
         token = read_config(self.folder).get(MASK_TOKEN)
         if candidates.max_parallel == 1 and not candidates.is_parallel:

@@ -66,7 +66,6 @@ class GroupedParts(nn.Module):
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """Returns a linear of a copy of [..., in] and [...]."""
     made = nn.Linear(weight.shape[-1], 1, bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach().reshape(-1, weight.shape[-1]).clone(), requires_grad=False)
     if bias is not None:
@@ -192,7 +191,6 @@ def _gated_attention(
 
 
 def _text_rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin [batch, nodes, rotary_dim] for text, where the positions of all three axes are equal."""
     frame = find_frame()
     assert frame is not None and frame.positions is not None
     half = frame.positions[:, :, None].float() * module.inv_freq

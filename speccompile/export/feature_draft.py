@@ -128,7 +128,6 @@ class FeatureDraft(nn.Module):
         return (candidates, probs, *dists, torch.cat((read[:, :1], own), 1), *updated)
 
     def _read(self, features: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-        """Returns the features of nodes [batch, nodes, hidden], masks among them."""
         if not self.reads_masks:
             return gather_nodes(features, nodes)
         is_mask = nodes == NO_FEATURE

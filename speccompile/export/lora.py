@@ -50,7 +50,6 @@ def merge_lora(model: Any, adapter: LoraAdapter) -> None:
 
 
 def _rows(module: Any) -> np.ndarray:
-    """Returns the weight of a module as [out, in], or [vocab, hidden]: the same memory."""
     weight: np.ndarray = module.weight.detach().numpy()
     return weight.T if isinstance(module, Conv1D) else weight
 

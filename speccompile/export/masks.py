@@ -114,7 +114,6 @@ def window_of(function: MaskFunction, max_seq_len: int, where: str) -> int:
 
 
 def _visible(function: MaskFunction, queries: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-    """Returns which keys are visible, [queries, max_seq_len] bool."""
     zero = torch.tensor(0)
     seen = function(zero, zero, queries[:, None], torch.arange(max_seq_len)[None])
     return seen.expand(len(queries), max_seq_len).to(torch.bool)

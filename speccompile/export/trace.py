@@ -83,10 +83,7 @@ def trace_module(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's exporter, which warns about its own internals and optional packages.
-
-    It also records no stack trace for each node, a twentieth of its time: the graph keeps none (`_drop_metadata`).
-    """
+    """Silences torch's exporter, and its stack trace for each node, a twentieth of its time (see `_drop_metadata`)."""
     logger = logging.getLogger("torch.onnx")
     level, has_no_traces = logger.level, fx.config.do_not_emit_stack_traces
     logger.setLevel(logging.ERROR)

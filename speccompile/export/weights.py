@@ -174,7 +174,6 @@ def share_weights(graph: ir.Model) -> int:
 
 
 def _address(tensor: ir.TensorProtocol | None) -> int:
-    """Returns the address of a tensor's memory; 0 where it is not known."""
     raw = getattr(tensor, "raw", None)
     if isinstance(raw, torch.Tensor):
         return int(raw.data_ptr())

@@ -164,7 +164,6 @@ def find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def _place_images(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Returns embeddings [batch, nodes, hidden] with the frame's rows of images at their nodes."""
     frame = find_frame()
     if frame is None or frame.image_nodes is None or frame.image_rows is None:
         return output

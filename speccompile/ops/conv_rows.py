@@ -21,11 +21,7 @@ _ROWS_DIMS = ("batch", "conv_rows", "channels")
 
 
 def _windows(parents: Sequence[int], num_held: int, kernel: int) -> Ints:
-    """Returns [nodes, kernel] int64: the rows that each node sees, its own last.
-
-    Args:
-        parents: of each node, -1 where it follows the rows before the nodes.
-    """
+    """Returns the rows that each node sees, its own last: [nodes, kernel] int64."""
     windows = np.empty((len(parents), kernel), np.int64)
     for node in range(len(parents)):
         at = node

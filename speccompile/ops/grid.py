@@ -33,7 +33,6 @@ class GridKind:
         return num_out * (num_in // (2 if self.bits <= 4 else 1) + groups)
 
     def __str__(self) -> str:
-        """Returns it in words."""
         sign = "scale and minimum" if self.has_minimums else "scale"
         return f"{self.bits} bits, {'float32' if self.is_wide else 'float16'} {sign} for {self.group or 'all'} inputs"
 

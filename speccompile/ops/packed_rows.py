@@ -94,7 +94,6 @@ def _gathered(source: str, name: str, count: str, inner: tuple[int, ...]) -> str
 
 
 def _spread(name: str) -> str:
-    """Returns the statements for the float32 [tokens, num_in] of a scale or a minimum of each group."""
     return f"""
     {_gathered(name, f"group_{name}", "groups", ())}
     wide_{name} = Cast<to = 1>(group_{name})

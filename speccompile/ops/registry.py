@@ -95,7 +95,6 @@ def functions(
 
 
 def _vocab_of(nodes: Iterable[ir.Node]) -> int | None:
-    """Returns the one vocabulary that these nodes reduce; None where it is not static or differs between them."""
     sizes = set()
     for node in nodes:
         for tensor, value in zip(OPS[node.op_type].inputs, node.inputs, strict=False):

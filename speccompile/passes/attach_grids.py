@@ -176,7 +176,6 @@ def attach_expert_grids_pass(rows: StoredRows) -> Pass:
 
 
 def _tensor(weight: ir.TensorProtocol, rows: StoredRows, part: Part, start: int, name: str) -> ir.LazyTensor:
-    """Returns the part of a weight from an output on: a grid, its inputs in its own order, or float32."""
     shape = (sizes_of(weight)[0], part.num_out)
     if part.kind is not None:
         return GridTensor(lambda: replaced(rows.grid(part), order=None), shape, name)

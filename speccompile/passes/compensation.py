@@ -233,7 +233,6 @@ def _float16(values: Floats) -> Floats:
 
 
 def _levels(goals: Floats, scale: Floats, minimum: Floats) -> Floats:
-    """Returns the levels [..., out] nearest to goals, as float32."""
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
     levels = (goals - minimum) * inverse
     np.rint(levels, out=levels)

@@ -80,7 +80,6 @@ def _constant(value: ir.Value, is_transposed: bool, edit: Editor, form: str | No
 
 
 def _whole_products(model: ir.Model) -> list[ir.Node]:
-    """Returns the products of rows with all experts that were exported as such, as Llama 4's."""
     nodes = [(node, weight_of(node.inputs[1])) for node in nodes_of(model, "MatMul")]
     return [n for n, weight in nodes if weight is not None and len(weight.shape) == 3 and block_of(sizes_of(weight)[1])]
 

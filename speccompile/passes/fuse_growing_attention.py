@@ -88,7 +88,6 @@ def _heads(rule: Rule, model: ir.Model, value: ir.Value | None) -> _Heads | None
 
 
 def _unrepeated(value: ir.Value | None) -> ir.Value | None:
-    """Returns [batch, kv_heads, rows, head_dim] before each head was repeated for the query heads of its group."""
     reshape = producer(value, "Reshape")
     expand = producer(reshape.inputs[0], "Expand") if reshape is not None else None
     unsqueeze = producer(expand.inputs[0], "Unsqueeze") if expand is not None else None
@@ -108,7 +107,6 @@ def _rows(value: ir.Value | None) -> list[ir.Value | None]:
 
 
 def _scaled(softmax: ir.Node) -> tuple[ir.Node | None, np.ndarray | None]:
-    """Returns the scaled scores that a Softmax reads, and where they are hidden before; None where nowhere."""
     where = producer(softmax.inputs[0], "Where")
     if where is None:
         return producer(softmax.inputs[0], "Mul"), None

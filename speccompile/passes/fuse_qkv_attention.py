@@ -61,7 +61,6 @@ class _Match:
 
 
 def _rotary(node: ir.Node) -> Rotary | None:
-    """Returns the rotary embedding by constant tables; None for any other."""
     if len(node.inputs) != 4:
         return None
     _, cos, sin, positions = node.inputs
@@ -74,7 +73,6 @@ def _rotary(node: ir.Node) -> Rotary | None:
 
 
 def _norm(node: ir.Node, head_dim: int) -> Norm | None:
-    """Returns the norm of each head; None for one over other axes."""
     gamma = node.inputs[1] if len(node.inputs) == 2 else None
     axis = int_attribute(node, "axis", -1)
     if gamma is None or axis not in (-1, 3) or rank(gamma) != 1 or static_dim(gamma, 0) != head_dim:

@@ -12,7 +12,6 @@ from speccompile.passes.match import int_attribute, only_use, rank
 
 
 def _unpacked(edit: Editor, bytes_: ir.Value, bits: int, num_dims: int, width: int) -> ir.Value:
-    """Returns the levels [..., width] float32 in bytes [..., some], of 4 bits the low ones first."""
     levels = bytes_
     if bits == 4:
         low = edit.op("BitwiseAnd", bytes_, edit.const(np.uint8(15), "uint8.15"))
@@ -50,7 +49,6 @@ def _rows_of_blocks(edit: Editor, product: ir.Node, rest: ir.Value | None, token
 
 
 def _rows_of_levels(edit: Editor, product: ir.Node, tokens: ir.Value) -> ir.Value:
-    """Returns rows [..., K] of weights [K, N] int8 with a scale for each column, which was divided by 127."""
     num_dims = rank(tokens) or 0
     columns = edit.op("Gather", product.inputs[1], tokens, axis=1)
     levels = edit.op("Cast", edit.op("Transpose", columns, perm=[*range(1, num_dims + 1), 0]), to=ir.DataType.FLOAT)

@@ -93,7 +93,6 @@ def _attend(
 
 
 def _with_last_twice(edit: Editor, rows: ir.Value | None) -> ir.Value:
-    """Returns [batch, heads, nodes + 1, ...]: the last row is repeated."""
     last = edit.op("Slice", rows, edit.ints([-1]), edit.ints([_END]), edit.ints([_ROWS]))
     repeated: ir.Value = edit.op("Concat", rows, last, axis=_ROWS)
     return repeated

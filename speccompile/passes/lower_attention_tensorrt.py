@@ -142,7 +142,6 @@ def _probs(edit: Editor, scores: ir.Value, form: AttentionForm, mask: ir.Value, 
 
 
 def _sink_column(edit: Editor, scores: ir.Value, sinks: ir.Value, group: int, dtype: ir.DataType) -> ir.Value:
-    """Returns the sink of each row of `scores` [batch, kv_heads, group * nodes, rows], one column wide."""
     first = edit.op("Slice", scores, edit.ints([0]), edit.ints([1]), edit.ints([3]))
     zeros = edit.op("Mul", first, edit.const(np.float32(0).astype(dtype.numpy()), "attention.zero"))
     by_head = edit.op("Reshape", zeros, edit.ints([0, 0, group, -1]))

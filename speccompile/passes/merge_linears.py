@@ -84,7 +84,6 @@ def _merged_weights(by_source: dict[ir.Value, dict[ir.Value, ir.Node]]) -> dict[
 
 
 def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """Returns the Add after a MatMul and its constant bias [out]; None when there is no such single user."""
     uses = list(node.outputs[0].uses())
     if len(uses) != 1 or uses[0][0].op_type != "Add" or node.outputs[0].is_graph_output():
         return None

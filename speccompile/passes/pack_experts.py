@@ -38,7 +38,6 @@ class _Experts:
 
 
 def _bias_of(product: ir.Node, ids: ir.Value, dims: tuple[int, ...]) -> tuple[ir.Node, ir.Value] | tuple[None, None]:
-    """Returns the Add of a bias [experts, N] gathered by the same ids, and the bias."""
     add = only_use(product.outputs[0])
     if add is None or add.op_type != "Add" or add.domain != "":
         return None, None

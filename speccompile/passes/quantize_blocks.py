@@ -114,7 +114,6 @@ def _product(edit: Editor, source: ir.Value, grid: Grid, name: str) -> ir.Value:
 
 
 def _sums(edit: Editor, source: ir.Value, grid: Grid) -> ir.Value:
-    """Returns the sums of x [..., in] over each group, [..., groups]."""
     num_in, rank = grid.levels.shape[1], len(source.shape or (0, 0, 0))
     if padding := -num_in % grid.group:
         source = edit.op("Pad", source, edit.ints([*[0] * (2 * rank - 1), padding]))

@@ -11,7 +11,6 @@ from speccompile.passes.match import int_attribute, ints, static_dim
 
 
 def _constant_shape(node: ir.Node) -> list[int] | None:
-    """Returns the constant shape of a Reshape, or None where it needs more than one inferred dim."""
     source, result = node.inputs[0], node.outputs[0]
     if source is None or source.shape is None or result.shape is None:
         return None

@@ -101,7 +101,6 @@ class StoredRows:
         return self._joined(found, num_in, max_growth=math.inf) or Part(found, None)
 
     def _joined(self, found: Found, num_in: int, max_growth: float = _MAX_GROWTH) -> Part | None:
-        """Returns outputs as one part; None where they have no kind in common, or one that takes much more."""
         tensors, counts = np.unique(found[:, 0], return_counts=True)
         if (tensors == UNKNOWN).any():
             return Part(found, None) if (tensors < 0).all() else None
@@ -168,7 +167,6 @@ def shared_rows(quantization: str, options: CompileOptions | None) -> StoredRows
 
 
 def _digests(weight: Array) -> Iterator[bytes]:
-    """Yields a digest of each row of a matrix of float32."""
     for row in np.ascontiguousarray(weight, np.float32):
         yield hashlib.sha256(row).digest()
 

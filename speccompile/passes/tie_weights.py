@@ -56,7 +56,6 @@ _ROWS_AT_ONCE = 4096
 
 
 def _is_tied(table: ir.Value, value: ir.Value) -> bool:
-    """Returns whether a table [rows, size] and a weight [size, rows] have the same numbers."""
     first, second = table.const_value, value.const_value
     assert first is not None and second is not None
     if sizes_of(first) != sizes_of(second)[::-1] or first.dtype != second.dtype:

@@ -45,7 +45,6 @@ def unflatten_linears(model: ir.Model) -> int:
 
 
 def _batched(model: ir.Model, flat: ir.Node, last: ir.Node, width: int) -> ir.Value:
-    """Returns the [batch, nodes, width] tensor that `flat` flattens."""
     source = flat.inputs[0]
     assert source is not None and source.shape is not None
     if len(source.shape) == 3 and source.shape[2] == width:

@@ -182,7 +182,6 @@ def _speculator_section(method: str, config: type[Any]) -> type[Section]:
 
 
 def _bounds_of(field: dataclasses.Field[Any]) -> dict[str, Any] | None:
-    """Returns the bounds that the field declares in words of JSON Schema; its class checks them."""
     rule = field.metadata.get(METADATA_KEY, Parameter())
     bounds = {"minimum": rule.ge, "exclusiveMinimum": rule.gt, "maximum": rule.le, "exclusiveMaximum": rule.lt}
     return {name: bound for name, bound in bounds.items() if bound is not None} or None

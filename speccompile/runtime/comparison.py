@@ -93,7 +93,6 @@ class Comparison:
             self._left = min(self._left, TURN)  # drafts bring less than they did
 
     def _has_lost(self) -> bool:
-        """Returns whether a turn of drafts has lost as much as it may."""
         plain_s = self._in_use.mean if self._in_use.num else math.inf
         return self._other.num > 0 and self._spent_s - self._brought * plain_s > TURN * plain_s
 

@@ -107,7 +107,6 @@ def _grows(spent_s: Sequence[float]) -> bool:
 
 
 def _draw(allowed: bytes, drawn: random.Random, ends: frozenset[int]) -> int:
-    """Returns a token that is allowed and does not end the text; -1: there is none."""
     start = drawn.randrange(len(allowed))
     for token in (allowed.find(_ALLOWED, start), allowed.find(_ALLOWED)):
         while token in ends:

@@ -126,7 +126,6 @@ class Worker:
                     self._follow(key.data)
 
     def _make_room(self) -> float | None:
-        """Ends the oldest job where others wait for its turn; returns seconds until one will be that old."""
         if not self._waiting:
             return None
         oldest = min(self._running.values(), key=lambda job: job.started_s)

@@ -152,7 +152,6 @@ class Controller:
         return limit
 
     def _new(self, size: int, is_forced: bool) -> Comparison:
-        """Returns the comparison of a new batch size, which begins as the next smaller one is."""
         smaller = [known for known, forced in self._sizes if forced == is_forced and known < size]
         return Comparison(self._sizes[max(smaller), is_forced] if smaller else None)
 
@@ -189,10 +188,7 @@ class Controller:
             self._num_read, self._read_s = self._num_read / 2, self._read_s / 2
 
     def _read_s_per_token(self, num_slots: int) -> float:
-        """Returns the seconds in which the draft reads prompts, per decoded token.
-
-        A prompt is read before all tokens of its text, so a text counts as `LEAST_PAUSE` tokens at least.
-        """
+        """Returns the draft's seconds of reading prompts per decoded token; a text has at least `LEAST_PAUSE`."""
         if not self._num_read:
             return 0.0
         prompts = self._num_prompt / max(self._num_decoded, LEAST_PAUSE * num_slots)

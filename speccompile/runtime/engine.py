@@ -102,7 +102,6 @@ def load(
 
 
 def _image_encoder(bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None) -> ImageEncoder | None:
-    """Returns the vision tower; None where the bundle has none."""
     record = bundle.images
     if record is None:
         return None
@@ -165,7 +164,6 @@ def _usable(threads: int) -> int:
 
 
 def _load_job(bundle: Bundle, graph: str, graphs: Sequence[str], backend: Backend) -> LoadJob:
-    """Returns the job of a graph with the tuning of this machine; only one without caches has all its sizes."""
     path, sizes = bundle.graph_path(graph), bundle.recipe.engine
     job = LoadJob(
         path,

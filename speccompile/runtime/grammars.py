@@ -109,7 +109,6 @@ class GrammarMatcher:
             raise self._fault
 
     def _consume(self, text: list[int], length: int, matcher: Any) -> tuple[int, Ending | None]:
-        """Moves a matcher along a text; returns the tokens that it took, and the ending after them."""
         rule, ending = self._rule, self._ending
         if rule is None or ending is None:
             return (matcher.try_consume_tokens(text) if text else 0), None

@@ -64,7 +64,6 @@ class FairQueue:
         return bool(self._front or self._turns)
 
     def __iter__(self) -> Iterator[TokenSequence]:
-        """Returns the outputs in the order in which they would be taken."""
         turns = list(self._turns.values())
         start = int(self._last in self._turns)
         rounds = zip_longest(*turns[start:], *turns[:start])

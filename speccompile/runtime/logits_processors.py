@@ -141,7 +141,6 @@ class TreeProbs:
         self._probs: dict[int, Floats] = {}
 
     def __getitem__(self, node: int) -> Floats:
-        """Returns the distribution of the token after a node, [vocab] float32."""
         if node not in self._probs:
             path, above = list[int](), node
             while above > 0:

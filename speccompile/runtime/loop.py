@@ -91,15 +91,11 @@ def run_step(
 
 
 def _counts(steps: Sequence[StepOutput]) -> tuple[int, int, int]:
-    """Returns the number of sequences, of draft tokens and of accepted ones."""
     return len(steps), sum(step.num_draft_tokens for step in steps), sum(step.num_accepted for step in steps)
 
 
 def _plan(verifier: Verifier, batch: SequenceBatch, limit: int | None) -> tuple[bool, bool]:
-    """Sets the limits of the step. Returns whether any sequence drafts, and whether the draft reads any of them.
-
-    A method's budget may draft nothing; sequences with `on` get drafts nevertheless.
-    """
+    """Sets the limits of the step. Returns whether any sequence drafts, and whether the draft reads any of them."""
     is_asked = drafts = reads = False
     for sequence in batch.sequences:
         is_asked = is_asked or sequence.speculation == "on"

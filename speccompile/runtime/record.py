@@ -49,7 +49,6 @@ class RecordedService(Service):
         self._write({"kind": KIND, **_origin(engine.bundle)})
 
     def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle:
-        """As `Service.submit`."""
         requests = request, *more
         num_open = sum(one.num_outputs for one in requests)
         outputs: list[dict[str, Any]] = [{"tokens": [], "finish_reason": ""} for _ in range(num_open)]
@@ -68,7 +67,6 @@ class RecordedService(Service):
         return super().submit(request, record, *more)
 
     def close(self, drain_s: float = 0.0) -> None:
-        """As `Service.close`; the record is complete then."""
         super().close(drain_s)
         if self._file is not None:
             self._file.close()
@@ -90,7 +88,6 @@ def _origin(bundle: Bundle | None) -> dict[str, Any]:
 
 
 def _json_from_request(request: Request) -> dict[str, Any]:
-    """Returns a request without its defaults; of images only their number."""
     prompt = request.prompt if isinstance(request.prompt, str) else [int(token) for token in request.prompt]
     default, given = asdict(SamplingParams()), asdict(request.sampling)
     sampling = {name: value for name, value in given.items() if value != default[name]}

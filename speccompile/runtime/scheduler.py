@@ -155,7 +155,6 @@ class Scheduler:
         return events
 
     def _recover(self, fault: BaseException) -> None:
-        """Restarts where a cache could not be moved, as no slot can be trusted then."""
         self._broken = None
         self._restart(fault)
 
@@ -166,7 +165,6 @@ class Scheduler:
                 self._cancel(self._handles[number], "timeout")
 
     def _read_prompts(self) -> None:
-        """Reads prompts until the chunk is used up; a sequence whose prompt is read joins the active ones."""
         left = self.prefill_chunk
         while left > 0:
             try:
@@ -194,7 +192,6 @@ class Scheduler:
         counters.num_prefix_hits += stats.num_reused > 0
 
     def _expects_drafts(self, sequence: TokenSequence) -> bool:
-        """Returns whether the draft reads the prompt of a new sequence."""
         if not sequence.may_draft or sequence.speculation == "off":
             return False
         # Where drafts are drawn, the text depends on them, so a planner must not decide.
@@ -204,7 +201,6 @@ class Scheduler:
         return self.planner.expects_drafts(len(self.batch.sequences) + 1)
 
     def _stop_waiting(self, handle: RequestHandle) -> None:
-        """Counts a request handle as no longer waiting."""
         self.num_waiting -= handle.is_waiting
         handle.is_waiting = False
 
@@ -237,7 +233,6 @@ class Scheduler:
         return num
 
     def _fail(self, fault: BaseException) -> None:
-        """Ends the sequence whose prompt cannot be read, or that cannot join after it was read."""
         if not isinstance(fault, NotFinite):
             self._count_fault(fault)
             self.allocator.kept.clear()  # caches may be incompletely moved
@@ -249,13 +244,11 @@ class Scheduler:
             self._end(sequence, "error", text_from_fault(fault))
 
     def _count_fault(self, fault: BaseException) -> None:
-        """Counts a fault of the engines; raises it where nothing can reset them."""
         if self._reset is None:
             raise fault
         self.counters.num_engine_faults += 1
 
     def _deliver(self, sequences: Sequence[TokenSequence], steps: Sequence[StepOutput]) -> None:
-        """Adds step outputs, and frees the slots of sequences that have ended, the last slot first."""
         now_s, ended = self._clock(), []
         for sequence, step in zip(sequences, steps, strict=True):
             stats = sequence.stats
@@ -290,7 +283,6 @@ class Scheduler:
             self._lose(other)
 
     def _lose(self, fault: BaseException) -> None:
-        """Ends all sequences without using the engines, which no request can use any more."""
         self.lost, self._broken = text_from_fault(fault), None
         _log.error("the engine cannot be used any more, all requests end: %s", self.lost)
         self.allocator.clear()
@@ -298,13 +290,11 @@ class Scheduler:
         self._events = self.abandon(self.lost)
 
     def _end(self, sequence: TokenSequence, reason: str, error: str | None = None) -> None:
-        """Ends a sequence between steps, whether it waits, reads or decodes."""
         step = self._last_output(sequence, reason, error)
         self._events.append((sequence.handle, step))
         self._close(sequence, step)
 
     def _last_output(self, sequence: TokenSequence, reason: str, error: str | None) -> StepOutput:
-        """Returns the last step output of a sequence that no step ended, with the text that was held back."""
         sequence.error, stats = error, self._stats(sequence, self._clock())
         return StepOutput(sequence.index, sequence.text_left(), [], finish_reason=reason, stats=stats, error=error)
 
@@ -330,7 +320,6 @@ class Scheduler:
         self.counters.count_end(step.finish_reason, step.stats, request_ms, sequence.stats.outcomes)
 
     def _is_worth_keeping(self, sequence: TokenSequence) -> bool:
-        """Returns whether slots are left for its cache, or a waiting prompt has the same prefix."""
         if not self.allocator.keeps:
             return False
         room = self.allocator.max_slots - len(self.allocator.active) + 1

@@ -53,7 +53,6 @@ def _changed(schema: Any, vocabulary: Any) -> Any:
 
 
 def _is_used(pattern: str, names: Mapping[str, Any], vocabulary: Any) -> bool:
-    """Returns whether a pattern is that of declared names alone; False where that cannot be told."""
     matching = [name for name in names if _matches(pattern, name)]
     wholes = list(_wholes(pattern))
     if not matching or None in wholes:

@@ -77,7 +77,6 @@ class UniformTable:
         return draws
 
     def _next_block(self, table: Floats, end: int) -> Ints | None:
-        """Returns the positions to make next, [num] int64; None where the table has all those before `end`."""
         num = table.shape[1]
         if self._start + num >= end:
             return None
@@ -237,12 +236,7 @@ class TokenSequence:
 
 
 def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints, is_drawn: bool) -> Floats:
-    """Returns the draws of `sampling.tree_uniforms` for one slot, from its table, [nodes, 2] float32.
-
-    Args:
-        depths: [nodes] int64.
-        ranks: [nodes] int64, siblings before each node.
-    """
+    """Returns the draws of `sampling.tree_uniforms` for one slot, from its table, [nodes, 2] float32."""
     end = root + int(depths.max()) + 2
     rows = table.rows(root, end)
     if not is_drawn:

@@ -137,12 +137,7 @@ class SlotAllocator:
         return num
 
     def _resume(self, slot: int, sequence: TokenSequence, num: int) -> int:
-        """Starts the drafts of a sequence whose first `num` tokens are in the slot's caches.
-
-        Returns:
-            How many of these need not be read again. A draft may need some of the target's rows again, and a target
-            with recurrent states can begin at few lengths only.
-        """
+        """Starts the drafts of a sequence; returns how many of its `num` cached tokens need not be read again."""
         while num and sequence.has_draft:
             wanted = self.proposer.resume(slot, sequence, num)
             num = self.verifier.cache.reusable(slot, wanted)
@@ -152,11 +147,7 @@ class SlotAllocator:
         return num
 
     def _held(self) -> list[tuple[int, list[int]]]:
-        """Returns slot indices with the tokens in the target's cache; of equal matches the first is used.
-
-        Kept ones come first, as they can be taken over, the last one used before the others: with drafts off for a
-        while, older ones may lack the draft's rows.
-        """
+        """Returns slot indices with the tokens in the target's cache, preferred first: old ones may lack draft rows."""
         lengths = self.verifier.lengths
         decoding = [(slot, sequence.keys[: lengths[slot]]) for slot, sequence in enumerate(self.active)]
         return [*reversed(list(self.kept.items())), *decoding]
@@ -168,7 +159,6 @@ class SlotAllocator:
         return lost < MIN_SHARED or (self._free_slot() < 0 and self.kept.oldest() == source)
 
     def _free_slot(self) -> int:
-        """Returns the last free slot; -1: there is none."""
         slots = range(self.max_slots - 1, len(self.active) - 1, -1)
         return next((slot for slot in slots if slot not in self.kept), -1)
 
@@ -185,11 +175,7 @@ class SlotAllocator:
             self.kept.rename(source, dest)
 
     def _vacate(self, slot: int, source: int) -> int:
-        """Frees a slot; its kept cache moves to a free slot, or to that of the oldest cache, which is dropped.
-
-        Returns:
-            The slot where the rows of `source` are then.
-        """
+        """Frees a slot; its kept cache replaces the oldest one. Returns where the rows of `source` are then."""
         if slot not in self.kept:
             return source
         dest = self._free_slot()

@@ -176,7 +176,6 @@ class _Translation:
         return _Part(name, part.is_regular, part.is_open)
 
     def _join(self, parts: Sequence[_Part]) -> _Part:
-        """Returns parts one after another; regular ones that are neighbours are one terminal."""
         texts, are_regular = list[str](), all(part.is_regular for part in parts)
         for is_regular, run in itertools.groupby(parts, key=lambda part: part.is_regular):
             text = " ".join(part.text for part in run)
@@ -297,7 +296,6 @@ def _check_limited(part: _Part, asked: dict[str, Any], path: str) -> None:
 
 
 def _times(asked: dict[str, Any], path: str) -> str:
-    """Returns how often the content of `repeat` stands."""
     low, high = asked["min"], asked["max"]
     are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in (low, high))
     if not are_numbers or not 0 <= low <= (MAX_REPEAT if high == -1 else high) <= MAX_REPEAT:

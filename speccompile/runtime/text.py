@@ -77,7 +77,6 @@ class TextStream:
         return found if self._decode(found) else found[-WINDOW:]
 
     def _end_of_known(self, text: str) -> int | None:
-        """Returns where the text after the known one begins; None: bytes of both were read as one broken run."""
         known = self._known
         if text.startswith(known):
             return len(known)
@@ -104,11 +103,6 @@ class TextStream:
         return shown + "".join(self._push_one(token) for token in rest)
 
     def _take(self, text: str, at: int, num_open: int = 0) -> str:
-        """Makes the text from `at` on known, but for its last `num_open` letters, and its tokens a part of the context.
-
-        Returns:
-            The text that became known.
-        """
         new, num_before = text[at : len(text) - num_open], len(self._context)
         if new or num_before <= 2 * WINDOW:  # else special tokens without end
             self._context, self._known = self._context + self._held, text[: len(text) - num_open]
@@ -134,7 +128,6 @@ class TextStream:
         return half if self._are_runs else min(half, 1)
 
     def _num_of_bytes(self) -> int | None:
-        """Returns how many bytes at the end of what is held back begin a character; None: tokens have no bytes."""
         found = [bytes_of_token(self._tokenizer, token) for token in self._held]
         parts = [part for part in found if part is not None]
         reader = getincrementaldecoder("utf-8")("replace")
@@ -204,7 +197,6 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def _advance(self, index: int, part: str) -> int:
-        """Returns where in a part of the text a stop string ends; -1: it does not."""
         stop, borders, num = self._stops[index], self._borders[index], self._lengths[index]
         for at, letter in enumerate(part, 1):
             while num and stop[num] != letter:

@@ -148,15 +148,7 @@ class Verifier:
         return nodes, outputs, verdict
 
     def _split(self, left: int, most: int, num_last: int) -> tuple[int, int]:
-        """Returns how many tokens a prompt's next chunk has, and how many of them are sure.
-
-        All are, but for the prompt's last rows.
-
-        Args:
-            left: tokens that are still to be read, the prompt's last not counted.
-            most: of the chunk, the prompt's last not counted.
-            num_last: 1: the last chunk has the prompt's last token, too.
-        """
+        """Returns how many tokens a prompt's next chunk has, and how many are sure: all but the prompt's last rows."""
         end_rows = self._end_rows if self._has_states else 0
         if left <= most and left + num_last <= self.chunk:
             num = left + num_last

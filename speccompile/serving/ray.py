@@ -83,7 +83,6 @@ class Replica:
         self._settings = settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Returns the application; Ray asks for it once the replica is made."""
         settings = self._settings
         name = settings.model_name or settings.bundle.resolve().name
         options = ServerOptions(name, settings.api_keys, settings.max_request_bytes, settings.body_timeout_s)
@@ -96,7 +95,6 @@ class Replica:
             raise RuntimeError(stats["fault"] or "the service was closed")
 
     def __del__(self) -> None:
-        """Closes the service; Ray has drained the replica before."""
         if hasattr(self, "_service"):
             self._service.close()
 

@@ -71,7 +71,6 @@ def choose_prompts(
 
 
 def _take(documents: Iterable[Document], wanted: dict[str, int]) -> dict[str, list[Document]]:
-    """Returns the first documents of each split: as many as prompts are wanted."""
     by_split: dict[str, list[Document]] = {TRAIN: [], HELD_OUT: []}
     for document in documents:
         split = HELD_OUT if document.is_held_out else TRAIN

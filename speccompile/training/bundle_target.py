@@ -79,7 +79,6 @@ class BundleTarget(Target):
 
 
 def _plan(recipe: Recipe, needs: TargetNeeds, max_seq_len: int) -> Any:
-    """Returns the plan of a bundle without a speculator whose target gives hidden states and logits."""
     sizes = {"max_batch_size": 1, "max_seq_len": max_seq_len, "max_draft_nodes": 1, "logits": True}
     engine = recipe.engine.model_copy(update=sizes)
     plain = recipe.model_copy(update={"engine": engine, "speculator": SpeculatorSection(method="none")})

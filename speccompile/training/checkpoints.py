@@ -128,7 +128,6 @@ class _Writer:
 
 
 def _save(file: IO[bytes], values: dict[str, Any]) -> None:
-    """Writes to an open file by torch.save. Raises OSError: the file cannot be written."""
     writer = _Writer(file)
     try:
         torch.save(values, cast("IO[bytes]", writer))

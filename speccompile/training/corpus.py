@@ -138,7 +138,6 @@ def _document_of_text(raw: bytes, source: str) -> Document:
 
 
 def _documents(path: Path) -> Iterator[tuple[int, Document]]:
-    """Yields (0, the document) of a text file; (line, document) of each line of a .jsonl that is not empty."""
     if path.suffix not in (".txt", ".jsonl"):
         expected, todo = ".txt or .jsonl", "Name another file."
         raise RecipeError("training.text.files", str(path), expected, todo)

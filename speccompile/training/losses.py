@@ -189,7 +189,6 @@ def _losses_of(
 
 
 def _valid(labels: torch.Tensor, is_label: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-    """Returns which labels are learned [rows, depth], and how many rows are chains of what is learned."""
     valid = labels >= 0
     if is_label is None:
         return valid, max(1, len(labels))

@@ -222,7 +222,6 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 def _array_from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """Returns tokens as int32, all else as the bits of bfloat16."""
     if name == "dist_tokens":
         return np.asarray(tensor.to(torch.int32).cpu().numpy())
     return np.asarray(tensor.to(torch.bfloat16).cpu().contiguous().view(torch.uint16).numpy())

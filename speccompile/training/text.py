@@ -85,7 +85,6 @@ class TextBook:
         }
 
     def _pack(self) -> dict[str, Rows]:
-        """Returns the windows of stage 1."""
         self.progress("text: tokenise")
         text, seq_len = self.section.text, self.section.plain.seq_len
         limits = {TRAIN: text.max_tokens, HELD_OUT: text.held_out_tokens}
@@ -96,7 +95,6 @@ class TextBook:
         return (token_ids(path, read_text_config(self.target), "eos_token_id") or [0])[0]
 
     def _generate(self) -> dict[str, Rows]:
-        """Returns the windows of stage 2: prompts cut from the text, continued by the target."""
         self.progress("text: choose prompts")
         prompts = choose_prompts(self.sources().documents(), self.reader, self.section.generated, self.section.seed)
         folder = cache_folder() / "answers" / self.digest("generated")

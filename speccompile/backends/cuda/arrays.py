@@ -72,7 +72,6 @@ class DeviceArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        """Returns a part of it, on the host."""
         part: NDArray[Any] = np.asarray(self)[index]
         return part
 

@@ -126,6 +126,5 @@ class DeviceStates(SlotStates[Memory]):
             self.device.copy(self.address(index, self.sides[slot], slot), kept.address + start, size)
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Returns where each state begins in a snapshot, and its bytes."""
         starts = [sum(map(aligned, self._sizes[:index])) for index in range(len(self._sizes))]
         return list(zip(starts, self._sizes, strict=True))

@@ -47,7 +47,6 @@ class OnnxRuntimeBackend(Backend):
     device_variants: Mapping[str, str] = MappingProxyType({"cuda": _CUDA})
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuses bfloat16 weights where our kernels do not run: ONNX Runtime has no product with them on a CPU."""
         from speccompile.backends.onnxruntime.kernel_library import find_library
 
         del spec, options
@@ -59,13 +58,10 @@ class OnnxRuntimeBackend(Backend):
             raise BuildError("quantization: bf16", got, "the CPU kernels of this package", todo)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Lower a model and write `graph.onnx` with its external data.
+        """Lowers a model and writes `graph.onnx` with its external data.
 
-        Where a quantisation has several kernel forms and none is named, each is lowered and measured: the fastest of
-        those that are close enough to float32 is kept (`fidelity.near_forms`). With `auto` the forms of all
-        quantisations are.
-
-        Of the job's options `sample` is read, for targets, and `grids` for stored weights.
+        Where a quantisation has several kernel forms and none is named, all are measured: the fastest of those close
+        enough to float32 is kept (`fidelity.near_forms`). With `auto` the forms of all quantisations are.
 
         Returns:
             {"form", "quantization", "forms_measured": {form: step_ms}, "form_distances": {form: `Distance`},

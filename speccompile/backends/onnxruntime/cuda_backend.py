@@ -49,7 +49,6 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     keeps_logits = False  # the cost of an output on a GPU was not measured
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Lower a model and write `graph.onnx`: see `OnnxRuntimeBackend.compile`; no form is measured."""
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
         from speccompile.passes.stored_rows import stored_rows
@@ -66,11 +65,6 @@ class OrtCudaBackend(OnnxRuntimeBackend):
         return {"form": form, "forms_measured": {}, **report, **({} if rows is None else {"weights": rows.record()})}
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuses a graph with recurrent states and no cache, and a GPU that the installed ONNX Runtime does not use.
-
-        Raises:
-            BuildError: it is one, or ONNX Runtime is the CPU's although there is a GPU.
-        """
         from speccompile.backends.cuda.kv_caches import refuse_states_alone
 
         super().check(spec, options, quantization)

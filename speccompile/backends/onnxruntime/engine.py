@@ -153,18 +153,13 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self._last = None
 
     def _max_length(self, nodes: int) -> int | None:
-        """Returns the longest length of a step of so many nodes within the present views; None: it writes no rows."""
         if not self._written:
             return None
         rows = min(self.max_rows, *(buffers.rows for buffers in self._written))
         return rows - nodes - self.spec.rows_written_ahead
 
     def _input_arrays(self, spec: specs.TensorSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the neutral value of an input, and the array that is bound to it.
-
-        Rows of images are large and seldom fed, so all bindings share one array for them: what another step left there
-        is not read, as `image_nodes` is false.
-        """
+        """Returns an input's neutral value and its array; bindings share that of image rows, which are large."""
         if spec.name != specs.IMAGE_ROWS:
             neutral = neutral_value(spec.name, shape, spec.dtype)
             return neutral, neutral.copy()

@@ -136,7 +136,6 @@ def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: Tex
 def _quantise(
     reference: Path, spec: GraphSpec, sample: TextSample, scratch: Path
 ) -> tuple[Grids | None, dict[str, Any]]:
-    """Returns a target's weights of 4 bits, or how they are made, and what the manifest records of them."""
     if sample.weights != "compensated":
         return rounded_grids if sample.weights == "rounded" else coarse_grids, {}
     found = calibration.calibrate(reference, spec, sample, scratch)
@@ -145,6 +144,5 @@ def _quantise(
 
 
 def _weight_bytes(model: ir.Model) -> int:
-    """Returns the bytes of all weights; a step of the target, which is larger, evicts at least as many from caches."""
     tensors = [value.const_value for value in model.graph.initializers.values()]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

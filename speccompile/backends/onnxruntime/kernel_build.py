@@ -103,7 +103,6 @@ def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[s
 
 
 def _run(command: Sequence[str]) -> str | None:
-    """Returns why a compiler failed; None: it did not."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
     if done.returncode == 0:
         return None

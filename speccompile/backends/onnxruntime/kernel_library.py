@@ -116,7 +116,6 @@ def _prebuilt() -> list[Path]:
 
 
 def _compiled() -> tuple[Path | None, str]:
-    """Returns the library compiled for this CPU, or None and why there is none."""
     sources, compiler = find_sources(), find_compiler()
     if sources is None or compiler is None:
         return None, "no C++ compiler" if sources else "no kernel sources"
@@ -156,10 +155,7 @@ def _has_best(prebuilt: list[Path]) -> bool:
 
 
 def _candidates() -> Iterator[tuple[Path | None, str]]:
-    """Yields libraries, the best first, and in place of a missing one why it is missing.
-
-    The best variant of a wheel is as fast as one compiled here; a lesser one is for machines without a compiler.
-    """
+    """Yields libraries, the best first: a wheel's best variant is as fast as one compiled here."""
     prebuilt = _prebuilt()
     is_best = _has_best(prebuilt)
     if is_best:

@@ -119,7 +119,6 @@ def _is_kernel(node: onnx.NodeProto, ops: frozenset[str]) -> bool:
 
 
 def _sequence(group: Sequence[onnx.NodeProto], is_read: Callable[[str], bool]) -> onnx.NodeProto:
-    """Returns the node in the place of a group. `is_read`: whether somebody else reads a value, by its name."""
     from onnx import helper
 
     made = [name for node in group for name in node.output]

@@ -185,7 +185,6 @@ def adapt_tuning(job: LoadJob) -> dict[str, Any]:
 
 
 def _step_ms_now(job: LoadJob) -> float | None:
-    """Returns the milliseconds of a one-node step with the recorded threads; None where other work held the CPUs."""
     engine = open_measured(job)
     clock = WaitClock()
     ms = typical_step_ms(engine, job.others_bytes)

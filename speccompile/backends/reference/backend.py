@@ -30,11 +30,6 @@ class ReferenceBackend(Backend):
     slides_caches = True
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Attach the tail and write `dest/graph.onnx`; stored weights are the float32 numbers that they mean.
-
-        Raises:
-            RecipeError: a quantisation is requested: the oracle computes in float32 only.
-        """
         from speccompile.backends.writing import lower_and_save
         from speccompile.passes.pipelines import reference_table
 

@@ -69,10 +69,7 @@ class TensorRTBackend(Backend):
         return "float16" if is_old or holds else "bfloat16"
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Lower a model and build `graph.plan`, with its record beside it.
-
-        With `options.consumes_model` weights are released once they are on the disk, as the builder's process needs
-        the memory. TensorRT has one kernel form of each quantisation; the default is one slot of float16.
+        """Lowers a model and builds `graph.plan`, with its record beside it.
 
         Returns:
             {"form", "forms_measured": {}, "passes", "op_histogram", "spec": TensorRT's own, "tensorrt": see
@@ -107,7 +104,6 @@ class TensorRTBackend(Backend):
         }
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
-        """Build the plan that compacts the caches of a model; returns its spec."""
         from speccompile.backends.tensorrt.plugin_names import KV_ROLLBACK
         from speccompile.ops.registry import attach_functions
         from speccompile.passes.rollback import build_rollback
@@ -147,13 +143,6 @@ class TensorRTBackend(Backend):
         return record
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuse what cannot be built before anything is exported.
-
-        Raises:
-            BuildError: TensorRT is not installed, profiles or fields do not fit the graph or the variant, the
-                slots of recurrent states cannot be aligned, there are states and no cache, or a plugin's form takes
-                caches of one size alone.
-        """
         from speccompile.backends.cuda.kv_caches import refuse_states_alone
         from speccompile.backends.tensorrt import settings
         from speccompile.backends.tensorrt.import_helper import load_tensorrt
@@ -214,11 +203,6 @@ class TensorRTBackend(Backend):
         return {**adapted, "others_bytes": job.others_bytes}
 
     def load(self, job: LoadJob) -> TrtEngine:
-        """Open an engine, after the plan's record was compared with this machine: see `engine.load_engine`.
-
-        Raises:
-            BundleError: another TensorRT, plugin ABI or GPU than the plan was built for, or smaller sizes.
-        """
         from speccompile.backends.cuda.device import ordinal_from_name
         from speccompile.backends.tensorrt.engine import load_engine
         from speccompile.backends.tensorrt.records import check_record, plugins_to_register, read_record

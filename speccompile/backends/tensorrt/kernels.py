@@ -97,7 +97,6 @@ def compile_kernels(op: str, capability: tuple[int, int], kind: str = "cubin", w
 
 
 def _find_compiler() -> tuple[Path | None, str]:
-    """Returns nvcc and its version; (None, NVRTC's version) where there is none that runs."""
     nvcc = find_nvcc()
     version = _nvcc_version(nvcc) if nvcc else None
     if version is not None:

@@ -30,7 +30,6 @@ class Block:
 
 
 def _halves(raw: Bytes, start: int, num: int = 1) -> Array:
-    """Returns `num` float16 numbers of each block, [rows, blocks * num]."""
     part = np.ascontiguousarray(raw[:, :, start : start + 2 * num])
     return part.view("<f2").reshape(len(raw), -1)
 
@@ -40,12 +39,10 @@ def _flat(levels: Array) -> NDArray[np.uint8]:
 
 
 def _nibbles(packed: Bytes) -> NDArray[np.uint8]:
-    """Returns 4-bit levels of the bytes' low halves, then those of the high ones, along the last axis."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def _fifth_bits(raw: Bytes, start: int) -> NDArray[np.uint8]:
-    """Returns the fifth bits of 32 levels, bit n of a word for level n."""
     return np.unpackbits(raw[:, :, start : start + 4], axis=-1, bitorder="little") << np.uint8(4)
 
 
@@ -72,10 +69,10 @@ def _q8_0(raw: Bytes) -> Grid:
 
 
 def _scales_and_minimums(raw: Bytes) -> tuple[Array, Array]:
-    """Returns those of the eight groups of 32 in a block of Q4_K or Q5_K, [rows, groups] float32.
+    """Returns the scales and minimums of eight groups of 32 in a block of Q4_K or Q5_K, [rows, groups] float32.
 
-    Six bits each in twelve bytes: the first four scales and minimums in the low bits of bytes 0 to 7, the others' low
-    halves in bytes 8 to 11, their high bits in the high bits of the bytes 0 to 7. They are multiples of two float16.
+    Six bits each in twelve bytes: the first four in the low bits of bytes 0 to 7, the others' low halves in bytes 8 to
+    11, their high bits in the high bits of bytes 0 to 7. They are multiples of two float16.
     """
     low, high = raw[:, :, 4:12], raw[:, :, 12:16]
     scales = np.concatenate([low[..., :4] & 63, (high & 15) | (low[..., :4] >> 6) << 4], axis=-1)
@@ -113,7 +110,6 @@ def _q6_k(raw: Bytes) -> Grid:
 
 
 def _two_bits(packed: Bytes) -> NDArray[np.uint8]:
-    """Returns the 2-bit levels of 64 bytes: of each half those of its 32 bytes, the lowest bits first."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     levels: NDArray[np.uint8] = _in_groups(packed, 2)[:, :, :, None] >> shifts & np.uint8(3)
     return levels  # [rows, blocks, 2, 4, 32]

@@ -64,7 +64,6 @@ class GgufWeight:
         return self.change(*[_float32(v, kind) for v, kind in zip(values, kinds, strict=True)]).reshape(self.shape)
 
     def _rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """Returns the bytes of the rows that it is made of, [rows, bytes of a row]."""
         block = BLOCKS[tensor.kind]
         num_rows = math.prod(tensor.shape[:-1]) if self.heads == 0 or len(tensor.shape) > 1 else tensor.shape[0]
         row_bytes = math.prod(tensor.shape) // block.size * block.size_bytes // max(num_rows, 1)

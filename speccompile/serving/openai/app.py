@@ -96,7 +96,6 @@ async def _answer_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _answer_fault(http: HttpRequest, error: Exception) -> Response:
-    """Answers an unexpected exception with an error 500; its traceback is in the log."""
     fault = ApiError(
         500, f"The server failed: {type(error).__name__}. Its log says more.", SERVER, None, "internal_error"
     )

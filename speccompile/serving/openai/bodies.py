@@ -65,7 +65,6 @@ class StreamOptions(Body):
 
 
 def _sampling_field(kind: Kind, field: BodyField) -> tuple[Any, Any]:
-    """Returns the type and the field of a sampling parameter. None and false select the bundle's default."""
     if kind is FLAG:
         return bool, Field(False, description=field.description or None)
     bounds: dict[str, Any] = {"ge": field.ge, "le": field.le}

@@ -157,11 +157,6 @@ def message_from_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _render(body: ChatBody, template: ChatTemplate, variables: dict[str, Any]) -> str:
-    """Returns the text of a chat's prompt.
-
-    Raises:
-        ApiError: the template refuses it; or the last message is to be continued and cannot be.
-    """
     messages = [message.for_template() for message in body.messages]
     opens, given = _template_variables(body, variables)
     if not body.continue_final_message:
@@ -184,11 +179,6 @@ def _rendered(template: ChatTemplate, messages: list[dict[str, Any]], opens: boo
 
 
 def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Returns whether the template opens the assistant's turn, and its variables.
-
-    Raises:
-        ApiError: `chat_template_kwargs` has a name that is not the template's to read.
-    """
     given = {**variables, **body.chat_template_kwargs}
     opens = given.pop("add_generation_prompt", body.add_generation_prompt is not False)
     wrong = next((name for name in _RESERVED if name in body.chat_template_kwargs), None)

@@ -148,7 +148,6 @@ class ChatBody(Sampled):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to name with each token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")

@@ -128,7 +128,6 @@ class CompletionApi(Api):
         return self._chunk([self._choice(choice, {"text": text}, logprobs, event.is_end)])
 
     def _opening(self) -> list[dict[str, Any]]:
-        """Returns the choices of the first chunks, which have no text."""
         return []
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -145,11 +144,6 @@ class CompletionApi(Api):
     def _logprobs(
         self, choice: Choice, entries: Sequence[TokenLogprobs], at: int, has_prompt: bool
     ) -> dict[str, Any] | None:
-        """Returns the `logprobs` of a choice, those of an echoed prompt included; None: they are not requested.
-
-        Args:
-            at: the first character of the entries in the text of the choice.
-        """
         if self._fields.num_logprobs is None:
             return None
         own = self._texts.completion(entries, at)
@@ -176,7 +170,6 @@ class CompletionApi(Api):
         return event_from_json({**chunk, **fields})
 
     def _metrics(self) -> dict[str, Any]:
-        """Returns the field `metrics` of an answer of one choice, where the server gives it."""
         if not self._has_metrics or len(self._answer.choices) > 1 or (last := self._answer.choices[0].last) is None:
             return {}
         return {"metrics": metrics_from_stats(last.stats or {})}

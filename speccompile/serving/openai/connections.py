@@ -143,7 +143,6 @@ class Connection(H11Protocol):
             self._watch_reader()
 
     def _num_unread(self) -> int:
-        """Returns the bytes that the client's machine has not taken."""
         waiting: int = self.transport.get_write_buffer_size()
         if waiting == 0:  # the kernel has all, and gives up by itself
             return 0
@@ -166,7 +165,6 @@ class Connection(H11Protocol):
             self._header_timer = None
 
     def _give_up(self) -> None:
-        """Closes the connection; a client that has begun a request gets an error 408."""
         if self.transport.is_closing():
             return
         has_begun, _ = self.conn.trailing_data
@@ -222,7 +220,6 @@ class Acceptor:
             unless_admitted.pop_all()
 
     def _close_oldest(self) -> bool:
-        """Closes the connection that has waited longest for a request; False: none waits."""
         waiting = [connection for connection in self._connections if connection.is_waiting]
         if waiting:
             min(waiting, key=lambda connection: connection.waits_since).transport.abort()

@@ -183,7 +183,6 @@ class JsonCall:
 
 
 def _text(token: str) -> str | None:
-    """Returns the value of a JSON string; None: the token is not one."""
     try:
         value = json.loads(token)
     except (ValueError, RecursionError):
@@ -192,7 +191,6 @@ def _text(token: str) -> str | None:
 
 
 def _object(token: str) -> str | None:
-    """Returns arguments that are not an object (null, or JSON in a string) as one; None: they are neither."""
     try:
         value = json.loads(token)
         inner = value.strip() if isinstance(value, str) else value

@@ -73,7 +73,6 @@ class KeyCheck:
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the `Authorization` header, or `x-api-key`, which Anthropic's clients send."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
             return
@@ -102,7 +101,6 @@ class BodyCheck:
         self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks the headers, then counts the bytes of the body."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

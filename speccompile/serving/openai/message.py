@@ -74,7 +74,6 @@ class ReasoningReader:
         self._trims = self._trims or bool(mark)
 
     def _until(self, marks: Sequence[str], is_last: bool) -> tuple[str, str]:
-        """Takes the text before the first of some marks, and the mark: empty where there is none."""
         found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
         end, mark = min(found, default=(len(self._text) - (0 if is_last else prefix_length(self._text, marks)), ""))
         part, self._text = self._text[:end], self._text[end + len(mark) :]

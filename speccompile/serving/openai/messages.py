@@ -297,7 +297,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _block(part: Part, text: str) -> dict[str, Any]:
-    """Returns a part as a block of the content, with a text so far."""
     if part.kind == REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if part.kind != CALL:

@@ -118,7 +118,6 @@ def _vllm_counters(stats: Mapping[str, Any], model: str) -> Iterator[Metric]:
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
-    """Returns counts by depth of the draft; 1 is the root's child."""
     family = CounterMetricFamily(PREFIX + name, text, labels=["position"])
     for position, count in enumerate(counts, 1):
         family.add_metric([str(position)], count)

@@ -55,11 +55,6 @@ def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParam
 
 
 def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
-    """Refuses a minimum length if something can end the text earlier. Without an end a text has `max_tokens`.
-
-    Raises:
-        ApiError: something may end the text before.
-    """
     ends = [] if sampling.ignore_eos else ["texts that may end with a token: add `ignore_eos: true`"]
     ends += ["`stop` or `stop_token_ids`: leave these out"] * bool(sampling.stop or sampling.stop_token_ids)
     if num > sampling.max_new_tokens:
@@ -70,7 +65,6 @@ def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
 
 
 def _value(value: Any, kind: Kind) -> Any:
-    """Returns a field's value in its parameter's type; None selects the bundle's default."""
     if kind is BIASES:
         return _biases(value) if value else None
     if kind is FLAG:

@@ -319,7 +319,6 @@ class ResponsesApi(Api):
         return f"event: response.{kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
     def _status(self, part: Part | None = None) -> str:
-        """Returns the status of the response, or of one of its parts: a limit may have ended it."""
         last, is_last = self._choice.last, part is None or part is self._choice.parts[-1]
         return "incomplete" if is_last and last is not None and last.finish_reason != "stop" else "completed"
 
@@ -345,7 +344,6 @@ def _item_id(part: Part) -> str:
 
 
 def _item(part: Part, text: str, status: str) -> dict[str, Any]:
-    """Returns a part as an item of the output, with a text so far."""
     at = {"id": _item_id(part)}
     if part.kind == CALL:
         call = {**at, "type": "function_call", "call_id": part.call_id, "name": part.name}

@@ -179,7 +179,6 @@ class EventStream(Response):
         self._events, self._on_close = events, on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events or the client end."""
         del scope
         sending, watch = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(disconnection(receive))
         try:

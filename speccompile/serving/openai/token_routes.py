@@ -91,7 +91,6 @@ def token_routes(server: OpenAIServer) -> APIRouter:
 
 
 def _chat_of(raw: bytes) -> tuple[ChatBody | None, bool]:
-    """Returns the chat of a body, None if it has no messages, and whether to return the texts of tokens."""
     try:
         data = from_json(raw)
     except ValueError:

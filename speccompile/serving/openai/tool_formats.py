@@ -118,10 +118,7 @@ def grammar_of_calls_or(calls: str, outputs: StructuredOutputs) -> str | None:
 
 
 def _arguments(all_parameters: Sequence[Mapping[str, Any]], at: int) -> dict[str, Any]:
-    """Returns the schema of a function's arguments, an object, with an identity of its own.
-
-    So its references have the same meaning as in the schema by itself.
-    """
+    """Returns the schema of a function's arguments with an `$id`, so that its references keep their meaning."""
     if not (parameters := all_parameters[at]):
         return {"type": "object", "properties": {}, "additionalProperties": False}
     own = parameters.get("$id")

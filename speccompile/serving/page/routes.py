@@ -66,7 +66,6 @@ def facts_from_server(server: OpenAIServer) -> dict[str, Any]:
 
 
 async def _request(server: OpenAIServer, body: PageBody) -> Request:
-    """Returns the request of a prompt, as a chat's where the model has a template."""
     own = {"prompt", "as_chat", "before", "n", "stream", "stream_options"}
     given = body.model_dump(exclude=own, exclude_unset=True)
     if body.as_chat and server.template is not None:

@@ -188,7 +188,6 @@ def _prompt(row: Arrays, rules: Rules) -> str | list[int]:
 
 
 def _image(value: Any) -> bytes:
-    """Returns an image's file, of which a request has the bytes, or these in base64, alone or in a data URL."""
     data = value if isinstance(value, bytes) else str(value).encode()
     if data.startswith(_MAGIC):
         return data
@@ -219,7 +218,6 @@ def text_from_value(value: Any, name: str) -> str:
 
 
 def _texts(row: Arrays, name: str) -> tuple[str, ...]:
-    """Returns each text once, without the empty ones, which old clients send."""
     words = [text_from_value(word, name) for word in row[name].reshape(-1)]
     return tuple(dict.fromkeys(word for word in words if word))
 

@@ -84,7 +84,6 @@ def layers_of_target(
 
 
 def _spread(num_layers: int, num: int) -> tuple[int, ...]:
-    """Returns at most `num` different layers, evenly spaced."""
     return tuple(dict.fromkeys(int(i) for i in np.linspace(0, num_layers - 1, num).round()))
 
 
@@ -255,7 +254,6 @@ class StepSource(DraftSource):
         return path_step_spec(self.job.name, self.dims, sizes, self.num_candidates)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """Takes one step from arbitrary numbers between -1 and 1, which states are."""
         outputs = engine.run(probe_inputs(engine.spec, num_nodes=2))
         where, todo = f"check {engine.spec.name}", "The compiled graph is wrong: report it with the config.json."
         largest = float(np.abs(np.asarray(outputs[NEXT_STATES])).max())

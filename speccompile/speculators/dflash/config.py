@@ -61,7 +61,6 @@ class DflashConfig(FeatureFields):
         return None if self.layers == "auto" else self.layers
 
     def check_engine(self, engine: Engine, max_draft_nodes: int) -> None:
-        """Refuses a drafter that was built for shorter paths or fewer candidates."""
         todo, spec, shape = "Build a bundle whose recipe says so; at load it is too late.", engine.spec, self.shape
         self.check_depth(engine, max_draft_nodes)
         if shape is not None and spec.num_candidates <= shape.max_rank:

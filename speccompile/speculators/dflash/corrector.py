@@ -109,7 +109,6 @@ class LatticeCorrector(nn.Module):
         return torch.cat((root, out_of), 1) @ into.transpose(2, 3) * self.sizes.logit_scale
 
     def _bias(self, slots: int) -> torch.Tensor:
-        """Returns [heads, slots, slots], by the distance of a row's slot from that of one which it sees."""
         numbers = torch.arange(slots)
         apart = numbers[:, None] - numbers
         # Distances of a shorter block have the columns that they have in a whole one.
@@ -122,11 +121,7 @@ class LatticeCorrector(nn.Module):
 
 
 def _features(log_probs: torch.Tensor) -> torch.Tensor:
-    """Returns what tells how likely candidates are, [.., candidates, 5] of log probabilities [.., candidates].
-
-    They are log probability, probability, log probability over the likeliest's, rank from 0 to 1, and whether it is
-    the likeliest.
-    """
+    """Returns [.., candidates, 5]: log probability, probability, log ratio to the best, rank, whether it is best."""
     num = log_probs.shape[-1]
     ranks = torch.arange(num) / max(num - 1, 1)
     is_first = (torch.arange(num) == 0).float()

@@ -95,12 +95,7 @@ def fill_blocks(
 def _visible(
     root_positions: torch.Tensor, rows: int, positions: int, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns which positions each block sees, [batch, blocks, positions], and which of its rows each row [rows, rows].
-
-    Args:
-        root_positions: [batch, blocks] int64, of the roots.
-        is_causal: rows see the earlier rows alone.
-    """
+    """Returns the positions that a block sees [batch, blocks, positions], and the rows that a row sees [rows, rows]."""
     own = torch.ones(rows, rows, dtype=torch.bool, device=root_positions.device)
     return torch.arange(positions, device=root_positions.device) < root_positions[
         ..., None
@@ -171,7 +166,6 @@ class TrainableBlocks(nn.Module):
     def _blocks(
         self, features: torch.Tensor, roots: torch.Tensor, root_positions: torch.Tensor, num: int
     ) -> torch.Tensor:
-        """Returns the states of the drafts of blocks with roots [batch, blocks], [batch, blocks, num, hidden]."""
         masks = torch.full((*roots.shape, num), self.heads.drafter.mask_token_id, device=roots.device)
         embedded = self.embeddings[torch.cat((roots[..., None], masks), -1)]
         return fill_blocks(self.heads, features, embedded, root_positions)[:, :, 1:]

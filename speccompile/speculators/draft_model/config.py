@@ -112,7 +112,6 @@ class DraftModelMethod(Method):
     def make_proposer(
         self, config: DraftModelConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs."""
         engine, max_rows = engines[DRAFT], context.seq_lens.get(DRAFT, context.max_seq_len)
         most, block = context.max_draft_nodes, engine.spec.num_drafts
         if engine.spec.mask_token is None or not config.parallel_drafting:

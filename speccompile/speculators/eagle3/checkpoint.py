@@ -126,11 +126,6 @@ class DraftSource(_Eagle3Source):
         self.mask_token = self._mask_token()
 
     def _mask_token(self) -> int | None:
-        """Returns the token of masks; None: each draft token is a run of its own.
-
-        Raises:
-            CheckpointError: the config names none, though it must, or one that the target does not have.
-        """
         options: DraftOptions = self.job.options
         has_masks, token = mask_token({**self.case.config, **self.config})
         if not options.is_parallel and (options.max_parallel == 1 or not has_masks):

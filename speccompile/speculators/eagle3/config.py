@@ -136,7 +136,6 @@ class Eagle3Method(Method):
     def make_proposer(
         self, config: Eagle3Config, engines: Mapping[str, Engine], context: MethodContext
     ) -> DraftProposer:
-        """Returns the proposer over both engines."""
         draft, masks = engines[DRAFT], config.parallel_drafting
         has_masks = draft.spec.mask_token is not None
         if masks is True and not has_masks:

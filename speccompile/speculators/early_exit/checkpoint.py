@@ -99,19 +99,16 @@ class ExitSource(TargetLayersSource):
         return ExitDims(**{**sizes, "num_layers": num, "num_params": 0}, adapter_size=inner, rms_norm_eps=eps)
 
     def check(self) -> None:
-        """Checks every key and shape of the head; the target's are checked with the target."""
         if self.head_folder is not None:
             check_speculator(self.head_folder, FORMATS, self.of_target)
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of the target's config and weights, and of the head's."""
         made = super().digests()
         if self.head_folder is not None:
             made |= digests_from_checkpoint(self.head_folder, self.context.weights, SPECULATOR_FILES)
         return made
 
     def prepare(self, model: Any, dims: ModelDims) -> ModelDims:
-        """Keeps the first layers, and puts the head in place of the final norm."""
         from speccompile.speculators.early_exit.model import ExitSizes, make_head, replace_norm
 
         made = self.dims
@@ -124,7 +121,6 @@ class ExitSource(TargetLayersSource):
 
 
 def _read_head(folder: Path, target: ModelDims) -> dict[str, Any]:
-    """Returns the config of a head, whose sizes are the target's."""
     config = read_config(folder)
     for name in ("hidden_size", "vocab_size", "num_exit_layers", "intermediate_size"):
         stated_size(folder, config, name, "Give the folder of an early-exit head.")

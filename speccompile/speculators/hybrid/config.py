@@ -89,7 +89,6 @@ class HybridMethod(Method):
     Config = HybridConfig
 
     def target_outputs(self, config: HybridConfig) -> TargetOutputs:
-        """Returns what any of the drafters reads of the target."""
         needs = [method.target_outputs(part) for method, part in config.parts]
         layers = [outputs.hidden_layers for outputs in needs if outputs.hidden_layers]
         if any(other != layers[0] for other in layers[1:]):

@@ -192,11 +192,6 @@ class HybridProposer:
         return merge_trees([trees[name] for name in names], [names.index(pick) for pick in self._picks])
 
     def _with_lookups(self, tree: TokenTree, lookups: Sequence[int], known: Sequence[float], offer: Offer) -> TokenTree:
-        """Returns a tree with what the drafters without graphs have found in the sequences where another drafted.
-
-        Args:
-            lookups: by slot, which of them expects the most; -1: none found anything.
-        """
         assert self._branches is not None
         found, expected = list[DraftTrees | None](), 0.0
         for slot, (pick, lookup) in enumerate(zip(self._picks, lookups, strict=True)):
@@ -223,7 +218,6 @@ class HybridProposer:
         return [sequence.estimate.accepted_length if num > 1 else 0.0 for sequence, num in rows]
 
     def _scores(self, batch: Batch) -> Sequence[float]:
-        """Returns the milliseconds of scoring by draft tokens; empty where they do not decide."""
         is_known = self.budget.weighs_time and all(costs.is_known for _, costs in self._costly)
         return () if batch.is_forced or not is_known else self.budget.costs.scores(len(batch.sequences))
 

@@ -89,12 +89,7 @@ class MedusaMethod(Method):
     def make_proposer(
         self, config: MedusaConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> HeadsProposer:
-        """Returns the proposer over the heads' engine.
-
-        The candidates of a head do not depend on those before, so every product of candidates is a path: the most
-        probable ones are found without drafting again. Heads that were built for trees draft a chain of their first
-        candidates where the recipe says so.
-        """
+        """Returns the proposer over the heads' engine; heads built for trees may draft a chain of first candidates."""
         engine, costs = engines[HEADS], context.costs
         num_heads, num_candidates = engine.spec.output(CANDIDATES).dims[1:]
         assert isinstance(num_heads, int) and isinstance(num_candidates, int)

@@ -79,8 +79,6 @@ _CHECKS = (
 
 
 def _canonical_from(scope: str) -> Callable[[Case], dict[str, Any]]:
-    """Returns the layout's `ours`; `scope` is the object of its config that describes the layer, or empty."""
-
     def canonical_config(case: Case) -> dict[str, Any]:
         layer = case.config.get(scope) if scope else case.config
         return config_of_layer(layer if isinstance(layer, Mapping) else {}, case.config)
@@ -107,11 +105,6 @@ def _numbered_prefix(config: Mapping[str, Any]) -> str:
 
 
 def _speculators_config(config: Mapping[str, Any], target: Target | None) -> dict[str, Any]:
-    """Returns the config of the speculators format.
-
-    Raises:
-        CheckpointError: no target is named, or the module computes in a way that the format does not state.
-    """
     usual = conventions(config[SCOPE], {})
     for name in CHOICES:
         if config[name] != usual[name]:

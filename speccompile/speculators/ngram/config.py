@@ -49,6 +49,5 @@ class NgramMethod(Method):
     vllm_keys = MappingProxyType({"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"})
 
     def make_proposer(self, config: NgramConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """Returns the lookup; it never drafts more tokens than a step may score."""
         proposer: Proposer = registry.find_class(PROPOSER)(config, context)
         return proposer

@@ -71,6 +71,5 @@ class SuffixMethod(Method):
     default_section = "speccompile.speculators.suffix.config:section_for_target"
 
     def make_proposer(self, config: SuffixConfig, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """Returns the proposer; it never drafts more tokens than a step may score."""
         proposer: Proposer = registry.find_class(PROPOSER)(config, context)
         return proposer

@@ -159,7 +159,6 @@ class SuffixProposer:
 
 
 def _judge(found: DraftTrees, slot: int, num: int, emitted: list[int]) -> tuple[list[int], list[int]]:
-    """Returns the candidates that the emitted tokens decide on, and which of these they are."""
     decided, path, depths = [0], [0], [0]
     rows = zip(found.tokens[slot].tolist()[1:], found.parents[slot].tolist()[1:], strict=True)
     for candidate, (token, parent) in enumerate(itertools.islice(rows, num), 1):

@@ -122,7 +122,6 @@ def _words(row: Row, name: str, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _bias(row: Row, tokenizer: Tokenizer) -> NDArray[np.float32]:
-    """Returns [vocab], the weight of a word at each of its tokens; [1], a zero, where there is none."""
     name = "EMBEDDING_BIAS_WORDS"
     words = [text_from_value(word, name) for word in row[name].reshape(-1)] if name in row else []
     weights = row["EMBEDDING_BIAS_WEIGHTS"].reshape(-1).tolist() if "EMBEDDING_BIAS_WEIGHTS" in row else []
