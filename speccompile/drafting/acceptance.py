@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates how likely drafts are to be accepted: one estimator per sequence, with a prior that sequences share.
 
-It answers two questions. Before drafting: how many draft tokens does a tree bring (`accepted_length`)? Once candidates
-are known: how likely is each to be the token that follows (`probs`)? The second corrects the draft's own
-confidences: a greedy target takes one token, so a first-ranked candidate is right more often than its confidence says
-and a third-ranked one less often; the lower the temperature, the larger the difference.
+`accepted_length` is the expected number of draft tokens of a tree; `probs` corrects the confidences of candidates. A
+greedy target takes one token, so a first-ranked candidate is right more often than its confidence says and a
+third-ranked one less often, the more so the lower the temperature.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ ALMOST_ONE = 1.000000001  # keeps a confidence of 1 from 0 / 0 and from certaint
 class SharedPrior:
     """The accepted length that sequences begin with, and drift back to while they do not draft.
 
-    Sequences may share one only where drafts are deterministic: a drawn text must not depend on other sequences.
-
-    Args:
-        max_depth: most draft tokens on a path; the first value is their number at an acceptance rate of `FIRST_RATE`.
+    Shared only where drafts are deterministic: a drawn text must not depend on other sequences. Of at most `max_depth`
+    draft tokens on a path, `FIRST_RATE` are accepted at first.
     """
 
     __slots__ = ("_weight", "first", "value")
@@ -65,8 +62,7 @@ class AcceptanceEstimate:
     Args:
         prior: of the accepted length; not shared with other sequences where drafts are drawn.
         log_odds: initial value of log(odds of acceptance / odds given by the confidence), for first-ranked candidates.
-        rank_shares: share of `log_odds` by rank. A method may use another index than the rank, such as the length
-            of a match.
+        rank_shares: share of `log_odds` by rank, or by another index such as the length of a match.
     """
 
     __slots__ = ("_first", "accepted_length", "log_odds", "prior")
@@ -86,11 +82,7 @@ class AcceptanceEstimate:
         return known + known[-1:] * (num - len(known))
 
     def learn_length(self, was_drafted: bool, num_accepted: int) -> None:
-        """Updates the accepted length.
-
-        Args:
-            was_drafted: time was spent on drafts, whether any of them was scored or not.
-        """
+        """Updates the accepted length. `was_drafted`: time was spent on drafts, even if none was scored."""
         if was_drafted:
             self.accepted_length += (1 - MEMORY) * (num_accepted - self.accepted_length)
             self.prior.learn(num_accepted)
@@ -116,11 +108,7 @@ class AcceptanceEstimate:
                 self.learn_rank(rank, float(candidate in kept) - prob)
 
     def learn_rank(self, rank: int, surprise: float) -> None:
-        """Moves the odds of a rank.
-
-        Args:
-            surprise: number of these that were kept, minus the sum of their probabilities.
-        """
+        """Moves the odds of a rank by `surprise`, the number kept minus the sum of their probabilities."""
         rank = min(rank, len(self.log_odds) - 1)
         odds = self.log_odds[rank] + LEARNING_RATE * surprise
         self.log_odds[rank] = min(max(odds, -MAX_LOG_ODDS), MAX_LOG_ODDS)
@@ -133,19 +121,12 @@ class AcceptanceEstimate:
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """The `draft_state` of a sequence, which moves with it between slots.
-
-    Args:
-        hidden: [width] float32, the target's hidden state of the token before the root; None where `TargetStates` does
-            not have it on the host.
-        features: [num, width] float32 each, rows that `PendingFeatures` has on the host, in order.
-        states: rows of the target's outputs on the host, after these; an array for each name of `PendingFeatures`.
-    """
+    """The `draft_state` of a sequence, which moves with it between slots."""
 
     estimate: AcceptanceEstimate | None  # of the acceptance of its drafts; None where nothing is estimated
-    hidden: Floats | None = None
-    features: list[Floats] = field(default_factory=list)
-    states: list[tuple[NDArray[Any], ...]] = field(default_factory=list)
+    hidden: Floats | None = None  # [width] float32, the target's, of the token before the root; None: on the device
+    features: list[Floats] = field(default_factory=list)  # [num, width] float32, rows of `PendingFeatures`, in order
+    states: list[tuple[NDArray[Any], ...]] = field(default_factory=list)  # rows of target outputs after these
     num_states: int = 0
     num_live: int = 0  # number of rows after these, still in the target's last outputs
     drawn: Any = None  # a `DrawnRecord` from verdicts on drawn chains; None before the first chain of adaptive length
@@ -154,9 +135,7 @@ class DraftState:
 def acceptance_probs(factors: Probs, confidences: NDArray[Any]) -> Probs:
     """Returns the probability that each candidate of a node is accepted, given that the node is; at most 1 together.
 
-    Args:
-        factors: of the odds by rank, [slots, candidates]; see `AcceptanceEstimate.factors`.
-        confidences: [slots, nodes, candidates], by rank.
+    `factors` of the odds by rank are [slots, candidates], `confidences` [slots, nodes, candidates], by rank.
     """
     odds = factors[:, None] * confidences
     probs: Probs = odds / (odds + (ALMOST_ONE - confidences))
@@ -184,13 +163,7 @@ def emitted_tokens(tree: TokenTree, verdict: Verdict, slot: int) -> list[int]:
 
 
 def own_path(verdict: Verdict, slot: int, num_nodes: int) -> list[int]:
-    """Returns the accepted path of a sequence, the root first, as far as it is in a draft's own tree.
-
-    The scored tree may be another draft's in this sequence, or have nodes of others after those of this draft.
-
-    Args:
-        num_nodes: of this draft's tree in the sequence, which are the first of the scored tree; 1: it has no drafts.
-    """
+    """Returns the accepted path, the root first, within a draft's own tree: the first `num_nodes` of the scored one."""
     path: list[int] = verdict.path[slot, : int(verdict.num_accepted[slot]) + 1].tolist()
     for at, node in enumerate(path):
         if node >= num_nodes:

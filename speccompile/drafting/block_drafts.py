@@ -21,18 +21,16 @@ from speccompile.graph_kinds.blocks import PAIR_SCORES
 
 
 class BlockCache(FeatureCache):
-    """See `speccompile.drafting.proposer.Scorer`.
+    """A `Scorer` that runs once per block: it reads the positions accepted since, and gives the next block's lattice.
 
-    One run reads the features of the positions that were accepted since the last one, and gives the lattice of the
-    next block. Trees grow over the lattice without another run, but for the small step of a draft whose slots depend on
-    the path, and drafts leave nothing in the cache: its rows are those of accepted positions, whatever was drafted.
+    Trees grow over the lattice without another run, but for the small step of a draft whose slots depend on the path.
+    Cache rows are those of accepted positions, whatever was drafted.
 
     Args:
         make: makes features [batch, nodes, hidden] of the target's outputs.
         names: of the target's outputs that `make` reads.
         max_nodes: most positions that a step with every slot may read.
-        step: of a draft whose slots depend on the path before them (`graph_kinds.blocks.path_step_spec`); None: of any
-            other.
+        step: of a draft whose slots depend on the path (`graph_kinds.blocks.path_step_spec`); None: of any other.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class BlockCache(FeatureCache):
         self._lattice: Lattice | None = None
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """Keeps all rows: each depends on the positions up to its own alone."""
         return super().resume(slot, sequence, num_rows + 1)
 
     def _read(self, slot: int, tokens: Sequence[int], features: Any) -> None:
@@ -72,7 +69,6 @@ class BlockCache(FeatureCache):
         return self.engine.spec.num_drafts - 1 if is_able else -1
 
     def begin(self, batch: Batch, slots: Sequence[int], warp: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Reads the pending features of all slots of the batch, as `take` releases those of all of them."""
         sequences = batch.sequences
         for slot, sequence in enumerate(sequences):
             while (num := self.pending.count(sequence)) > self.max_nodes:

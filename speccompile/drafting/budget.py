@@ -5,9 +5,8 @@ A step is expected to bring E tokens in C milliseconds. Another p tokens that ta
 tokens per millisecond if (E + p) / (C + c) > E / C, that is p C > E c. The rule decides whether to draft at all,
 whether to expand a tree once more, and how many of the known candidates to score.
 
-Deterministic drafts never change the text, so the sequences of a batch decide together, by costs that are corrected
-online. Where drafts are drawn, the text depends on how many there are: each sequence decides alone, by the costs
-recorded in the bundle (`recorded`), never by a clock.
+Deterministic drafts never change the text, so the sequences of a batch decide together, by costs corrected online. The
+text of drawn drafts depends on their number: each sequence decides alone, by the bundle's costs (`recorded`).
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Budget:
 
     Args:
         max_nodes: most draft tokens to score, per sequence.
-        draft: recorded costs of a draft run, by nodes; None: drafting runs no graph. Without recorded costs, time does
-            not limit drafting.
+        draft: recorded costs of a run, by nodes; None: drafting runs no graph. Without costs time does not limit it.
         num_runs: draft runs of a whole tree; 1: all candidates come from one run; None: `max_depth`.
     """
 
@@ -104,11 +102,7 @@ class Budget:
         return self._is_known and not (self.is_fixed or self.is_forced)
 
     def begins(self, accepted: float, num_slots: int) -> bool:
-        """Returns whether a typical tree is expected to bring more tokens per millisecond than a plain step.
-
-        Args:
-            accepted: accepted draft tokens of such a tree, the mean over all sequences of the batch.
-        """
+        """Returns whether a typical tree, `accepted` draft tokens on average, beats a plain step per token."""
         self._recorded_ms = 0.0  # the step before may have gone unobserved, as where drafts may be drawn
         if not self.weighs_time or self.least:
             return True
@@ -125,11 +119,7 @@ class Budget:
         return is_worth
 
     def floor(self, num_slots: int) -> float:
-        """Returns the probability below which a path is not worth keeping.
-
-        Such a path takes more time to score than it is expected to save: a token of a good tree costs at most what a
-        token costs in plain decoding.
-        """
+        """Returns the probability below which scoring a path takes more time than it is expected to save."""
         if self.is_forced or self.least:
             return 0.0
         if not self.weighs_time:
@@ -222,11 +212,7 @@ class Budget:
         return best, best_expected, best_ms
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Corrects the costs with the times of a step.
-
-        Args:
-            num_nodes: nodes that the target scored per sequence, root and padding included.
-        """
+        """Corrects the costs with the times of a step of `num_nodes` nodes per sequence, root and padding included."""
         recorded_ms, self._recorded_ms = self._recorded_ms, 0.0
         self._num_plain = 0 if num_nodes > 1 or recorded_ms else self._num_plain + 1
         # Many plain steps in a row are all alike, and learning takes time.
@@ -247,12 +233,7 @@ def _is_worth(tokens: float, ms: float, expected: float, cost_ms: float) -> bool
 class BatchCosts:
     """Costs and measurements of steps with one number of sequences.
 
-    Args:
-        recorded, drafts: recorded milliseconds of scoring, and of a draft run, by nodes per sequence.
-        factors: by nodes per sequence, log(scoring time / recorded time) without the machine's factor.
-        num_seen: steps by nodes per sequence; the first of a shape, for which memory is laid out, is no measurement.
-        last: value of `num_learnt` after the last step by nodes per sequence, of those in `factors`.
-        rest_ms: time besides drafting and scoring, of steps without and with drafts; None: not measured.
+    `recorded` and `drafts` are recorded milliseconds of scoring and of a draft run, by nodes per sequence.
     """
 
     recorded: tuple[float, ...] = ()
@@ -260,11 +241,11 @@ class BatchCosts:
     scores: tuple[float, ...] = ()  # milliseconds of a step without its drafting, by draft tokens per sequence
     num_left: int = 0  # steps until `scores` are computed again; 0: now
     factor: float = 1.0  # measured time of a draft run / recorded time
-    factors: dict[int, float] = field(default_factory=dict)
-    num_seen: dict[int, int] = field(default_factory=dict)
-    last: dict[int, int] = field(default_factory=dict)
+    factors: dict[int, float] = field(default_factory=dict)  # by nodes: log(scoring / recorded), less the machine's
+    num_seen: dict[int, int] = field(default_factory=dict)  # steps by nodes; the first, with allocation, does not count
+    last: dict[int, int] = field(default_factory=dict)  # `num_learnt` after the last step by nodes, of `factors`
     num_learnt: int = 0
-    rest_ms: list[float | None] = field(default_factory=lambda: [None, None])
+    rest_ms: list[float | None] = field(default_factory=lambda: [None, None])  # without, with drafts
     draft: float | None = None  # log(drafting time / recorded time); None: not measured
 
     def log_factor(self, nodes: int) -> float:
@@ -290,10 +271,9 @@ class BatchCosts:
 class OnlineCosts:
     """Costs by the number of sequences and nodes.
 
-    The recorded costs are of one sequence: a step of b sequences with n nodes each is assumed to cost as much as one
-    of b * n nodes, until such steps were measured. A step's time is the recorded one times the machine's factor, which
-    all shapes share and which moves quickly, times the factor of its shape, which moves slowly. A shape
-    that is no longer used is forgotten, so that it is tried again: some slow steps may be why.
+    A step of b sequences with n nodes each is assumed to cost as much as one of b * n nodes until such steps were
+    measured. A step's time is the recorded one times the machine's factor, which all shapes share and which moves
+    quickly, times the factor of its shape, which moves slowly and is forgotten out of use.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.

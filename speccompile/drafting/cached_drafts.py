@@ -32,8 +32,7 @@ class CachedDraftFields(TreeFields):
         drafts: `greedy` (deterministic), `sampled` (from the draft's own distribution at the request's temperature), or
             `auto`: sampled where the request samples and the drafts are a chain or a tree of a fixed shape. A grown
             tree leaves out candidates by their confidence, which is not allowed for drawn tokens.
-        confidence_odds: odds that a draft token is accepted, divided by the odds given by the draft's confidence;
-            the initial value of a sequence, before its own verdicts.
+        confidence_odds: initial odds that a draft token is accepted, divided by the odds given by its confidence.
 
     Raises:
         RecipeError: a value is out of range.
@@ -127,8 +126,7 @@ class CachedDraftFields(TreeFields):
         """Returns the drafts for greedy batches and those for batches that sample; one object where it serves both.
 
         Args:
-            block: most drafts on a path, of a draft that gives all its candidates in one run; None: each depth is a
-                run of its own.
+            block: most drafts on a path of a draft that gives all candidates in one run; None: each depth is a run.
 
         Raises:
             RecipeError: see `check_engine`.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Length of a chain of drawn draft tokens: each sequence decides after every draw whether to draw the next.
 
-The number of drafts changes the text of a sequence that samples, though not its distribution. So each sequence decides
-alone: by the costs recorded in the bundle, its own verdicts and the probabilities of its drawn tokens, never by
-measured time or by other sequences. A drawn token is always scored: leaving one out because of its value would
-change the output distribution.
+The number of drafts changes the text of a sequence that samples, though not its distribution. So each decides alone: by
+recorded costs, its own verdicts and the probabilities of its drawn tokens. A drawn token is always scored: leaving one
+out because of its value would change the output distribution.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ RECOVERY = 0.02  # pull towards the first rate in a step without drafts, so that
 
 
 class DrawnRecord:
-    """Estimates of one sequence from the verdicts on its drawn drafts.
-
-    Args:
-        log_odds: initial value of log(odds of acceptance / odds given by the confidence).
-    """
+    """Estimates of one sequence, initially `log_odds` = log(odds of acceptance / odds given by the confidence)."""
 
     __slots__ = ("estimate", "rate")
 
@@ -33,11 +28,7 @@ class DrawnRecord:
         self.rate, self.estimate = FIRST_RATE, AcceptanceEstimate(SharedPrior(1), log_odds)
 
     def learn(self, probs: Sequence[float], num_accepted: int) -> None:
-        """Updates the estimates with one verdict.
-
-        Args:
-            probs: probability that each draft token is accepted, in order; empty: nothing was drawn.
-        """
+        """Updates the estimates with one verdict. `probs`: that each draft token is accepted; empty: none was drawn."""
         if not probs:
             self.estimate.recover()
             self.rate += RECOVERY * (FIRST_RATE - self.rate)
@@ -72,12 +63,7 @@ class DrawnLength:
 
 
 class DrawnChains:
-    """The chains of one step under construction.
-
-    Args:
-        rule: bounds and costs that all sequences share.
-        is_forced: chains are drawn to their bounds, whatever the cost.
-    """
+    """The chains of one step under construction. `is_forced`: they are drawn to their bounds, whatever the cost."""
 
     def __init__(self, rule: DrawnLength, records: list[DrawnRecord], is_forced: bool) -> None:
         self._rule, self._records, self._is_forced = rule, records, is_forced
@@ -94,11 +80,7 @@ class DrawnChains:
         return self._rule.budget.draws_on(len(paths) - 1, sum(paths), paths[-1] * self._records[slot].rate)
 
     def add(self, slot: int, confidence: float) -> None:
-        """Appends a drawn token.
-
-        Args:
-            confidence: the draft's probability of the token at temperature 1; NaN counts as 0.
-        """
+        """Appends a drawn token; `confidence` is the draft's probability of it at temperature 1, NaN counts as 0."""
         prob = self._records[slot].estimate.prob(confidence if confidence >= 0 else 0.0)
         self._probs[slot].append(prob)
         self._paths[slot].append(self._paths[slot][-1] * prob)

@@ -19,13 +19,10 @@ from speccompile.drafting.tree_config import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureFields(CachedDraftFields):
-    """Recipe fields; a method's `Config` inherits them.
+    """Recipe fields; a method's `Config` inherits them. Raises RecipeError: a value is out of range.
 
     Args:
         tree: see `TreeFields`; with `auto` the tree follows the draft's confidences and is longer than its chain.
-
-    Raises:
-        RecipeError: a value is out of range.
     """
 
     config: str | None = None  # folder with the speculator's config.json, used instead of the hub's; for random weights
@@ -41,15 +38,12 @@ class FeatureFields(CachedDraftFields):
         *,
         has_masks: bool = False,
     ) -> DraftProposer:
-        """Returns the proposer over the draft's engine; how far it drafts depends on the measured costs.
+        """Returns the proposer over the draft's engine. Raises RecipeError: the engine was built for less.
 
         Args:
             make: makes features [batch, nodes, hidden] of the target's outputs.
             names: of the target's outputs that `make` reads.
             has_masks: draft all tokens of a path in one run; the engine reads masks.
-
-        Raises:
-            RecipeError: the engine was built for less.
         """
         max_rows, block = context.seq_lens.get(graph, context.max_seq_len), engine.spec.num_drafts
         most = context.max_draft_nodes + 1
@@ -69,11 +63,11 @@ class FusionOptions:
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """See `speccompile.core.jobs.LayersRule`: they depend on the checkpoint, and on the target's number of layers.
+    """A `core.jobs.LayersRule` that depends on the checkpoint and the target's number of layers.
 
     Args:
         rule: import string of a function of the other fields, the target's number of layers and "checkpoint" or
-            "random", that returns the layers; it reads the checkpoint, which decoding does not need.
+            "random", that returns the layers; decoding does not need it.
     """
 
     rule: str

@@ -32,10 +32,9 @@ MAX_STATES = 128  # rows per sequence that are kept as states before features ar
 class PendingFeatures:
     """Feature rows, by sequence, of the positions that the target has read and the draft has not.
 
-    From a verdict to the next draft the target's outputs are passed on without a copy, on a GPU without leaving it.
-    Before they would be lost (a prompt is read, the next batch is another one, nothing is drafted), the rows in use are
-    copied to the host, to each sequence's `draft_state.states`. Features are made of them before the next draft, or of
-    `MAX_STATES` rows at once: a sequence that is decoded plainly for long has many.
+    The target's outputs stay on their device until the next draft. Where they would be lost before (a prompt is read,
+    the batch changes, nothing is drafted), the rows in use are copied to each sequence's `draft_state.states`, of which
+    features are made before the next draft, or of `MAX_STATES` rows at once.
 
     Args:
         make: makes features [batch, nodes, width] of the target's outputs, valid as long as these are.
@@ -50,11 +49,7 @@ class PendingFeatures:
         self._sequences: list[TokenSequence] = []  # of that step
 
     def add(self, sequence: TokenSequence, outputs: Outputs, slot: int, nodes: Ints) -> None:
-        """Copies the target's states of the positions after those that the sequence has.
-
-        Args:
-            nodes: [num] int64, nodes to copy, in order.
-        """
+        """Copies the target's states of the positions after those that the sequence has, of `nodes` [num] int64."""
         state: DraftState = sequence.draft_state
         if not len(nodes):
             return
@@ -88,7 +83,7 @@ class PendingFeatures:
         return np.concatenate((self._none, *parts)) if len(parts) != 1 else parts[0]
 
     def take(self, sequences: Sequence[TokenSequence], width: int) -> tuple[Any, Ints]:
-        """Returns all rows of a batch, at most `width` each; they are no longer pending.
+        """Takes all rows of a batch, at most `width` each, out of the pending ones.
 
         Returns:
             Features [batch, states, width of a feature], and the row of each position in them [batch, width] int64.
@@ -142,11 +137,9 @@ def fused_features(fusion: Engine) -> tuple[Callable[[Outputs], Any], list[str]]
 
 
 class FeatureCache:
-    """See `speccompile.drafting.proposer.Scorer`.
+    """A `Scorer` whose draft reads the target's features of the prompt and of accepted paths.
 
-    Tokens that the target has read, the draft reads with the target's features: the prompt, and after every verdict
-    the accepted path. Each draft node after the root reads the draft's own feature of its parent, an output of the run
-    before, which is fed to the next run without a copy.
+    Each draft node after the root reads the draft's own feature of its parent, fed from run to run without a copy.
 
     Args:
         make: makes features [batch, nodes, hidden] of the target's outputs.

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts within a grammar: the draft's distributions are masked as the target's are, and forced tokens are drafts.
 
-A draft that the grammar refuses has probability 0 in the target's distribution, so scoring it is of no use. What keeps
-the output distribution exact depends on how drafts are made:
+A refused draft has probability 0 in the target's distribution. What keeps the output distribution exact:
 
 - deterministic ones may be left out, or replaced, at will: they are kept by match;
-- drawn ones may be masked before the draw: they are then drawn from the masked and normalised distribution, and that is
-  what they are verified with;
-- drawn ones that were not masked (one run of a graph gives the whole chain) may be left out after the first that is
-  refused, but not with it: its refusal is what moves its probability to other tokens. The rest of the chain is never
-  reached, whatever it is.
+- drawn ones may be masked before the draw, and are verified with the masked and normalised distribution;
+- chains drawn without a mask (by one run of a graph) may be cut after the first refused draft, but not before: its
+  refusal moves its probability to other tokens, and the rest is never reached.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ def has_grammars(batch: Batch) -> bool:
 def draft_warp(batch: Batch) -> Mapping[str, NDArray[Any]]:
     """Returns `Batch.warp_feeds`, but for sequences with a grammar the temperature alone, 1 where they are greedy.
 
-    Their mask comes before top-k and top-p, see `restrict`; and of a greedy one the likeliest token may be masked.
+    Their mask comes before top-k and top-p, see `restrict`, and may exclude the most probable token.
     """
     feeds, num = batch.warp_feeds(), len(batch.sequences)
     heats, top_k = feeds.get(TEMPERATURE, np.zeros(num, np.float32)).copy(), feeds.get(TOP_K)
@@ -73,15 +70,13 @@ def draft_warp(batch: Batch) -> Mapping[str, NDArray[Any]]:
 def restrict(batch: Batch, paths: Paths, outputs: Outputs) -> Outputs:
     """Returns a draft's outputs after nodes, within the grammars; a token that alone may follow is the draft.
 
+    Refused candidates are `NO_TOKEN` with probability 0 and come last; `node_probs` are masked, cut by top-k and top-p,
+    and normalised, all 0 where the draft gives nothing that is allowed.
+
     Args:
         paths: see `Paths`; empty: the sequence takes no part.
         outputs: `candidates` and `candidate_probs` [batch, scored, candidates], and maybe `node_probs` [batch, scored,
-            vocab], which for sequences with a grammar are those of `draft_warp`.
-
-    Returns:
-        The outputs themselves where there is no grammar. Otherwise refused candidates are `NO_TOKEN` with probability 0
-        and come last, and `node_probs` are masked, cut by top-k and top-p, and normalised; all 0 where the draft gives
-        nothing that is allowed.
+            vocab], of `draft_warp` for sequences with a grammar.
     """
     if not has_grammars(batch):
         return outputs
@@ -159,12 +154,7 @@ def num_allowed(grammar: Grammar, tokens: Sequence[int]) -> int:
 def chain_with_forced(
     grammar: Grammar | None, tokens: Sequence[int], confidences: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Returns deterministic drafts of a chain and their confidences: forced ones first, then the draft's own.
-
-    Args:
-        grammar: of the sequence; None: nothing is forced.
-        tokens: the draft's own, from the root's child on; the rest stays at its depth.
-    """
+    """Returns deterministic drafts of a chain and their confidences: forced ones first, then the draft's `tokens`."""
     forced = list(grammar.forced()[: len(tokens)]) if grammar is not None else []
     num = len(forced)
     return [*forced, *tokens[num:]], [FORCED] * num + list(confidences[num:])
@@ -173,9 +163,7 @@ def chain_with_forced(
 def force_candidates(grammar: Grammar, tokens: Ints, confidences: Floats) -> None:
     """Makes a forced token the only candidate of its depth, in place.
 
-    Args:
-        tokens: [depths, candidates] int64, the same after every node of a depth.
-        confidences: [depths, candidates].
+    `tokens` [depths, candidates] int64 are the same after every node of a depth; `confidences` have the same shape.
     """
     for depth, token in enumerate(grammar.forced()[: len(tokens)]):
         tokens[depth], confidences[depth] = NO_TOKEN, 0
@@ -183,10 +171,7 @@ def force_candidates(grammar: Grammar, tokens: Ints, confidences: Floats) -> Non
 
 
 def paths_after(batch: Batch, trees: DraftTrees, nodes: Ints) -> Paths:
-    """Returns the paths to nodes [slots, scored], -1: none, of the sequences that have a grammar.
-
-    A node with probability 0 is not there.
-    """
+    """Returns paths to nodes [slots, scored], -1: none, of sequences with a grammar."""
     rows = list[list[list[int] | None]]()
     for slot, sequence in enumerate(batch.sequences):
         scored = nodes[slot].tolist() if sequence.grammar is not None else []
@@ -212,7 +197,6 @@ def drafts_within(
     """Returns the drafts of a tree that the grammar allows, by index, and the parents of these.
 
     Args:
-        grammar: of the sequence; None: all are allowed.
         parents: by draft, a candidate index: 0 is the root, i + 1 draft i. The result's count kept drafts alone.
     """
     if grammar is None:
@@ -250,12 +234,9 @@ def tree_within(batch: Batch, tree: TokenTree) -> TokenTree:
 
 
 def drawn_chains_with_forced(batch: Batch, tree: TokenTree) -> TokenTree:
-    """Returns drawn chains that begin with the forced tokens.
+    """Returns drawn chains whose first tokens are the forced ones, each with its own distribution; the rest stays.
 
-    They replace what was drawn at their depths, each with a distribution of its own; the rest stays as it was drawn.
-
-    Args:
-        tree: chains as one run of a graph gives them, not masked before they were drawn.
+    `tree` are chains as one run of a graph gives them, not masked before they were drawn.
     """
     if not has_grammars(batch):
         return tree
@@ -269,11 +250,7 @@ def drawn_chains_with_forced(batch: Batch, tree: TokenTree) -> TokenTree:
 
 
 def chains_within(batch: Batch, tree: TokenTree, *, is_drawn: bool) -> TokenTree:
-    """Returns chains without what grammars refuse; the chains themselves where nothing is refused.
-
-    Args:
-        is_drawn: the first draft that is refused stays, see the module.
-    """
+    """Returns chains without what grammars refuse; of drawn ones the first refused draft stays, see the module."""
     nums = tree.num_nodes.copy()
     for slot, sequence in enumerate(batch.sequences):
         if sequence.grammar is not None and (num := int(nums[slot]) - 1):

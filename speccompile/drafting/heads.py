@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts chains and trees with one run of heads, from the target's hidden state of the token before the root.
 
-Drafts are the likeliest tokens, so the number of scored ones may depend on confidences, verdicts and costs, and the
-sequences of a batch decide together. Chains may be drawn as well: then each sequence decides alone, and only between
-the whole chain and none, as leaving out a drawn token would change the output distribution.
+Sequences with the most probable drafts decide together by confidences, verdicts and costs. Where chains are drawn each
+sequence decides alone, only between the whole chain and none: leaving out a drawn token would change the output
+distribution.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from speccompile.errors import RecipeError
 
 
 class HeadsProposer:
-    """See `speccompile.core.proposer.Proposer`.
+    """A `Proposer` over heads. Raises RecipeError: the engine was built for another tree.
 
     Args:
         engine: the heads (`heads_spec`, `tree_heads_spec` or `candidate_heads_spec`).
@@ -63,9 +63,6 @@ class HeadsProposer:
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
         may_sample: draw drafts from the heads' distributions in sequences that sample; for chains only.
         num_candidates: of each head, where it gives candidates by rank: how many are used; None: all.
-
-    Raises:
-        RecipeError: the engine was built for another tree.
     """
 
     catches_up = False
@@ -298,13 +295,9 @@ def put_drafts(
 
 
 def tree_from_shape(shape: TreeShape, roots: Ints, drafts: Ints, limits: Sequence[int]) -> TokenTree:
-    """Returns the same shape in every sequence, as deep as each may go.
+    """Returns the same shape, whole depths first, in every sequence, as deep as its `limits` allow.
 
-    Args:
-        shape: of the tree; whole depths come first in it.
-        roots: [batch] int64.
-        drafts: [batch, shape.num_drafts] int64.
-        limits: most draft tokens on a path, by sequence.
+    `roots` are [batch], `drafts` [batch, shape.num_drafts], both int64.
     """
     num_nodes = np.searchsorted(shape.depths(), np.array(limits), side="right").astype(np.int64)
     nodes = int(num_nodes.max())

@@ -19,20 +19,15 @@ from speccompile.graph_kinds.heads import FormOptions, grown_depth
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsFields(TreeFields):
-    """Recipe fields; a method's `Config` inherits them.
+    """Recipe fields; a method's `Config` inherits them. Raises RecipeError: a value is out of range.
 
     Args:
         num_draft_tokens: length of a chain, the same in every step; or `auto`: as many tokens as are worth their time,
             up to the number of heads. A grown tree is no deeper.
         drafts: of a chain: `greedy` (deterministic), `sampled` (from the heads' own distribution at the request's
             temperature), or `auto`: sampled where the request samples. A tree's drafts are never drawn.
-        min_confidence: of a chain: tokens whose path is less likely to be accepted than this are not scored; `auto`:
-            0, and the measured costs decide.
-        confidence_odds: odds that a draft token is accepted, divided by the odds given by the heads' confidence; the
-            initial value of a sequence, before its own verdicts.
-
-    Raises:
-        RecipeError: a value is out of range.
+        min_confidence: of a chain: tokens on less likely paths are not scored; `auto`: 0, measured costs decide.
+        confidence_odds: initial odds that a draft token is accepted, divided by the odds given by its confidence.
     """
 
     quantization: str = "auto"  # `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target
@@ -62,11 +57,7 @@ class HeadsFields(TreeFields):
     def make_proposer(
         self, engine: Engine, graph: str, context: MethodContext, kind: type[HeadsProposer] = HeadsProposer
     ) -> Proposer:
-        """Returns the proposer over the heads' engine, for the drafts that the engine was built for.
-
-        Raises:
-            RecipeError: the engine drafts another tree.
-        """
+        """Returns the proposer over the heads' engine. Raises RecipeError: the engine drafts another tree."""
         costs, shape, built = (
             (context.costs.get("target"), context.costs.get(graph, StepCosts())),
             self.shape,

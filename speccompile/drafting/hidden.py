@@ -17,9 +17,8 @@ from speccompile.core.tree import Floats, Ints
 class TargetStates:
     """Hidden states of all sequences, for heads that read the target's `hidden`.
 
-    From a verdict to the next draft the target's output is passed on without a copy, on a GPU without leaving it. Only
-    before it would be lost (another prompt is read, the batch has other sequences or another order) the rows in use are
-    copied to the host, to each sequence's `draft_state.hidden`: once per request, not once per step.
+    The target's output stays on its device until the next draft. Where it would be lost before (another prompt is read,
+    the batch changes) rows in use are copied to each sequence's `draft_state.hidden`, once per request.
     """
 
     def __init__(self, width: int) -> None:
@@ -33,12 +32,7 @@ class TargetStates:
         sequence.draft_state.hidden = np.array(np.asarray(hidden)[0, -1], dtype=np.float32)
 
     def keep(self, sequences: Sequence[TokenSequence], hidden: Any, nodes: Ints) -> None:
-        """Keeps the hidden states of a scored step.
-
-        Args:
-            hidden: its output, [batch, nodes, width]; not copied.
-            nodes: [batch] int64, the last node of each slot's path.
-        """
+        """Keeps [batch, nodes, width] hidden states of a step, not copied; `nodes` [batch] are the ends of paths."""
         self._live, self._slots, self._nodes = hidden, list(sequences), nodes.copy()
 
     def known(self, sequences: Sequence[TokenSequence], slots: Sequence[int]) -> list[int]:

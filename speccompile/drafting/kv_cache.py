@@ -21,7 +21,7 @@ _FIRST = np.zeros((1, 1), dtype=np.int64)
 
 
 class DraftCache:
-    """See `speccompile.drafting.proposer.Scorer`, for a draft that reads tokens alone.
+    """A `Scorer` whose draft reads tokens alone.
 
     Args:
         engine: the draft (`candidate_spec`); its cache has rows for `max_nodes` and one more after `max_seq_len`.
@@ -122,12 +122,7 @@ class DraftCache:
         return self.engine.run(feeds)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Keeps the rows of accepted drafts.
-
-        Args:
-            batch: with the tokens before this step's verdict.
-            num_kept: by slot, accepted drafts whose rows are in the cache.
-        """
+        """Keeps the rows of the `num_kept` accepted drafts of each slot; `batch` is before this step's verdict."""
         for slot, sequence in enumerate(batch.sequences):
             if self.lengths[slot] == len(sequence.tokens):  # the root was read, and nothing was written over it
                 self.lengths[slot] += min(num_kept[slot], self.room(slot, sequence))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The candidates of a block as a lattice: what follows a path, at any temperature, without a run of the draft.
 
-A walk from the root draws each token from the softmax of the scores after the token before, over the candidates of its
-slot. That softmax, 0 for all other tokens, is the distribution that the token is drawn from, so the acceptance rule for
-drawn drafts holds as it is; likeliest walks and trees are deterministic drafts.
+A walk draws each token from the softmax of the scores after the token before, over the candidates of its slot: the
+distribution by which drawn drafts are verified. The most probable walks and trees are deterministic drafts.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from speccompile.drafting.tree import Expansion
 class Lattice:
     """Candidates and scores of a batch; see `speccompile.graph_kinds.blocks`.
 
-    Args:
-        candidates: [batch, drafts, candidates] int64, those of a slot all different.
-        scores: [batch, drafts, candidates or 1, candidates] float32.
+    `candidates` are [batch, drafts, candidates] int64, those of a slot all different; `scores` [batch, drafts,
+    candidates or 1, candidates] float32.
     """
 
     def __init__(self, candidates: Ints, scores: Floats, vocab_size: int) -> None:
@@ -36,16 +34,14 @@ class Lattice:
         return self._outputs(0, self.scores[:, 0, :1], heat)
 
     def after(self, depth: int, tokens: Ints, heat: Mapping[str, NDArray[Any]]) -> Outputs:
-        """Returns what comes after tokens of one depth, as a draft's outputs.
+        """Returns what follows tokens: `candidates` and `candidate_probs` [batch, scored, candidates], sorted.
+
+        Where drafts are drawn, it has `node_probs` [batch, scored, vocab] as well.
 
         Args:
             depth: of the tokens, at least 1 and less than the number of slots.
             tokens: [batch, scored] int64, candidates of slot depth - 1; others stand for the first candidate.
             heat: temperature, top_k and top_p [batch] where drafts are drawn; empty: none are.
-
-        Returns:
-            `candidates` and `candidate_probs` [batch, scored, candidates], the likeliest first, and where drafts are
-            drawn `node_probs` [batch, scored, vocab].
         """
         before = self.columns(depth, tokens)
         if self.scores.shape[2] == 1:

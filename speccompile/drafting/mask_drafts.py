@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scorers over drafts that give all tokens of a path in one run, from masks after the root.
 
-The root's row gives the first draft token, and each mask's row one more: a mask stands for a token that is not known,
-so what comes after a node depends on its depth alone. A tree is then the product of the candidates of its depths.
-Drawn tokens are independent of one another, each drawn from its own row's distribution, by which it is verified.
-
-Masks are written after the rows of real tokens and never counted among them: the next run overwrites them.
+A mask stands for an unknown token, so what comes after a node depends on its depth alone, and a tree is the product of
+the candidates of its depths. Drawn tokens are independent, each verified by its own row's distribution. Masks are
+written after the rows of real tokens, and the next run overwrites them.
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ _AFTER_NODES = (CANDIDATES, CANDIDATE_PROBS, NODE_PROBS)
 
 
 class Depths:
-    """What a run gives after the nodes of each depth.
-
-    Args:
-        outputs: of the draft, [batch, depths, ..]: after the root, then after each mask.
-    """
+    """What a run gives after the nodes of each depth: [batch, depths, ..], after the root, then after each mask."""
 
     def __init__(self, outputs: Outputs) -> None:
         self._held = {name: np.asarray(outputs[name]) for name in _AFTER_NODES if name in outputs}
@@ -52,12 +46,7 @@ def masks_of(scorer: Scorer, engine: Engine, batch: Batch, slots: Sequence[int],
 
 
 class MaskDraftCache(DraftCache):
-    """See `DraftCache`; the draft reads tokens and masks.
-
-    Args:
-        max_seq_len: cache rows a sequence may use.
-        max_nodes: most missed tokens that the run of a step reads.
-    """
+    """A `DraftCache` whose draft reads tokens and masks, at most `max_nodes` missed tokens in a step."""
 
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int, num_drafts: int) -> None:
         super().__init__(engine, max_seq_len, max_nodes)

@@ -29,8 +29,7 @@ from speccompile.graph_kinds.blocks import (
 class PathLattice(Lattice):
     """Candidates of a batch, and the states of the paths that were walked over them.
 
-    A run of the step reads the tokens of one depth with the states before them, so that a tree's nodes of one depth
-    take one run. The state of each node that was scored is kept until the next block.
+    One run of the step reads all nodes of one depth; their states are kept until the next block.
     """
 
     def __init__(self, step: Engine, made: Outputs, vocab_size: int) -> None:

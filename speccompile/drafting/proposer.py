@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proposer of every method whose draft is a decoder: a scorer, and the trees of its candidates.
 
-Grown trees have the most probable candidates, never drawn ones; in sequences that sample, those that probably win the
-target's race. They do not change the text at any temperature, so the sequences of a batch decide together, and known
-candidates may be left out.
+Grown trees have the most probable candidates, or those that probably win the target's race, never drawn ones. They do
+not change the text, so the sequences of a batch decide together, and candidates may be left out.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Scorer(Protocol):
     """A draft that gives candidates after nodes, and owns the rows of its cache.
 
     `begin` and `expand` return `candidates` and `candidate_probs` [batch, scored, candidates], and `node_probs` where
-    the draft gives distributions. Rows of slots that take no part are undefined; all outputs are valid until the next
-    call. The other methods are called as those of `speccompile.core.proposer.Proposer`.
+    the draft gives distributions, valid until the next call; rows of slots that take no part are undefined. The other
+    methods are called as those of `speccompile.core.proposer.Proposer`.
     """
 
     catches_up: bool
@@ -60,11 +59,9 @@ class Scorer(Protocol):
     def expand(self, batch: Batch, level: Expansion) -> Outputs: ...
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
-        """Handles the verdict.
+        """Handles the verdict. `num_kept`: by slot, accepted drafts whose rows are in the draft's cache.
 
-        Args:
-            batch: with the tokens before this step's verdict.
-            num_kept: by slot, accepted drafts whose rows are in the draft's cache.
+        `batch` has the tokens before this step's verdict.
         """
         ...
 
@@ -108,12 +105,7 @@ def looks_up(proposer: object) -> bool:
 
 
 class DraftProposer:
-    """See `speccompile.core.proposer.Proposer`.
-
-    Args:
-        likeliest: makes the trees of batches whose drafts are not drawn.
-        drawn: makes the trees of batches whose drafts may be drawn; may be the same object.
-    """
+    """A `Proposer` with the tree makers of batches without drawn drafts, and of those that may have some."""
 
     def __init__(self, rows: Scorer, likeliest: Drafts, drawn: Drafts) -> None:
         self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
@@ -162,8 +154,7 @@ class TreeGrower:
     Args:
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
         num_candidates: candidates to keep for each expanded node; None: all that the draft gives.
-        races_probs: sequences that sample race over the draft's distributions, as its candidates are few; and grammars
-            choose among all tokens.
+        races_probs: sequences that sample race over the draft's distributions, and grammars choose among all tokens.
     """
 
     def __init__(
@@ -248,13 +239,9 @@ class TreeGrower:
             outputs, depth, width = self.scorer.expand(batch, level), depth + 1, level.tokens.shape[1]
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
-        """Updates the estimates with the verdict.
+        """Updates the estimates with the verdict; returns how many accepted drafts have rows in the draft's cache.
 
-        Args:
-            tree: as returned by `propose`, or one that begins with it in the sequences that drafted.
-
-        Returns:
-            By slot, how many of the accepted drafts have their rows in the draft's cache.
+        `tree` is as `propose` returned it, or begins with that in the sequences that drafted.
         """
         rows = [0] * len(batch.sequences)
         for slot, sequence in enumerate(batch.sequences):

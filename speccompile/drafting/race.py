@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deterministic drafts for sequences that sample: candidates in the order in which they finish the target's race.
 
-The target emits the token with the least E / target_probs (`core.race`). A draft knows the same E, so the token with
-the least E / draft_probs is the likeliest to be the one, then the second least, and so on. Any order is legal, as
-drafts are kept by match: the text stays plain decoding's.
+The target emits the token with the least E / target_probs (`core.race`). The draft knows E, so its token with the least
+E / draft_probs is the most likely one. Any order is legal, as drafts are kept by match.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ def order_candidates(
 
     Args:
         depth: of the candidates, 1 = children of the root.
-        tokens: [batch, scored, candidates] int64, the target's tokens, the likeliest first (in any order if warped).
+        tokens: [batch, scored, candidates] int64, the target's tokens, the most probable first (any order if warped).
         confidences: of the same shape, float32: probabilities at temperature 1.
         is_warped: they are those of the request's temperature, top-k and top-p instead.
         num: how many of them are returned, the first; None: all.
 
     Returns:
-        Tokens and confidences, [batch, scored, num]. Confidences then estimate the probability that the candidate
-        wins the target's race.
+        Tokens and confidences, [batch, scored, num]: probabilities that a candidate wins the target's race.
     """
     if batch.is_greedy or tokens.shape[-1] == 1:
         return tokens, confidences
@@ -80,15 +78,12 @@ def _least(times: NDArray[np.float64], num: int | None) -> Ints:
 def raced_candidates(batch: Batch, depth: int, outputs: Outputs, d2t: Ints | None = None) -> tuple[Ints, Floats]:
     """Returns candidates and confidences of a draft's outputs, those of sequences that sample in the order of the race.
 
-    Where the draft gives its distributions the race is among their likeliest tokens, otherwise among the candidates.
+    The race is among the most probable tokens of the draft's distributions, else among the candidates.
 
     Args:
         depth: of the candidates, 1 = children of the root.
         outputs: of the draft; with `node_probs` where the warps of the batch were fed.
         d2t: [draft_vocab] int64, the target's token for each draft token; None: the vocabularies are the same.
-
-    Returns:
-        As many tokens and confidences as there are candidates.
     """
     tokens, sure = np.asarray(outputs[CANDIDATES]), np.asarray(outputs[CANDIDATE_PROBS])
     num = tokens.shape[-1]

@@ -17,16 +17,11 @@ from speccompile.drafting.tree import Expansion
 
 
 class SharedRows:
-    """See `speccompile.drafting.proposer.Scorer`.
+    """A `Scorer` over a draft that writes the target's caches in place.
 
-    The target has read all tokens before the root, which fills the rows of the shared layers. The rows from the root
-    on, which the draft writes, are written again by the target when it scores. No row before the root's may be written:
-    padding begins where the slot's last run did, which recurrent states hold as well. These are copied from the
-    target's before the root is read.
-
-    Args:
-        engine: the draft, which writes the target's caches in place.
-        max_seq_len: cache rows a sequence may use.
+    The target has filled the rows of the shared layers before the root, and writes those from the root on again when it
+    scores. No earlier row may be written: padding begins where the slot's last run did. Recurrent states are copied
+    from the target's before the root is read.
     """
 
     caches, catches_up = (), True

@@ -13,16 +13,14 @@ _LITTLE = 1e-3  # of a distribution's mass
 
 
 def draw_siblings(probs: Floats, draws: Sequence[float], sibling_probs: Floats) -> list[int]:
-    """Draws tokens one after another without replacement (Chen et al. 2024, "Sequoia").
+    """Draws tokens one after another without replacement (Chen et al. 2024, "Sequoia"), one for each draw.
+
+    Fewer where fewer tokens have a probability above 0.
 
     Args:
         probs: [vocab] float32, sums to 1.
         draws: one in [0, 1) for each sibling.
-        sibling_probs: [len(draws), vocab] float32, output: the distribution that each sibling was drawn from, which is
-            `probs` without the siblings before it, normalised.
-
-    Returns:
-        At most len(draws) tokens; fewer where fewer tokens have a probability above 0.
+        sibling_probs: [len(draws), vocab] float32, output: `probs` without the siblings before, normalised.
     """
     sums, left, tokens = np.cumsum(probs, dtype=np.float64), 0.0, list[int]()
     for row, u in zip(sibling_probs, draws, strict=True):

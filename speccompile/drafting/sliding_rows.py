@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache rows of a draft; those of one whose layers all have a window slide, so that the cache can be short.
 
-Row r of a slot's cache then has the position `firsts[slot]` + r. Only rows of accepted positions are in use: nodes of
-a tree and masks are written after them, and overwritten by the next run. Before a step for which the cache has no room,
-the last `window - 1` rows in use move to its front. A later position p sees rows from p - window + 1 on and is at least
-the number of rows in use, so what was drafted and refused is neither seen nor ages a window, and the rows that each
-position sees are those of a cache that keeps all. `rows_of_slot` is a size that suffices.
+Row r of a slot's cache then has the position `firsts[slot]` + r. Only rows of accepted positions are in use: nodes of a
+tree and masks are written after them, and overwritten by the next run. Before a step without room, the last `window -
+1` rows in use move to its front. A later position p sees rows from p - window + 1 on and is at least the number of rows
+in use, so it sees the rows that a cache which keeps all would show. `rows_of_slot` suffices.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ ROWS_STEP = 128  # of sliding caches: that in which views grow
 
 
 def rows_of_slot(spec: GraphSpec, seq_len: int, max_nodes: int, *, slides: bool) -> int:
-    """Returns how many rows an engine's caches need for a sequence.
+    """Returns how many rows an engine's caches need for a sequence and a step's nodes after the last row.
 
-    That is all rows of the sequence, and those of a step's nodes after the last one, which pad ragged batches. Where
-    every layer has a window, the rows that later ones see are enough, with what is written before rows can be dropped:
-    a chunk of the prompt; the rows of a step.
+    Where every layer has a window, it is those that later rows see, a chunk of the prompt, and the rows of a step.
     """
     num = seq_len + max_nodes + spec.rows_written_ahead
     if not (spec.window and slides):
@@ -39,10 +36,7 @@ def rows_of_slot(spec: GraphSpec, seq_len: int, max_nodes: int, *, slides: bool)
 
 
 def rows_of_step(max_nodes: int) -> int:
-    """Returns the most rows that a draft writes from one verdict to the next, from the first that is not read yet on.
-
-    Those are the accepted path and masks; or the path, drafts that stay in place, and the nodes of an expansion.
-    """
+    """Returns the most rows that a draft writes between two verdicts: the path, then masks, or drafts and nodes."""
     return 3 * max_nodes
 
 
@@ -67,11 +61,7 @@ class GrowingRows(CacheRows):
 
 
 class SlidingRows(GrowingRows):
-    """Rows of caches that keep what later positions see.
-
-    Args:
-        lengths: see `CacheRows`; rows that have slid out are counted, too.
-    """
+    """Rows of caches that keep what later positions see; `lengths` count rows that have slid out, too."""
 
     def __init__(self, engine: Engine, lengths: list[int] | Ints) -> None:
         super().__init__(engine, lengths)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees of one shape with a scorer: the likeliest candidates, or siblings drawn without replacement.
+"""Draft trees of one shape with a scorer: the most probable candidates, or siblings drawn without replacement.
 
-The likeliest are those to win the target's race in sequences that sample (`drafting.race`).
-
-A drawn token must not be left out because of its value, as that would change the output distribution. A fixed shape
-leaves out none, and a chain may end after any token, see `drawn_length`. A node whose distribution has fewer tokens
-than the shape has children gets fewer children; that depends on the distribution alone, not on what is drawn.
+In sequences that sample the former are those to win the target's race (`drafting.race`). A drawn token must not be left
+out because of its value. A fixed shape leaves out none, and a chain may end after any token, see `drawn_length`. A node
+has fewer children only where its distribution has fewer tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class StaticTrees:
 
     Args:
         shape: of the tree; one expansion feeds at most `shape.num_drafts` nodes.
-        may_sample: draw drafts for sequences that sample; otherwise they are the likeliest candidates.
+        may_sample: draw drafts for sequences that sample; otherwise they are the most probable candidates.
         length: decides where a drawn chain ends; None: drafts have the whole shape.
     """
 

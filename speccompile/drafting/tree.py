@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees of a batch in arrays, level by level, and one expansion of them: the inputs of one run of the draft.
 
-A draft with a KV cache writes the nodes of an expansion after the root's row. Cached rows can be used as a tree only
-with its mask, so an expansion feeds the nodes to expand and, once more, their ancestors. Ancestors that all these nodes
-share and whose rows are already in path order form a chain, need no mask, and are not fed again.
+A draft with a KV cache writes the nodes of an expansion after the root's row. Cached rows of a tree need its mask, so
+an expansion feeds the nodes to expand and their ancestors again. Ancestors that all share, with rows in path order,
+form a chain, need no mask, and are not fed again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,9 @@ LEAST = 1e-300  # probability of a path
 class DraftTrees:
     """The candidates of a batch. Node 0 of each sequence is its root; parents come before their children.
 
-    Attributes:
-        tokens, parents, ranks: [slots, nodes] int64; a rank is the place among the candidates after the same node.
-        probs: [slots, nodes] float64, the probability of acceptance given that the parent is accepted.
-        paths: [slots, nodes] float64, that of the whole path from the root; 0: there is no such candidate.
-
-    Args:
-        roots: [slots] tokens.
-        most: candidates that a sequence may get, at most.
+    `tokens`, `parents` and `ranks` (among the candidates after the same node) are [slots, nodes] int64. `probs` [slots,
+    nodes] float64 are of acceptance given that the parent is accepted; `paths`, of the whole path, are 0 where there is
+    no such candidate. A sequence gets at most `most` of them.
     """
 
     def __init__(self, roots: Ints | Sequence[int], most: int) -> None:
@@ -44,7 +39,7 @@ class DraftTrees:
         self._slots = np.arange(len(roots))[:, None]
 
     def add(self, parents: Ints, tokens: Ints, probs: Probs, most: int, floor: float = 0.0) -> int:
-        """Adds the children of some nodes, the most probable path first.
+        """Adds the children of some nodes, the most probable path first; returns the first new node.
 
         Args:
             parents: [slots, parents] int64; -1: none.
@@ -52,9 +47,6 @@ class DraftTrees:
             probs: [slots, parents, candidates] float64.
             most: children that each sequence keeps, at most.
             floor: children whose path has a probability below this are left out.
-
-        Returns:
-            The first new node.
         """
         num_slots, num_parents, num = tokens.shape
         paths = (self.paths[self._slots, parents][:, :, None] * probs).reshape(num_slots, -1)
@@ -141,8 +133,8 @@ class DraftTrees:
     def best(self, num: int) -> tuple[TokenTree, list[list[int]]]:
         """Returns the tree of the `num` most probable candidates of every sequence, and the candidate of each node.
 
-        First comes the path of the most probable children: where it is accepted, nothing has to be moved in the
-        target's cache. Then the others by index; siblings keep their order.
+        The path of the most probable children comes first: its rows need not move in the target's cache. The others
+        follow by index.
         """
         order = (-self.paths[:, 1 : self.num_nodes]).argsort(axis=1, kind="stable")[:, :num] + 1
         exists, parents = (self.paths[self._slots, order] > 0).tolist(), self.parents[:, : self.num_nodes].tolist()
@@ -193,17 +185,13 @@ def _first_path_first(chosen: Sequence[int], parents: Sequence[int]) -> list[int
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """Inputs of one expansion. A slot that takes no part has padding: token 0, which attends to itself alone.
-
-    Args:
-        num_in_place: by slot, how many drafts the cache already holds after the root; this expansion's rows follow.
-    """
+    """Inputs of one expansion. A slot that takes no part has padding: token 0, which attends to itself alone."""
 
     depth: int  # of the expanded nodes; the root has depth 0
     tokens: Ints  # [batch, nodes] int64
     tree_mask: Bools  # [batch, nodes, nodes] bool
     scored_nodes: Ints  # [batch, scored] int64, columns of the expanded nodes, 0 at padding
-    num_in_place: Sequence[int]
+    num_in_place: Sequence[int]  # by slot, drafts that the cache already holds after the root; these rows follow
     nodes: Sequence[Sequence[int]]  # by slot, the candidate index of each column; empty: the slot takes no part
     parents: Sequence[Sequence[int]]  # by slot, the candidate index of each column's parent; 0 is the root
     warp: Mapping[str, NDArray[Any]]  # temperature, top_k and top_p where drafts are drawn; otherwise empty
@@ -222,8 +210,7 @@ class Expansion:
 class DraftLayout:
     """Which drafts the draft's KV cache holds after each root.
 
-    Args:
-        max_nodes: most columns of an expansion; at least one more than the greatest depth that is expanded.
+    An expansion has `max_nodes` columns at most, at least one more than the greatest depth that is expanded.
     """
 
     __slots__ = ("chains", "columns", "max_nodes")
@@ -234,14 +221,11 @@ class DraftLayout:
         self.columns: list[list[int]] = [[]] * num_slots  # by slot, rows of the last expansion, replaced by the next
 
     def plan(self, slot: int, parents: Sequence[int], frontier: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the columns of a slot's next expansion, and moves the layout on.
+        """Returns a slot's next columns: the nodes to feed, in index order, and those of `frontier` that fit.
 
         Args:
             frontier: nodes to expand, the most probable first; all descend from those of the last expansion. Empty: the
                 slot takes no part, and padding overwrites its last columns.
-
-        Returns:
-            The nodes to feed, in index order, and those of the frontier that fit.
         """
         chain, fed = self.chains[slot], self.columns[slot]
         top = chain[-1] if chain else 0
@@ -286,9 +270,7 @@ def make_expansion(
 ) -> tuple[Expansion, Ints]:
     """Returns the inputs that expand `frontiers`, and the nodes that are scored, [slots, scored] int64, -1: none.
 
-    Args:
-        tokens, parents: those of the trees, [slots, nodes] int64.
-        frontiers: by slot, see `DraftLayout.plan`; empty: the slot takes no part.
+    `tokens` and `parents` of the trees are [slots, nodes] int64; an empty frontier takes no part.
     """
     feds, takens, links, width, num_scored = [], [], parents.tolist(), 0, 0
     for slot, frontier in enumerate(frontiers):
@@ -328,7 +310,7 @@ def padding_mask(lengths: Ints, counts: Sequence[int], width: int, max_seq_len: 
 
     Args:
         lengths: [batch] int64, rows before the chains.
-        counts: by slot, columns of its chain; the others are padding, and so are those beyond the last position.
+        counts: by slot, columns of its chain; the others are padding, as those beyond the last position.
     """
     used = np.arange(width) < np.minimum(counts, max_seq_len - lengths)[:, None]
     mask: Bools = chain_mask(len(counts), width) & used[:, :, None]

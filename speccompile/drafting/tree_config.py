@@ -93,13 +93,10 @@ class TreeFields:
 
 
 def tree_from_words(value: Any) -> Tree:
-    """Returns the tree that a recipe, JSON or Python describes.
+    """Returns the tree that a recipe, JSON or Python describes. Raises RecipeError: it is no tree.
 
     Args:
         value: `chain`, `auto`, a `ProductTree` or {"widths": ...}, or rank paths as lists or tuples.
-
-    Raises:
-        RecipeError: another value, or paths that are no tree.
     """
     if isinstance(value, str) and value in ("chain", "auto"):
         return value  # type: ignore[return-value]
@@ -119,14 +116,7 @@ def _is_ints(value: Any) -> bool:
 
 
 def check_trees(target: GraphSpec, bounds: DraftBounds, has_paths: bool) -> None:
-    """Refuses trees for a target with recurrent states that follow chains alone.
-
-    Args:
-        has_paths: whether the backend's states follow the paths of trees.
-
-    Raises:
-        RecipeError: the method drafts trees.
-    """
+    """Refuses trees for a target with recurrent states, unless the backend's follow paths (`has_paths`)."""
     if target.states and not (has_paths and target.state_trees) and bounds.has_tree:
         got = "a tree" if bounds.nodes else "auto"
         where = "as this one was built" if has_paths else "on this backend and device"

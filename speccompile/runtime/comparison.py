@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured gain of drafts over plain decoding at one batch size, for `speccompile.runtime.control`.
 
-One way is in use, and all its steps are measured. From time to time a turn of steps takes the other way. That costs
-time where the other way is slower: the pause until the next turn is so long that turns cost `MAX_LOSS` of it.
+All steps of the way in use are measured. A turn of steps now and then takes the other way; the pause until the next one
+is so long that turns cost at most `MAX_LOSS` of the time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ GROWTH = 8  # a pause has at most so many times the steps before it: what the fi
 
 
 class Comparison:
-    """The comparison of one batch size.
-
-    Args:
-        smaller: of a smaller batch: this one begins the same way. None: plainly, and the first turn comes soon.
-    """
+    """The comparison of one batch size; it begins as `smaller`, that of a smaller batch, or plainly."""
 
     def __init__(self, smaller: Comparison | None = None) -> None:
         self.is_on: bool = smaller is not None and smaller.is_on
@@ -67,12 +63,10 @@ class Comparison:
         return 1 if self._is_probe and self.is_comparing else METHOD_DEFAULT
 
     def observe(self, step_s: float, tokens: float, drafts: float, *, is_first: bool) -> None:
-        """Updates the comparison with a step.
+        """Updates the comparison with a step; `drafts` is the mean number of scored draft tokens per sequence.
 
         Args:
-            drafts: draft tokens that were scored per sequence, on average.
-            is_first: it has drafts and the step before it had none, or the other way round: its time is that of no
-                other step.
+            is_first: the step before it went the other way: its time is that of no other step.
         """
         is_plain, is_comparing = self.next_limit == PLAIN, self.is_comparing
         self.num_steps += 1
@@ -145,10 +139,7 @@ class Comparison:
 
     @property
     def draft_token(self) -> tuple[float, float] | None:
-        """Plain steps that a draft token costs, and the share that is accepted; None: none were compared.
-
-        The gain is (1 + share n) / (1 + cost n) with the n draft tokens of a step.
-        """
+        """Plain steps that a draft token costs, and the accepted share: n of them gain (1 + share n) / (1 + cost n)."""
         if self._log_ratio is None or not self._drafts.num or self._drafts.mean < 0.1:
             return None
         drafts = self._drafts.mean

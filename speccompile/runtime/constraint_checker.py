@@ -84,10 +84,7 @@ class ConstraintChecker:
         self._open: dict[int, tuple[_Process, StructuredOutputs, Future[Checked]]] = {}
 
     def submit(self, wanted: StructuredOutputs) -> Future[Checked]:
-        """Returns what becomes of a constraint; a cancelled future ends its trial.
-
-        Its exception is a RuntimeFault (the constraint is wrong, or beyond the bounds), or `Busy`.
-        """
+        """Returns the future of a constraint, which raises RuntimeFault or `Busy`; cancelling it ends the trial."""
         future: Future[Checked] = Future()
         with self._lock:
             number, process = next(self._numbers), self._process or self._start()

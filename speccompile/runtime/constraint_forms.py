@@ -24,8 +24,7 @@ def refuse(wanted: StructuredOutputs, got: str, expected: str = "a grammar that 
 def grammar_from_constraint(wanted: StructuredOutputs, vocabulary: Any) -> str:
     """Returns a constraint as `llguidance.LLMatcher` takes it.
 
-    Raises:
-        RuntimeFault: it is no JSON, or has another form than `StructuredOutputs` says.
+    Raises RuntimeFault: it has no form of `StructuredOutputs`.
     """
     try:
         return without_used_patterns(_grammar(wanted, vocabulary), vocabulary)

@@ -23,7 +23,7 @@ EMPTY = "an empty language: no text is of it"
 
 
 def make_vocabulary(source: Mapping[str, Any]) -> Any:
-    """Returns `llguidance.LLTokenizer`, ready: its first mask takes long.
+    """Returns `llguidance.LLTokenizer` after its first mask, which takes long.
 
     Args:
         source: `tokenizer`, the text of a tokenizer.json, or `tokens`, lists of bytes; `num` tokens; `eos`, ids.
@@ -74,10 +74,7 @@ def fault_of_matcher(matcher: Any) -> str:
 
 
 def try_matcher(matcher: Any, ends: frozenset[int]) -> str:
-    """Returns why no text can follow a matcher, or why it takes too long to; empty: texts can.
-
-    Goes some way along random texts, the same ones each time.
-    """
+    """Returns why no text can follow a matcher, or why it takes too long, along seeded random texts; or ""."""
     drawn = random.Random(0)
     for _ in range(_NUM_WALKS):
         copy, spent_s = matcher.deep_copy(), list[float]()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that tries constraints, `python -m speccompile.runtime.constraint_worker`.
 
-Lines of JSON come in: the vocabulary, then `{"job", "constraint"}` and `{"cancel"}`. For each job a line goes out:
-`{"job", "grammar", ..}`, `{"job", "where", "got", "expected", "todo"}`, `{"job", "died"}` or `{"job",
-"is_busy"}`. Each job runs in a fork of its own with bounds of time, memory and stack: what ends it, ends nothing else.
-This process has one thread, so that it may fork.
+Lines of JSON come in: the vocabulary, then `{"job", "constraint"}` and `{"cancel"}`. One line goes out for each job:
+`{"job", "grammar", ..}`, `{"job", "where", "got", "expected", "todo"}`, `{"job", "died"}` or `{"job", "is_busy"}`. Each
+job runs in a fork with bounds of time, memory and stack; this process has one thread, so that it may fork.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps decoding with drafts from being slower than plain decoding, in the offline engine and in the server.
 
-How far to draft is the method's own decision, by its budget (`speccompile.drafting.budget`). A budget has no
-measurements of steps that it never takes: how long plain steps take at this moment, and all that drafts cost. So the
-controller compares both ways for each batch size (`speccompile.runtime.comparison`), and the faster one is used.
-
-While drafts are off, a draft that cannot read a prompt later has no part in new sequences; they have one again when it
-is time to compare.
-
-Only batches whose text does not depend on drafts may have a controller, as its decisions depend on measured times.
+A method's budget (`speccompile.drafting.budget`) has no measurements of steps that it never takes. So the controller
+compares both ways for each batch size (`speccompile.runtime.comparison`) and uses the faster one, in batches whose text
+does not depend on drafts: its decisions depend on measured times.
 """
 
 from __future__ import annotations
@@ -32,18 +27,13 @@ class Planner(Protocol):
     """Decides before each step whether it may draft, and learns from it afterwards. Called on one thread."""
 
     def plan(self, sequences: Sequence[TokenSequence]) -> int | None:
-        """Returns the most draft tokens on one path in the next step.
+        """Returns the most draft tokens on one path in the next step, of sequences whose `speculation` is `auto`.
 
-        It applies to sequences whose `speculation` is `auto`: these leave the decision to the planner. Those with `on`
-        always draft: as many tokens as the limit says, or `loop.FORCED_LENGTH` where it is 0 or None; those with `off`
-        never do.
-
-        Args:
-            sequences: all active sequences, by slot index.
+        Sequences with `on` always draft: as many tokens as the limit says, or `loop.FORCED_LENGTH` where it is 0 or
+        None. Those with `off` never do.
 
         Returns:
-            0: decode plainly; above 0: chains of so many tokens, whatever they cost; None: as decided by the method's
-            budget.
+            0: decode plainly; above 0: chains of so many tokens, whatever they cost; None: the method's budget decides.
         """
         ...
 
@@ -60,9 +50,7 @@ class Planner(Protocol):
         ...
 
     def expects_drafts(self, num_active: int) -> bool:
-        """Returns whether a new sequence will probably draft, or is needed for a comparison.
-
-        Otherwise the draft does not read its prompt; see `TokenSequence.has_draft`.
+        """Returns whether the draft is to read the prompt of a new sequence (`TokenSequence.has_draft`).
 
         Args:
             num_active: sequences that will decode, the new one included.
@@ -206,10 +194,7 @@ class Controller:
         }
 
     def latest(self) -> dict[str, Any]:
-        """Returns what `decisions` says of the batch size that decoded last.
-
-        Where the budget drafted nothing that could be compared, the two numbers are those by which it decided so.
-        """
+        """Returns what `decisions` says of the batch size that decoded last, or what its budget estimated of drafts."""
         if self._latest is None:
             return {}
         found = self._latest.json_from_comparison()

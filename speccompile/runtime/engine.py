@@ -109,13 +109,10 @@ def _image_encoder(bundle: Bundle, backend: Backend, tokenizer: Tokenizer | None
 
 
 def method_config(section: Mapping[str, Any], override: str | Mapping[str, Any] | None = None) -> tuple[str, Any]:
-    """Returns a method's name and its `Config`.
+    """Returns a method's name and its `Config`. Raises BundleError: the section is not one of that method.
 
     Args:
         override: another method; the other fields of a section of the same method, or of one of several drafters, stay.
-
-    Raises:
-        BundleError: the section is not one of that method.
     """
     wanted = {"method": override} if isinstance(override, str) else dict(override or {})
     name = str(wanted.get("method", section["method"]))

@@ -17,11 +17,7 @@ from speccompile.runtime.sequences import TokenSequence
 
 
 class ExplainedPlanner:
-    """A planner that remembers why each step drafts; all decisions are those of `planner`.
-
-    Args:
-        proposer: asked what its budget expected of a draft token.
-    """
+    """A planner that remembers why each step drafts: `planner` decides, by what the budget of `proposer` expects."""
 
     def __init__(self, planner: Planner, proposer: object) -> None:
         self._planner, self._proposer = planner, proposer

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What grammars have to do with the drafts of a step: they follow the text, force chains, and refuse drafts.
-
-Methods mask their own drafts (`drafting.grammars`); chains are cut here once more, whoever made them.
-"""
+"""What grammars have to do with the drafts of a step: they follow the text, force chains, and refuse drafts."""
 
 from __future__ import annotations
 
@@ -27,9 +24,8 @@ def read_grammars(batch: SequenceBatch) -> None:
 def forced_chains(batch: SequenceBatch) -> TokenTree | None:
     """Returns chains of the tokens that the grammars force; None unless every sequence has some.
 
-    They cost no draft, and are verified as any other drafts. Where some sequences have none, the method's drafts begin
-    with those of the others. Where texts depend on drafts there are none, as one sequence's drafts must not depend on
-    the others.
+    They cost no draft, and are verified. There are none where texts depend on drafts, as one sequence's drafts must not
+    depend on the others.
     """
     if batch.may_draw or not batch.max_forced:
         return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endings of texts of JSON, so that an answer is whole before its tokens are used up.
 
-Near the last token that a text may have, only tokens remain after which a known ending still fits. An ending is found
-by a search over copies of the matcher, and moves along with the text; it is a function of the tokens so far and of how
-many are left, as the mask must be.
+Near the end only tokens remain after which a known ending fits. It depends on the tokens so far and the number left, as
+the mask must.
 """
 
 from __future__ import annotations
@@ -120,9 +119,7 @@ class Ending:
 
 
 class EndingRule:
-    """Which tokens may follow so that a text can still end.
-
-    Lengths are those of the sequence, prompt included.
+    """Which tokens may follow so that a text can still end; lengths are of the sequence, prompt included.
 
     Args:
         growth: tokens by which one token may lengthen the shortest ending.
@@ -155,11 +152,7 @@ class EndingRule:
         return self.num_tokens - length - 1 - len(tokens) < self._growth
 
     def restrict(self, mask: Bools, ending: Ending, length: int, matcher: Any) -> None:
-        """Leaves those tokens in a mask after which the ending fits; the text's own end stays.
-
-        Args:
-            mask: [vocab] bool, changed.
-        """
+        """Leaves in a mask [vocab] bool the tokens after which the ending fits, and the text's own end."""
         if ending.tokens is None or not self._is_near(ending.tokens, length):
             return
         kinds, room = self._kinds, self.num_tokens - length - 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars over a vocabulary, by llguidance: which tokens may follow the text so far, and the drafts after it.
 
-A mask depends on the tokens before it alone. Nothing falls back to "no mask": what cannot be compiled is refused when
-the request is submitted, and a grammar that fails later ends its sequence with an error.
+Nothing falls back to "no mask": what cannot be compiled is refused when the request is submitted, and a grammar that
+fails later ends its sequence with an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class GrammarMatcher:
         markers: tokens that begin and end a reasoning before the grammar; None: there is none.
         prompt: the sequence's; a reasoning may begin, or have ended, at its end.
         rule: so that the text ends in time; None: it may be cut off.
-        ending: of the empty text, where there is a rule.
     """
 
     def __init__(
@@ -90,11 +89,7 @@ class GrammarMatcher:
             self._is_thinking = None if last is None else tail[last] == markers[0]
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Follows the text; `tokens` are all of the sequence, prompt included.
-
-        Raises:
-            GrammarFault: a new token is not allowed; so does `allowed` from then on.
-        """
+        """Follows the text; `tokens` are all of the sequence, prompt included. Raises GrammarFault: one is excluded."""
         if len(tokens) == self._num_read:
             return
         self._masks, self._forced, self._copy = {}, None, None
@@ -223,10 +218,9 @@ class GrammarMatcher:
         return left >= 1 or left < -1  # there is none in any case
 
     def forced(self) -> list[int]:
-        """Returns the tokens that must follow one after another.
+        """Returns the tokens that must follow, each the only one of its mask.
 
-        Where the grammar allows one text, llguidance allows the one way in which the tokenizer writes it, so each of
-        these is the only token of its mask.
+        Where the grammar allows one text, llguidance allows the one way in which the tokenizer writes it.
         """
         if self._is_thinking is not False or self._has_ended or self._fault is not None:
             return []
@@ -237,11 +231,7 @@ class GrammarMatcher:
 
 
 class Grammars:
-    """Compiles the grammars of requests; those in use are kept. May be used on any thread.
-
-    Args:
-        eos_token_ids: the model's own end-of-sequence tokens.
-    """
+    """Compiles the grammars of requests; those in use are kept. May be used on any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
@@ -259,13 +249,10 @@ class Grammars:
     def matcher(
         self, wanted: StructuredOutputs, prompt: Sequence[int], num_tokens: int | None = None
     ) -> GrammarMatcher:
-        """Returns a matcher at the start of a text.
+        """Returns a matcher at the start of a text. Raises RuntimeFault: see `compile`.
 
         Args:
             num_tokens: most tokens of prompt and text, in which a text of JSON comes to its end; None: without limit.
-
-        Raises:
-            RuntimeFault: see `compile`.
         """
         compiled = self.compile(wanted)
         markers = None if wanted.reasoning is None else self._markers(wanted.reasoning)
@@ -280,8 +267,7 @@ class Grammars:
         """Returns a grammar at the start of a text.
 
         Raises:
-            RuntimeFault: the grammar is wrong, or beyond what llguidance knows; or the bundle has no tokenizer or no
-                end-of-sequence token; or the package is not installed.
+            RuntimeFault: the grammar is wrong or beyond llguidance, or the bundle lacks what it needs, or the package.
             Busy: too many wait.
         """
         found = self._find(wanted)
@@ -291,11 +277,7 @@ class Grammars:
         return found
 
     async def prepare(self, wanted: StructuredOutputs) -> None:
-        """Compiles a grammar for the next `matcher` of it; the event loop goes on. Cancelling ends the work.
-
-        Raises:
-            RuntimeFault, Busy: see `compile`.
-        """
+        """Compiles a grammar for its next `matcher` while the event loop goes on; cancelling ends the work."""
         if not self._is_open:
             raise shutting_down()
         if self._find(wanted) is None:

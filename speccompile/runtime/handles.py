@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that were accepted, the queue in which their sequences wait for a slot, and the stream of their outputs.
-
-The stream is the only bridge from the scheduler's thread into an event loop.
-"""
+"""Requests that were accepted, the queue in which their sequences wait for a slot, and the stream of their outputs."""
 
 from __future__ import annotations
 
@@ -46,10 +43,9 @@ class RequestHandle:
 
 
 class FairQueue:
-    """One output of each waiting request after another, in the order in which the requests came.
+    """One output of each waiting request in turn, in the order in which the requests came.
 
-    A request that has just had its turn goes after all others only when the next turn comes, so that one that arrives
-    in between is before it.
+    A request goes after the others only when the next turn comes, so that one that arrives in between is before it.
     """
 
     def __init__(self) -> None:
@@ -110,12 +106,8 @@ class Submits(Protocol):
 class OutputStream:
     """Submits requests and iterates over (number of the output, step output) until every output has ended.
 
-    Outputs are numbered over all requests: those of the first, then those of the second. Leaving `async with`, or
-    calling `close`, cancels what has not ended. A slow reader delays nothing: step outputs are kept until they are
-    read.
-
-    Args:
-        requests: at least one; each may have several outputs.
+    Outputs are numbered over all requests. Leaving `async with`, or calling `close`, cancels what has not ended. A slow
+    reader delays nothing: step outputs are kept until they are read.
 
     Raises:
         RuntimeFault, Busy: one request was not accepted; then none of them is.

@@ -26,14 +26,13 @@ def verify_on_host(
 ) -> Verdict:
     """Returns the verdict with the rows of some slots computed from their processed logits; others are unchanged.
 
+    Where the grammar of a sequence fails, its next token is -1, and `TokenSequence.fault` says why.
+
     Args:
-        verdict: of the target's graph, which has temperature, top-k and top-p alone; not changed.
         slot_indices: slot indices of the sequences that need logits processors.
         logits: [batch, nodes, vocab] float32.
         uniforms: [batch, nodes, 2] float32; None: every sequence is greedy.
         draft_probs: [batch, nodes, vocab] float32, see `accept_slot`; None: drafts are deterministic.
-
-    Where the grammar of a sequence fails, its next token is -1, and `TokenSequence.fault` says why.
     """
     path, num_accepted, next_token = (a.copy() for a in (verdict.path, verdict.num_accepted, verdict.next_token))
     none = np.zeros((tree.nodes, 2), dtype=np.float32)
@@ -59,11 +58,7 @@ def logprobs_of_step(
 ) -> dict[int, list[TokenLogprobs]]:
     """Returns the logprobs of the tokens that a step emits, by slot index, of the sequences that ask for them.
 
-    A token's row is the one that decided it: that of its parent on the path, whether it was a draft or not.
-
-    Args:
-        sequences: all sequences of the batch, with the tokens before this step.
-        logits: [batch, nodes, vocab] float32.
+    A token's row is that of its parent on the path. `logits` is [batch, nodes, vocab] float32.
     """
     found = {}
     for slot, sequence in enumerate(sequences):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of prompts: decoded and prepared as the model's processor does, and where their tokens stand in a prompt.
-
-Pillow is imported when the first image is read: decoding text needs none of it.
-"""
+"""Images of prompts: decoded and prepared as the model's processor does, and where their tokens stand in a prompt."""
 
 from __future__ import annotations
 
@@ -61,22 +58,14 @@ class Block:
 
 
 class ImageEncoder:
-    """Prepares images, and gives their rows in the target's embedding.
-
-    Args:
-        tokenizer: of the target; None where prompts are token ids.
-    """
+    """Prepares images, and gives their rows in the target's embedding."""
 
     def __init__(self, engine: Engine, record: ImageRecord, tokenizer: Tokenizer | None) -> None:
         self.engine, self.record, self.tokenizer = engine, record, tokenizer
         self._kept: OrderedDict[str, Floats] = OrderedDict()
 
     def read(self, data: ImageData) -> Image:
-        """Returns an image, prepared; may be called on any thread.
-
-        Raises:
-            RuntimeFault: it cannot be decoded, or is too large; or Pillow is missing.
-        """
+        """Returns an image, prepared; may be called on any thread. Raises RuntimeFault: it cannot be read."""
         if isinstance(data, Image):
             return data
         record = self.record
@@ -101,11 +90,8 @@ class ImageEncoder:
     def expand(self, where: str, text: str, num_images: int) -> str:
         """Returns a text with the tokens of each image at its mark, as the model's processor writes them.
 
-        Args:
-            text: has the mark (the token that begins an image) once for each image.
-
         Raises:
-            RuntimeFault: the marks are not as many as images, or the bundle has no tokenizer.
+            RuntimeFault: the marks (tokens that begin an image) are not as many as images, or there is no tokenizer.
         """
         record, tokenizer = self.record, self.tokenizer
         if tokenizer is None:
@@ -149,21 +135,16 @@ class PromptImages:
         return keys
 
     def chunk(self, start: int, num: int) -> int:
-        """Returns how many tokens a chunk of a prompt has, so that none of an image's tokens is left for the next.
-
-        Args:
-            num: at least 1: as many as it may have, unless it begins with an image of more.
-        """
+        """Returns how many tokens, of at most `num`, a chunk of a prompt has; an image is read whole."""
         for block in self.blocks:
             if block.start < start + num < block.end:
                 return block.start - start if block.start > start else block.end - start
         return num
 
     def feeds(self, start: int, num: int) -> Mapping[str, NDArray[Any]]:
-        """Returns what the target reads of the images in a chunk; nothing where there are none.
+        """Returns the `image_nodes`, `image_rows` and `tree_mask` of a chunk; empty where it has no images.
 
-        Returns:
-            `image_nodes`, `image_rows`, and a `tree_mask` in which the nodes of an image see each other both ways.
+        In the mask the nodes of an image see each other both ways.
         """
         found = [block for block in self.blocks if block.start < start + num and block.end > start]
         if not found:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors, which depend on a sequence's own tokens: grammars, penalties and biases on logits, and min-p.
 
-The order is that of transformers 5 (`GenerationMixin._get_logits_processor`) and of vLLM 1 (`v1/sample/sampler.py`) as
-far as both have it: the grammar's mask, logit bias, repetition penalty, frequency and presence penalty, temperature,
-top-k, top-p, min-p.
-vLLM applies min-p before top-k and top-p: the tokens that min-p keeps are the same, as it compares probabilities with
-the largest one, but top-p then sums the mass of these alone.
-
-The distribution at a node of a draft tree depends on the path that leads there: its tokens count as text.
+The order is that of transformers 5 (`GenerationMixin._get_logits_processor`): grammar, logit bias, repetition,
+frequency and presence penalty, temperature, top-k, top-p, min-p. vLLM 1 (`v1/sample/sampler.py`) has min-p before top-k
+and top-p: it keeps the same tokens, but top-p sums the mass of these alone. Tokens on the path to a node of a draft
+tree count as text.
 """
 
 from __future__ import annotations
@@ -25,12 +22,7 @@ from speccompile.runtime.logprobs import log_softmax
 
 
 def keep_likely(probs: Floats, min_p: float) -> Floats:
-    """Returns the distribution without tokens less than `min_p` times as probable as the likeliest, normalised.
-
-    Args:
-        probs: [..., vocab] float32, each row sums to 1.
-        min_p: 0 to 1; 0 leaves the distribution as it is.
-    """
+    """Returns `probs` [..., vocab] without tokens less than `min_p` times as probable as the best, normalised."""
     if min_p <= 0:
         return probs
     kept = np.where(probs < np.float32(min_p) * probs.max(axis=-1, keepdims=True), np.float32(0), probs)
@@ -44,11 +36,7 @@ _PENALTIES = (1e-30, 1e30)  # beyond these, float32 would give 0 or infinity
 
 
 class LogitsProcessor:
-    """Computes the distribution of one request at any point of its text.
-
-    Args:
-        grammar: of its text; None: the text is free.
-    """
+    """Computes the distribution of one request at any point of its text. `grammar`: None: the text is free."""
 
     __slots__ = ("_bias", "_counts", "_grammar", "_num_prompt", "_num_read", "_seen", "params")
 
@@ -103,10 +91,7 @@ class LogitsProcessor:
         return np.where(np.isneginf(logits), logits, np.clip(processed, -_LARGEST, _LARGEST))
 
     def probs(self, logits: Floats, path: Sequence[int]) -> Floats:
-        """Returns the distribution of the token after `path`, [vocab] float32; see `logits`.
-
-        All are 0 where the grammar does not allow the path itself: it has probability 0, so none is drawn from there.
-        """
+        """Returns the distribution of the token after `path`, [vocab] float32; all 0: the grammar excludes the path."""
         params = self.params
         processed = self.logits(logits, path)
         if self._grammar is not None and np.isneginf(processed.max()):
@@ -115,10 +100,7 @@ class LogitsProcessor:
         return probs if params.is_greedy else keep_likely(probs, params.min_p)
 
     def logprobs(self, logits: Floats, path: Sequence[int]) -> np.ndarray:
-        """Returns the logarithms of what the token after `path` is drawn from, [vocab] float64.
-
-        A greedy request's are those of the processed logits, from which it takes the likeliest token.
-        """
+        """Returns [vocab] float64, the logarithms of `probs`; of a greedy request, of the processed logits."""
         if self.params.is_greedy:
             return log_softmax(self.logits(logits, path))
         with np.errstate(divide="ignore"):
@@ -129,10 +111,7 @@ class LogitsProcessor:
 class TreeProbs:
     """The distributions at the nodes of one tree, computed when they are read; the `target_probs` of `accept_slot`.
 
-    Args:
-        logits_processor: of the sequence; it has read the sequence's tokens.
-        tokens, parents: [nodes] int64, of the tree.
-        logits: [nodes, vocab] float32.
+    `tokens` and `parents` are [nodes] int64, `logits` [nodes, vocab] float32.
     """
 
     def __init__(self, logits_processor: LogitsProcessor, tokens: Ints, parents: Ints, logits: Floats) -> None:

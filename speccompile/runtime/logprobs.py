@@ -12,11 +12,7 @@ from speccompile.core.tree import Floats
 
 
 class TokenLogprobs(NamedTuple):
-    """One emitted token.
-
-    Args:
-        top: (token, logarithm) of the likeliest tokens, the likeliest first, of equal ones the lower id first.
-    """
+    """One emitted token; `top` has (token, logarithm) of the most probable ones, of ties the lower id first."""
 
     token: int
     logprob: float  # natural logarithm of its probability after the tokens before it; -inf where that is 0
@@ -30,11 +26,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def prompt_logprobs(logits: Floats, tokens: Sequence[int], num: int) -> list[TokenLogprobs]:
-    """Returns what is told of tokens of a prompt.
-
-    Args:
-        logits: [tokens, vocab] float32, of the rows before each of them.
-    """
+    """Returns the logprobs of tokens of a prompt. `logits`: [tokens, vocab] float32, the rows before each of them."""
     told = []
     for row, token in zip(logits, tokens, strict=True):  # one after another: the logarithms are of 8 bytes each
         logs = log_softmax(row)

@@ -35,10 +35,9 @@ def run_step(
     engines: Sequence[TimedEngine] = (),
     planner: Planner | None = None,
 ) -> tuple[list[StepOutput], StepTimes]:
-    """Runs one step of the active sequences; between two steps the caches are consistent.
+    """Runs one step of the active sequences (at least one); between two steps the caches are consistent.
 
     Args:
-        batch: at least one sequence is active.
         engines: their time is counted apart from the step's own.
         planner: bounds the drafts; None: no bound, and costs stay those recorded in the bundle.
 
@@ -115,12 +114,9 @@ def emit(
     batch: SequenceBatch,
     logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None,
 ) -> list[StepOutput]:
-    """Gives each sequence the tokens of its path and the next token.
+    """Gives each sequence the tokens of its path and the next token, with `logprobs` by slot index.
 
     A sequence ends with an error where its logits are not finite, its grammar or making its text fails.
-
-    Args:
-        logprobs: of the new tokens, by slot index, of the sequences that ask for them.
     """
     accepted, following, nums = verdict.accepted, verdict.following, tree.num_nodes.tolist()
     deepest = []

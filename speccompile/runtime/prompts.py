@@ -117,10 +117,7 @@ class PromptBytes:
 
 
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
-    """Returns the most bytes of a text that one token stands for; None: there is no bound.
-
-    There is one for byte-level vocabularies whose tokenizer drops and merges nothing.
-    """
+    """Returns the most bytes of a text that one token stands for; None: the tokenizer may drop or merge bytes."""
     if type(getattr(tokenizer, "model", None)).__name__ != "BPE" or tokenizer.pre_tokenizer is None:
         return None
     steps = list(_steps(json.loads(tokenizer.pre_tokenizer.__getstate__())))

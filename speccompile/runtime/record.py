@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the requests of a service with their texts, and compares them when they are decoded again.
 
-A record is a file of JSON lines: what recorded it, then a line for each request that has ended. A text depends on its
-prompt, its sampling parameters and its seed alone, so a record replays on any load, with drafts or without.
+A record is JSON lines: what recorded it, then a line for each request that has ended. A text depends on its prompt,
+sampling parameters and seed alone, so a record replays on any load, with drafts or without.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class RecordedService(Service):
-    """A service that writes a record of its requests.
-
-    Args:
-        path: a new file; it has the prompts and the texts of all users.
+    """A service that writes a record of its requests to a new file, with the prompts and texts of all users.
 
     Raises:
         RuntimeFault: the file exists, or cannot be written.
@@ -155,10 +152,7 @@ def _request_from_json(data: Mapping[str, Any]) -> Request:
 
 @dataclass(frozen=True)
 class Difference:
-    """An output of the requests of index `line` that is not the recorded one.
-
-    `wanted` and `got` have its token ids from the first other one on, which has the index `at`.
-    """
+    """An output of the requests of index `line` whose token ids differ from index `at` on: `wanted` and `got`."""
 
     line: int
     output: int
@@ -176,9 +170,6 @@ def replay(
 
     Args:
         progress: called with the number of outputs that have ended so far, from 1 on.
-
-    Raises:
-        RuntimeFault: a request is refused.
     """
     texts: list[list[list[int]]] = [[[] for _ in one.outputs] for one in recorded]
     ended = threading.Semaphore(0)

@@ -89,8 +89,7 @@ class StepOutput(NamedTuple):
         is_bonus: a whole path of at least one draft was kept, so the last token is a bonus and not recovered.
         finish_reason: None before the end; `stop`, `length`, `cache_full`, `cancelled`, `timeout` or `error`.
         stats: of the whole output, in its last step output: the dict of `SequenceStats.json_of_request`.
-        prompt_logprobs: of each token of the prompt, in the first step output, where the request asks for them; of the
-            first one None.
+        prompt_logprobs: of each prompt token (None for the first), in the first step output, where requested.
     """
 
     output_index: int  # which output, counted over all requests that were submitted as one; offline: which prompt

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: sequences join and leave between steps, prompts are read in chunks between them.
-
-Offline decoding is the same, with all sequences added at the start: see `decode`.
-"""
+"""Continuous batching: sequences join and leave between steps, prompts are read in chunks between them."""
 
 from __future__ import annotations
 
@@ -37,15 +34,13 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """Decodes sequences, step by step. Used on one thread, as the only user of the engines.
 
+    `lost` is why the engines cannot be used any more; all sequences have ended then.
+
     Args:
         prefill_chunk: prompt tokens read between two decoding steps.
         keep_prefixes: reuse caches for prompts with the same prefix, those of ended sequences and of active ones.
-        reset: frees and zeroes the caches after a fault, which ends the sequences that were active; None: faults are
-            raised, but for those of a single sequence.
+        reset: frees and zeroes the caches after a fault, which ends the active sequences; None: faults are raised.
         clock: monotonic, in seconds.
-
-    Attributes:
-        lost: why the engines cannot be used any more; all sequences have ended then.
     """
 
     def __init__(
@@ -205,11 +200,7 @@ class Scheduler:
         handle.is_waiting = False
 
     def _read(self, most: int) -> int:
-        """Reads at most `most` (at least 1) tokens of the current prompt, its last one not counted.
-
-        Returns:
-            How many were read.
-        """
+        """Reads at most `most` (at least 1) tokens of the current prompt, its last excluded; returns how many."""
         start_s = self._clock()
         allocator, verifier, sequence = self.allocator, self.verifier, self.allocator.reading
         assert sequence is not None
@@ -356,12 +347,9 @@ def decode(
     engines: Sequence[TimedEngine] = (),
     planner: Planner | None = None,
 ) -> Iterator[list[StepOutput]]:
-    """Decodes `batch.waiting` to their ends: the scheduler, driven until it has no work.
+    """Decodes `batch.waiting` to their ends: the scheduler, driven until it has no work. Yields step outputs by slot.
 
     A caller may stop iterating at any time without cleaning up: the next run starts with empty lengths.
-
-    Yields:
-        Step outputs by slot: the first tokens that came with prompts, or those of a step.
     """
     scheduler, now_s = Scheduler(verifier, proposer, batch, engines, planner), perf_counter()
     for number, sequence in enumerate(batch.waiting):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a JSON object that a pattern leaves beside the declared ones.
-
-llguidance offers another property where a pattern has no name but declared ones, and no text follows then.
-"""
+"""Names of a JSON object that a pattern leaves beside the declared ones: llguidance offers one even of none."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ _ANY = r"(.|\n)*"
 
 
 def without_used_patterns(grammar: str, vocabulary: Any) -> str:
-    """Returns a grammar in whose JSON schemas each pattern leaves a name beside the declared ones.
-
-    The schemas of other patterns are parts of those of the declared names.
-    """
+    """Returns a grammar in whose JSON schemas each pattern leaves a name beside the declared ones."""
     if "patternProperties" not in grammar:
         return grammar
     return with_schemas(grammar, lambda schema: _changed(schema, vocabulary))

@@ -121,8 +121,7 @@ def _item(found: Any, key: str) -> Any:
 def growth_of_grammar(grammar: str, count: Callable[[str], int]) -> float | None:
     """Returns the tokens by which one token may lengthen the shortest ending of a text, with room for two parts.
 
-    Returns:
-        The bound; None: the grammar holds no JSON; infinity: no text of it ends.
+    None: the grammar holds no JSON; infinity: no text of it ends.
     """
     sizes = [SchemaSizes(schema, count) for schema in schemas_in(grammar)]
     if any(math.isinf(size.least) for size in sizes):

@@ -54,10 +54,7 @@ class UniformTable:
         self._lanes: dict[int, Floats] = {}  # the others, [NUM_NEIGHBOURS, num] each; made when one is first read
 
     def rows(self, start: int, end: int) -> Floats:
-        """Returns accept, target and draft draws, and two of the race, of positions start .. end - 1.
-
-        The result is [5, end - start] float32.
-        """
+        """Returns [5, end - start] float32: accept, target, draft and two race draws of positions start .. end - 1."""
         while (block := self._next_block(self._table, end)) is not None:
             positions = np.broadcast_to(block, (len(LANES), len(block)))
             words = uniform_words(self.seed, positions, np.array(LANES)[:, None])
@@ -84,14 +81,7 @@ class UniformTable:
 
 
 class TokenSequence:
-    """One sequence. See `speccompile.core.protocols.TokenSequence`.
-
-    Args:
-        prompt: at least one token.
-        sink: makes text; None where no text is needed before the end.
-
-    `speculation` is `auto` unless it is set; see `speccompile.runtime.control.Planner.plan`.
-    """
+    """One sequence, see `speccompile.core.protocols.TokenSequence`. `sink` makes text; None where none is needed."""
 
     __slots__ = (
         "draft_state",
@@ -174,12 +164,7 @@ class TokenSequence:
         logprobs: Sequence[TokenLogprobs] = (),
         of_prompt: bool = False,
     ) -> StepOutput:
-        """Appends the tokens of a step, up to the end of the text.
-
-        Args:
-            new: accepted draft tokens and the next token.
-            logprobs: of each new token; empty where they are not asked for.
-        """
+        """Appends a step's tokens `new`, the accepted drafts and the next token, up to the end of the text."""
         num_accepted = len(new) - 1
         reason, text = None, ""
         num_left = self.num_prompt + self.sampling.max_new_tokens - len(self.tokens)

@@ -111,11 +111,7 @@ class Service:
         self.close()
 
     def start(self) -> None:
-        """Starts the scheduler's thread; `with` does, and closes the service at its end.
-
-        Raises:
-            RuntimeFault: the service was started before.
-        """
+        """Starts the scheduler's thread, once; `with` does, and closes the service at its end."""
         if self._thread is not None:
             raise RuntimeFault("service", "a second start", "one", "Make another service.")
         self._thread = threading.Thread(target=self._serve, name="speccompile-scheduler", daemon=True)
@@ -124,10 +120,7 @@ class Service:
         self._thread.start()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Refuses new requests, lets open ones finish for a while, and cancels the rest.
-
-        Args:
-            drain_s: seconds that running and waiting requests have to finish; the rest is cancelled.
+        """Refuses new requests, and cancels those that `drain_s` seconds do not finish.
 
         Raises:
             RuntimeFault: the engine hangs.
@@ -148,16 +141,13 @@ class Service:
         self._commands.put(_Close(perf_counter()))
 
     def submit(self, request: Request, on_output: Callable[[StepOutput], None], *more: Request) -> RequestHandle:
-        """Submits a request. May be called on any thread.
+        """Submits a request, from any thread; returns the handle to cancel it with.
 
         Args:
             more: others that are accepted with it or not at all, and that wait as one: they have one place in the queue
                 and one turn at the slots, and their outputs are numbered after its own. The shortest time-out holds.
             on_output: called with each step output, on the scheduler's thread. It must not block. Where it raises, the
                 request is cancelled, without a report.
-
-        Returns:
-            The handle to cancel it with.
 
         Raises:
             RuntimeFault: the request is wrong; see `SpecEngine.generate`.
@@ -186,19 +176,11 @@ class Service:
         self._commands.put(_Cancel(handle))
 
     def stream(self, *requests: Request) -> OutputStream:
-        """Submits requests in the running event loop; returns an iterator over their step outputs: see `OutputStream`.
-
-        Raises:
-            RuntimeFault, Busy: as `submit`; then none of the requests is accepted.
-        """
+        """Submits requests in the running event loop; returns an `OutputStream`. Raises as `submit`, for all."""
         return OutputStream(self, requests)
 
     async def generate(self, request: Request) -> list[Generation]:
-        """Returns all outputs of a request, in their order. Cancelling the task cancels the request.
-
-        Raises:
-            RuntimeFault, Busy: as `submit`.
-        """
+        """Returns all outputs of a request, in their order; cancelling the task cancels it. Raises as `submit`."""
         async with self.stream(request) as stream:
             return await stream.generations()
 
@@ -236,8 +218,7 @@ class Service:
     def watch(self, on_fault: Callable[[], None]) -> None:
         """Registers a function to call when a bug or a lost device ends the service, which is not started again.
 
-        Args:
-            on_fault: called once, on the scheduler's thread, or at once where the service has ended; it must not raise.
+        It is called once, on the scheduler's thread, or at once where the service has ended. It must not raise.
         """
         with self._lock:
             self._on_fault = on_fault
@@ -319,12 +300,7 @@ def make_scheduler(
 
 
 def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
-    """Makes the sequences of a new request handle.
-
-    Raises:
-        RuntimeFault: the prompt is empty, too long or not of the vocabulary; its images cannot be read; or stop
-            strings without a tokenizer.
-    """
+    """Makes the sequences of a new request handle. Raises RuntimeFault: see `SpecEngine.generate`."""
     for request in handle.requests:
         images = engine.read_images(request.images)
         prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assigns slots to sequences, and keeps the caches of ended ones for prompts with the same prefix.
-
-Slots 0 .. active - 1 decode, one after them reads its prompt, and others keep caches of ended sequences or are free.
-"""
+"""Assigns slots to sequences, and keeps the caches of ended ones for prompts with the same prefix."""
 
 from __future__ import annotations
 
@@ -33,14 +30,13 @@ def best_match(
     held: Iterable[tuple[int, Sequence[int]]],
     reusable: Callable[[int, int], int] = lambda slot, num: num,
 ) -> tuple[int, int]:
-    """Returns the slot that shares the longest prefix with a prompt.
+    """Returns the slot that shares the longest prefix with a prompt, and its length; (-1, 0): none of `MIN_SHARED`.
+
+    The prompt's last two tokens are never shared: the root is not in a cache, and the state of the token before it must
+    be computed.
 
     Args:
         reusable: of a slot and a number of its first tokens: how many of them a sequence can go on from.
-
-    Returns:
-        The slot index and the number of tokens; (-1, 0) where none shares at least `MIN_SHARED`. The prompt's last two
-        tokens are never shared: the root is not in a cache, and the state of the token before it must be computed.
     """
     best, most, start = -1, MIN_SHARED - 1, prompt[:MIN_SHARED]
     for slot, tokens in held:
@@ -90,8 +86,8 @@ class Kept:
 class SlotAllocator:
     """Assigns the slots of an engine to sequences, and moves caches between slots.
 
-    Steps run over a contiguous range of slots, so a sequence that ends swaps slots with the last one that decodes, and
-    a prompt is read in the slot where its sequence will decode: the first one after these.
+    Slots 0 .. active - 1 decode, the next one reads its prompt, others keep caches or are free. Steps run over a
+    contiguous range, so a sequence that ends swaps slots with the last one that decodes.
 
     Args:
         keeps: keep the caches of sequences that leave, and reuse those with the same prefix as a new prompt.
@@ -111,11 +107,7 @@ class SlotAllocator:
         return self.reading is None and len(self.active) < self.max_slots
 
     def open(self, sequence: TokenSequence) -> int:
-        """Gives a slot to a sequence whose prompt is to be read.
-
-        Returns:
-            How many tokens of the prompt the slot's caches have already.
-        """
+        """Gives a slot to a sequence with a prompt to read; returns how many of its tokens the caches have."""
         front, prompt = len(self.active), sequence.keys
         rows = self.verifier.cache
         source, num = (-1, 0)
@@ -257,14 +249,10 @@ COPIES = 4  # shrinking a view and growing it again reads and writes it twice
 
 
 class ViewKeeper:
-    """Shrinks views where that saves time.
+    """Shrinks views where that saves time; `max_rows` are the cache rows that a sequence may use.
 
-    The cost of rows that a view has too many is summed over the steps. Once it reaches the cost of shrinking the view,
-    and of reading again the kept caches that are too long for it, the view is shrunk and these caches are dropped. So
-    at most twice the least possible time is lost.
-
-    Args:
-        max_rows: cache rows that a sequence may use.
+    Views shrink once the summed cost of excess rows reaches the cost of shrinking and of reading again the kept caches
+    that are too long. So at most twice the least possible time is lost.
     """
 
     def __init__(self, engines: Sequence[TimedEngine], allocator: SlotAllocator, max_rows: int) -> None:

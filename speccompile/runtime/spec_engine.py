@@ -125,7 +125,7 @@ class SpecEngine:
         speculative: bool = True,
         batch_size: int | None = None,
     ) -> list[Generation]:
-        """Decodes prompts to their ends.
+        """Decodes prompts to their ends; returns one generation per prompt, in their order.
 
         Args:
             prompts: one or more texts, or lists of token ids.
@@ -135,9 +135,6 @@ class SpecEngine:
                 each stands; token ids have all tokens of each.
             speculative: False decodes with the target alone.
             batch_size: sequences decoded at once; None: as many as the bundle was built for.
-
-        Returns:
-            One generation per prompt, in their order.
 
         Raises:
             RuntimeFault: a prompt is empty, too long, not of the vocabulary, or neither a text nor token ids; the
@@ -177,8 +174,7 @@ class SpecEngine:
     ) -> Stream:
         """Decodes one prompt step by step; `wants_trace` adds its tree to each.
 
-        Returns:
-            An iterator of steps whose `text` can be shown: never half a character, no part of a stop string.
+        The `text` of a step can be shown: never half a character, no part of a stop string.
 
         Raises:
             RuntimeFault: as `generate`; or another run was started since the last step was read.
@@ -199,16 +195,13 @@ class SpecEngine:
         speculative: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> Generation:
-        """Decodes the assistant's answer to a conversation.
+        """Decodes the assistant's answer to a conversation. Raises as `generate` and `chat_prompt`.
 
         Args:
             messages: with `role` and `content`, the last one the user's.
             sampling: None: the bundle's defaults.
             speculative: False decodes with the target alone.
             variables: more variables for the model's chat template.
-
-        Raises:
-            RuntimeFault, BundleError: as `generate`, or see `chat_prompt`.
         """
         [answer] = self.generate([self.chat_prompt(messages, variables)], sampling, speculative=speculative)
         return answer
@@ -243,11 +236,7 @@ class SpecEngine:
                     yield step.output_index, self._generation(sequences[step.output_index], step)
 
     def read_images(self, images: Sequence[ImageData]) -> list[Image]:
-        """Returns images as the vision tower reads them.
-
-        Raises:
-            RuntimeFault: the bundle has no vision tower, or one cannot be read.
-        """
+        """Returns images as the vision tower reads them. Raises RuntimeFault: there is none, or one cannot be read."""
         if not len(images):
             return []
         if self.images is None:
@@ -260,7 +249,7 @@ class SpecEngine:
         return text if self.images is None or not num_images else self.images.expand(where, text, num_images)
 
     def encode(self, text: str, num_images: int = 0, where: str = "prompt") -> list[int]:
-        """Returns the token ids of a text, with the special tokens that the tokenizer adds, and those of its images.
+        """Returns the token ids of a text, with special tokens that the tokenizer adds, and those of its images.
 
         Raises:
             RuntimeFault: the bundle has no tokenizer, or fails on the text, or that is no Unicode; `where` names it.
@@ -365,11 +354,7 @@ class SpecEngine:
         self.check_vocabulary(where, tokens)
 
     def check_vocabulary(self, where: str, tokens: Sequence[int]) -> None:
-        """Refuses token ids that are not of the target's vocabulary.
-
-        Raises:
-            RuntimeFault: the first of them is named.
-        """
+        """Refuses token ids that are not of the target's vocabulary. Raises RuntimeFault, which names the first."""
         vocab = self.verifier.engine.spec.vocab_size
         if not tokens:
             return

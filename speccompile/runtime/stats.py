@@ -86,8 +86,8 @@ class TimedEngine:
 class DraftEngine(TimedEngine):
     """A draft's engine whose confidences are always finite.
 
-    Where a draft gives NaN for a sequence, its confidences are 0 instead, so that estimates stay finite, and its cache
-    rows of that slot are zeroed: they would spoil the drafts of later sequences in the slot. Texts do not depend on it.
+    Where it gives NaN for a sequence, its confidences are 0 and its cache rows of that slot are zeroed, as they would
+    spoil later drafts. Texts do not depend on it.
     """
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
@@ -179,11 +179,7 @@ class SequenceStats:
         }
 
     def json_of_request(self, num_prompt: int, submitted_s: float, now_s: float) -> dict[str, Any]:
-        """Returns `json_from_stats` and what its request adds; times that do not exist are None.
-
-        Args:
-            now_s: time of its last step output, or of this question.
-        """
+        """Returns `json_from_stats` and what its request adds; times that do not exist are None."""
         first_s, start_s = self.first_s, now_s if self.start_s is None else self.start_s
         num_later = 0 if first_s is None else self.num_tokens - self.num_in_first
         return {
@@ -197,11 +193,7 @@ class SequenceStats:
 
 
 class Histogram:
-    """Counts values by upper bound.
-
-    Args:
-        bounds: upper bounds, ascending; values above the last have a count of their own.
-    """
+    """Counts values by ascending upper bounds; values above the last have a count of their own."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)

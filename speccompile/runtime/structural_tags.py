@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structural tags as grammars of llguidance: free text with tags in it, in the older form and in the newer.
 
-llguidance knows the older form alone, and takes every trigger like <...> for a special token. So the older form is
-converted to `triggered_tags` of the newer one.
-
-The newer form, `{"type": "structural_tag", "format": {...}}`, has the format types of xgrammar's public API. A part
-without a JSON schema or a special token is a regular language. It becomes one terminal, which accepts exactly the texts
-of the format, however its parts overlap. At the border of a JSON value or a special token each side is matched as far
-as it goes. Free text before a tag's end, or before a trigger, ends where that text occurs for the first time.
+The older form becomes `triggered_tags` of the newer one, `{"type": "structural_tag", "format": {...}}`, which has
+xgrammar's format types. A part without a JSON schema or a special token is one terminal, which accepts exactly the
+texts of the format. At the border of a JSON value or a special token each side is matched as far as it goes. Free text
+ends where a tag's end, or a trigger, first occurs.
 """
 
 from __future__ import annotations

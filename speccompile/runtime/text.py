@@ -23,9 +23,9 @@ class Tokenizer(Protocol):
 class TextStream:
     """Turns tokens into parts of text: what they add to the text of the prompt, however they are cut into parts.
 
-    Only a window is decoded each time: tokens whose text is known, and those that have none yet. It tells decoders that
-    treat the beginning of a text in another way (SentencePiece's drop its first space) that this is none. Bytes that
-    are no whole character are held back while they may become one; what they can no longer become is U+FFFD.
+    Only a window is decoded: tokens whose text is known, and those that have none yet. It shows decoders that treat the
+    beginning of a text in another way (SentencePiece's drop its first space) that this is none. Bytes that are no whole
+    character wait while they may become one; then they are U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skips_special: bool = True, prompt: Sequence[int] = ()) -> None:
@@ -169,11 +169,7 @@ def text_of_tokens(tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence
 
 
 class StopStrings:
-    """Finds the first stop string in a text that arrives in parts, looking once at each letter for each string.
-
-    Args:
-        stops: non-empty strings; there may be none.
-    """
+    """Finds the first of some non-empty stop strings in a text that arrives in parts, looking once at each letter."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -249,11 +245,7 @@ class TextSink:
         return self._stops.found
 
     def push(self, tokens: Sequence[int]) -> tuple[str, int, bool]:
-        """Adds tokens.
-
-        Returns:
-            The text to show, how many of the tokens were used, and whether a stop string ends the text there.
-        """
+        """Adds tokens; returns the text to show, how many tokens were used, and whether a stop string ends the text."""
         if not self._one_by_one:
             part = self._stream.push([token for token in tokens if token not in self._hidden])
             self.text += part

@@ -38,13 +38,10 @@ END_ROWS = 2  # rows of a prompt's end that stay pending: the same prompt again,
 
 
 class Verifier:
-    """Scores trees and commits paths.
+    """Scores trees and commits paths; a sequence may use `max_seq_len` of the engine's cache rows.
 
-    A target with recurrent states is told which nodes of a step stay whatever is decided (`sure_nodes`): those of a
-    prompt, and the one node of a plain step. With drafts none is sure, so that the step can be run once more.
-
-    Args:
-        max_seq_len: cache rows a sequence may use; the engine has more, for padded nodes.
+    A target with recurrent states gets the number of nodes that stay whatever is decided (`sure_nodes`): those of a
+    prompt, and the one node of a plain step. With drafts it is 0, so that the step can be run once more.
     """
 
     def __init__(self, engine: Engine, max_seq_len: int, chunk: int = 128) -> None:
@@ -59,14 +56,11 @@ class Verifier:
         self._lengths_of: dict[int, Ints] = {}  # by batch size: a view of `lengths`, made once
 
     def may_draft(self, where: str, params: SamplingParams) -> bool:
-        """Returns whether drafts may be scored for a request.
-
-        A sequence whose verdicts are computed on the host must not draft with a target that compacts its caches by the
-        graph's own verdict.
+        """Returns whether drafts may be scored for a request, whose verdicts may be computed on the host.
 
         Raises:
-            RuntimeFault: the request needs logits and the target does not give any, or it has a bias for a token that
-                is not in the vocabulary.
+            RuntimeFault: it needs logits that the target does not give, or has a bias for a token out of the
+                vocabulary.
         """
         if not params.needs_logits and params.logprobs is None and params.prompt_logprobs is None:
             return True
@@ -84,11 +78,7 @@ class Verifier:
     def prefill(
         self, slot: int, tokens: Sequence[int], images: PromptImages | None = None
     ) -> Iterator[tuple[Ints, int, Outputs]]:
-        """Reads all prompt tokens but the last, chunk by chunk.
-
-        Yields:
-            The tokens of the chunk [1, nodes], where they start, and the target's outputs.
-        """
+        """Reads all prompt tokens but the last; yields each chunk's tokens [1, nodes], its start, and the outputs."""
         self.lengths[slot] = 0
         while (start := int(self.lengths[slot])) < len(tokens) - 1:
             nodes, outputs, _ = self.read(slot, tokens, images=images)
@@ -104,21 +94,21 @@ class Verifier:
     ) -> tuple[Ints, Outputs, Verdict | None]:
         """Reads the next chunk of a prompt, which is not read whole but for its last token.
 
-        With `alone` the last chunk holds the prompt's last token as well, so that reading gives the first new token: it
-        is the one, in bits, that a plain step would give. So it is not where the prompt's last token is all that is
-        left, where a chunk has one token, where recurrent states could not go back to where the same prompt begins, and
-        where the logits of all of the prompt are asked for: then the chunk's every node is scored.
+        With `alone` the last chunk includes the prompt's last token, so that reading gives the first new token, bit for
+        bit that of a plain step. Not so where that token alone is left, where a chunk has one token, where recurrent
+        states could not return to where the same prompt begins, and where all logits of the prompt are requested: then
+        every node of the chunk is scored.
 
         Args:
             slot: slot index of the sequence; its cache holds the first `lengths[slot]` tokens.
             most: most tokens to read, the prompt's last not counted; None: no bound but `chunk`. An image is read
-                whole, whatever its tokens.
+                whole.
             images: of the prompt; None: it has none.
             alone: the sequence, as a batch of its own; None: the last token is left to a step.
 
         Returns:
-            The tokens of the chunk [1, nodes], the target's outputs, and the verdict on the prompt's last token where
-            it was read.
+            The tokens of the chunk [1, nodes], the target's outputs, and the verdict on the prompt's last token or
+            None.
         """
         row = self.lengths[slot : slot + 1]
         start = int(row[0])
@@ -205,14 +195,11 @@ class Verifier:
         return verify_on_host(verdict, tree, batch.sequences, batch.processed, logits, feeds.get(UNIFORMS), draft_probs)
 
     def score_finite(self, tree: TokenTree, batch: SequenceBatch) -> tuple[TokenTree, Verdict]:
-        """Scores a tree, and once more without the drafts of slots whose logits were not finite.
+        """Scores a tree, and once more without the drafts of slots whose logits were not finite; returns the last.
 
-        A draft token whose row is NaN spoils all rows of its slot, as masked rows enter attention as 0 x NaN = NaN. So
-        only the logits of the root decide whether a sequence ends with an error, not those of drafts. The drafts of a
-        slot with one that is no token of the vocabulary are not scored at all.
-
-        Returns:
-            The tree that was scored last, and its verdict, which is spoilt where a root's logits are not finite.
+        A row of NaN spoils all rows of its slot, as masked rows enter attention as 0 x NaN = NaN. So only the root's
+        logits decide whether a sequence ends with an error (its verdict is spoilt). Drafts that are no tokens of the
+        vocabulary are not scored at all.
         """
         if tree.nodes > 1 and (wrong := self._without_tokens(tree)):
             tree = tree.without_drafts(wrong)
