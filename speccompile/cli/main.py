@@ -18,6 +18,7 @@ from speccompile.cli import (
     doctor,
     generate,
     inspect,
+    plan,
     profile,
     replay,
     schema,
@@ -66,7 +67,7 @@ def _options(
 
 
 _COMMANDS = (
-    *(build, verify, generate, chat, serve, replay, triton, bench, profile),
+    *(build, verify, generate, chat, serve, replay, triton, bench, profile, plan),
     *(train, inspect, doctor, convert, cache, schema),
 )
 for _command in _COMMANDS:

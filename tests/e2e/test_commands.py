@@ -9,12 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 import speccompile
+from speccompile.benchmark.measure import Settings
 from speccompile.benchmark.reference import find_reference
+from speccompile.benchmark.samples import Sample
 from speccompile.bundle.bundle import read_bundle
 from speccompile.certificate.checkpoint import open_reference
 from speccompile.cli.main import app
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import SpecCompileError
+from speccompile.planner.candidates import Candidate
+from speccompile.planner.trial import build_candidates, try_candidates
 
 
 def run(*arguments):
@@ -178,3 +182,18 @@ def test_a_dry_run_predicts_the_sizes_of_the_graphs(request, quantization):
             assert graph["least_file_bytes"] < built < graph["file_bytes"] < 3 * built, (name, built)
     for total, part in (("bundle_bytes", "file_bytes"), ("least_bundle_bytes", "least_file_bytes")):
         assert found["total"][total] == sum(graph[part] for graph in found["graphs"].values())
+
+
+def test_methods_are_tried_on_a_real_bundle_and_their_texts_are_plain_decodings(pair):
+    section = read_bundle(pair).recipe.speculator
+    candidates = [Candidate(name, {"method": name}) for name in ("none", "ngram")] + [Candidate("drafted", section)]
+    built = build_candidates(candidates, lambda one: pair, lambda name, fault: pytest.fail(str(fault)))
+    samples = [Sample([0, 40, 50, 60], "a"), Sample([0, 70, 71, 72, 73], "b")]
+    report = try_candidates(
+        built, samples, Settings(max_new_tokens=12, repeats=2, threads=1), lambda name, fault: pytest.fail(str(fault))
+    )
+    assert {row["name"] for row in report["rows"]} == {"none", "ngram", "drafted"} and "plain" in report["reason"]
+    for row in report["rows"]:
+        assert row["num_different"] == 0 and row["tokens_per_s"] > 0 and row["memory_bytes"] > row["bundle_bytes"] > 0
+        assert set(row["by_category"]) == {"a", "b"}
+        assert row["step_ms"] * row["tokens_per_s"] / 1e3 == pytest.approx(row["tokens_per_step"])

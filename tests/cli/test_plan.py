@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speccompile plan --try over the fakes of the pipeline and processes that only say how long they took."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from speccompile.errors import RuntimeFault
+from speccompile.planner import trial
+from tests.pipeline import fakes
+
+DRAFTED = {"ngram": (1.5, 1.6), "suffix": (2.0, 1.25), "small": (3.0, 1.5)}
+BROKEN = "suffix+small"
+PLAIN_MS = 10.0
+
+
+class FakeProcess:
+    """A worker of which a step with drafts brings `DRAFTED[name][0]` tokens in `DRAFTED[name][1]` plain steps."""
+
+    def __init__(self, job):
+        self.name, self.modes = job["prefix"].strip(), [job["prefix"] + mode for mode in job["modes"]]
+        self.text = job["prompts"][0][:1] * 12
+
+    def run(self, mode, prompt):
+        length, cost = DRAFTED[self.name] if mode.endswith("speculative") else (1.0, 1.0)
+        steps = 12 / length
+        return {"tokens": self.text, "total_s": steps * cost * PLAIN_MS / 1e3, "prefill_s": 0.0, "num_steps": steps,
+                "first_token_s": 0.0, "num_accepted": 12 - steps, "outside_s": 0.0, "peak_rss_bytes": 5 << 20,
+                "wait_share": 0.0}  # fmt: skip
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Starts no process; returns the jobs. `BROKEN` cannot be loaded."""
+    jobs = []
+
+    @contextlib.contextmanager
+    def open_workers(batch, leave_out):
+        jobs.extend(batch)
+        for job in batch:
+            if job["prefix"].strip() == BROKEN:
+                leave_out(job, RuntimeFault("graph", "no room", "room", "Make some."))
+        yield [FakeProcess(job) for job in batch if job["prefix"].strip() != BROKEN]
+
+    monkeypatch.setattr(trial, "open_workers", open_workers)
+    return jobs
+
+
+@pytest.fixture
+def models(tmp_path):
+    return fakes.make_checkpoint(tmp_path / "big"), fakes.make_checkpoint(tmp_path / "small", hidden=4, layers=1)
+
+
+def prompts_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": [3, 4], "category": "code"}\n{"prompt": [5, 6], "category": "chat"}\n')
+    return file
+
+
+def test_the_fastest_is_named_with_its_reason_and_its_recipe_builds(run, models, processes, tmp_path):
+    target, small = models
+    flags = ("--try", "--prompts", prompts_file(tmp_path), "--speculator", small, "--max-new-tokens", 12)
+    names = f"ngram,suffix,small,{BROKEN}"
+    code, out, err = run("plan", target, *flags, "--methods", names, "--out", "best.yaml")
+    assert code == 0, err
+    table = [line.split()[0] for line in out.splitlines()[2:6]]
+    assert table == ["small", "suffix", "none", "ngram"]  # by tokens/s
+    assert "small brings 3.00 tokens a step in the time of 1.50 plain steps: x2.00 of plain decoding." in out
+    assert "The next, suffix, has x1.60." in out
+    assert f"left out: {BROKEN}: graph: got no room" in out
+    assert {job["bundle"] for job in processes if job["prefix"] in ("none ", "ngram ", "suffix ")} == {
+        processes[0]["bundle"]
+    }
+    assert [job["modes"] for job in processes[:2]] == [["plain"], ["plain", "speculative"]]
+    recipe = yaml.safe_load(Path("best.yaml").read_text())
+    assert recipe["speculator"]["method"] == "draft_model" and recipe["speculator"]["model"] == str(small)
+    assert "x2.00 of plain" in Path("best.yaml").read_text().splitlines()[0]
+    assert run("build", "best.yaml", "-o", "made")[0] == 0
+
+
+def test_rows_have_quotients_in_one_process_times_the_plain_speed_of_all(run, models, processes, tmp_path):
+    target, small = models
+    flags = ("--try", "--prompts", prompts_file(tmp_path), "--speculator", small, "--methods", "small,suffix")
+    code, out, err = run("plan", target, *flags, "--repeats", 2, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == ["small", "suffix", "none"]
+    assert rows["small"]["tokens_per_s"] == pytest.approx(200.0)
+    assert rows["small"]["step_ms"] == pytest.approx(15.0) and rows["none"]["step_ms"] == pytest.approx(10.0)
+    assert rows["suffix"]["by_category"] == {"code": pytest.approx(1.6), "chat": pytest.approx(1.6)}
+    assert rows["suffix"]["of_plain_spread"] == pytest.approx(0.0) and rows["suffix"]["num_different"] == 0
+    assert report["left_out"] == {} and report["took_turns"]
+
+
+def test_a_recipe_is_a_candidate_itself_and_plain_decoding_may_win(run, recipe, processes, tmp_path, monkeypatch):
+    monkeypatch.setitem(DRAFTED, "recipe", (2.0, 2.5))
+    flags = ("--try", "--prompts", prompts_file(tmp_path), "--methods", "recipe", "--out", "best.yaml")
+    code, out, err = run("plan", recipe, *flags)
+    assert code == 0, err
+    assert "Plain decoding: no drafter is faster here. The best, recipe brings 2.00 tokens a step" in out
+    assert yaml.safe_load(Path("best.yaml").read_text())["speculator"] == {"method": "none"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--try", "--methods", "eagle9"), 2, "some of none, self_draft, ngram, suffix, suffix+self_draft"),
+        (("--try", "--methods", "none"), 2, "a method to compare it with"),
+        (("--try", "--spec-method", "ngram"), 2, "give drafters as --speculator"),
+        ((), 2, "give --try"),
+        (("--try", "--out", "no/best.yaml"), 6, "no folder"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_built(run, models, flags, code, words):
+    got, _, err = run("plan", models[0], *flags)
+    assert got == code and words in err and "candidate" not in err
+
+
+def test_noise_is_called_noise():
+    row = {"tokens_per_step": 2.0, "step_ms": 1.5, "of_plain": 1.3, "of_plain_spread": 0.4}
+    rows = [{"name": "a", **row}, {"name": "b", **row, "of_plain": 1.2}, {"name": "none", "step_ms": 1.0}]
+    assert trial.reason_from_rows(rows) == (
+        "a brings 2.00 tokens a step in the time of 1.50 plain steps: x1.30 of plain decoding, which is within the "
+        "noise (more --repeats or prompts would tell). The next, b, has x1.20, no difference within the noise."
+    )
+    with pytest.raises(RuntimeFault, match="one beside plain decoding"):
+        trial.reason_from_rows(rows[2:])
