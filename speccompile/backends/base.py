@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a backend with its defaults, and the checks that all engines share.
-
-docs/how_to/add_backend.md lists it; tests/meta compares the two.
-"""
+"""The contract of a backend with its defaults (docs/how_to/add_backend.md), and the checks that all engines share."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A neutral graph to compile.
-
-    Args:
-        progress: called with the names of passes and stages, and with "PHASE STEP/STEPS".
-    """
+    """A neutral graph to compile."""
 
     model: Any  # an `onnx_ir.Model`; left unchanged, except with `options.consumes_model`
     spec: GraphSpec  # inputs and outputs of the neutral graph, tail included
@@ -42,7 +35,7 @@ class CompileJob:
     quantization: str = "none"
     form: str | None = None  # a kernel form of that quantisation; None: the backend chooses
     options: CompileOptions | None = None  # dtype, sizes and the recipe's fields; None: the backend's defaults
-    progress: Callable[[str], None] | None = None
+    progress: Callable[[str], None] | None = None  # called with names of passes and stages, and "PHASE STEP/STEPS"
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,7 @@ class Backend(ABC):
         dtypes: of activations and caches; the first one is what `auto` means, unless `choose_dtype` decides.
         draft_quantizations: of a draft whose section says `auto`, by the target's quantization; none where not listed.
         graph_file: the file of a compiled graph that `load` opens; graphs may share weights where it is ONNX.
-        graph_sources: modules of the package, as "backends/writing", that can change a compiled graph: part of the
-            cache's key. No engines.
+        graph_sources: modules, as "backends/writing", that can change a compiled graph: part of the cache's key.
         slides_caches: whether its engines have `slide_slot`, so that the caches of windows need no rows before these.
         runs_code_on_load: whether opening a compiled graph may run code in it, so that digests are always compared.
         device_variants: import strings "module:Class" of the backends that work on other devices, by device.
@@ -99,11 +91,7 @@ class Backend(ABC):
     device_variants: Mapping[str, str] = MappingProxyType({})
 
     def choose_dtype(self, stored: str | None, model_type: str, options: Any) -> str:
-        """Returns the dtype that `auto` means for a checkpoint; the first of `dtypes` by default.
-
-        Args:
-            stored: the dtype that its config names.
-        """
+        """Returns the dtype that `auto` means for a checkpoint whose config names `stored`; the first of `dtypes`."""
         del stored, model_type, options
         return self.dtypes[0]
 
@@ -112,18 +100,11 @@ class Backend(ABC):
         return True
 
     def prepare(self, *, wait: bool = True) -> None:
-        """Makes what a machine needs once to build with it, as kernels for its CPU; by default nothing.
-
-        Args:
-            wait: False: it is begun; the next call waits for it.
-        """
+        """Makes what a machine needs once to build with it, as kernels for its CPU; without `wait` only begins."""
         del wait
 
     def check(self, spec: GraphSpec, options: CompileOptions, quantization: str) -> None:
-        """Refuses what cannot be compiled, before anything is exported; by default nothing.
-
-        Args:
-            spec: inputs and outputs of the neutral graph, tail included.
+        """Refuses what cannot be compiled, before anything is exported; `spec` is of the neutral graph, tail included.
 
         Raises:
             BuildError: a library is missing, or sizes or fields do not fit the graph.
@@ -131,10 +112,7 @@ class Backend(ABC):
         del spec, options, quantization
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """Returns what a compiled graph depends on besides its sources, JSON-ready; by default nothing.
-
-        Versions, the machine, the options that are read: part of the cache's key.
-        """
+        """Returns what a compiled graph depends on besides its sources (versions, the machine, options), JSON-ready."""
         del options
         return {}
 
@@ -165,8 +143,7 @@ class Backend(ABC):
         """Measures a compiled graph; by default nothing.
 
         Returns:
-            The record for the manifest and `load`: `threads`, `step_ms` {"nodes": milliseconds};
-            empty where nothing is measured.
+            The record for the manifest and `load`: `threads`, `step_ms` {"nodes": milliseconds}; or empty.
         """
         del job
         return {}
@@ -179,8 +156,7 @@ class Backend(ABC):
     def load(self, job: LoadJob) -> Engine:
         """Opens a compiled graph and allocates its caches.
 
-        Raises:
-            BundleError: the file does not fit the spec, this machine or the library.
+        Raises BundleError: the file does not fit the spec or machine.
         """
 
 
@@ -218,11 +194,10 @@ class EngineBase(ABC, Generic[RollbackT]):
         return 0
 
     def check_step(self, feeds: Mapping[str, Any], first_slot: int) -> tuple[dict[str, int], int]:
-        """Compares a step with the capacity of the caches.
+        """Compares a step with the capacity of the caches; `first_slot` is the slot of batch row 0.
 
         Args:
             feeds: inputs by name, `lengths` [batch] among them where the graph writes caches.
-            first_slot: the slot of batch row 0.
 
         Returns:
             Sizes of the dynamic dims by name, and the cache rows that are in use after the step; 0 without caches.
@@ -272,11 +247,6 @@ class EngineBase(ABC, Generic[RollbackT]):
         return None
 
     def compact(self, lengths: np.ndarray, path: np.ndarray) -> None:
-        """See `speccompile.core.protocols.Engine.compact`.
-
-        Raises:
-            RuntimeFault: the engine was loaded without a rollback graph.
-        """
         if self.rollback is None and self.spec.caches:
             raise RuntimeFault(
                 f"engine {self.spec.name}",

@@ -41,15 +41,11 @@ class Distance:
 
 
 def compare(wanted: NDArray[np.floating], got: NDArray[np.floating], following: NDArray[np.integer]) -> Floats:
-    """Compares two tables of logits of one text.
-
-    Args:
-        wanted: [positions, vocab], of float32.
-        following: [positions] the text's token after each.
+    """Compares two tables of logits [positions, vocab] of one text with the tokens that follow [positions].
 
     Returns:
-        [positions, 3]: KL divergence, whether the most likely token is the same, and what the other model adds to the
-        negative log likelihood of the following token.
+        [positions, 3]: KL divergence from `wanted`, of float32, whether the most likely token is the same, and the
+        difference of the negative log likelihood of the following token.
     """
     rows = np.empty((len(wanted), 3))
     for at in range(0, len(wanted), _ROWS):
@@ -65,8 +61,7 @@ def compare(wanted: NDArray[np.floating], got: NDArray[np.floating], following: 
 def distance_from_rows(texts: Sequence[Floats]) -> Distance:
     """Returns the distance over the rows of `compare` of each text.
 
-    The error of the perplexity takes the positions of a text as dependent: it is that of the texts' sums, where there
-    are several.
+    Positions of a text are dependent, so the error of the perplexity is that of the texts' sums, if several.
     """
     rows = np.concatenate(texts)
     kl, top1, added = rows.mean(axis=0)

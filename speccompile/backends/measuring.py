@@ -33,17 +33,13 @@ def measure_steps(
     max_nodes: int = sys.maxsize,
     node_counts: Collection[int] = NODE_COUNTS,
 ) -> dict[str, float]:
-    """Time steps of an engine of `measured_sizes`.
+    """Returns {nodes: milliseconds at batch 1} of an engine of `measured_sizes`; without caches, slots are counted.
 
     Args:
-        others_bytes: weights of the graphs that run between two of its steps. As many bytes are read before each
-            measured step: heads of 25 MB whose weights stayed in a CPU's cache were seen 1.6 times faster than in the
-            loop, where the target's weights had evicted them.
+        others_bytes: weights of the graphs that run between two of its steps, read before each measured step: heads of
+            25 MB whose weights stayed in a CPU's cache were 1.6 times faster than in the loop.
         max_nodes: most nodes of a step that the engine takes; heads read the states of no more.
         node_counts: those of `NODE_COUNTS` to measure; 1 is one of them.
-
-    Returns:
-        {nodes: milliseconds at batch 1}; for a graph without caches, slots are counted instead of nodes.
     """
     feeds = {n: step for n, step in _feeds_by_nodes(engine, max_nodes).items() if n in node_counts}
     times: dict[int, list[float]] = {n: [] for n in feeds}
@@ -64,14 +60,7 @@ def measure_steps(
 
 
 def typical_step_ms(engine: Engine, others_bytes: int = 0, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Times steps of one node for 50 ms, at least 6 of them.
-
-    Args:
-        clock: seconds.
-
-    Returns:
-        The median in milliseconds; the first step, which allocates, does not count.
-    """
+    """Returns the median milliseconds of one-node steps over 50 ms, at least 6, without the first, which allocates."""
     feeds = _feeds_by_nodes(engine, sys.maxsize)[1]
     engine.run(feeds)
     others, seconds = _others(others_bytes), list[float]()

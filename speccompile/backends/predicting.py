@@ -21,7 +21,7 @@ _EXPORT_FACTOR, _LIBRARY_BYTES = 2.3, 700 * 2**20
 def predict_float32(
     counts: WeightCounts, quantization: str, *, packs_experts: bool = True, ties: bool = False
 ) -> BuildSizes:
-    """Predict a graph for ONNX Runtime or the reference evaluator.
+    """Predicts a graph for ONNX Runtime or the reference evaluator.
 
     Args:
         quantization: none, bf16, int8, int4, stored or auto.

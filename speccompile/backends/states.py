@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states of an engine's slots: what each holds, and copies to begin again from.
 
-A state holds the first `lengths[slot]` tokens of its sequence. The rows of the last step that were not sure to stay are
-pending: the next step of the slot applies those that were accepted, which its own `lengths` say. So a sequence can go
-on at any length from `lengths[slot]` to `lengths[slot] + num_pending[slot]`, and at none before: a state cannot be cut.
-
-The pending rows are those of the step's nodes in their order. Of a tree `compact` moves those of the accepted path to
-the front.
+A state holds the first `lengths[slot]` tokens of its sequence. Rows of the last step that may be refused are pending:
+the next step applies those that its own `lengths` accept. So a sequence can go on at any length from `lengths[slot]` to
+`lengths[slot] + num_pending[slot]`, and at none before: a state cannot be cut. Pending rows are in the order of nodes;
+of a tree `compact` moves those of the accepted path to the front.
 """
 
 from __future__ import annotations
@@ -49,10 +47,8 @@ class StateStep(NamedTuple):
 class SlotStates(ABC, Generic[KeptT]):
     """What the recurrent states of all slots of an engine hold, and a snapshot for each; the subclass has the memory.
 
-    Attributes:
-        lengths: [max_slots] int64: tokens that the states of each slot hold.
-        num_pending: [max_slots] int64: rows of its last step that are pending.
-        snapshots: by slot; one may stand for several slots, as it is never written again.
+    `lengths` [max_slots] int64 are the tokens that states hold, `num_pending` [max_slots] int64 the pending rows. A
+    snapshot may stand for several slots, as it is never written again.
     """
 
     scores_trees: bool = False  # whether steps may be trees
@@ -105,8 +101,7 @@ class SlotStates(ABC, Generic[KeptT]):
             first_slot: the slot of batch row 0.
 
         Raises:
-            RuntimeFault: the states of a slot do not hold its first `lengths` tokens, or more nodes are not sure than
-                may be pending.
+            RuntimeFault: a slot's states do not hold its first `lengths` tokens, or too many nodes would be pending.
         """
         lengths: Ints = np.asarray(feeds[LENGTHS])
         batch, nodes = feeds[TOKENS].shape
@@ -146,23 +141,14 @@ class SlotStates(ABC, Generic[KeptT]):
         raise RuntimeFault(self.where, "a tree to roll back", "chains: its states do not move rows", _CHAIN)
 
     def reusable(self, slot: int, rows: int) -> int:
-        """Returns how many of the first `rows` tokens of a slot a sequence can go on from.
-
-        That is by its states where they still hold no more, otherwise by its snapshot; 0: by neither.
-        """
+        """Returns how many of a slot's first `rows` tokens a sequence can reuse, by the states or the snapshot."""
         held = [(int(self.lengths[slot]), int(self.num_pending[slot]))]
         if (snapshot := self.snapshots[slot]) is not None:
             held.append((snapshot.length, snapshot.num_pending))
         return max((min(rows, length + num) for length, num in held if length <= rows), default=0)
 
     def resume(self, slot: int, rows: int) -> None:
-        """Makes the states of a slot ready for a step after its first `rows` tokens, from its snapshot if need be.
-
-        What they and the snapshot hold beyond these is void: other tokens will follow.
-
-        Args:
-            rows: 0, or a length that `reusable` returned.
-        """
+        """Makes a slot's states ready for a step after its first `rows` tokens, a length from `reusable`, or 0."""
         snapshot = self.snapshots[slot]
         if snapshot is not None:
             num_pending = min(snapshot.num_pending, rows - snapshot.length)

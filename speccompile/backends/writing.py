@@ -27,13 +27,9 @@ def lower_and_save(
     max_nodes: int = 17,
     finish: Sequence[Pass] = (),
 ) -> dict[str, Any]:
-    """Run `table` on a copy of `model` and write it to `path` with its external data.
+    """Runs `table` on a copy of `model` and writes it to `path` with its external data.
 
-    Args:
-        dialect: which function bodies are attached, see `attach_functions`.
-
-    Returns:
-        {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready.
+    Returns {"passes": [...], "op_histogram": {"before", "after"}}, JSON-ready. `dialect` is that of `attach_functions`.
     """
     work = model.clone()
     before = histogram_from_model(work)

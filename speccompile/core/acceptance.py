@@ -25,14 +25,14 @@ class Dists(Protocol):
 class Verdict:
     """What acceptance decided.
 
+    `accepted` and `following` are `num_accepted` and `next_token` as lists: a run of a graph evicts numpy's code from
+    the CPU's caches, after which a comparison or a reduction of an array takes some 40 us.
+
     Args:
         path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 after the end.
         num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
         next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path; -1 where a row of
             the slot's logits was not finite, and its verdict is void.
-
-    `accepted` and `following` are `num_accepted` and `next_token` as lists: a run of a graph evicts numpy's code from
-    the CPU's caches, after which a comparison or a reduction of an array takes some 40 us.
     """
 
     __slots__ = ("accepted", "following", "next_token", "num_accepted", "path")
@@ -50,12 +50,7 @@ class Verdict:
 
 
 def residual(target_probs: Floats, draft_probs: Floats) -> Floats:
-    """Returns normalise(max(target - draft, 0)), the probs after a refusal; the target's own when nothing is left.
-
-    Args:
-        target_probs: [vocab] float32.
-        draft_probs: [vocab] float32.
-    """
+    """Returns normalise(max(target - draft, 0)) [vocab], the probs after a refusal; the target's if nothing is left."""
     left = np.maximum(target_probs - draft_probs, 0)
     mass = left.sum(dtype=np.float64)
     return (left / mass).astype(target_probs.dtype) if mass > 0 else target_probs
@@ -95,8 +90,7 @@ def keep_block(
         uniforms: [batch, nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node.
 
     Returns:
-        [batch] int64, how many drafts are kept; [batch, vocab] float32, what the next token is drawn from, which need
-        not be normalised.
+        [batch] int64, how many drafts are kept; [batch, vocab] float32, unnormalised probs of the next token.
     """
     batch, nodes = tokens.shape
     each, index = np.arange(batch), np.arange(nodes)
@@ -123,7 +117,7 @@ def keep_block(
 def accept_slot(
     tokens: Ints, parents: Ints, target_probs: Dists, uniforms: Floats, draft_probs: Floats | None
 ) -> tuple[list[int], int]:
-    """Decides one tree.
+    """Decides one tree; returns the path and the next token.
 
     Args:
         tokens: [nodes] int64.
@@ -133,11 +127,8 @@ def accept_slot(
         uniforms: [nodes, 2] float32 in [0, 1): accept draw of the node, draw made at the node; those of the race at the
             node where drafts are deterministic, or there are none.
         draft_probs: [nodes, vocab] float32, the distribution each node was drawn from; None or [nodes, 1] when the
-            drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the
-            text does not depend on the drafts.
-
-    Returns:
-        The path and the next token.
+            drafts are deterministic. Then the token is drawn first and the child that has it is kept, so the text does
+            not depend on the drafts.
     """
     is_deterministic = draft_probs is None or draft_probs.shape[-1] == 1 or not has_drafts(parents[None])[0]
     if draft_probs is not None and not is_deterministic and not is_branched(parents[None], uniforms[None])[0]:

@@ -13,15 +13,10 @@ DimsT = TypeVar("DimsT")
 
 @dataclass(frozen=True)
 class RecurrentDims:
-    """Sizes of what a recurrent layer keeps of a sequence, however long it is.
-
-    Args:
-        num_value_heads: Hv, a multiple of Hk: heads of the values and of the state; 0: there is none, only the rows of
-            a convolution are kept.
-    """
+    """Sizes of what a recurrent layer keeps of a sequence, however long it is."""
 
     num_key_heads: int  # Hk, heads of the queries and keys; of Mamba 2 its groups
-    num_value_heads: int
+    num_value_heads: int  # Hv, a multiple of Hk, of values and the state; 0: only the rows of a convolution are kept
     key_dim: int  # dk, columns of a query or key head; of Mamba 2 the size of its state
     value_dim: int
     conv_channels: int  # C, columns of the rows that its causal convolution reads
@@ -41,11 +36,7 @@ class RecurrentDims:
         return self.num_key_heads * self.key_dim + self.num_value_heads * (self.value_dim + 2)
 
     def slot_bytes(self, max_pending: int) -> int:
-        """Returns the bytes of the layer's states of one slot, float32 in every precision.
-
-        Args:
-            max_pending: rows that may be pending, see `GraphSpec`.
-        """
+        """Returns the bytes of the layer's states of one slot with `max_pending` rows, float32 in every precision."""
         state = self.num_value_heads * self.key_dim * self.value_dim
         conv_rows = (self.conv_kernel - 1 + max_pending) * self.conv_channels
         return 4 * (state + max_pending * self.pending_width + conv_rows)
@@ -53,17 +44,13 @@ class RecurrentDims:
 
 @dataclass(frozen=True)
 class LayerDims:
-    """What one layer keeps of a sequence: K and V rows, a recurrent state, both, or nothing.
-
-    Args:
-        source: a layer before it whose K and V it reads, where it has none; None: it reads its own, or none.
-    """
+    """What one layer keeps of a sequence: K and V rows, a recurrent state, both, or nothing."""
 
     num_kv_heads: int = 0  # of its K and V; 0: it has none
     head_dim: int = 0
     recurrent: RecurrentDims | None = None  # sizes of its recurrent state; None: it has none
     is_latent: bool = False  # V of a row is the first columns of its K, and one cache holds both
-    source: int | None = None
+    source: int | None = None  # a layer before it whose K and V it reads; None: it reads its own, or none
 
     @property
     def num_caches(self) -> int:
@@ -72,11 +59,7 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes of a decoder that graphs, caches and predictions need.
-
-    Args:
-        layer_dims: what each layer keeps of a sequence; empty: all keep K and V of `num_kv_heads` and `head_dim`.
-    """
+    """The sizes of a decoder that graphs, caches and predictions need."""
 
     model_type: str
     vocab_size: int
@@ -87,7 +70,7 @@ class ModelDims:
     head_dim: int
     max_positions: int
     num_params: int = 0
-    layer_dims: tuple[LayerDims, ...] = ()
+    layer_dims: tuple[LayerDims, ...] = ()  # what each layer keeps; empty: all K and V of `num_kv_heads`, `head_dim`
 
     @property
     def per_layer(self) -> tuple[LayerDims, ...]:

@@ -36,14 +36,10 @@ class DraftBounds:
 
 @dataclass(frozen=True)
 class TargetOutputs:
-    """What a method reads of the target besides verdicts.
-
-    Args:
-        hidden_layers: residual streams after these decoder layers, or the rule that chooses them.
-    """
+    """What a method reads of the target besides verdicts."""
 
     hidden: bool = False  # what the LM head reads, after the final norm
-    hidden_layers: tuple[int, ...] | LayersRule = ()
+    hidden_layers: tuple[int, ...] | LayersRule = ()  # residual streams after these decoder layers, or their rule
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,8 @@ class CompileOptions:
 
     Args:
         backend: the `Config` of the chosen backend, a frozen dataclass of JSON-ready fields; None: its defaults.
-        sample: a `checkpoints.texts.TextSample` of a target, for a backend that `calibrates`; None: forms are compared
-            by speed alone.
+        sample: a `checkpoints.texts.TextSample` of a target, for a backend that `calibrates`; None: speed alone
+            decides.
         grids: an `ops.grid.GridSource`: for the quantisation `stored` the checkpoint, for others the tables that a
             draft shares with a target which keeps its own; None: all weights are floats.
     """
@@ -158,11 +154,7 @@ class CompileOptions:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """How long a step of one slot takes, as measured at build or first load.
-
-    Args:
-        ms_by_nodes: (nodes, milliseconds) in rising order of nodes; empty when nothing was measured.
-    """
+    """How long a step of one slot takes, as measured at build or first load: (nodes, milliseconds) by rising nodes."""
 
     ms_by_nodes: tuple[tuple[int, float], ...] = ()
 
@@ -170,8 +162,7 @@ class StepCosts:
     def from_json(cls, record: Mapping[str, Any]) -> StepCosts:
         """Returns the costs of a tuning record's `step_ms`, {"nodes": milliseconds}; none where it has another form.
 
-        A step costs at most as much as one of more nodes, and noise only adds to a measurement: a time above that of
-        more nodes is replaced by it.
+        Noise only adds to a measurement: a time above that of more nodes is replaced by it.
         """
         steps = record.get("step_ms")
         rows = steps.items() if isinstance(steps, Mapping) else ()

@@ -26,8 +26,8 @@ class Method:
         TrainingConfig: frozen dataclass, the recipe's `training.heads`; None: it cannot be trained.
         formats: import string of a tuple of `doctor.layouts.Format`, the layouts of its checkpoints; empty: none.
         vllm_keys: fields of `Config` by the keys that vLLM has for them, besides those that methods share.
-        default_section: import string of a function: a target's folder -> the section with which it drafts for that
-            target without another model, or None; empty: it is never chosen by default.
+        default_section: import string of a function: a target's folder -> the section with which it drafts without
+            another model, or None; empty: it is never chosen by default.
     """
 
     name: str  # in recipes
@@ -53,9 +53,5 @@ class Method:
         return False
 
     def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
-        """Returns the proposer over loaded engines.
-
-        Raises:
-            RecipeError: an engine was built for less than the config asks for.
-        """
+        """Returns the proposer over loaded engines. Raises RecipeError: an engine was built for less than that."""
         raise NotImplementedError(f"{type(self).__name__}.make_proposer")

@@ -14,8 +14,7 @@ from speccompile.core.tree import Ints, TokenTree
 class CacheRows:
     """Moves what an engine's caches hold from slot to slot.
 
-    Rows stay with the slot, not with its sequence: a slot keeps the rows of a sequence that has ended, for the next
-    one that begins with the same tokens.
+    Rows stay with the slot of a sequence that has ended, for the next one that begins with the same tokens.
 
     Args:
         lengths: [max_slots] rows in use by slot. The caller writes it in place as rows are added and dropped.
@@ -60,10 +59,10 @@ class CacheRows:
 class Proposer(Protocol):
     """Drafts tokens. It sees the target's tokens, verdicts and, if asked for, hidden states, and nothing else of it.
 
-    The order of calls for a slot is start, prefill (once per chunk of all tokens but the last), then propose and
-    commit in turn. Where reading the prompt gives the first new token, that is the last when the last chunk comes.
-    Slots of a batch may start, end and move between two steps. Prompts may be read in parts between the steps of
-    others: `flush` comes before each part. Any call may be the last one: after an abandoned run comes `start`.
+    The order of calls for a slot is start, prefill (once per chunk of all tokens but the last), then propose and commit
+    in turn. Where reading the prompt gives the first new token, that is the last when the last chunk comes. Slots may
+    start, end and move between two steps, and prompts may be read in parts: `flush` comes before each part. Any call
+    may be the last one: after an abandoned run comes `start`.
 
     Its state for a sequence is kept on the sequence (`TokenSequence.draft_state`) and travels with it. Rows in caches
     of engines stay with their slot: the runtime moves, exchanges and copies those that `caches` names.
@@ -92,24 +91,19 @@ class Proposer(Protocol):
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None:
         """Takes the verdict on the drafts. `batch` still holds the tokens that `tree` was made from.
 
-        Args:
-            outputs: the target's outputs of that step, valid during the call.
+        `outputs` of the target in that step are valid during the call.
         """
         ...
 
     def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None:
         """Takes the outputs of a step in which it drafted nothing: `commit` is not called.
 
-        Args:
-            batch: its sequences; it still holds the tokens that were scored.
-            outputs: the target's outputs of that step, valid during the call.
+        `batch` still holds the tokens that were scored; `outputs` are valid during the call.
         """
         ...
 
     def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """Takes the times of a step that has ended, with drafts or without.
-
-        Not called where drafts may be drawn, nor where costs must stay as they were recorded.
+        """Takes the times of a step, with drafts or without, unless drafts may be drawn or costs must stay as recorded.
 
         Args:
             num_nodes: that the target scored in each, root and padding included.
@@ -117,14 +111,12 @@ class Proposer(Protocol):
         ...
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """As `start`, but the slot still holds the first tokens of the sequence.
+        """As `start`, but slot and target still have rows of the sequence's first tokens; returns how many may be kept.
+
+        `prefill` starts there.
 
         Args:
-            slot: the slot; its last sequence began with the same tokens, and the target's cache still has their rows.
             num_rows: how many tokens these are; at most all of the prompt but its last two.
-
-        Returns:
-            How many of them need not be read again: `prefill` starts there.
         """
         ...
 

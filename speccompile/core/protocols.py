@@ -28,8 +28,8 @@ class DeviceLost(RuntimeFault):
 class States(Protocol):
     """The recurrent states of an engine's slots.
 
-    After a step the states of a slot hold the tokens before it and its `sure_nodes`; its other nodes are pending, and
-    the next step applies those that were accepted. So the next `lengths` may roll back among the pending nodes alone.
+    After a step they hold the tokens before it and its `sure_nodes`; the next step applies other nodes that were
+    accepted. So the next `lengths` may roll back among these pending nodes alone.
     """
 
     scores_trees: bool  # whether steps may be trees
@@ -39,13 +39,7 @@ class States(Protocol):
         ...
 
     def resume(self, slot: int, rows: int) -> None:
-        """Makes the states of a slot ready for a step after its first `rows` tokens, from its snapshot if need be.
-
-        What they and the snapshot hold beyond these is void: other tokens will follow.
-
-        Args:
-            rows: 0, or a number that `reusable` returned.
-        """
+        """Makes a slot's states ready for a step after its first `rows` tokens: 0, or a length from `reusable`."""
         ...
 
     def follow(self, num_slots: int) -> None:
@@ -60,11 +54,9 @@ class States(Protocol):
 class Engine(Protocol):
     """A loaded graph with its caches.
 
-    An engine owns static caches [slots, kv_heads, max_seq, head_dim]; a step works on a contiguous range of
-    slots. Caches that its spec borrows are another engine's memory: slot for slot the same, and only the owner
-    moves, resets and compacts them. The caller keeps the lengths. Not thread-safe.
-
-    Recurrent states (`GraphSpec.states`) travel with their slot as the caches do, but cannot be cut: see `States`.
+    It owns static caches [slots, kv_heads, max_seq, head_dim]; a step works on a contiguous range of slots. Borrowed
+    caches are another engine's memory, slot for slot, which only the owner moves, resets and compacts. The caller keeps
+    the lengths. Recurrent states travel with their slot, but cannot be cut: see `States`. Not thread-safe.
     """
 
     spec: GraphSpec
@@ -94,7 +86,6 @@ class Engine(Protocol):
         Args:
             feeds: inputs by name (see `speccompile.core.specs`); `tokens` [batch, nodes], `lengths` [batch] always. An
                 input left out is neutral: a chain, every node in `scored_nodes`, deterministic drafts, greedy.
-            first_slot: the slot of batch row 0.
 
         Returns:
             The outputs by name, without the caches. The arrays are valid until the next `run`. A `next_token` of -1
@@ -179,16 +170,13 @@ class Batch(Protocol):
 
     @property
     def may_draw(self) -> bool:
-        """Whether drafts may be drawn: a sequence samples, and texts may depend on what is drafted.
-
-        Otherwise drafts must be deterministic; no draws may be asked for, and no distributions given.
-        """
+        """Whether a sequence samples and texts may depend on drafts; else drafts are deterministic, without draws."""
         ...
 
     def race_draws(self, depth: int) -> Floats:
         """Returns [batch, 2] float32: the draws of the race that decides the token at `depth` (1 = child of the root).
 
-        Deterministic drafts may use them (`drafting.race`): they are those of the target, so both sides mostly agree.
+        Deterministic drafts may use them (`drafting.race`): they are the target's, so both sides mostly agree.
         """
         ...
 
@@ -209,10 +197,7 @@ class Batch(Protocol):
 
 
 class GraphSource(Protocol):
-    """A graph before it is compiled: checkpoint or config, sizes, tensors. Named by a job's `source`.
-
-    Importing and making one needs no torch.
-    """
+    """A graph before it is compiled: checkpoint or config, sizes, tensors; a job's `source`. Needs no torch."""
 
     role: str  # in the manifest: target, draft, heads, ...
     folder: Path  # of the checkpoint, or of the config.json where weights are random
@@ -253,12 +238,11 @@ class GraphSource(Protocol):
         ...
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """Runs the compiled graph a little before it is trusted; `export.checks` has the checks of our graphs.
+        """Runs the compiled graph a little; `export.checks` has checks.
+
+        Returns what was seen, empty in too small caches.
 
         Args:
             max_nodes: most nodes that a step may score, at least 2.
-
-        Returns:
-            What was seen, for the manifest; empty where its caches are too small to try anything.
         """
         ...

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends and methods by name. An entry is imported only when it is asked for.
 
-Other packages add theirs as entry points of `speccompile.backends` and `speccompile.methods`, which are looked up for
-a name that is not in the tables, and where all methods are asked for.
+Other packages add entry points of `speccompile.backends` and `speccompile.methods`, looked up for other names.
 """
 
 from __future__ import annotations
@@ -54,20 +53,12 @@ def find_class(name: str) -> Any:
 
 
 def find_backend(name: str, where: str = "engine.backend") -> str:
-    """Returns the import string of the backend of that name.
-
-    Raises:
-        RecipeError: there is none at `where`; the nearest name is suggested.
-    """
+    """Returns the import string of a backend. Raises RecipeError: none at `where`; the nearest name is suggested."""
     return _find(where, BACKENDS, BACKEND_GROUP, name)
 
 
 def find_method(name: str, where: str = "speculator.method") -> str:
-    """Returns the import string of the method of that name.
-
-    Raises:
-        RecipeError: there is none at `where`; the nearest name is suggested.
-    """
+    """Returns the import string of a method. Raises RecipeError: none at `where`; the nearest name is suggested."""
     return _find(where, METHODS, METHOD_GROUP, name)
 
 
@@ -84,11 +75,7 @@ def method(name: str) -> Method:
 
 
 def trainer(name: str) -> Trainer:
-    """Returns how the speculator of the method of that name is trained.
-
-    Raises:
-        RecipeError: it cannot be trained, or there is no such method; the nearest name is suggested.
-    """
+    """Returns how the speculator of a method is trained. Raises RecipeError: it cannot be, or see `find_method`."""
     made: Trainer = find_class(trained_method(name).trainer)()
     return made
 

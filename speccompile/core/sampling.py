@@ -2,10 +2,9 @@
 """From logits to probs, and from probs to tokens: warping, counter-based uniforms, inverse-CDF draws, races.
 
 A race draws the token v with the least E_v / probs(v), where E is exponential and depends on seed, position and token.
-A draft that races with the same E over its own distribution picks the same token with probability of at least
-(1 - d) / (1 + d), where d is the total variation between the two (Daliri et al. 2024, arXiv 2408.07978), and the text
-depends on seed and position alone. E comes from integers below the prime 2**31 - 1, so that graphs without bit
-operations compute the same.
+A draft that races with the same E over its own distribution picks the same token with probability of at least (1 - d) /
+(1 + d), with d the total variation between the two (Daliri et al. 2024, arXiv 2408.07978). E comes from integers below
+the prime 2**31 - 1, so that graphs without bit operations compute the same.
 """
 
 from __future__ import annotations
@@ -55,17 +54,14 @@ def warp_inputs(params: Sequence[SamplingParams]) -> tuple[Floats, Ints, Floats]
 
 
 def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayLike) -> Floats:
-    """Returns the distribution that tokens are drawn from: temperature, top-k, top-p, in transformers' order.
+    """Returns [batch, ..., vocab] float32 probs: temperature, top-k, top-p, in transformers' order.
 
     Args:
         logits: [batch, ..., vocab] float32.
         temperature: [batch]; below `COLDEST` it gives a one-hot row at the first maximum, whatever top_k and top_p are.
         top_k: [batch] int64, 0 = off. Ties with the k-th logit are all kept.
-        top_p: [batch], 1 = off. Keeps the shortest run of tokens, by falling probability and rising index,
-            whose mass reaches top_p; at least one.
-
-    Returns:
-        [batch, ..., vocab] float32, each row sums to 1.
+        top_p: [batch], 1 = off. Keeps the shortest run of tokens, by falling probability and rising index, whose mass
+            reaches top_p; at least one.
     """
     column = (-1,) + (1,) * (logits.ndim - 1)
     heat = np.asarray(temperature, dtype=np.float32).reshape(column)
@@ -96,14 +92,9 @@ def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayL
 
 
 def draw(probs: Floats, uniforms: ArrayLike) -> Ints:
-    """Returns inverse-CDF draws: the first index whose cumulative mass exceeds uniform * total mass.
+    """Returns [...] int64 inverse-CDF draws: the first index whose cumulative mass exceeds uniform * total mass.
 
-    Args:
-        probs: [..., vocab] float32, need not be normalised, but no row may be all zero.
-        uniforms: [...] in [0, 1).
-
-    Returns:
-        [...] int64.
+    `probs` [..., vocab] need not be normalised, but no row may be all zero; `uniforms` [...] are in [0, 1).
     """
     mass = np.cumsum(probs, axis=-1, dtype=np.float64)
     bound = np.asarray(uniforms, dtype=np.float64)[..., None] * mass[..., -1:]
@@ -112,15 +103,7 @@ def draw(probs: Floats, uniforms: ArrayLike) -> Ints:
 
 
 def philox(counters: Words, keys: Words) -> Words:
-    """Returns Philox4x32-10 blocks.
-
-    Args:
-        counters: [4, ...] uint64, each word below 2**32.
-        keys: [2, ...] uint64, each word below 2**32, same trailing dims.
-
-    Returns:
-        [4, ...] uint64, each word below 2**32.
-    """
+    """Returns Philox4x32-10 blocks [4, ...] of counters [4, ...] and keys [2, ...]; all uint64 words below 2**32."""
     words = counters.reshape(4, -1).astype(np.uint32)
     even, odd = words[0::2], words[1::2]
     for key in (keys.reshape(2, -1) + _KEY_STEPS).astype(np.uint32):
@@ -130,15 +113,12 @@ def philox(counters: Words, keys: Words) -> Words:
 
 
 def uniforms(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Floats:
-    """Returns uniform draws that depend on seed, position and lane alone.
+    """Returns [batch, nodes] float32 multiples of 2**-24 in [0, 1) that depend on seed, position and lane alone.
 
     Args:
         seeds: [batch] uint64.
         positions: [batch, nodes] int64, index in the sequence (prompt included) of the token the draw decides.
         lane: what the draw is for, below 2**32; broadcasts against positions.
-
-    Returns:
-        [batch, nodes] float32, multiples of 2**-24 in [0, 1).
     """
     drawn: Floats = uniform_words(seeds, positions, lane)[0]
     return drawn
@@ -163,17 +143,13 @@ def uniform_words(seeds: ArrayLike, positions: ArrayLike, lane: ArrayLike) -> Fl
 
 
 def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) -> Floats:
-    """Returns the draws that acceptance reads for a tree.
+    """Returns [batch, nodes, 2] float32 draws that acceptance reads for a tree, of `seeds` [batch] uint64.
 
+    In slots whose drafts are drawn: accept draw of the node, draw made at it; in others those of the race at the node.
     Nodes of one depth share the draw made at them: at most one of them is on the path.
 
     Args:
-        seeds: [batch] uint64.
         root_positions: [batch] int64, index in the sequence of the root token.
-
-    Returns:
-        [batch, nodes, 2] float32: in slots whose drafts are drawn, accept draw of the node, draw made at it; in others
-        the draws of the race at the node.
     """
     depths, ranks = tree.depths(), tree.sibling_ranks()
     positions = np.asarray(root_positions, dtype=np.int64)[:, None] + depths
@@ -198,14 +174,11 @@ KEY_SCALE, KEY_STEP = 2.0**24, 128  # a key has 24 bits; 128 times that, plus 1,
 
 
 def race_times(draws: Floats, tokens: ArrayLike) -> NDArray[np.float64]:
-    """Returns the exponential variates of tokens.
+    """Returns [..., num] float64 exponential variates above 0; the least, 2.3e-10, decide, and so are the finest.
 
     Args:
         draws: [..., 2] float32 in [0, 1), multiples of 2**-24 (`sampling.race_draws`).
         tokens: [..., num] int64, not negative; broadcasts against the leading dims.
-
-    Returns:
-        [..., num] float64, above 0. The least is 2.3e-10: small times decide, so these are the finest.
     """
     keys = (draws * np.float32(KEY_SCALE)).astype(np.uint64) * np.uint64(KEY_STEP) + np.uint64(1)
     first, second = keys[..., :1], keys[..., 1:]
@@ -221,14 +194,9 @@ def race_times(draws: Floats, tokens: ArrayLike) -> NDArray[np.float64]:
 
 
 def race(probs: Floats, draws: Floats) -> Ints:
-    """Returns the winners, of equal ones the first.
+    """Returns the winners [...] int64, of equal ones the first, by `draws` [..., 2] float32.
 
-    Args:
-        probs: [..., vocab] float32, need not be normalised, but no row may be all zero.
-        draws: [..., 2] float32 (`sampling.race_draws`).
-
-    Returns:
-        [...] int64.
+    `probs` [..., vocab] need not be normalised, but no row may be all zero.
     """
     if ((probs > 0).sum(axis=-1) <= 1).all():  # greedy rows: whatever its time, the only token that may win does
         return np.asarray(probs.argmax(axis=-1), dtype=np.int64)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, dims and dtypes of every graph, declared once.
-
-ONNX inputs and outputs, engine bindings and server configurations derive from these objects and are
-asserted against them; no tensor name is written anywhere else.
-"""
+"""Names, dims and dtypes of every graph, declared once: ONNX, engine bindings and servers derive from these objects."""
 
 from __future__ import annotations
 
@@ -105,11 +101,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BorrowedCache:
-    """A cache input that another engine owns: it is bound at the owner's address, slot for slot.
-
-    Args:
-        name: of the input. One that is in `GraphSpec.caches` is written in place, any other is only read.
-    """
+    """A cache input that another engine owns, slot for slot; only those in `GraphSpec.caches` are written."""
 
     name: str
     cache: str
@@ -120,9 +112,8 @@ class BorrowedCache:
 class GraphSpec:
     """A graph's inputs and outputs in order.
 
-    Cache inputs come last among the inputs, their updates last among the outputs; where the graph also compacts
-    its caches, the compacted ones come after all updates. Recurrent states come directly before the caches, their
-    updates directly before those of the caches.
+    Cache inputs come last, recurrent states before them, and their updates alike among the outputs; compacted caches
+    come after all updates.
 
     Args:
         draft_vocab: width of the distributions it gives, where it drafts in a vocabulary of its own; 0 = `vocab_size`.
@@ -237,18 +228,14 @@ def _given(data: Mapping[str, Any]) -> dict[str, Any]:
 def probe_inputs(
     spec: GraphSpec, *, num_slots: int = 1, num_nodes: int = 1, length: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Returns the feeds of one run; inputs whose `probe` is `neutral` are left out.
+    """Returns the feeds of one run by name, int64, or float32 for states; `neutral` inputs are left out.
 
     `tokens` are drawn from the vocabulary, `lengths` the rows in use, `states` arbitrary numbers, `nodes` the index of
     each node and `last_node` that of the last one of each slot. `sure` is 0 as in a step with drafts, or all nodes
     where a step has more than may wait for a verdict.
 
     Args:
-        num_nodes: nodes of each slot; every dynamic dim but the batch has this size, except `scored` where the graph
-            scores one node.
-
-    Returns:
-        By name: int64, or float32 for states.
+        num_nodes: of each slot, the size of every dynamic dim but the batch; `scored` may be 1.
     """
     sizes = {"batch": num_slots, "scored": 1 if spec.scores == "one" else num_nodes}
     feeds: dict[str, NDArray[Any]] = {}

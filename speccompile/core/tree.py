@@ -58,8 +58,7 @@ class TokenTree:
     Args:
         draft_probs: [batch, nodes, vocab] float32, row c is the distribution that node c was drawn from (row 0 is not
             read); None when the drafts are deterministic.
-        is_chain: every node's parent is its predecessor, so `parents` (when nothing is padded) and `mask()`
-            have their neutral values and need not be fed to an engine.
+        is_chain: every node's parent is its predecessor, so full `parents` and `mask()` are neutral and need no feed.
     """
 
     tokens: Ints  # [batch, nodes] int64; values at padding do not matter
@@ -72,7 +71,7 @@ class TokenTree:
     def chain(cls, tokens: Ints, num_nodes: Ints | None = None, draft_probs: Floats | None = None) -> TokenTree:
         """Returns chains of the tokens [batch, nodes]; `num_nodes` [batch] says where each ends (None: all are full).
 
-        Costs a few microseconds: parents and masks of full chains are made once per shape. Nothing is checked.
+        Parents and masks of full chains are made once per shape. Nothing is checked.
         """
         batch, nodes = tokens.shape
         parents = chain_parents(batch, nodes)
@@ -98,15 +97,12 @@ class TokenTree:
         num_nodes: Ints | None = None,
         draft_probs: Floats | None = None,
     ) -> TokenTree:
-        """Returns a checked tree of any form.
+        """Returns a checked tree of any form. Raises RuntimeFault: it is none (see `validate`).
 
         Args:
             tokens: [batch, nodes] int64.
             parents: [batch, nodes] int64.
             num_nodes: [batch] int64; None: up to the last node that has a parent.
-
-        Raises:
-            RuntimeFault: the arrays are not a tree (see `validate`).
         """
         tokens, parents = np.asarray(tokens, dtype=np.int64), np.asarray(parents, dtype=np.int64)
         if num_nodes is None:
@@ -184,22 +180,13 @@ class TokenTree:
         return tokens
 
     def show(self, slot: int = 0, texts: Sequence[str] = (), path: Sequence[int] = ()) -> None:
-        """Prints the tree of one slot; see `tree_lines`.
-
-        Args:
-            texts: of each node; empty: its token id.
-            path: nodes to mark, e.g. `verdict.nodes_kept(slot)`.
-        """
+        """Prints the tree of one slot by `texts` or token ids, with the nodes of `path` marked; see `tree_lines`."""
         num = int(self.num_nodes[slot])
         names = [repr(text) for text in texts[:num]] or [str(token) for token in self.tokens[slot, :num].tolist()]
         print("\n".join(tree_lines(names, self.parents[slot, :num].tolist(), path)))
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Checks the invariants of the class.
-
-        Raises:
-            RuntimeFault: a shape, a dtype, a parent or a token is wrong; the message names it.
-        """
+        """Checks the invariants. Raises RuntimeFault, which names the wrong shape, dtype, parent or token."""
         _check_shapes(self)
         index = np.arange(self.nodes)
         used = index < self.num_nodes[:, None]

@@ -17,15 +17,15 @@ class TreeShape:
     """Draft tokens by the ranks that lead to them. Use `from_choices`, `product` or `chain` to make one.
 
     Args:
-        choices: a path of ranks for each draft token: (0,) is the most likely child of the root, (0, 2) the third
-            most likely child of that. Sorted by depth, then by ranks; every prefix of a path is a path.
+        choices: a path of ranks for each draft token: (0,) is the most likely child of the root, (0, 2) the third most
+            likely child of that. Sorted by depth, then by ranks; every prefix of a path is a path.
     """
 
     choices: tuple[tuple[int, ...], ...]
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> TreeShape:
-        """Returns the shape of a list of rank paths, in any order (the form that `medusa_choices` has).
+        """Returns the shape of rank paths in any order (as `medusa_choices` has them).
 
         Raises:
             RecipeError: a path is empty, negative or listed twice, or its parent is missing.

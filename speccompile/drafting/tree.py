@@ -73,11 +73,7 @@ class DraftTrees:
         floor: float = 0.0,
         limit: float = np.inf,
     ) -> None:
-        """Gives one sequence all of its candidates, which begin with node 1.
-
-        Args:
-            floor, limit: paths less probable than this, and those with more draft tokens, do not exist.
-        """
+        """Gives one sequence all candidates, from node 1 on: paths of at least `floor`, at most `limit` drafts."""
         paths, depths = [1.0], [0]
         for parent, prob in zip(parents, probs, strict=True):
             path = paths[parent] * prob

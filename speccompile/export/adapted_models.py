@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What replaces methods of models: attention outside transformers' registry, and what no trace can follow.
 
-Each function takes the module, the attention of the registry and the arguments of the method. The table at the end
-has the methods of each architecture.
+Each function takes the module, the registry's attention and the method's arguments; the table at the end lists them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Adapter:
     """A method, and what replaces it.
 
     Args:
-        form: an attribute of the modules that need it; in other releases of transformers the method takes its
-            attention from the registry. "": all need it.
+        form: an attribute of the modules that need it, as other releases of transformers do not. "": all need it.
     """
 
     module: str
@@ -223,10 +221,9 @@ def _llama4(
 
 
 def _latent(is_interleaved: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Returns the `run` of latent attention in its absorbed form: keys and values are never expanded.
+    """Returns the `run` of latent attention in its absorbed form, for cache rows [latent | rotated key].
 
-    A row of the cache is [latent | rotated key]. The part of `kv_b_proj` that makes keys is multiplied into the query,
-    the part that makes values into the output.
+    The part of `kv_b_proj` that makes keys is multiplied into the query, the part that makes values into the output.
     """
 
     def run(

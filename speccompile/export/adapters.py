@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces methods of transformers' models, by the table of `speccompile.export.adapted_models`.
 
-With the attention implementation `eager` the model's own methods run, so that the comparison before the trace holds
-for what is replaced, too.
+With the attention implementation `eager` the own methods run, so that both can be compared before the trace.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ def is_adapted(model_type: str) -> bool:
 
 
 def adapt_model(model: Any) -> None:
-    """Replace the methods of every layer of `model`, a model of a type in `ADAPTERS`; number the layers.
-
-    Modules that take their attention from the registry themselves keep their methods, see `Adapter.form`.
-    """
+    """Replaces the methods of every layer of a model of a type in `ADAPTERS` that need it; numbers the layers."""
     for adapter in ADAPTERS[model.config.model_type]:
         found = [m for m in model.modules() if type(m).__name__ == adapter.module]
         for index, module in enumerate(found):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`speccompile::CachedAttention` as a torch op, and the attention function that inserts it into a model.
+"""`speccompile::CachedAttention` as a torch op, and the function of transformers' registry that inserts it.
 
-transformers models call their attention through a registry by name; ours replaces cache update, mask and attention by
-one op. Any other argument of an attention layer is refused, never dropped.
+It replaces cache update, mask and attention; any other argument of an attention layer is refused.
 """
 
 from __future__ import annotations
@@ -117,20 +116,9 @@ def cached_attention(
     window: int,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Write the new rows into copies of the caches and attend over past and ancestors.
+    """Writes the new rows into copies of the caches and attends over past and ancestors.
 
-    Args:
-        q: [batch, heads, nodes, head_dim] float32.
-        k: [batch, kv_heads, nodes, head_dim] float32; `v` alike.
-        k_cache: [batch, kv_heads, max_seq, head_dim] float32; `v_cache` alike.
-        lengths: [batch] int64, rows in use; the new rows are written after them.
-        tree_mask: [batch, nodes, nodes] bool.
-        softcap: scores become softcap * tanh(scores / softcap); 0 = off.
-        window: a key is seen where position(query) - position(key) < window; 0 = off.
-        sinks: [heads] float32, a score of each head that has no value; None: none. Not with a softcap.
-
-    Returns:
-        out [batch, nodes, heads, head_dim], and the two updated caches.
+    Arguments and results are those of `ops.cached_attention.cached_attention`.
     """
     batch, _, nodes, _ = k.shape
     rows = lengths[:, None] + torch.arange(nodes)  # [batch, nodes]
@@ -336,10 +324,7 @@ def _cannot_express(where: str, what: str) -> ExportError:
 
 
 def register() -> None:
-    """Make `attend` known to transformers under `IMPLEMENTATION`.
-
-    No mask function is registered under that name, so transformers builds no masks.
-    """
+    """Registers `attend` with transformers under `IMPLEMENTATION`, without a mask function, so no masks are made."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, attend)

@@ -24,13 +24,10 @@ _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, SHARED_ROW
 def export_cached_draft(
     module: nn.Module, spec: GraphSpec, progress: Callable[[str], None], cleanup: tuple[Pass, ...] = HEADS_CLEANUP
 ) -> ir.Model:
-    """Trace a draft and clean the trace.
+    """Traces a draft and cleans the trace; the neutral graph's weights refer to torch's memory.
 
     Args:
         module: takes the inputs of `spec` in order, its caches as one list, and returns its outputs.
-
-    Returns:
-        The neutral graph; its weights refer to torch's memory.
     """
     progress("trace")
     num = len(spec.inputs) - len(spec.caches)

@@ -10,14 +10,7 @@ from speccompile.ops import candidates as twins
 
 @torch.library.custom_op("speccompile::top_tokens", mutates_args=())
 def top_tokens(logits: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the likeliest tokens after each node; see `speccompile.ops.candidates`.
-
-    Args:
-        logits: [batch, nodes, vocab] float32.
-
-    Returns:
-        candidates [batch, nodes, num_candidates] int64 and their probabilities, float32.
-    """
+    """Returns the most probable tokens after each node; see `speccompile.ops.candidates.top_tokens`."""
     candidates, probs = twins.top_tokens(logits.detach().numpy(), num_candidates=num_candidates)
     return torch.from_numpy(candidates.copy()), torch.from_numpy(probs)
 
@@ -34,17 +27,7 @@ def _(logits, num_candidates):  # type: ignore[no-untyped-def]
 def node_probs(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the warped distribution after each node; see `speccompile.ops.candidates`.
-
-    Args:
-        logits: [batch, nodes, vocab] float32.
-        temperature: [batch] float32.
-        top_k: [batch] int64.
-        top_p: [batch] float32.
-
-    Returns:
-        [batch, nodes, vocab] float32; zeros where all slots are greedy.
-    """
+    """Returns the warped distribution after each node; see `speccompile.ops.candidates.node_probs`."""
     (dists,) = twins.node_probs(*(t.detach().numpy() for t in (logits, temperature, top_k, top_p)))
     # Tracing needs one shape: the dummy distribution of a greedy batch is widened.
     return torch.from_numpy(dists).expand(-1, -1, logits.shape[2]).clone()

@@ -2,7 +2,7 @@
 """The attention of chains over a whole text, for all starts at once, as a function of transformers' registry.
 
 The first draft of every position is one causal run over the text. A further draft sees the first run's rows up to its
-chain's start, and the rows of its own chain: exactly what the cache holds when that token is drafted.
+chain's start, and its chain's own: exactly what the cache holds when that token is drafted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ Mask = tuple[int, torch.Tensor]  # the token and the feature [hidden] that stand
 
 @dataclass
 class Chains:
-    """Keys and values of the runs so far.
+    """Keys and values of the runs so far; `drafted` has those of each later run, a row a chain, by module.
 
-    Args:
-        first_positions: [batch, starts] int64, position at which each chain starts; None during the first run.
-        drafted: of each later run, a row a chain, by the attention's module.
+    `first_positions`: [batch, starts] int64, position at which each chain starts; None during the first run.
     """
 
     first_positions: torch.Tensor | None = None
@@ -133,14 +131,13 @@ def drawn_chains(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns own features [batch * starts, num, hidden] of chains from drawn positions, and the drafts' labels.
 
+    A label is the position in the flattened tokens [batch * nodes]; -1 after the text's end.
+
     Args:
         tokens: [batch, nodes] int64.
         features: [batch, nodes, hidden], of the target.
         share: of the positions that are starts, above 0 and at most 1.
         is_label: [batch, nodes] bool, of roots from which chains start rather than from others.
-
-    Returns:
-        The features, and for each draft the position in the flattened tokens [batch * nodes]; -1 after the text's end.
     """
     last = tokens.shape[1] - 1
     first = drawn_positions(tokens, last, round(last * share), seed, None if is_label is None else is_label[:, 1:])
@@ -153,8 +150,7 @@ def drawn_positions(
 ) -> torch.Tensor:
     """Returns different positions below `most` of each row of tokens [batch, nodes], [batch, num]; at least one.
 
-    Args:
-        wanted: [batch, most or more] bool: these are taken before all others; None: no position is.
+    `wanted` [batch, most or more] bool are taken before all others.
     """
     generator = torch.Generator().manual_seed(seed % 2**31)
     rows = [torch.randperm(most, generator=generator, device="cpu") for _ in range(len(tokens))]
@@ -166,14 +162,9 @@ def drawn_positions(
 
 
 def labels_of(tokens: torch.Tensor, roots: torch.Tensor, num: int) -> torch.Tensor:
-    """Returns the positions in the flattened tokens [batch * nodes] whose distributions chains of drafts imitate.
+    """Returns the positions in flattened tokens whose distributions chains imitate: [batch * starts, num] int64.
 
-    Args:
-        tokens: [batch, nodes].
-        roots: [batch, starts] int64; the first label is that of the root itself.
-
-    Returns:
-        [batch * starts, num] int64, -1 after the end of a row.
+    -1 is after the end of a row. `roots` are [batch, starts] int64; the first label is that of the root itself.
     """
     count, nodes = tokens.shape
     ahead = roots[..., None] + torch.arange(num, device=roots.device)

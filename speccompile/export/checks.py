@@ -20,21 +20,15 @@ _TODO = "The compiled graph is wrong: report it with the model's config.json."
 
 
 def check_decoder(engine: Engine, max_nodes: int) -> dict[str, Any]:
-    """The check of a decoder with one of our tails; see `check_target` and `check_candidates`.
-
-    Args:
-        max_nodes: most nodes that a step may score, at least 2.
-    """
+    """The check of a decoder with one of our tails, of `max_nodes` (2 or more) scored nodes at most."""
     return check_target(engine, max_nodes) if engine.spec.tail == "verify" else check_candidates(engine)
 
 
 def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
-    """Decode a few tokens greedily one by one, then let one step verify them as a chain of drafts.
+    """Decodes a few tokens greedily one by one, then lets one step verify them as a chain of drafts.
 
-    Returns:
-        {"num_tokens", "num_equal"}: how many of the drafted tokens the chain accepted; empty where its caches are too
-        small for a run. They are equal where a step of many nodes gives each node the numbers of a single step
-        (invariant 1 of the design).
+    Returns {"num_tokens", "num_equal"}: how many drafted tokens the chain accepted, all where nodes of a step have the
+    numbers of single steps (invariant 1); empty where the caches are too small.
 
     Raises:
         BuildError: a token outside the vocabulary, or not even the first draft accepted.
@@ -61,10 +55,7 @@ def check_target(engine: Engine, max_nodes: int) -> dict[str, Any]:
 
 
 def check_candidates(engine: Engine) -> dict[str, Any]:
-    """Take the candidates after the last two nodes of a prompt.
-
-    Returns:
-        {"num_tokens": candidates of a node}; empty where its caches are too small for a run.
+    """Takes the candidates after two nodes of a prompt. Returns {"num_tokens": of a node}; empty: too small caches.
 
     Raises:
         BuildError: a token outside the vocabulary, a candidate given twice, or numbers that are no probabilities.
@@ -108,14 +99,11 @@ def check_features(engine: Engine) -> dict[str, Any]:
 
 
 def check_heads(engine: Engine) -> dict[str, Any]:
-    """Draft from an arbitrary state: greedily, then sampled, if it samples.
-
-    Returns:
-        {"num_tokens": drafts of one run}.
+    """Drafts from an arbitrary state: greedily, then sampled, if it samples. Returns {"num_tokens": drafts of one run}.
 
     Raises:
-        BuildError: a token outside the vocabulary, a confidence that is no probability, a distribution whose sum is
-            not 1, or a draft before its parent.
+        BuildError: a token outside the vocabulary, a confidence that is no probability, a distribution whose sum is not
+            1, or a draft before its parent.
     """
     num_drafts, draws = engine.spec.num_drafts, engine.spec.gives_probs
     feeds = probe_inputs(engine.spec, num_nodes=2)

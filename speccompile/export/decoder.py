@@ -72,7 +72,7 @@ def export_decoder(
     kept_tokens: Sequence[int] = (),
     progress: Callable[[str], None] | None = None,
 ) -> tuple[ir.Model, ModelDims]:
-    """Trace the model in `source` and clean the trace.
+    """Traces the model in `source` and cleans the trace.
 
     Args:
         source: a checkpoint folder; with random weights its config.json is enough.
@@ -83,8 +83,7 @@ def export_decoder(
         kept_tokens: the LM head keeps the rows of these tokens alone, and others have no chance; empty: all.
 
     Returns:
-        The model (opset 24 and the domain speccompile; its inputs and outputs are those of `decoder_spec`;
-        weights refer to torch's memory) and the decoder's sizes.
+        The model (opset 24 and the domain speccompile; weights refer to torch's memory) and the decoder's sizes.
     """
     say = progress or (lambda stage: None)
     check_config(read_config(source), max_seq_len)

@@ -43,11 +43,7 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "generati
 
 
 class DecoderSource:
-    """See `speccompile.core.protocols.GraphSource`.
-
-    Args:
-        context: what it is built for; without a target it is the target itself.
-    """
+    """A `GraphSource`; without a target in `context` it is the target itself."""
 
     has_tokenizer = True
     shares_weights = needs_tables = False
@@ -120,10 +116,7 @@ class DecoderSource:
         return None
 
     def spec(self) -> GraphSpec:
-        """Returns the spec: a target verifies; a draft has candidates after every node.
-
-        A draft uses the target's vocabulary, however large its own is: see `passes.fit_vocab`.
-        """
+        """Returns the spec: a target verifies; a draft has candidates after every node, in the target's vocabulary."""
         target = self.context.target
         dims = self.dims if target is None else replace(self.dims, vocab_size=target.vocab_size)
         max_pending = self.context.max_draft_nodes + 1

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spares torch's ONNX exporter what our programs do not need: work on a program that leaves it as it is.
 
-The exporter makes every program functional and decomposes it: it traces it twice more, which is half the time of an
-export. Nearly all that our models call has an ONNX translation as it is; conversions and operators in place are
-rewritten here. A program with anything else is decomposed by torch.
-
-It also runs every operator again to find those whose arguments need a conversion, a fifth of the remaining time, and
-splits a program wherever gradients are switched off, though they are off from the start.
+The exporter decomposes every program, which traces it twice more: half the time of an export. Nearly all our operators
+have an ONNX translation; conversions and operators in place are rewritten here. A program with anything else is
+decomposed by torch. It also runs every operator again to find arguments that need a conversion (a fifth of the
+remaining time), and splits a program where gradients are off from the start.
 """
 
 from __future__ import annotations
@@ -104,11 +102,7 @@ def without_grad() -> Iterator[None]:
 
 
 def is_simplified(program: Any, table: Container[Any]) -> bool:
-    """Rewrites conversions and operators in place; returns whether all operators can be translated.
-
-    Args:
-        program: of `torch.export.export`; computes the same afterwards, whatever is returned.
-    """
+    """Rewrites conversions and operators of an exported program in place; returns whether all can be translated."""
     if any(module is not program.graph_module for module in program.graph_module.modules()):
         return False  # graphs of branches, or modules that are called
     order = {node: index for index, node in enumerate(program.graph.nodes)}
@@ -153,8 +147,7 @@ def _simplify_conversion(node: fx.Node) -> None:
 def _functional_twin(node: fx.Node, order: dict[fx.Node, int]) -> Any:
     """Returns the operator with the same result that leaves its arguments alone; None where that changes the program.
 
-    Whoever reads the changed tensor later must read the result: its own later users can, views of it cannot, nor can
-    callers whose input it is or who find it by name among the outputs.
+    Later users of the changed tensor can read the result; views of it, callers and users by name cannot.
     """
     changed, schema = node.args[0], node.target._schema
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]

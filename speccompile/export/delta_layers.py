@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of Qwen3-Next and Qwen3.5 with our ops: Gated DeltaNet, and attention with a gate on its output.
 
-transformers computes a Gated DeltaNet in chunks, by a loop that no trace should follow, and interleaves projections
-head by head. Here each layer's forward is replaced on the module, and interleaved projections are split into plain
-ones; the own forward still runs where the model runs without our caches, so the two can be compared.
+transformers computes a Gated DeltaNet in chunks by a loop, and interleaves projections head by head. Here each layer's
+forward is replaced on the module, with plain projections; without our caches the own forward runs.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _ATANH = (1.9999996423721313, 0.6667584776878357, 0.3959318697452545, 0.34203618
 
 
 class QueryGate(nn.Module):
-    """A projection to queries and gates, interleaved head by head, as two.
-
-    Args:
-        linear: [heads * 2 * head_dim, hidden]; each head has its query, then its gate.
-    """
+    """A projection to queries and gates as two, of a linear [heads * 2 * head_dim, hidden]: query, gate by head."""
 
     def __init__(self, linear: nn.Linear, head_dim: int) -> None:
         super().__init__()
@@ -47,11 +42,7 @@ class QueryGate(nn.Module):
 
 
 class GroupedParts(nn.Module):
-    """A projection whose rows are grouped by key head, as one plain projection for each part.
-
-    Args:
-        linear: [num_groups * sum(widths), hidden].
-    """
+    """A projection with rows grouped by key head, [num_groups * sum(widths), hidden], as a plain one for each part."""
 
     def __init__(self, linear: nn.Linear, num_groups: int, widths: tuple[int, ...]) -> None:
         super().__init__()

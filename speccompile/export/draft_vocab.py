@@ -48,10 +48,6 @@ def spread_index(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def spread(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns logits [..., vocab] of logits [..., kept], `UNKNOWN_LOGIT` for tokens that are not kept.
-
-    Args:
-        logits: [batch, nodes, kept].
-    """
+    """Returns logits [batch, nodes, vocab] of those kept, `UNKNOWN_LOGIT` for other tokens."""
     nothing = torch.full_like(logits[:, :, :1], UNKNOWN_LOGIT)
     return torch.cat((logits, nothing), 2).index_select(2, index)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft that reads features -> the neutral graph of `feature_draft_spec`; and the graph that computes the features.
 
-They are two graphs and not one with a switch: features of the target's states are computed once per round, while the
-draft runs once per depth and would read the feature weights each time.
+They are two graphs: features of the target's states are computed once per round, the draft runs once per depth.
 """
 
 from __future__ import annotations
@@ -181,11 +180,7 @@ def fill_weights(
     weights: Mapping[str, torch.Tensor] | None,
     shared: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Load a module on the meta device with its weights in float32.
-
-    Args:
-        weights: by the names of its parameters; None: random ones with a fixed seed.
-    """
+    """Loads a module on the meta device with float32 weights by name; None: random ones with a fixed seed."""
     module.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(RANDOM_SEED)
     held = {**(shared or {}), **(weights or {})}

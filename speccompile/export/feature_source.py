@@ -28,11 +28,7 @@ _NESTED = "transformer_layer_config"
 
 
 class FeatureSource(SpeculatorSource):
-    """The part of `core.protocols.GraphSource` that methods whose drafts read features share.
-
-    Args:
-        context: the target's sizes must be its own.
-    """
+    """The part of `GraphSource` that methods share whose drafts read features, of a target of their sizes."""
 
     needs_tables = True
     has_windows = False  # its layers' attention may have a window
@@ -100,13 +96,10 @@ def holds(folder: Path, key: str) -> bool:
 
 
 def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, max_positions: int) -> FeatureDims:
-    """Returns the sizes.
+    """Returns the sizes. Raises CheckpointError: a size is missing or no positive integer; see `check_heads`.
 
     Args:
         max_positions: rows of the cache: positions are rotary and not bounded by the config's number.
-
-    Raises:
-        CheckpointError: a size is missing or no positive integer; see `check_heads`.
     """
 
     def size(name: str, default: int | None = None) -> int:

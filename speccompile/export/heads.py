@@ -36,16 +36,12 @@ _EXAMPLE_SIZES = {"batch": 2, "nodes": 3, SHARED_ROWS: 12}  # neither 0 nor 1, w
 
 
 def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
-    """Trace a drafter and clean the trace.
+    """Traces a drafter and cleans the trace; the neutral graph's weights refer to torch's memory.
 
     Args:
         module: takes the inputs of `spec` in order and returns its outputs; instead of the distributions of a chain the
-            distribution of
-            each draft [batch, vocab] one by one. Caches of the target come as one list.
+            distribution of each draft [batch, vocab] one by one. Caches of the target come as one list.
         spec: a `heads_spec`, or one of `graph_kinds.heads`; the graph's inputs and outputs.
-
-    Returns:
-        The neutral graph; its weights refer to torch's memory.
     """
     progress("trace")
     example: tuple[Any, ...] = tuple(_example(tensor) for tensor in spec.inputs)
@@ -82,7 +78,7 @@ def _apart(spec: GraphSpec) -> GraphSpec:
 
 
 def _join_dists(model: ir.Model, spec: GraphSpec) -> None:
-    """Join the distributions into one output; the unused row of the root repeats the first.
+    """Joins the distributions into one output; the unused row of the root repeats the first.
 
     Their last dim is dynamic: where every slot is greedy a distribution is a dummy of one entry.
     """

@@ -25,10 +25,7 @@ def write_heads(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, t
 
 
 def read_heads(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of model.safetensors, floats in float32.
-
-    Args:
-        wanted: names and shapes of exactly the expected tensors.
+    """Returns the tensors of model.safetensors, floats in float32, if they have exactly the `wanted` names and shapes.
 
     Raises:
         CheckpointError: no such file, a missing or left-over tensor, another shape.

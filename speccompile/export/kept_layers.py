@@ -13,13 +13,7 @@ _BY_LAYER = ("layer_types", "layers_block_type", "no_rope_layers", "attention_la
 
 
 def keep_layers(model: Any, dims: ModelDims, kept: Sequence[int]) -> ModelDims:
-    """Keeps some layers of a transformers model, in place; they are numbered anew.
-
-    Args:
-        kept: indices of the layers that stay, 0 the first, in rising order.
-
-    Returns:
-        The sizes of what is left.
+    """Keeps the layers of indices `kept`, rising from 0, in place, numbers them anew, and returns the new sizes.
 
     Raises:
         ExportError: the layers cannot be found.

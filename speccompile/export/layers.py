@@ -56,14 +56,9 @@ class SelfAttention(nn.Module):
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Applies rotary positions in Llama's halves layout.
+    """Applies rotary positions in Llama's halves layout to `x` [batch, heads, nodes, head_dim], in its dtype.
 
-    Args:
-        x: [batch, heads, nodes, head_dim].
-        positions: [batch, nodes] int64, or one that broadcasts to it.
-
-    Returns:
-        As `x`, in its dtype.
+    `positions` are [batch, nodes] int64, or broadcast to it.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
@@ -84,15 +79,12 @@ def join_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Softmax attention with scale head_dim^-0.5; several query heads may share a key head.
+    """Softmax attention with scale head_dim^-0.5; several query heads may share a key head. Returns as `q`.
 
     Args:
         q: [batch, heads, nodes, head_dim].
         k: [batch, kv_heads, rows, head_dim]; `v` alike.
         mask: bool, true where a key is seen; broadcasts to [batch, heads, nodes, rows].
-
-    Returns:
-        As `q`.
     """
     group = q.shape[1] // k.shape[1]
     if group > 1:

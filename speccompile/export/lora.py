@@ -16,10 +16,7 @@ _NO_BIAS = "Merge it with PEFT (merge_and_unload, save_pretrained) and build the
 
 
 def merge_lora(model: Any, adapter: LoraAdapter) -> None:
-    """Changes a model's weights in place, after all names and shapes were compared.
-
-    Args:
-        model: of transformers, float32, on the CPU, with its own modules.
+    """Changes the float32 weights of a transformers model in place, after all names and shapes were compared.
 
     Raises:
         CheckpointError: the adapter has a module or parameter that the model lacks, another shape, a module that is no

@@ -2,8 +2,8 @@
 """Mamba 2 mixers and short convolutions with our ops.
 
 A mixer is gated linear attention without the delta rule: S <- e^(dt A) S + dt B x^T, y = S^T C + D x, where the keys B
-and the queries C are shared by the heads of a group. Unlike a Gated DeltaNet's, its output is gated before the norm.
-transformers computes it in chunks or, for one token after a cache, in a form of its own, which does not limit dt.
+and the queries C are shared by the heads of a group. Its output is gated before the norm. transformers computes it in
+chunks or, for one token after a cache, in a form that does not limit dt.
 """
 
 from __future__ import annotations

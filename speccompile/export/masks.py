@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys each attention layer sees: read from the masks that transformers builds for it.
 
-A layer may or may not pass a window to its attention function, but its own attention follows the mask. So the masks
-are the only source: the model runs once with a mask function and an attention function that only record, and each mask
-is evaluated as a function of two positions. Windows of thousands of rows cost nothing.
+Attention follows its mask, whether or not a layer passes a window. So the model runs once with mask and attention
+functions that only record, and each mask is evaluated as a function of two positions.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def read_windows(model: Any, implementation: str, num_layers: int, max_seq_len: 
     """Returns the sliding window of each layer; 0 where no row below `max_seq_len` is hidden by one.
 
     Raises:
-        ExportError: a mask is neither causal nor a causal sliding window, was changed on its way to the layer, or
-            the model does not run with another attention.
+        ExportError: a mask is not causal, with or without a window, was changed, or only its own attention runs.
     """
     _register()
     notes = _Notes()
@@ -91,11 +89,7 @@ def _window(notes: _Notes, layer: int, max_seq_len: int, where: str) -> int:
 
 
 def window_of(function: MaskFunction, max_seq_len: int, where: str) -> int:
-    """Returns the sliding window of a mask; 0 where it is the causal mask for all of `max_seq_len` rows.
-
-    Args:
-        function: whether the key at a position is seen from another, as transformers composes masks.
-    """
+    """Returns the window of a mask `function` of two positions; 0: the causal mask for all of `max_seq_len` rows."""
     last = torch.tensor([max_seq_len - 1])
     count = int(_visible(function, last, max_seq_len).sum())
     window = 0 if count == max_seq_len else count

@@ -39,15 +39,13 @@ def chain_drafts(
 ) -> torch.Tensor:
     """Returns the drafts of chains over a text, [starts, num]; each draft follows the text's own tokens.
 
-    Up to the first draft that is not the text's token they are those of drafting step by step.
+    Up to the first draft that is not the text's token they are those of drafting step by step. `advance`, `features`
+    and `mask` are as in `chain_features`.
 
     Args:
-        advance: see `chain_features`; `tokens`, `features`, `num` and `mask` are as there.
         token_of: own features [1, starts, hidden] -> the token with the highest score [1, starts].
         tokens: [1, nodes] int64.
-        features: [1, nodes, hidden].
         roots: [starts] int64, positions of 1 or more.
-        mask: read in the place of drafts; None: drafts are read.
     """
     register()
     own = chain_features(advance, tokens, features, (roots - 1)[None], num, mask)
@@ -102,12 +100,7 @@ def ids_as_offsets(weights: Mapping[str, torch.Tensor]) -> Weights:
 
 
 def other_layers(stated: Sequence[int], num_layers: int, published: Sequence[int] | None) -> tuple[list[int], ...]:
-    """Returns what a list of the target's layers could have meant: one more or less each, another order, the usual.
-
-    Args:
-        stated: from 0.
-        published: the usual choice for it; None: there is none.
-    """
+    """Returns what a list of the target's layers, from 0, could have meant: one more or less, reversed, `published`."""
     held = list(stated)
     choices = [[i - 1 for i in held], [i + 1 for i in held], held[::-1], list(published or held)]
     return tuple(c for i, c in enumerate(choices) if c != held and c not in choices[:i] and _is_in(c, num_layers))
@@ -130,11 +123,7 @@ def hidden_of(text: Any, name: str, num_layers: int) -> torch.Tensor:
 
 
 def check_windows(folder: Path, windows: Sequence[int] | None, most: int) -> None:
-    """Refuses attention that does not see all of a text.
-
-    Raises:
-        CheckpointError: a window is shorter than `most` tokens.
-    """
+    """Refuses attention that does not see all of a text. Raises CheckpointError: a window is below `most` tokens."""
     if windows is not None and any(0 < window < most for window in windows):
         got, expected = f"windows of {list(windows)} tokens", f"at least the {most} tokens of the probe's longest text"
         raise CheckpointError(f"{folder / 'config.json'} (sliding_window)", got, expected, "Give shorter --prompts.")

@@ -12,19 +12,7 @@ from speccompile.ops.sample_token import sample_token as twin
 def sample_token(
     logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns a draft's next token; see `speccompile.ops.sample_token`.
-
-    Args:
-        logits: [batch, 1, vocab] float32.
-        uniforms: [batch] float32 in [0, 1).
-        temperature: [batch] float32.
-        top_k: [batch] int64.
-        top_p: [batch] float32.
-
-    Returns:
-        token [batch] int64, confidence [batch] float32, distribution [batch, vocab] float32 (zeros where all
-        slots are greedy).
-    """
+    """Returns a draft's next token, confidence and distribution; see `speccompile.ops.sample_token.sample_token`."""
     arrays = [t.detach().numpy() for t in (logits, uniforms, temperature, top_k, top_p)]
     token, confidence, dist = (torch.from_numpy(a) for a in twin(*arrays))
     # Tracing needs one shape: the dummy distribution of a greedy batch is widened.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a model with our attention and with its own, before it is traced.
+"""Compares a model with our attention and with its own, before it is traced: a few tokens, ours over a cache.
 
-This prevents a wrong export of an unforeseen architecture (position biases, an unusual scale, a prefix mask): a few
-tokens go through both, ours in steps over a cache.
+This prevents a wrong export of an unforeseen architecture (position biases, an unusual scale, a prefix mask).
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ RELATIVE_TOLERANCE = 1e-3  # of the largest logit; float32 sums in another order
 
 
 def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
-    """Compare cached attention with the model's own.
-
-    Returns:
-        The largest difference of two logits over the largest logit.
+    """Compares cached attention with the model's own; returns the largest difference of logits over the largest one.
 
     Raises:
         ExportError: they differ by more than `RELATIVE_TOLERANCE`.

@@ -112,8 +112,7 @@ def check_agreement(
     """Checks that the sizes for which a speculator was made are those of its target.
 
     Args:
-        sizes: (text with a place for the number, as "a hidden size of {}"; the speculator's size, None where it states
-            none; the target's).
+        sizes: (text for a number, as "a hidden size of {}"; the speculator's size, None: it states none; the target's).
     """
     for text, size, wanted in sizes:
         if size is not None and size != wanted:

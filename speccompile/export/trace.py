@@ -42,7 +42,7 @@ OUR_TORCH_OPS = (
 def trace_module(
     module: nn.Module, example: tuple[Any, ...], dims: Sequence[Any], spec: GraphSpec, where: str
 ) -> ir.Model:
-    """Trace `module` and give its inputs and outputs the names and dims of `spec`.
+    """Traces `module` and gives its inputs and outputs the names and dims of `spec`.
 
     Args:
         example: its arguments; no dynamic size may be 0 or 1, which torch would treat as constants.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters of one run: a chain of drawn tokens, or a tree of the likeliest ones, all nodes of a depth at once.
 
-A fixed shape is compiled in. A grown one is decided in the graph: at each depth the most probable paths are extended
-(the expansion of EAGLE-2, Li et al. 2024), and the host prunes nodes without expected gain.
+A fixed shape is compiled in. A grown one extends the most probable paths at each depth (EAGLE-2, Li et al. 2024), and
+the host prunes nodes without expected gain.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ class Expander(Protocol):
         ...
 
     def expand(self, depth: int, state: Any, tokens: torch.Tensor, above: Above) -> tuple[Any, torch.Tensor]:
-        """Read the nodes of a depth.
+        """Reads the nodes of a depth (the root's is 0); returns the state, and logits [batch, nodes, vocab].
 
         Args:
-            depth: of the nodes; the root's is 0.
             tokens: [batch, nodes] int64.
-            above: their parents among the nodes read at the depth before: numbers where they are equal in every
-                slot, else [batch, nodes] int64. The state of `begin` counts as one node.
-
-        Returns:
-            The state, and logits [batch, nodes, vocab].
+            above: their parents among the nodes read at the depth before: numbers where they are equal in every slot,
+                else [batch, nodes] int64. The state of `begin` counts as one node.
         """
         ...
 

@@ -55,14 +55,11 @@ class VisionGraph(nn.Module):
 
 
 def export_vision(source: Path, spec: GraphSpec, weights: str, progress: Callable[[str], None]) -> tuple[ir.Model, int]:
-    """Trace the vision tower in `source` and clean the trace.
+    """Traces the vision tower in `source`; returns the model, with weights in torch's memory, and its parameters.
 
     Args:
         source: a multimodal checkpoint folder; with random weights its config.json is enough.
         weights: "checkpoint" or "random" (with a fixed seed).
-
-    Returns:
-        The model, whose weights refer to torch's memory, and its number of parameters.
 
     Raises:
         CheckpointError: a weight is missing, left over or of another shape.

@@ -118,11 +118,7 @@ def _freeze_rope(model: Any) -> None:
 
 
 def check_positions(model: Any, max_seq_len: int) -> None:
-    """Refuse a cache with more rows than the model's table of learned positions.
-
-    Raises:
-        ExportError: the table is shorter than `max_seq_len`.
-    """
+    """Refuses a cache with more rows than the model's learned positions. Raises ExportError: it has."""
     tokens = model.get_input_embeddings()
     for name, module in model.named_modules():
         is_by_layer = name.endswith("embed_tokens_per_layer")  # of tokens, too
@@ -155,10 +151,7 @@ def name_weights(graph: ir.Model, names: Mapping[int, str]) -> None:
 
 
 def share_weights(graph: ir.Model) -> int:
-    """Merge initializers that are the same view of the same memory; returns how many were removed.
-
-    torch makes one for each use of a shared weight, and each would be written out.
-    """
+    """Merges initializers that are the same view of the same memory, as torch makes them; returns their number."""
     kept: dict[tuple[Any, ...], ir.Value] = {}
     before = len(graph.graph.initializers)
     for name, value in list(graph.graph.initializers.items()):
@@ -224,10 +217,7 @@ def _checkpoint_model(source: Path, config: Any) -> Any:
 def read_weights(source: Path, config: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
     """Returns a model with the weights of a checkpoint, and transformers' loading info.
 
-    Packed weights and those of GGUF files are read by us, one tensor at a time.
-
-    Args:
-        config: transformers' of it; the mark of packed weights is taken off it.
+    Packed weights (whose mark is taken off `config`) and GGUF files are read by us, one tensor at a time.
     """
     whole = read_config(source)
     settings = {

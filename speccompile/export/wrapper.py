@@ -43,10 +43,9 @@ class ScoredHead(nn.Module):
 
 
 class DecoderGraph(nn.Module):
-    """The module that is traced. Wraps the model's LM head in place.
+    """The module that is traced. Wraps the LM head of a transformers model with our attention in place.
 
     Args:
-        model: a transformers causal LM whose attention implementation is ours.
         hidden: whether the LM head's input is an output.
         hidden_layers: decoder layers whose output is also an output.
         windows: the sliding window of each layer, as `masks.read_windows` finds it.
@@ -89,8 +88,7 @@ class DecoderGraph(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """One step; inputs and outputs as in `decoder_spec`, those after `scored_nodes` as one list.
 
-        A node sees itself, padding included: the number of nodes in its row of `tree_mask` is its depth + 1. Nodes of
-        an image see later ones too, which do not count.
+        The number of nodes in a node's row of `tree_mask`, itself included, is its depth + 1; later ones do not count.
         """
         seen = tree_mask.to(torch.int64)
         depth = (seen.tril() if self.reads_images else seen).sum(-1) - 1

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention: append K and V of a token tree to static caches and attend to past and ancestors.
 
-This is the neutral form that the export produces; each backend lowers it to its fastest form. SinkAttention is the same
-with a sink: a learned logit of each head, one more column of the softmax that has no value. SharedAttention reads the
-updated caches of another layer, and writes nothing.
+The neutral form of the export, which backends lower. SinkAttention has a sink: a learned logit of each head, one more
+column of the softmax without a value. SharedAttention reads another layer's updated caches, and writes nothing.
 """
 
 from __future__ import annotations
@@ -55,20 +54,17 @@ def cached_attention(
     softcap: float = 0.0,
     window: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """The numpy twin of both ops.
+    """The numpy twin of both ops. Returns out [batch, nodes, heads, head_dim], and the two updated caches.
 
     Args:
         q: [batch, heads, nodes, head_dim] float32.
-        k: [batch, kv_heads, nodes, head_dim] float32.
-        v: [batch, kv_heads, nodes, head_dim] float32.
-        k_cache: [batch, kv_heads, max_seq, head_dim] float32.
+        k: [batch, kv_heads, nodes, head_dim] float32; `v` alike.
+        k_cache: [batch, kv_heads, max_seq, head_dim] float32; `v_cache` alike.
         lengths: [batch] int64, rows in use before this step.
         tree_mask: [batch, nodes, nodes] bool, true at the node and its ancestors.
         sinks: [heads] float32, see above; None: none.
         softcap: scores become softcap * tanh(score / softcap); 0 = off.
-
-    Returns:
-        out [batch, nodes, heads, head_dim], and the two updated caches.
+        window: a key is seen where position(query) - position(key) < window; 0 = off.
     """
     k_all, v_all, nodes = k_cache.copy(), v_cache.copy(), q.shape[2]
     for slot, length in enumerate(lengths):
@@ -90,10 +86,7 @@ def shared_attention(
     softcap: float = 0.0,
     window: int = 0,
 ) -> tuple[Floats]:
-    """The numpy twin of SharedAttention: `cached_attention` where the rows of the nodes are in the caches already.
-
-    Arguments are as there; returns its `out`.
-    """
+    """The numpy twin of SharedAttention: the `out` of `cached_attention` where the nodes' rows are in the caches."""
     k_all, v_all, group = k_cache, v_cache, q.shape[1] // k_cache.shape[1]
     scores = scale * matmul_rows(q, np.repeat(k_all, group, axis=1).swapaxes(2, 3))
     if softcap > 0:

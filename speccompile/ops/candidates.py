@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft's candidates after each of its nodes: TopTokens gives the likeliest tokens, NodeProbs the warped probs.
 
-Candidates make deterministic trees and need no warp. Distributions are for sampled trees: siblings are drawn from
-them one after another without replacement, on the host, as their number is small and their order matters.
+Candidates make deterministic trees and need no warp. Distributions are for sampled trees, whose siblings are drawn on
+the host.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ _CANDIDATE_ROWS = ("batch", "nodes", "candidates")
 
 
 def top_tokens(logits: Floats, *, num_candidates: int = 8) -> tuple[Ints, Floats]:
-    """The numpy twin of TopTokens.
-
-    Args:
-        logits: [batch, nodes, vocab] float32.
-        num_candidates: at most vocab.
+    """The numpy twin of TopTokens, of logits [batch, nodes, vocab] float32 and at most vocab candidates.
 
     Returns:
         candidates [batch, nodes, num_candidates] int64, the likeliest first, ties by index (TensorRT may order ties
-        differently, which changes no output: every candidate is verified); candidate_probs, of the same shape,
-        float32, at temperature 1.
+        differently, which changes no output); candidate_probs, of the same shape, float32, at temperature 1.
     """
     candidates = np.argsort(-logits, axis=-1, kind="stable")[..., :num_candidates].astype(np.int64)
     parts = np.exp((logits - logits.max(axis=-1, keepdims=True)).astype(np.float64))
@@ -38,16 +33,9 @@ def top_tokens(logits: Floats, *, num_candidates: int = 8) -> tuple[Ints, Floats
 
 
 def node_probs(logits: Floats, temperature: Floats, top_k: Ints, top_p: Floats) -> tuple[Floats]:
-    """The numpy twin of NodeProbs.
+    """The numpy twin of NodeProbs; `temperature`, `top_p` [batch] float32, `top_k` [batch] int64.
 
-    Args:
-        logits: [batch, nodes, vocab] float32.
-        temperature: [batch] float32.
-        top_k: [batch] int64.
-        top_p: [batch] float32.
-
-    Returns:
-        node_probs [batch, nodes, vocab] float32, or zeros [batch, nodes, 1] when every slot is greedy.
+    Returns [batch, nodes, vocab] float32 of logits alike, or zeros [batch, nodes, 1] when every slot is greedy.
     """
     if not np.any(np.asarray(temperature) > 0):
         return (np.zeros((*logits.shape[:2], 1), dtype=np.float32),)

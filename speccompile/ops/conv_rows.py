@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ConvRows: a causal depthwise convolution whose kept rows are only those of tokens that stay.
 
-As with `speccompile.ops.gated_delta`, the rows of a step with drafts stay pending until the next step knows which of
-them were accepted; a node of a tree sees the rows of its own path.
+As in `speccompile.ops.gated_delta`, rows of a step with drafts are pending; a node sees the rows of its own path.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def conv_rows(
     *,
     activation: int = 0,
 ) -> tuple[Floats, Floats]:
-    """The numpy twin.
+    """The numpy twin. Returns out as x, and the updated rows: kernel - 1 of the tokens then held, pending ones, zeros.
 
     Args:
         x: [batch, nodes, channels] float32: raw rows of the nodes.
@@ -57,9 +56,6 @@ def conv_rows(
         sure_nodes: [batch] int64: the first nodes of this step, a chain, which are applied; later ones become pending.
         tree_mask: [batch, nodes, nodes] bool: row i is true at i and at its ancestors.
         activation: 0: none; 1: SiLU.
-
-    Returns:
-        out as x, and the updated rows: kernel - 1 of the tokens then held, the pending ones, zeros.
     """
     batch, num_past = len(x), weight.shape[1] - 1
     out, updated = np.empty_like(x), np.zeros_like(rows)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CrossAttention: attend to the first rows of caches that another graph writes.
 
-This is the neutral form that the export produces; each backend lowers it to its fastest form. Nothing is written, so
-the caches can be another engine's own memory. RotaryCrossAttention is that of our CPU kernels: from the rows of the
-product for Q to the rows of the output product.
+The neutral form of the export, which backends lower; nothing is written. RotaryCrossAttention is that of our CPU
+kernels: from the rows of the product for Q to the rows of the output product.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ _CACHE_DIMS = ("batch", "kv_heads", "rows", "head_dim")
 def cross_attention(
     q: Floats, k_cache: Floats, v_cache: Floats, limits: Ints, *, scale: float = 1.0, window: int = 0
 ) -> tuple[Floats]:
-    """The numpy twin.
+    """The numpy twin. Returns out [batch, nodes, heads, head_dim] float32.
 
     Args:
         q: [batch, heads, nodes, head_dim] float32; several query heads may share a key head.
         k_cache: [batch, kv_heads, rows, head_dim] float32.
         limits: [batch, nodes] int64, at least 1: a node sees the rows below.
         window: of the rows below its limit a node sees the last so many; 0: all.
-
-    Returns:
-        out [batch, nodes, heads, head_dim] float32.
     """
     group = q.shape[1] // k_cache.shape[1]
     scores = scale * matmul_rows(q, np.repeat(k_cache, group, axis=1).swapaxes(2, 3))
@@ -97,7 +93,7 @@ def rotary_cross_attention(
     rotary_dim: int = 0,
     interleaved: int = 0,
 ) -> tuple[Floats]:
-    """The numpy twin.
+    """The numpy twin. Returns out [batch, nodes, num_heads * head_dim] float32.
 
     Args:
         q: [batch, nodes, num_heads * head_dim] float32; several query heads may share a key head.
@@ -106,9 +102,6 @@ def rotary_cross_attention(
         positions: [batch, nodes] int64, rows of `cos`.
         limits: [batch, nodes] int64, at least 1: a node sees the rows below.
         rotary_dim: the first columns of a head, which are rotated; 0: all.
-
-    Returns:
-        out [batch, nodes, num_heads * head_dim] float32.
     """
     del rotary_dim  # the width of the tables
     batch, nodes, width = q.shape

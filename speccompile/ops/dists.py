@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops that reduce rows of a vocabulary: FirstMax of logits, Draw and Race from distributions.
 
-Rows are reduced in two levels, blocks of 64 and then one block: ONNX Runtime's ArgMax and CumSum visit the
-vocabulary element by element on CPUs (16 rows of 32000: ArgMax 310 us, TopK(1) 135 us, two levels 37 us).
-A vocabulary that 64 does not divide is padded first. Rows are read by GatherND: onnx's reference evaluator has a
-GatherElements that fails beyond 64 entries.
+Rows are reduced in blocks of 64 and then one block: ONNX Runtime's ArgMax and CumSum visit the vocabulary element by
+element on CPUs (16 rows of 32000: ArgMax 310 us, TopK(1) 135 us, two levels 37 us). Other vocabularies are padded. Rows
+are read by GatherND: onnx's reference evaluator fails in GatherElements beyond 64 entries.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ ROWS = ("batch", "nodes", "vocab")
 def _in_blocks(rows: str, filler: float, call: str) -> str:
     """Returns statements for `index` = `call` of `rows` (written @), padded first if 64 does not divide the vocabulary.
 
-    Both branches exist twice over, since an Identity for "no padding" would copy the rows, and both reshape
-    validly whatever the vocabulary is, since shape inference also looks at the branch not taken.
+    Both branches exist twice, since an Identity for "no padding" would copy the rows, and both reshape validly whatever
+    the vocabulary is, since shape inference also looks at the branch not taken.
     """
     return f"""
     width = Constant<value_ints = [64]>()
@@ -163,11 +162,10 @@ DRAW_IN_BLOCKS = Op(
 def race_rates(probs: str, *, is_fenced: bool = False) -> str:
     """Returns statements for `rates` [batch, nodes, vocab]: `probs` over the variates of `core.race.race_times`.
 
-    A square uses its operand twice, and a compiler that fuses all of them into one expression writes it out 2^n times:
-    with `is_fenced` a reduction over nothing stands between them (TensorRT-RTX 1.7.1 builds in 0.3 s instead of 60).
-
-    Integers are exact; -log(1 - u) is float32: for u up to 1/2 the series 2 artanh(u / (2 - u)), whose error is below
-    3e-8, and above it the logarithm of 1 - u, which is exact there.
+    A compiler that fuses squares into one expression writes an operand out 2^n times: with `is_fenced` a reduction over
+    nothing stands between them (TensorRT-RTX 1.7.1 builds in 0.3 s instead of 60). Integers are exact; -log(1 - u) is
+    float32: for u up to 1/2 the series 2 artanh(u / (2 - u)), whose error is below 3e-8, and above it the logarithm of
+    1 - u, which is exact there.
     """
     squares, terms = "", "series_6 = Identity(term_6)"
     fence = """

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linears of which each row chooses one of several packed weights: the experts of a mixture (`plugins/cpu/experts.h`).
 
-ExpertLinear is x W[expert] + bias[expert], GatedExpertLinear applies a gate to it, in the forms of `packed_linear` and
-with its arithmetic. Weights stand in the panels of `packing`, one expert after the other. Each row of x has the same
-number of experts, and every (row, expert) is a row of the result, in order. A row's numbers depend on that row alone.
-
-The bodies gather the experts' packed weights and unpack them in every step: right, but slow. They compute the integer
-forms in float32 from the same levels and scales. An id outside the experts is an error of the gather.
+ExpertLinear is x W[expert] + bias[expert], GatedExpertLinear applies a gate to it, in the forms and arithmetic of
+`packed_linear`. Weights stand in the panels of `packing`, one expert after the other. Every (row, expert) is a row of
+the result, in order, and depends on that row alone. The bodies unpack the experts' weights in every step: right, but
+slow. An id outside the experts is an error of the gather.
 """
 
 from __future__ import annotations

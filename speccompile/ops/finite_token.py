@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FiniteToken: the next token of each slot, or -1 where a row of the slot's logits is not finite.
 
-Kernels that choose a token from rows of NaN return an arbitrary token. One sum over the logits detects such rows for
-every kernel: NaN and infinity persist in a sum. Minus infinity masks a token and is allowed.
+Kernels that choose a token return an arbitrary one from rows of NaN. NaN and infinity persist in one sum over the
+logits. Minus infinity masks a token and is allowed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ LARGEST = 2.0**63  # of a row's sum; a logit beyond it overflows at the least te
 
 
 def finite_token(logits: Floats, next_token: Ints) -> tuple[Ints]:
-    """The numpy twin.
-
-    Args:
-        logits: [batch, nodes, vocab] float32, float16 or bfloat16.
-        next_token: [batch] int64.
+    """The numpy twin, of logits [batch, nodes, vocab] of any float dtype and `next_token` [batch] int64.
 
     Returns:
         [batch] int64: `next_token`, or -1 where a row of the slot has NaN, infinity, or a sum of `LARGEST`.

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GatedDelta: a step of gated linear attention whose recurrent state holds only rows that stay.
 
-The rows of a step with drafts become pending: they are applied to the state at the beginning of the next step, as far
-as they were accepted. So a rejected draft never reaches the state, and the caller's `lengths` alone decide.
-
-The nodes of a step may be a tree: each is answered by the state after its own path, as if that were a chain. Of a tree
-the caller moves the pending rows of the accepted path to the front before the next step.
+Rows of a step with drafts become pending: the next step applies those that were accepted, by the caller's `lengths`.
+The nodes may be a tree: each is answered by the state after its own path. Of a tree the caller moves the pending rows
+of the accepted path to the front before the next step.
 """
 
 from __future__ import annotations
@@ -42,24 +40,14 @@ def kept_pending(rows: Floats, sure_nodes: Ints, capacity: int) -> Floats:
 
 
 def parents_from_mask(seen: Bools) -> list[int]:
-    """Returns the parent of each node of a slot, -1 where it follows the tokens before the step.
-
-    Args:
-        seen: [nodes, nodes] bool: a slot of `tree_mask`, whose row i is true at i and at its ancestors.
-    """
+    """Returns the parent of each node by a slot of `tree_mask` [nodes, nodes], -1 where it follows earlier tokens."""
     return [int(earlier[-1]) if (earlier := np.flatnonzero(row[:node])).size else -1 for node, row in enumerate(seen)]
 
 
 def advanced(state: Floats, k: Floats, v: Floats, g: Floats, beta: Floats, *, delta: bool) -> Floats:
-    """Returns the state after one row.
+    """Returns the state [value_heads, key_dim, value_dim] float32 after one row of all value heads.
 
-    Args:
-        state: [value_heads, key_dim, value_dim] float32.
-        k: [value_heads, key_dim] float32.
-        v: [value_heads, value_dim] float32.
-        g: [value_heads] float32: logarithm of the decay.
-        beta: [value_heads] float32: weight of the row.
-        delta: the delta rule: what the state already gives for `k` is subtracted from `v`.
+    `g` is the logarithm of the decay, `beta` the row's weight, `delta`: what the state gives for `k` is taken off `v`.
     """
     state = state * np.exp(g)[:, None, None]
     held = (state * k[:, :, None]).sum(axis=1) if delta else np.zeros_like(v)
@@ -90,7 +78,7 @@ def gated_delta(
         q: [batch, nodes, num_key_heads * key_dim] float32.
         k: as q, normalised already where the model normalises it.
         v: [batch, nodes, num_value_heads * value_dim] float32.
-        g: [batch, nodes, num_value_heads] float32: logarithm of the decay.
+        g: [batch, nodes, num_value_heads] float32: logarithm of the decay; `beta` alike.
         state: [batch, num_value_heads, key_dim, value_dim] float32; read as zeros where `lengths` is 0.
         pending: [batch, pending, pending_width] float32: rows that are not applied yet; `lengths - state_lengths` of
             each slot count, and no other is read.

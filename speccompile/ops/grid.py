@@ -82,8 +82,8 @@ class Grid:
     """Quantised weights of a linear: scale * (level - zero) + minimum, in float32 and in this order.
 
     Args:
-        minimums: [out, groups] of the scales' dtype, the value of level 0; None: none. A zero point z is the minimum
-            -z * scale, which float32 holds exactly where scales have at most 16 significant bits.
+        minimums: [out, groups] of the scales' dtype, the value of level 0; None: none. A zero point z is the minimum -z
+            * scale, which float32 holds exactly where scales have at most 16 significant bits.
         order: [in] int32, the input whose weights stand at each position of `levels`; None: as they are.
     """
 

@@ -79,11 +79,7 @@ def nibbles(source: str, axis: int) -> str:
 
 
 def spread_groups(source: str, name: str, axis: int) -> str:
-    """Returns the statements for `name` [..., units] of `source` [..., groups], whose last axis is `axis`.
-
-    Args:
-        name: of the result; its intermediate values have names that begin with it.
-    """
+    """Returns the statements for `name` [..., units] of `source` [..., groups], whose last axis is `axis`."""
     return f"""
     {name}_single = Unsqueeze({source}, last)
     {name}_ones = Constant<value_ints = {[1] * (axis + 1)}>()

@@ -2,13 +2,13 @@
 """Linears whose weights are packed for the CPU kernels (`plugins/cpu/linear.h`): four ops in six forms.
 
 PackedLinear is x W + bias. NormPackedLinear adds a residual and normalises before, GatedPackedLinear applies a gate
-after, NormGatedPackedLinear does both. Forms F32 and Bf16 compute in float32 from weights as they are; the others
-quantise each row of activations in units of 32 or 16 and add exact integer products of a unit, and with minimums each
-minimum times the unit's sum. A row's numbers depend on that row alone.
+after, NormGatedPackedLinear does both. Forms F32 and Bf16 compute in float32; the others quantise each row of
+activations in units of 32 or 16 and add exact integer products of a unit, and with minimums each minimum times the
+unit's sum. A row's numbers depend on that row alone.
 
-The bodies unpack the constant weights, which ONNX Runtime does once at load, and use MatMul or MatMulNBits (blocks of a
+The bodies unpack the constant weights (ONNX Runtime does it once, at load) and use MatMul or MatMulNBits (blocks of a
 unit, accuracy level 4), whose arithmetic is that of the integer forms. MatMulNBits has a zero point of half the levels:
-a minimum is then what it is more than the zero point's value, and is multiplied with the sums of the rounded rows.
+a minimum is what it is more than that, times the sums of the rounded rows.
 """
 
 from __future__ import annotations
@@ -60,15 +60,10 @@ def grid_attributes(form: str) -> dict[str, int | float]:
 
 
 def quantize_rows(x: Floats, unit: int = GROUP) -> tuple[Any, Any]:
-    """Quantises rows in units of neighbours, ties to even.
-
-    Args:
-        x: [rows, K] float32.
-        unit: 16 or 32.
+    """Quantises rows [rows, K] float32 in units of 16 or 32 neighbours, ties to even, K padded to a multiple of 32.
 
     Returns:
-        Levels [rows, units, unit] int8 in -127 to 127 and scales [rows, units] float32: largest magnitude / 127. K is
-        padded with zeros to a multiple of 32.
+        Levels [rows, units, unit] int8 in -127 to 127 and scales [rows, units] float32: largest magnitude / 127.
     """
     units = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, unit)
     peak = np.abs(units).max(axis=2)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of an embedding from packed weights (`plugins/cpu/embedding.h`): PackedRows in the forms of `packed_linear`.
 
-A row is a column of the weights [num_in, num_out], so an embedding that is tied to the LM head needs no table of its
-own. Rows have the bits of the weights, of which a grid's are rounded after the product and after the sum. Negative
-tokens count from the end, as those of a Gather; a token outside the vocabulary is an error.
-
-The bodies gather from the packed weights as they are: nothing is unpacked at load.
+A row is a column of the weights [num_in, num_out], so a tied embedding needs no table of its own. A grid's rows are
+rounded after the product and after the sum. Negative tokens count from the end; a token outside the vocabulary is an
+error. The bodies gather from the packed weights as they are: nothing is unpacked at load.
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ def _gathered(source: str, name: str, count: str, inner: tuple[int, ...]) -> str
 
     Args:
         source: [panels, ..., 32, ...], `inner` dims before the 32 beside the first two, which `count` has all of.
-        name: of the result; its intermediate values have names that begin with it.
-        count: name of [1], how many places there are within a column.
+        count: name of [1], how many entries there are within a column.
         inner: sizes of the dims between the second one and the 32.
     """
     size = inner[0] if inner else 1

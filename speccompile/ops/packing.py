@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights packed for the CPU kernels: panels of 32 output columns, contiguous along the input.
 
-Columns are padded to 32 and rows to a unit of the form, both with zeros. Two forms hold the weights as they are, the
-others levels of a grid with scales, those with minimums as scale * level + minimum:
+Columns are padded to 32 and rows to a unit of the form, both with zeros. Grids with minimums are scale * level +
+minimum:
 
 | form | weights | scales |
 |---|---|---|
@@ -39,11 +39,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Packed:
-    """Packed weights.
-
-    Args:
-        unit: neighbours in a row of activations that share one, 16 or 32; an attribute of the op, as the group is.
-    """
+    """Packed weights. `unit`: neighbours in a row of activations that share one, 16 or 32; an attribute of the op."""
 
     weights: Array
     scales: Array | None = None  # [panels, groups, 32]; None where the form has none
@@ -75,10 +71,9 @@ def has_minimums(form: str) -> bool:
 
 
 def interleave_gate(weight: Array) -> Array:
-    """Returns [K, N] with gate and up side by side reordered to panels of 16 gate and their 16 up columns.
+    """Returns weights [K, N], gate and up side by side, reordered to panels of 16 gate and their 16 up columns.
 
-    Args:
-        weight: [K, N], N / 2 columns of gate, then as many of up; each half is padded with zeros to a multiple of 16.
+    Each half is padded with zeros to a multiple of 16.
     """
     num_in, num_out = weight.shape
     half, width = num_out // 2, COLUMNS // 2
@@ -144,14 +139,11 @@ def grid_unit(grid: Grid, unit: int = GROUP) -> int:
 
 
 def pack_grid(grid: Grid, *, unit: int = GROUP) -> tuple[str, Packed]:
-    """Packs weights as they are on their grid; `unpack` gives the bits of `grid.weight()`.
+    """Packs weights as they are on their grid; returns the form and what `unpack` gives the bits of `grid.weight()` of.
 
     Args:
         grid: with an order, inputs stay where its levels have them: the caller gathers x by the order.
         unit: of activations, 32 or 16.
-
-    Returns:
-        The form, and the packed weights.
     """
     form, num_in = grid_form(grid), grid.levels.shape[1]
     scales, minimums = grid.scales, grid.minimums
@@ -172,11 +164,7 @@ def pack_grid(grid: Grid, *, unit: int = GROUP) -> tuple[str, Packed]:
 
 
 def pack_experts(weights: Iterable[Array], form: str, *, has_gate: bool = False) -> Packed:
-    """Packs the weights of experts one by one; all parts get a first dim of experts.
-
-    Args:
-        has_gate: gate and up stand side by side and are interleaved.
-    """
+    """Packs the weights of experts one by one; all parts get a first dim of experts, and a gate is interleaved."""
     whole: list[Array] = []
     steps: list[Array] = []
     for weight in weights:
@@ -214,10 +202,9 @@ def group_scales(groups: Array, form: str) -> Array:
 
 
 def quantize_groups(weight: Array, form: str) -> tuple[Array, Array]:
-    """Quantises weights in groups of 32 rows to the nearest level.
+    """Quantises weights [K, N] float32, K a multiple of 32, in groups of 32 rows to the nearest level.
 
     Args:
-        weight: [K, N] float32, K a multiple of 32.
         form: Int8: levels -127 to 127, the largest magnitude is 127; Int4: -8 to 7, the largest magnitude is -8.
 
     Returns:
@@ -273,10 +260,7 @@ def spread(values: Array, group: int, size: int, count: int) -> Array:
 
 
 def unpack(packed: Packed, form: str) -> Array:
-    """Returns the weights [K, N] float32 that the kernel multiplies with, padding included.
-
-    Rows of padding are zeros, but those of a form with minimums: its minimums.
-    """
+    """Returns the weights [K, N] float32 that the kernel multiplies with; padding is zeros, or a form's minimums."""
     weights = packed.weights
     if form == "F32":
         return weights.transpose(1, 0, 2).reshape(weights.shape[1], -1)

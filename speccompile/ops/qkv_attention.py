@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention from the rows of a merged Q, K and V product to the rows of the output product, as one op.
 
-Four ops by what happens to Q and K before the scores: nothing, an RMS norm of each head (`Norm`), a rotary embedding
-(`Rotary`), or both. The position of a node is its slot's length plus the number of its ancestors.
+Q and K of the four ops get nothing, an RMS norm of each head (`Norm`), a rotary embedding (`Rotary`), or both. A node's
+position is its slot's length plus the number of its ancestors.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def normalize(x: Floats, gamma: Floats, epsilon: float) -> Floats:
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats, positions: Ints, interleaved: bool) -> Floats:
-    """Returns `x` with its first columns rotated.
+    """Returns `x` [batch, heads, nodes, head_dim] float32 with its first columns rotated.
 
     Args:
-        x: [batch, heads, nodes, head_dim] float32.
         cos: [positions, rotary_dim / 2] float32.
         positions: [batch, nodes] int64.
         interleaved: pairs are columns 2i and 2i + 1, otherwise i and i + rotary_dim / 2.
@@ -73,7 +72,7 @@ def qkv_attention(
     tables: tuple[Floats, Floats] | None = None,
     interleaved: bool = False,
 ) -> tuple[Floats, Floats, Floats]:
-    """The numpy twin of all four ops.
+    """The numpy twin of all four ops. Returns out [batch, nodes, num_heads * head_dim] and the two updated caches.
 
     Args:
         qkv: [batch, nodes, (num_heads + 2 * num_kv_heads) * head_dim] float32: the heads of Q, of K and of V.
@@ -83,9 +82,6 @@ def qkv_attention(
         scale: see `cached_attention`; softcap and window alike.
         gammas: weights [head_dim] of the norms of Q's and K's heads; None: no norm.
         tables: cosines and sines [positions, rotary_dim / 2] float32; None: no rotation.
-
-    Returns:
-        out [batch, nodes, num_heads * head_dim] float32, and the two updated caches.
     """
     batch, nodes, _ = qkv.shape
     heads = qkv.reshape(batch, nodes, num_heads + 2 * num_kv_heads, head_dim).transpose(0, 2, 1, 3)

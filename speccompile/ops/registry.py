@@ -86,7 +86,7 @@ def with_uses(names: Iterable[str], ops: Mapping[str, Op] = OPS) -> list[str]:
 def functions(
     names: Iterable[str] | None = None, vocab: int | None = None, ops: Mapping[str, Op] = OPS
 ) -> list[FunctionProto]:
-    """Returns the FunctionProtos of these ops (None: of all) and of all that they call, callees first.
+    """Returns the FunctionProtos of these ops (None: of all) and of their callees, which come first.
 
     Args:
         vocab: size of the vocabulary where it is known; the bodies are then made for it.
@@ -132,16 +132,11 @@ def _recurrence(nodes: Iterable[ir.Node], max_nodes: int) -> Op:
 
 
 def attach_functions(model: ir.Model, dialect: Dialect = "onnx", max_nodes: int = 17) -> int:
-    """Add the bodies of the ops that `model` uses as model-local functions.
-
-    Missing attributes are written with their defaults; a body that is attached already is kept.
+    """Adds the bodies of the ops that `model` uses, and default attributes; returns how many functions were added.
 
     Args:
         dialect: `onnx`: bodies for ONNX Runtime and the reference evaluator; `tensorrt`: without branches and loops.
         max_nodes: for `tensorrt`: most nodes of a scored tree, the root included; further nodes are never accepted.
-
-    Returns:
-        The number of functions added.
 
     Raises:
         PassError: `tensorrt` only: the vocabulary is not static, or a draft vocabulary is left.

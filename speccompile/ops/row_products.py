@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products whose rows do not depend on how many there are, for the oracle.
 
-A BLAS chooses kernels by the shape of a product, and some sum a row in another order where it stands with others
-(OpenBLAS on Haswell does). The oracle scores a chain as it scores its nodes one by one, so it multiplies row by row.
+A BLAS may sum a row in another order beside others (OpenBLAS on Haswell does), so the oracle multiplies row by row.
 """
 
 from __future__ import annotations

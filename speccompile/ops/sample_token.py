@@ -15,18 +15,16 @@ from speccompile.ops.warp import WARP_INPUTS
 def sample_token(
     logits: Floats, uniforms: Floats, temperature: Floats, top_k: Ints, top_p: Floats
 ) -> tuple[Ints, Floats, Floats]:
-    """The numpy twin.
+    """The numpy twin, of logits [batch, 1, vocab] float32; `uniforms` [batch] are in [0, 1).
 
     Args:
-        logits: [batch, 1, vocab] float32.
-        uniforms: [batch] float32 in [0, 1).
         temperature: [batch] float32.
         top_k: [batch] int64.
         top_p: [batch] float32.
 
     Returns:
-        sampled_token [batch] int64; confidence [batch] float32, its probability at temperature 1;
-        sampled_probs [batch, vocab] float32, or zeros [batch, 1] when every slot is greedy.
+        sampled_token [batch] int64; confidence [batch] float32, its probability at temperature 1; sampled_probs [batch,
+        vocab] float32, or zeros [batch, 1] when every slot is greedy.
     """
     probs = warp(logits[:, 0], temperature, top_k, top_p)
     token = draw(probs, uniforms)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpecVerify: the acceptance rule on a target's logits, so that logits stay in the engine.
 
-A greedy step of one node costs one argmax, one of more nodes about ten further operations on [batch, nodes]
-(about 10 us); softmax runs for sampled batches only, sorting only where top_k or top_p is on, and a Loop only for
-trees.
+A greedy step of one node costs one argmax, one of more nodes about 10 us on [batch, nodes]; softmax runs for sampled
+batches only, sorting only where top_k or top_p is on, and a Loop only for trees.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def spec_verify(
     top_p: Floats,
     d2t: Ints | None = None,
 ) -> tuple[Ints, Ints, Ints]:
-    """The numpy twin.
+    """The numpy twin. Returns path [batch, nodes], num_accepted [batch], next_token [batch], all int64.
 
     Args:
         logits: [batch, nodes, vocab] float32.
@@ -44,9 +43,6 @@ def spec_verify(
         top_p: [batch] float32.
         d2t: [draft_vocab] int64, distinct: the target token of each draft token; None: they are the same. Only the
             plugin has it as an input (the ninth); deterministic drafts do not use it.
-
-    Returns:
-        path [batch, nodes], num_accepted [batch], next_token [batch], all int64.
     """
     if d2t is not None and draft_probs.shape[-1] > 1:
         spread = np.zeros(logits.shape, dtype=np.float32)

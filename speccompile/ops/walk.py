@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walk and WalkProbs: the accepted path through a tree, by the token drawn at each node or by draft distributions.
 
-A chain needs a running sum; a tree is walked by a Loop, one round per accepted node (Walk) or per node (WalkProbs).
-WalkProbs verifies a slot's chain as a block and draws by race where a slot has no drafts, whatever other slots have.
+A chain needs a running sum; a tree a Loop, one round per accepted node (Walk) or per node (WalkProbs), which verifies a
+chain as a block and draws by race where a slot has no drafts.
 """
 
 from __future__ import annotations

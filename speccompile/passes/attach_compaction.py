@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One KVRollback over all caches of a size after their updates, where a plugin compacts inside the target's step.
-
-The path comes from the verdict of the same step, so attention has read the caches before they are compacted.
-"""
+"""One KVRollback over all caches of a size, where a plugin compacts inside the target's step, by its own verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from speccompile.passes.rollback import cache_groups
 
 
 def attach_compaction(model: ir.Model, spec: GraphSpec) -> int:
-    """Add the nodes and their outputs after all others; returns the number of caches.
+    """Adds the nodes and their outputs after all others; returns the number of caches.
 
     Args:
         model: with the updated caches and `path` among its outputs.

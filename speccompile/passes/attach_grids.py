@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attach quantised weights to the linears whose weights they are.
 
-Inputs of a grid with an order are gathered in this order before the product, so that nothing else needs to know of it.
-Where outputs of a merged linear have no grid in common, or some have none, it becomes several products.
+Inputs of a grid with an order are gathered before the product. Where outputs of a merged linear have no grid in common,
+or some have none, it becomes several products.
 """
 
 from __future__ import annotations

@@ -92,13 +92,9 @@ ABSENT = np.float32(-65504)  # float16's lowest: finite in every dtype, and exp 
 
 
 def fit_vocab(model: ir.Model, spec: GraphSpec) -> int:
-    """Give the logits `spec.vocab_size` columns; returns 1 where they had another number, 0 otherwise.
+    """Gives the logits of a decoder without a tail `spec.vocab_size` columns; returns 1 where they had others, else 0.
 
-    Tokens that the target lacks are cut before normalisation, so that they are never proposed; those that the draft
-    lacks have probability 0: for these it reads its last one, which is padding.
-
-    Args:
-        model: a decoder without a tail; `logits` [batch, scored, draft's vocabulary] is an output.
+    Tokens that the target lacks are cut before normalisation; those that the draft lacks have probability 0.
     """
     position = next((i for i, value in enumerate(model.graph.outputs) if value.name == LOGITS), None)
     if position is None or not spec.vocab_size or spec.draft_vocab:

@@ -18,9 +18,9 @@ HALF_HIDDEN_SCORE = np.float16(-6e4)  # the same near the end of float16; bfloat
 class AttentionMasks:
     """The additive masks of one tree: [batch, nodes, rows] by window.
 
-    Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather covers
-    all three: the tree's additive mask gets a visible first column and a hidden last one, and r - length,
-    clipped, is the column. (A TensorScatter of the tree into the mask would copy it, as it is not a graph output.)
+    Row r of the cache is past (r < length), a node of this step (r - length < nodes) or unused. One gather covers all:
+    the tree's additive mask gets a visible first and a hidden last column, and r - length, clipped, is the column. (A
+    TensorScatter of the tree into the mask would copy it, as it is not a graph output.)
 
     Args:
         anchor: the first CachedAttention that sees the tree; the masks are made before it.
@@ -54,10 +54,7 @@ class AttentionMasks:
 
     @property
     def depth(self) -> ir.Value:
-        """Returns the number of ancestors of each node, [batch, nodes, 1] int64.
-
-        Nodes of an image see later ones too, which do not count.
-        """
+        """Returns the number of ancestors of each node, [batch, nodes, 1] int64, without later nodes of an image."""
         if self._depth is None:
             ones = self.edit.op("Cast", self.tree, to=ir.DataType.INT64)
             if self.has_images:

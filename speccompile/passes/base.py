@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a pass, and the runner of a table of passes.
 
-A property is a checkable condition on a graph. A pass names the properties that it requires and those that it ensures;
-the runner checks both, so a table in the wrong order fails at its first wrong entry.
+A pass names the properties, checkable conditions on a graph, that it requires and ensures; the runner checks both.
 """
 
 from __future__ import annotations

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error-compensating quantisation of a linear's weights to 4 bits in blocks of 32 along its input.
 
-A block has a scale and a minimum, or a scale alone where rounding to that is nearer.
+A block has a scale and a minimum, or a scale alone where rounding to that is nearer. GPTQ, by a Cholesky factor of the
+inverse Hessian: Frantar et al., "GPTQ", 2022, equations (2) and (3) and algorithm 1; the step is that of Frantar and
+Alistarh, "Optimal Brain Compression", 2022.
 
-GPTQ, by a Cholesky factor of the inverse Hessian: Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ: Accurate
-Post-Training Quantization for Generative Pre-trained Transformers", 2022, equations (2) and (3) and algorithm 1; the
-step is that of Optimal Brain Surgeon, as in Frantar and Alistarh, "Optimal Brain Compression", 2022.
-
-The weights w of an output are quantised to q, one input after the other, so that the squared error of the output over
-the calibration text, (w - q)^T H (w - q) with H the sum of x x^T over its inputs x, is small: the error of an input is
-compensated by those that are not quantised yet. With H = U diag(d) U^T, U unit upper triangular, the rows of U^-1 over
-the roots of d are the Cholesky factor of H^-1 that algorithm 1 uses, and its updates are a back substitution: input k
-is quantised at
+The weights w of an output are quantised to q, one input after the other, so that the squared error over the calibration
+text, (w - q)^T H (w - q) with H the sum of x x^T over its inputs x, is small. With H = U diag(d) U^T, U unit upper
+triangular, the rows of U^-1 over the roots of d are the Cholesky factor of H^-1 that algorithm 1 uses, and its updates
+are a back substitution: input k is quantised at
 
     t_k = w_k + sum over j < k of U_jk (w_j - q_j)
 
 which adds d_k (t_k - q_k)^2 to the error. So no inverse is computed, and the sums over earlier blocks are one product
-of matrices for each block. Blocks are taken in the order of their importance, the sum of H's diagonal over their
-inputs, and so are the inputs of a block: what matters most is rounded while most can still compensate it.
+of matrices a block. Blocks are taken by falling sum of H's diagonal over their inputs, and so are the inputs of a
+block.
 """
 
 from __future__ import annotations
@@ -56,10 +53,7 @@ class Factor:
 def factor_of(hessian: NDArray[np.floating]) -> Factor:
     """Factorises H + DAMPING mean(diag(H)) I, which keeps a rank-deficient one positive definite.
 
-    An input that is always 0 has no error of its own: its weights are rounded and compensate nothing.
-
-    Args:
-        hessian: [in, in] float32 or float64, symmetric, positive semi-definite.
+    `hessian` is [in, in], symmetric, positive semi-definite. An input that is always 0 has no error of its own.
     """
     diagonal = np.diag(hessian).astype(np.float64)
     order = _order(diagonal)
@@ -90,12 +84,7 @@ def _upper_factor(matrix: NDArray[np.float64]) -> NDArray[np.float64] | None:
 
 
 def compensated_grid(weight: Floats, factor: Factor) -> Grid:
-    """Quantises the weights [in, out] of a linear; each output on its own.
-
-    Args:
-        weight: [in, out].
-        factor: of the sum of x x^T over the linear's inputs.
-    """
+    """Quantises the weights [in, out] of a linear by the factor of the sum of x x^T; each output on its own."""
     has_minimums = _has_minimums(weight, factor)
     return _grid([_compensate(part, factor, has_minimums) for part in _parts(weight)], has_minimums)
 
@@ -181,15 +170,12 @@ def _compensate(weight: Floats, factor: Factor, has_minimums: bool) -> _Part:
 
 
 def best_range(block: Floats, importance: Floats, has_minimums: bool) -> tuple[Floats, Floats]:
-    """Returns for each output the scale and the value of level 0 with which rounding has the least squared error.
+    """Returns for each output [out] the scale and the value of level 0 with the least squared error, in float16.
 
     Args:
         block: [inputs, out], at most 32 inputs.
         importance: [inputs], the weight of an input's squared error.
         has_minimums: level 0 has any value; else that of `-MIDDLE` scales, so that level `MIDDLE` is 0.
-
-    Returns:
-        [out] and [out] float32, numbers of float16 except for level 0 without minimums.
     """
     best_scale, best_minimum = np.zeros_like(block[0]), np.zeros_like(block[0])
     least = np.full_like(best_scale, np.inf)

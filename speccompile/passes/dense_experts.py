@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathered experts -> one product of all rows with all experts, whose weights may be of few bits, for TensorRT.
 
-An exported mixture gathers the weights of each row's experts. TensorRT would copy them, for a chunk of a prompt whole
-gigabytes, and it dequantises constants alone: constants of few bits that are gathered it stores in four bytes each.
-As one product [1, rows, K] x [experts, K, N] the weights are read where they are, blocks of int4 or int8 included (seen
-in the sizes of TensorRT-RTX 1.7.1's plans); of the results each row takes its experts'. The work is that of all experts
-for all rows, and a step reads all weights, as a step of many rows does anyway.
+TensorRT would copy the gathered weights of each row's experts, for a chunk of a prompt whole gigabytes, and it stores
+gathered constants of few bits in four bytes each. As one product [1, rows, K] x [experts, K, N] the weights are read
+where they are, blocks of int4 or int8 included (TensorRT-RTX 1.7.1). The work is that of all experts for all rows.
 """
 
 from __future__ import annotations
@@ -85,15 +83,11 @@ def _whole_products(model: ir.Model) -> list[ir.Node]:
 
 
 def dense_experts(model: ir.Model, quantization: str, dtype: str) -> int:
-    """Replace every product with gathered weights, and quantise those of other products with all experts.
+    """Replaces every product with gathered weights, and quantises those with all experts; returns their number.
 
     Args:
-        model: in float32.
         quantization: none, int8, int4 or fp8; experts of fp8 models are int8.
         dtype: the graph's final dtype, to which the scales are rounded before the levels are chosen.
-
-    Returns:
-        The number of products.
     """
     found, made, form = (
         list(expert_products(model)),

@@ -15,11 +15,7 @@ OPS_DOMAIN = "speccompile"
 
 
 class Editor:
-    """Inserts nodes right before an anchor node, or at the end of the graph.
-
-    Args:
-        anchor: nodes go before it; None appends.
-    """
+    """Inserts nodes right before an anchor node; None: at the end of the graph."""
 
     def __init__(self, model: ir.Model, anchor: ir.Node | None = None) -> None:
         self.model, self.graph, self.anchor = model, model.graph, anchor

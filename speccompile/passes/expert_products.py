@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds products of rows with the gathered weights of their experts.
-
-An exported mixture has them as Squeeze(MatMul(GatherND(weights, experts), x)).
-"""
+"""Finds products of rows with gathered weights of their experts: Squeeze(MatMul(GatherND(weights, experts), x))."""
 
 from __future__ import annotations
 
@@ -83,10 +80,7 @@ def _product_of(gathered: ir.Value) -> tuple[ir.Value, ir.Node, bool] | None:
 
 
 def _unrepeated(source: ir.Value) -> tuple[ir.Value, int]:
-    """Returns the rows of which each stands several times, one after the other, in `source`, and how often.
-
-    That is (`source`, 1) if none do.
-    """
+    """Returns the rows that `source` repeats one after the other, and how often; (`source`, 1): it repeats none."""
     reshape = producer(source, "Reshape")
     expand = producer(reshape.inputs[0], "Expand") if reshape is not None else None
     unsqueeze = producer(expand.inputs[0], "Unsqueeze") if expand is not None else None

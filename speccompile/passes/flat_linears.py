@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemm without bias on flat rows -> MatMul, so that the passes on linears find it; a router -> Gemm, so that none does.
 
-Shared experts, which stand beside chosen ones and read the same rows, are exported as Gemm. The numbers of a router
-choose experts: its weights keep float32.
+Shared experts are exported as Gemm. A router's numbers choose experts: its weights keep float32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fold the scale of the scores into Q's weights: TensorRT would multiply the whole K cache by it.
 
-Between the projection and the attention there are only linear steps (bias, head layout, rotary embedding), or a norm
-whose gain takes the factor: a chain of any length, which no pattern of `passes.rules` expresses. The product is formed
-in float32 before the weights are rounded, so it costs no accuracy.
+Between the projection and the attention there are only linear steps, or a norm whose gain takes the factor: a chain of
+any length, which no pattern of `passes.rules` expresses. The product is formed in float32.
 """
 
 from __future__ import annotations

@@ -11,10 +11,7 @@ from speccompile.passes.edit import Editor, replace, weight_of
 
 
 def fold_weights(model: ir.Model) -> int:
-    """Fold every Transpose of an initializer; returns their number.
-
-    A weight that is also used as it is (tied embeddings) is kept beside its transposed view.
-    """
+    """Folds every Transpose of an initializer; returns their number. Tied embeddings keep both views."""
     count = 0
     for node in [n for n in model.graph if n.op_type == "Transpose" and n.domain == ""]:
         weight, value = weight_of(node.inputs[0]), node.inputs[0]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads -> rotary embedding -> CrossAttention -> rows becomes one RotaryCrossAttention op of our CPU kernels.
-
-A CrossAttention whose surroundings differ is left as it is.
-"""
+"""Heads -> rotary embedding -> CrossAttention -> rows becomes one RotaryCrossAttention op of our CPU kernels."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to keys that grow with each step within one run -> RotaryQkvAttention over a small cache of its own.
 
-A transformer that drafts a chain in one run has some forty nodes a layer and token: heads, rotary embedding by
-constants, concatenated keys and values that are repeated for each query head, scores and softmax. They become one node,
-which writes its row after those of the steps before. Several tokens of a step form a chain, each sees those before it;
-attention under any other mask, as in trees, is left as it is.
+Heads, rotary embedding by constants, concatenated and repeated keys and values, scores and softmax, some forty nodes a
+layer and token, become one node, which writes its row after those before. Tokens of a step form a chain; attention
+under any other mask, as in trees, is left as it is.
 """
 
 from __future__ import annotations

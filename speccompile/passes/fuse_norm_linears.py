@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add, RMSNormalization, PackedLinear -> NormPackedLinear, whose second output is the sum.
-
-The sum is the residual stream, which later nodes read; the norm must have no other reader.
-"""
+"""Add, RMSNormalization, PackedLinear -> NormPackedLinear, whose second output is the sum (the residual stream)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split -> heads -> norm -> rotary embedding -> CachedAttention -> rows becomes one QkvAttention op.
 
-Some fifteen nodes a layer and the positions of the nodes become one node that reads the merged product of Q, K and V
-and writes the rows of the output product. A CachedAttention whose surroundings differ is left as it is.
+Some fifteen nodes a layer become one. A CachedAttention whose surroundings differ is left as it is.
 """
 
 from __future__ import annotations
@@ -210,10 +209,7 @@ def _fuse(model: ir.Model, match: _Match, num_rows: ir.Value) -> None:
 
 
 def fuse_qkv_attention(model: ir.Model) -> int:
-    """Fuse every CachedAttention whose Q, K and V are cut from one product; returns their number.
-
-    Nodes that are then unused stay, for `remove_dead`.
-    """
+    """Fuses every CachedAttention whose Q, K and V are cut from one product; returns their number."""
     rule = _positions_rule(any(value.name == IMAGE_NODES for value in model.graph.inputs))
     nodes = nodes_of(model, "CachedAttention", OPS_DOMAIN)
     matches = [m for node in nodes if (m := _match(rule, model, node)) is not None]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x / sqrt(mean(x^2) + epsilon) * weight -> RMSNormalization, over the last axis.
-
-The weight may be a vector, or absent (then it is ones).
-"""
+"""x / sqrt(mean(x^2) + epsilon) * weight -> RMSNormalization, over the last axis; without a weight it is ones."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ def _normed(op: Any, x: Any, epsilon: Any, axes: Any) -> Any:
 
 
 def _is_norm(x: ir.Value, epsilon: ir.Value, axes: ir.Value, mean: ir.Value) -> bool:
-    """Whether the mean is over the last axis, which stays as an axis of size 1."""
     node = mean.producer()
     assert node is not None
     is_last = ints(axes) in ([-1], [(rank(x) or 0) - 1]) and int_attribute(node, "keepdims", 1) == 1

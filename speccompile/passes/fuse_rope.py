@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """x * cos + rotate_half(x) * sin -> RotaryEmbedding, whole heads or their first part (partial rotary).
 
-The traced cos and sin hold every angle twice, [batch, nodes, head_dim]; the operator expects each once, so the
-doubling Concat is removed and Cos and Sin shrink to half. gpt-oss has each once, and rotates the halves of x apart.
+The traced cos and sin hold every angle twice, [batch, nodes, head_dim]; the operator expects each once, so the doubling
+Concat is removed. gpt-oss has each once, and rotates the halves of x apart.
 """
 
 from __future__ import annotations

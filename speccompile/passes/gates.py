@@ -68,11 +68,7 @@ def swapped_halves(array: np.ndarray) -> np.ndarray:
 
 
 def packed_bias(bias: ir.Value | None, gate: Gate | None, shape: tuple[int, ...], edit: Editor) -> ir.Value:
-    """Returns the bias of a packed linear, its columns in the order of the packed weights.
-
-    Args:
-        bias: constant; None: zeros.
-    """
+    """Returns the bias of a packed linear (None: zeros), its columns in the order of the packed weights."""
     if bias is None:
         return edit.const(np.zeros(shape, np.float32), f"zeros.{'.'.join(map(str, shape))}")
     if gate is None or not gate.is_second:

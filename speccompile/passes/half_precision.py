@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert weights, activations, caches and hidden states to float16 or bfloat16.
 
-TensorRT is strongly typed: it computes in the types that the graph names. Matrix products accumulate in float32
-anyway; norms, rotary embeddings and softmax are wrapped in casts, so that they are computed in float32 from float32
-gains and tables and rounded once. TensorRT fuses the casts into the adjacent kernel: a layer has as many kernels
-with them as without.
+TensorRT computes in the types that the graph names; matrix products accumulate in float32 anyway. Norms, rotary
+embeddings and softmax are wrapped in casts to float32, which TensorRT fuses into the adjacent kernel.
 """
 
 from __future__ import annotations
@@ -142,12 +140,7 @@ def _check_angles(model: ir.Model, dtype: ir.DataType) -> None:
 
 
 def convert_precision(model: ir.Model, spec: GraphSpec, dtype: str) -> int:
-    """Convert in place; returns the number of operators that then compute in half precision.
-
-    Args:
-        model: in float32, tail included; attention may be lowered or not.
-        dtype: float16 or bfloat16.
-    """
+    """Converts a float32 model with its tail in place; returns the number of operators that then compute in `dtype`."""
     half = ir.DataType[dtype.upper()]
     _check_angles(model, half)
     halves = {t.name for t in (*spec.inputs, *spec.outputs) if t.dtype == dtype}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses what TensorRT's parser rejects late, ignores silently, or aborts on.
 
-An unresolved plugin node aborts the process, `nonpad_kv_seqlen` is dropped with a warning, and an unsupported
-operator is reported without saying what to do; here each is a PassError that names the node.
+An unresolved plugin node aborts the process, `nonpad_kv_seqlen` is dropped with a warning, and an unsupported operator
+is reported without saying what to do; here each is a PassError that names the node.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _CHECKS = {"Attention": _check_attention, "TopK": _check_topk, "TensorScatter": 
 
 
 def lint_tensorrt(model: ir.Model, plugins: Collection[str] = (), bodies: Collection[str] = ()) -> int:
-    """Check the main graph and the functions that it calls; changes nothing and returns 0.
+    """Checks the main graph and the functions that it calls; changes nothing and returns 0.
 
     Args:
         plugins: op types whose plugins will be registered when the parser runs.
@@ -134,11 +134,10 @@ def lint_pass(plugins: Collection[str]) -> Pass:
 
 
 def check_io(model: ir.Model, spec: GraphSpec) -> int:
-    """Check that inputs and outputs are those of `spec`, and that every input is read; returns 0.
+    """Checks that inputs and outputs are those of `spec`, and that every input is read; returns 0.
 
     Raises:
-        PassError: a name, a dim or a dtype differs, or an input is read by nothing: TensorRT keeps it, so
-            each step would have to bind it.
+        PassError: a name, a dim or a dtype differs, or an input is not read, which TensorRT keeps and steps must bind.
     """
     for held, wanted in ((model.graph.inputs, spec.inputs), (model.graph.outputs, spec.outputs)):
         got = [(v.name, tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()), v.dtype) for v in held]

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """CachedAttention, SinkAttention -> TensorScatter in place + folded Attention(24), for ONNX Runtime.
 
-SharedAttention -> the same Attention over the caches that another layer has written.
-
-The query heads of one group are folded into the rows ([batch, kv_heads, group * nodes, head_dim]), so each K
-and V row is read once per kv head. Where a group is one head, the last node's row stands there twice: ONNX Runtime
-has another kernel for a product of one row, with another order of summation, so that a step of one node would not
-have the bits that a longer step gives the node.
-
-The additive mask is made once per tree and window and shared by all layers: a boolean mask would be converted in
-every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
+SharedAttention -> the same Attention over another layer's caches. The query heads of one group are folded into the rows
+([batch, kv_heads, group * nodes, head_dim]), so each K and V row is read once per kv head. Where a group is one head,
+the last node's row stands there twice: ONNX Runtime's kernel for a product of one row sums in another order, so that a
+step of one node would not have the bits of a longer one. The additive mask is made once per tree and window: a boolean
+one would be converted in every layer, and `nonpad_kv_seqlen` makes the kernel no shorter.
 """
 
 from __future__ import annotations
@@ -67,8 +63,7 @@ def _attend(
 ) -> ir.Value:
     """Returns the attention of `node` over the updated caches `rows`, [batch, nodes, heads, head_dim].
 
-    Args:
-        mask: of its window and group; where that is one head, the last row stands there twice.
+    `mask` is of its window and group; where that is one head, the last row stands there twice.
     """
     query = node.inputs[0]
     kv_heads, heads, head_dim = size_of(k_cache, 1), size_of(query, 1), size_of(k_cache, 3)
@@ -101,10 +96,10 @@ def _with_last_twice(edit: Editor, rows: ir.Value | None) -> ir.Value:
 def _attend_with_sinks(
     edit: Editor, inputs: tuple[ir.Value | None, ...], scale: float, sinks: ir.Value, heads: int
 ) -> tuple[ir.Value, ir.Value]:
-    """Returns attention without sinks, and what each of its rows [batch, heads, nodes, 1] is to be multiplied by.
+    """Returns attention without sinks, and the factor of each of its rows [batch, heads, nodes, 1].
 
-    With a sink the sum of the softmax has one more term, so the factor is a sigmoid of the logarithm of the sum before
-    it less the sink. A column for the sink would need another row in K and V, and so a copy of both caches.
+    A sink adds a term to the softmax's sum, so the factor is a sigmoid of the logarithm of the sum before it less the
+    sink. A column for the sink would copy both caches.
     """
     out, present_k, present_v, scores = edit.op(
         "Attention", *inputs, num_outputs=4, scale=scale, qk_matmul_output_mode=2

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CachedAttention -> TensorScatter in place + Attention over the rows in use, for TensorRT.
-
-SharedAttention -> the same Attention over the caches that another layer has written.
+"""CachedAttention -> TensorScatter in place + Attention over the rows in use, for TensorRT; SharedAttention alike.
 
 TensorRT's Attention silently ignores `nonpad_kv_seqlen`, supports no softcap, and multiplies the whole K cache by a
-`scale`. Without the Slice to the rows in use it copies the cache and repeats K and V for every query head; with it
-one kernel reads the used rows of each kv head. Seen in the layer list of TensorRT-RTX 1.7.1.
+`scale`. Without the Slice to the rows in use it copies the cache and repeats K and V for every query head (TensorRT-RTX
+1.7.1).
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ def attend(
     mask: ir.Value,
     k_index: int = 3,
 ) -> ir.Value:
-    """Returns `node`'s attention over `k_used` and `v_used` under an additive mask, [batch, nodes, heads, head_dim].
+    """Returns the attention over `k_used` and `v_used` under an additive mask, [batch, nodes, heads, head_dim].
 
     Input `k_index` of the node is its K cache.
     """
@@ -151,7 +149,7 @@ def _sink_column(edit: Editor, scores: ir.Value, sinks: ir.Value, group: int, dt
 
 
 def lower_attention_tensorrt(model: ir.Model, fused: bool | None = None) -> int:
-    """Lower every attention over the graph's caches; returns their number.
+    """Lowers every attention over the graph's caches; returns their number.
 
     Args:
         model: has the input `kv_rows`; dtypes are final.

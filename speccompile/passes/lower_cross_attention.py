@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CrossAttention -> Attention under an additive mask, for ONNX Runtime and for TensorRT.
 
-Nothing is scattered: the caches belong to another engine and are read in place. As in the lowering of
-CachedAttention, ONNX Runtime gets the query heads of one group as rows of their kv head, and TensorRT a Slice to the
-rows in use. The mask is made once for all layers that share their limits.
+The caches belong to another engine and are read in place. As in the lowering of CachedAttention, ONNX Runtime gets a
+group's query heads as rows, and TensorRT a Slice to the rows in use.
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ def lower_cross_attention(model: ir.Model) -> int:
 
 
 def lower_cross_attention_tensorrt(model: ir.Model) -> int:
-    """Lower every CrossAttention for TensorRT; returns their number.
-
-    The rows in use are those of the draft's own cache (`kv_rows`), never shorter than the caches that it reads; all
-    rows where it has no cache.
-    """
+    """Lowers every CrossAttention for TensorRT over the rows in use (`kv_rows`), or all; returns their number."""
     nodes, made = nodes_of(model, "CrossAttention", OPS_DOMAIN), _Masks()
     for node in nodes:
         query, k_cache, v_cache, limits = node.inputs

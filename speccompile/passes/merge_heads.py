@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring Q, K and V of a merged projection into head layout together, and rotate Q and K together.
 
-Split -> 3 x (Reshape, Transpose) -> 2 x RotaryEmbedding becomes Reshape -> Transpose -> Split -> one
-RotaryEmbedding -> Split: four nodes a layer fewer, at about 1 to 4 microseconds each.
+Split -> 3 x (Reshape, Transpose) -> 2 x RotaryEmbedding becomes Reshape -> Transpose -> Split -> one RotaryEmbedding ->
+Split: four nodes a layer fewer, at about 1 to 4 microseconds each.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge linears that read the same input into one MatMul and a Split: QKV, gate and up.
 
-One matrix product has one quantisation of its input and one synchronisation of threads. Where a graph runs the same
-layers several times, as heads that draft a chain do, all runs read one merged weight; a run that needs only some of
-its parts computes all of them. A linear whose product is an output of the graph stays as it is.
+One product quantises its input once and synchronises threads once. Where a graph runs the same layers several times,
+all runs read one merged weight; a run that needs only some of its parts computes all of them. A linear whose product is
+an output of the graph stays as it is.
 """
 
 from __future__ import annotations

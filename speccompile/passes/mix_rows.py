@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums and products whose bits depend on the number of rows -> products of which each row has bits of its own.
 
-Sums over the middle axis of [rows, parts, width] become products of one row of weights with each row's parts.
-So a mixture of experts adds up what its experts give. ONNX Runtime's ReduceSum over an axis that is not the last adds
-in an order that depends on the number of rows (seen in 1.31.1 with 8 parts): a chain would not give the bits of
-single steps. MatMul of [rows, 1, parts] with [rows, parts, width] does each row by itself. Weights that were
-multiplied in before the sum become that row, others are ones.
-
-A product with a matrix for each head or expert, [.., rows, inner] with [.., inner, width], has another kernel for a
-single row than for several (1.31.1): it gets its last row twice. Heads of latent attention are such products, and
-experts that all run.
+Sums over the middle axis of [rows, parts, width], as a mixture of experts has, become products of one row of weights
+with each row's parts: ONNX Runtime's ReduceSum over it adds in an order that depends on the number of rows (1.31.1 with
+8 parts). Weights multiplied in before the sum become that row, others are ones. A product with a matrix for each head
+or expert, [.., rows, inner] with [.., inner, width], has another kernel for a single row (1.31.1): it gets its last row
+twice.
 """
 
 from __future__ import annotations

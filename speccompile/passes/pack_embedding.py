@@ -113,7 +113,7 @@ def _pack_table(edit: Editor, table: ir.Value, weights: Weights) -> _Packed | No
 
 
 def pack_embedding(model: ir.Model, weights: Weights) -> int:
-    """Make PackedRows of embeddings, after `tie_embedding` and `pack_linears`; returns their number.
+    """Makes PackedRows of embeddings, after `tie_embedding` and `pack_linears`; returns their number.
 
     Args:
         weights: as in `pack_linears`; an embedding that is not tied gets 8 bits with int8 and int4.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts -> ExpertLinear or GatedExpertLinear with packed weights.
 
-An exported mixture gathers whole weights by the experts of every row, and multiplies each with its row:
-Squeeze(MatMul(GatherND(weights, experts), x)). The op reads each expert's weights where they are, once. A bias that is
-gathered and added is folded in, and so is the gate of merged gate-and-up columns; any other activation stays as it is.
-Routers, whose numbers choose, are no experts: they keep their float32 weights.
+The op reads each expert's weights where they are, once, instead of Squeeze(MatMul(GatherND(weights, experts), x)). A
+gathered bias and the gate of merged gate-and-up columns are folded in. Routers, whose numbers choose, keep float32.
 """
 
 from __future__ import annotations

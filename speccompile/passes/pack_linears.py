@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linears -> PackedLinear or GatedPackedLinear with weights in the layout of the CPU kernels.
 
-A bias that is added to the product is folded in, and so is the gate of a merged gate-and-up projection: Split, an
-activation of one half, and the product with the other. A weight that several linears read is packed once.
+An added bias and the gate of a merged gate-and-up projection are folded in. Shared weights are packed once.
 """
 
 from __future__ import annotations
@@ -141,14 +140,11 @@ PACKED_DTYPES = {
 
 
 def pack_linears(model: ir.Model, weights: Weights) -> int:
-    """Pack every linear with constant weights [in, out].
+    """Packs every linear with constant weights [in, out]; returns their number.
 
     Args:
         weights: float: bfloat16 where every weight is one of its numbers, else float32; bf16: rounded to bfloat16; int8
             or int4: quantised in groups of 32; stored: as float. Grids that are attached are packed as they are.
-
-    Returns:
-        The number of linears.
     """
     linears, packer = _linears(model), _Packer(model, weights)
     for linear in linears:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pad of int64 -> Pad of double between two casts: ONNX Runtime's CUDA provider (1.31) has no int64 kernel.
+"""Pad of int64 -> Pad of double between casts: ONNX Runtime's CUDA provider (1.31) has no int64 kernel.
 
 Node indices and tokens are exact in double. On the CPU the node would move all its consumers there as well.
 """

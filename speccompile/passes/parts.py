@@ -11,11 +11,7 @@ import onnx_ir as ir
 
 
 class PartsTensor(ir.LazyTensor):
-    """A constant whose parts along the first dim are made one after the other, each time that it is read.
-
-    Args:
-        parts: returns them in order, each of the shape without its first dim.
-    """
+    """A constant whose parts along the first dim are made one after the other, each time that it is read."""
 
     def __init__(
         self, parts: Callable[[], Iterable[np.ndarray]], dtype: ir.DataType, shape: tuple[int, ...], name: str

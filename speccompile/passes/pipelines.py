@@ -96,8 +96,8 @@ def onnxruntime_table(
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
         grids: for int4: the weights of all linears, None: they are rounded, without minimums and the LM head too; for
             stored: the checkpoint's.
-        packs_experts: experts have packed weights, of the quantisation; None: where it is one, or the form is that of
-            our kernels: without these, each body of unquantised experts would unpack what it gathers.
+        packs_experts: experts have packed weights; None: where quantised, or with our kernels: without these, each body
+            of unquantised experts would unpack what it gathers.
     """
     forms = ORT_QUANTIZATION.get(quantization)
     if forms is None or form not in forms:
@@ -146,9 +146,7 @@ def tensorrt_table(
     attention: Pass | None = None,
     rows: StoredRows | None = None,
 ) -> tuple[Pass, ...]:
-    """Returns the passes from a neutral decoder to TensorRT's ONNX.
-
-    Weights are changed first, while they are float32 and each is used once; then come tail, types and attention.
+    """Returns the passes from a neutral decoder to TensorRT's ONNX: first weights, then tail, types and attention.
 
     Args:
         spec: a `tensorrt_spec`: the graph's inputs and outputs afterwards.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantise weights to 4 or 8 bits in blocks along the input: com.microsoft::MatMulNBits.
 
-Blocks of 32 with accuracy level 4 (8-bit activations per block) give every row the same bits, however many rows share
-the step, but for int4 on a CPU with AVX2 and without VNNI (docs/explanation/lossless.md). Larger blocks, and blocks of
-16, use different kernels for one row and for several.
+Blocks of 32 with accuracy level 4 (8-bit activations per block) give every row the same bits, however many share the
+step, but for int4 on a CPU with AVX2 and without VNNI (docs/explanation/lossless.md). Blocks of other sizes use
+different kernels for one row and for several.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ MAX_SCALE = np.float32(65504)  # of float16
 
 
 def levels_from_weight(weight: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Symmetric rounding in blocks of 32 along the input.
-
-    Args:
-        weight: [in, out] float32.
-        bits: 4 or 8.
+    """Symmetric rounding of `weight` [in, out] to 4 or 8 bits in blocks of 32 along the input.
 
     Returns:
-        [in, out] int8 levels and [in / 32 rounded up, out] float16 scales, to which they were rounded before the
-        levels were computed; a scale may be negative.
+        [in, out] int8 levels and [in / 32 rounded up, out] float16 scales, to which they were rounded before the levels
+        were computed; a scale may be negative.
     """
     num_in, num_out = weight.shape
     padded = np.pad(weight, ((0, -num_in % BLOCK), (0, 0))).reshape(-1, BLOCK, num_out)
@@ -57,8 +53,8 @@ def grid_from_weight(weight: np.ndarray, bits: int) -> Grid:
 def zeros_and_rest(grid: Grid) -> tuple[Array, Array | None]:
     """Returns zero points [out, groups] uint8, and what they leave of the minimums; None: nothing.
 
-    A weight is scale * (level - zero) + rest. The zero point is the level nearest to 0, which keeps the levels small
-    that activations of 8 bits are multiplied with; 0 where float32 does not hold the rest.
+    A weight is scale * (level - zero) + rest. The zero point is the level nearest to 0, so that multiplied levels are
+    small; 0 where float32 does not hold the rest.
     """
     if grid.minimums is None:
         return np.full(grid.scales.shape, grid.zero, np.uint8), None
@@ -123,7 +119,7 @@ def _sums(edit: Editor, source: ir.Value, grid: Grid) -> ir.Value:
 
 
 def quantize_blocks(model: ir.Model, bits: int | None) -> int:
-    """Quantise linears with constant weights [in, out]; returns their number.
+    """Quantises linears with constant weights [in, out]; returns their number.
 
     Args:
         bits: 4 or 8 of weights to which no grid is attached; None: these stay as they are.

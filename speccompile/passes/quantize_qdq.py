@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantise weights to int8 per output channel, int4 in blocks of the input, or fp8 E4M3 per output channel, as Q/DQ.
 
-The weight becomes a constant of few bits and a DequantizeLinear, which TensorRT fuses into the product (seen in
-the layer list of TensorRT-RTX 1.7.1 for all three, blocks of 16 to 128, float16 and bfloat16); activations stay
-unchanged. Embeddings are gathered by rows and stay in the graph's dtype. Under int4 the LM head becomes
-int8: it decides every token and is read once per step, so four bits would save little and cost most accuracy.
+TensorRT fuses the DequantizeLinear of a constant into the product (TensorRT-RTX 1.7.1: all three, blocks of 16 to 128,
+float16 and bfloat16). Embeddings stay in the graph's dtype. Under int4 the LM head becomes int8: it decides every token
+and is read once per step, so four bits would save little and cost most accuracy.
 """
 
 from __future__ import annotations
@@ -94,10 +93,9 @@ def linears_of(model: ir.Model) -> list[ir.Node]:
 
 
 def quantize_qdq(model: ir.Model, quantization: str, dtype: str) -> int:
-    """Quantise every linear with constant weights [in, out]; returns their number.
+    """Quantises every linear with constant weights [in, out] of a float32 model without a tail; returns their number.
 
     Args:
-        model: in float32, logits still an output (by which the LM head is found).
         quantization: int8, int4 or fp8.
         dtype: the graph's final dtype, to which the scales are rounded before the levels are chosen.
     """
@@ -146,8 +144,7 @@ def _lazy(
 def stored_qdq(grid: Grid, dtype: str) -> tuple[np.ndarray, np.ndarray, dict[str, Any]] | None:
     """Returns levels [in, out], scales and attributes of the DequantizeLinear that has a grid's very numbers.
 
-    None where there is none: a minimum, a group that no block has, or a scale that is negative or that the graph's
-    dtype does not hold.
+    None: it has a minimum, a group that no block has, or a scale that is negative or not of the graph's dtype.
     """
     kind, scales = grid.kind, grid.scales.astype(np.float32)
     num_in = grid.levels.shape[1]
@@ -169,10 +166,9 @@ def stored_qdq(grid: Grid, dtype: str) -> tuple[np.ndarray, np.ndarray, dict[str
 
 
 def quantize_stored(model: ir.Model, dtype: str, rows: StoredRows) -> int:
-    """Quantise the linears whose grid TensorRT's types hold; returns their number.
+    """Quantises the linears whose grid TensorRT's types hold; returns their number.
 
     Args:
-        model: in float32, with grids attached.
         dtype: the graph's final dtype.
         rows: `widened` is filled with the others that have a grid: their numbers are rounded to `dtype`.
     """
@@ -206,11 +202,7 @@ def quantize_stored_pass(dtype: str, rows: StoredRows) -> Pass:
 
 
 def quantize_qdq_pass(quantization: str, dtype: str) -> Pass:
-    """Returns the pass for int8, int4 or fp8.
-
-    Raises:
-        RecipeError: no such quantisation, or int4 in a float32 graph, which TensorRT does not fuse.
-    """
+    """Returns the pass. Raises RecipeError: no such quantisation, or int4 in float32, which TensorRT does not fuse."""
     if quantization not in QUANTIZED_TYPES:
         raise RecipeError("quantization", quantization, f"none, {', '.join(QUANTIZED_TYPES)}", "Choose one of these.")
     if quantization != "int8" and dtype == "float32":

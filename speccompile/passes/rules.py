@@ -14,9 +14,7 @@ either = pattern.OrValue
 
 
 class Rule:
-    """A formula that nodes of a graph may compute.
-
-    The rewriter's own replacement is not used: it does not match where an intermediate value has other uses.
+    """A formula that nodes of a graph may compute. The rewriter does not match where an inner value has other uses.
 
     Args:
         formula: given the rewriter's `op` and a variable for each further argument, the pattern of the result, whose

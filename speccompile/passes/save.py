@@ -17,15 +17,11 @@ INLINE_BYTES = 1024  # smaller tensors stay in the graph file, where shape infer
 
 
 def save_model(model: ir.Model, path: Path, progress: Callable[[str], None] | None = None) -> list[Path]:
-    """Save to `path` and `path`.data (external data), both flushed to the disk.
+    """Saves to `path` and `path`.data (external data), both flushed to the disk; returns the files.
 
     Args:
         model: weights may be lazy; each is materialised only while it is written.
-        path: the .onnx file; its folder is made when missing.
         progress: called with "write weights DONE/TOTAL": passes leave work on weights to this moment.
-
-    Returns:
-        The files written.
     """
     data = path.with_name(path.name + ".data")
     done = itertools.count()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move numbers from shapes to a GPU without a copy, so that ONNX Runtime can capture a step as a CUDA graph.
 
-ONNX Runtime computes with shapes on the CPU. Where such a number meets a tensor on the GPU it inserts a copy, and a
-graph with copies cannot be captured. Range takes its bounds from the CPU and writes to the GPU (1.31): the range of
-one number is that number, on the GPU.
+ONNX Runtime computes shapes on the CPU, and copies such a number to the GPU, which no capture allows. Range takes its
+bounds from the CPU and writes to the GPU (1.31): the range of one number is that number.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ NO_CROSSINGS = Property("no number of a shape is copied to the device", _find_cr
 
 
 def shapes_on_device(model: ir.Model) -> int:
-    """Insert a Range for each number that goes from the CPU to the GPU; returns how many were inserted.
-
-    Bodies must be inlined and shapes inferred before.
+    """Inserts a Range for each number that goes from the CPU to the GPU of an inlined model; returns their number.
 
     Raises:
         PassError: a value of more than one number would have to be copied.

@@ -33,10 +33,7 @@ def _is_same(source: ir.Value, result: ir.Value) -> bool:
 
 
 def simplify_reshapes(model: ir.Model) -> int:
-    """Make shapes constant where they follow from the values' dims; returns how many nodes changed.
-
-    Reshapes from and to the same shape are removed.
-    """
+    """Makes shapes constant where they follow from the values' dims; returns how many nodes changed or were no-ops."""
     count = 0
     for node in [n for n in model.graph if n.op_type == "Reshape" and n.domain == ""]:
         source, old = node.inputs[0], node.outputs[0]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a checkpoint's grids, found by their float32 numbers.
 
-An export permutes, joins and pads the outputs of linears and mixes no inputs: each output of a lowered linear is a row
-of a tensor of the checkpoint, bit for bit, and has that row's levels and scales.
+An export permutes, joins and pads outputs of linears and mixes no inputs: each is a row of the checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class StoredRows:
     """The table. Rows are read again when they are asked for.
 
     Args:
-        attached: kinds of the weights to which grids were attached, by the weights' name; None in the place of a kind:
-            float32.
+        attached: kinds of the weights to which grids were attached, by name; None in the place of a kind: float32.
         widened: sizes of the weights with a grid that the backend's types do not hold, by name.
     """
 

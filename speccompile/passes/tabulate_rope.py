@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """cos(position * frequencies) -> a row of a table that is computed once, at build time.
 
-A step of a small draft should not spend time on five nodes whose results are known for every position; RotaryEmbedding
-reads the tables [max_seq_len, rotary_dim / 2] itself, given the positions.
+Five nodes fewer in every step: RotaryEmbedding reads the tables [max_seq_len, rotary_dim / 2] by position.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace a weight that is another one's transposed view by a Transpose of it.
-
-The LM head of tied embeddings is stored once in the plan then: TensorRT reads one constant both ways.
-"""
+"""Replace a weight that is another one's transposed view by a Transpose of it, so that a plan stores it once."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ def _restored(node: ir.Node, flat: ir.Node) -> ir.Node | None:
 
 
 def unflatten_linears(model: ir.Model) -> int:
-    """Rewrite every such Gemm, and those with a bias whose rows are not restored; returns their number.
-
-    A Gemm without bias that stays flat is a router of experts: small, and left unchanged.
-    """
+    """Rewrites every such Gemm; returns their number. One without bias that stays flat is a small router, and stays."""
     count = 0
     for node in [n for n in model.graph if n.op_type == "Gemm" and n.domain == "" and _is_plain(n)]:
         flat = producer(node.inputs[0], "Reshape")

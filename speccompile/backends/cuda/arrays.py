@@ -22,11 +22,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def host_dtype(dtype: str) -> np.dtype[Any]:
-    """Returns the numpy dtype of a spec's dtype.
-
-    Raises:
-        RuntimeFault: bfloat16 is read on the host and ml_dtypes is not installed.
-    """
+    """Returns the numpy dtype of a spec's dtype. Raises RuntimeFault: bfloat16 needs ml_dtypes."""
     if dtype != "bfloat16":
         return np.dtype(dtype)
     try:
@@ -39,10 +35,7 @@ def host_dtype(dtype: str) -> np.dtype[Any]:
 class DeviceArray:
     """An output that stays on the device; valid until the next run of the engine that made it.
 
-    `numpy.asarray` copies it to the host. An engine of the same device reads it in place.
-
-    Args:
-        dtype: as in specs; numpy has no dtype named bfloat16.
+    `numpy.asarray` copies it to the host; engines of the same device read it in place. `dtype` is as in specs.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA device through cuda-python's runtime bindings: memory, one stream, copies, captured graphs. No torch.
 
-All engines of a device share its stream, so the next one reads what one of them wrote without a wait. A device must
-be used from one thread at a time.
+All engines of a device share its stream, so none waits for another's output. One thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ def load_cuda() -> Any:
 
 @functools.cache
 def open_device(ordinal: int = 0) -> Device:
-    """Returns the device of that number; always the same object.
-
-    Raises:
-        RuntimeFault: no cuda-python, no driver, no GPU, or none of that number.
-    """
+    """Returns the one object of the device of that number. Raises RuntimeFault: no cuda-python, driver or such GPU."""
     return Device(load_cuda(), ordinal)
 
 
@@ -113,7 +108,7 @@ class Device:
         self.stream = int(self.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking))
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call a function of the API; returns its result without the status.
+        """Calls a function of the API; returns its result without the status.
 
         Raises:
             DeviceLost: no later call can succeed. It is raised from then on, without a call.

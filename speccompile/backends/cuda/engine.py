@@ -24,9 +24,7 @@ PlanT = TypeVar("PlanT", bound=Executable)
 
 
 class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
-    """See `speccompile.core.protocols.Engine`.
-
-    `run` returns numpy arrays for small outputs and `DeviceArray`s for large ones.
+    """An `Engine` whose `run` returns numpy arrays for small outputs and `DeviceArray`s for large ones.
 
     Args:
         job: borrowed caches without an owner are allocated here; its spec is that of the plan.

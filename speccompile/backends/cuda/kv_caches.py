@@ -39,14 +39,11 @@ def _slot_bytes(cache: TensorSpec) -> int:
 class Caches:
     """One [max_slots, kv_heads, rows, head_dim] buffer per cache; kv_heads and head_dim are each cache's own.
 
-    Unused rows are always finite: a masked row has weight zero, and zero times NaN is NaN.
+    Unused rows are always finite: a masked row has weight zero, and zero times NaN is NaN. `rows` are of each slot in
+    the present layout, `sizes` (kv_heads, head_dim) of each cache.
 
     Args:
         spec: of the graph; its cache inputs have static dims except the first, and the rows where `max_rows` is given.
-
-    Attributes:
-        rows: of each slot in the present layout.
-        sizes: (kv_heads, head_dim) of each cache, in the order of `names`.
 
     Raises:
         BundleError: addresses of slots would not be aligned as TensorRT needs them.

@@ -36,14 +36,13 @@ class Runner(StepMemory):
         )  # steps with a context of their own, in the order of their last runs
 
     def run(self, feeds: Mapping[str, Any], sizes: Mapping[str, int], first_slot: int = 0) -> Mapping[str, Any]:
-        """Run once; returns when the small outputs are on the host.
+        """Runs once; returns when the small outputs are on the host.
+
+        Raises RuntimeFault: no profile fits, or it failed.
 
         Args:
             feeds: inputs by name, numpy arrays or device arrays; missing ones are neutral.
             first_slot: the slot of batch row 0.
-
-        Raises:
-            RuntimeFault: the shapes fit no profile, or the run failed.
         """
         self.device.activate()
         with self.device.watched():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states of an engine's slots in device memory: two buffers of each, which a step reads and writes in turn.
 
-A step reads the states of its slots in one buffer and writes them to the other one. So whatever the library does with a
-step (run it again before a capture, write an output before all inputs are read) its inputs stay as they were.
+So a step's inputs stay as they were, even if the library runs it again or writes outputs before it has read all.
 """
 
 from __future__ import annotations
@@ -20,15 +19,7 @@ _FLOAT_BYTES = 4
 
 
 class DeviceStates(SlotStates[Memory]):
-    """The recurrent states of all slots, and snapshots of them, on a device.
-
-    Args:
-        alignment: bytes to whose multiples the slots' addresses are aligned.
-
-    Attributes:
-        names: of the states, in order.
-        sides: by slot: which of the two buffers holds its states.
-    """
+    """The recurrent states of all slots, and snapshots of them; `sides` are the buffers in use, by slot."""
 
     def __init__(self, device: Device, spec: GraphSpec, max_slots: int, alignment: int = ALIGNMENT) -> None:
         super().__init__(spec, max_slots)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a plan, one per combination of shapes: addresses, host views, and after some runs a CUDA graph.
 
-Inputs from the host are contiguous in one pinned buffer and are copied at once; small outputs come back in one
-copy, too. A step seen for the second time gets an execution context of its own, so that nothing is bound
-again; the third time its copies and kernels are captured as a CUDA graph, which is replayed from then on.
+Inputs from the host are contiguous in a pinned buffer and copied at once; small outputs come back in one copy. A step
+has an execution context of its own from its second run on, and is captured as a CUDA graph at the third.
 """
 
 from __future__ import annotations
@@ -121,9 +120,7 @@ class StepMemory(ABC):
 
 
 class Step:
-    """See the module.
-
-    It does not refer to its runner, which holds it: in a cycle both would keep their memory until a garbage collection.
+    """One combination of shapes. It does not refer to its runner: a cycle would keep the memory of both.
 
     Args:
         first_slot: the slot of batch row 0.
@@ -236,10 +233,7 @@ class Step:
                 )
 
     def fill(self, feeds: Mapping[str, Any], ran_last: bool) -> None:
-        """Write `feeds` to the pinned buffer; inputs without a feed get their neutral values.
-
-        The buffer is shared by all steps of the runner: unless this one ran last, everything is written.
-        """
+        """Writes `feeds` to the pinned buffer that steps share, all unless this step ran last; the rest are neutral."""
         if not ran_last:
             for name in self.arrays.keys() - feeds.keys():
                 self.arrays[name][...] = self.neutral[name]

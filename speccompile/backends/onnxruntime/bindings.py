@@ -21,16 +21,13 @@ SHARED = (specs.LOGITS, specs.IMAGE_ROWS)  # large ones that all bindings of an 
 class Binding:
     """Inputs and outputs of one combination of shapes.
 
+    `fed` are the inputs for which it was last chosen, empty where the choice depends on their values.
+
     Args:
         first_slot: the slot of batch row 0.
         cost_size: by which the step's cost is recorded: its nodes, or slots where a graph has no caches.
         views: the memory of the caches, and how many rows of each were in view.
         max_length: the longest length of a step within these views; None: it writes no rows.
-
-    Attributes:
-        fed: inputs of the step that it was last chosen for; empty where the choice depends on their values.
-        arrays, neutral: of the inputs by name, and their neutral values.
-        outputs: by name.
     """
 
     def __init__(
@@ -90,11 +87,7 @@ class Binding:
 
 
 class CacheValues:
-    """Views of caches as ONNX Runtime's tensors: to bind one takes a tenth of the time that its address and shape take.
-
-    Args:
-        bound: the caches; each is float32, and its memory never moves.
-    """
+    """Views of float32 caches as ONNX Runtime's tensors, which bind in a tenth of the time of address and shape."""
 
     def __init__(self, bound: Sequence[BoundCache]) -> None:
         self._bound = tuple(bound)

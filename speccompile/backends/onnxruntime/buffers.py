@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache memory of an engine: one flat buffer per cache, used as [slots, kv_heads, rows, head_dim] views.
 
-ONNX Runtime's Attention computes over every row of its view, so the view grows with the context in
-use (`bucket_rows`) instead of having `max_seq` rows from the start. Growing re-strides the rows of the slots in use; it
-happens once per bucket, never per step.
+ONNX Runtime's Attention computes over every row of its view, so the view grows with the context in use (`bucket_rows`).
+Growing re-strides the rows of the slots in use, once per bucket.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ from speccompile.graph_kinds.borrowed import find_owner
 
 
 class CacheBuffers:
-    """The caches of one engine in host memory.
+    """The caches of one engine in host memory. `rows` are of the present view; slots from `num_used` on may hold NaN.
 
     Args:
         sizes: (kv_heads, head_dim) of each cache input by name, in order.
         max_slots, max_rows: capacity; memory is committed by the system when rows are first written.
-
-    Attributes:
-        rows: of the present view.
-        num_used: slots 0 ... num_used - 1 hold rows; what others hold is void, and may not be finite.
     """
 
     def __init__(self, sizes: Mapping[str, tuple[int, int]], max_slots: int, max_rows: int) -> None:

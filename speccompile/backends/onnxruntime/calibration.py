@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantises the linears of a target over calibration text: see `passes.compensation`. Its LM head has 8 bits.
 
-Run as a process of its own (`calibrate` starts it): it needs the float32 weights, which stay mapped from their file,
-and the sums of x x^T of the inputs x of linears. These are collected in groups of at most half of the memory that is
-available, or `MIN_GROUP_BYTES` where that is more, or of one input where its sum alone is larger. For each group the
-text is read again, up to the group's last linear, and its linears are quantised before the next. Beside the sums a
-thread holds 20 in^2 bytes while it factorises one.
+A process of its own (`calibrate` starts it) maps the float32 weights and collects the sums of x x^T of the inputs x of
+linears in groups of at most half of the available memory, or `MIN_GROUP_BYTES`, or one input. For each group the text
+is read again, up to its last linear. A thread needs another 20 in^2 bytes while it factorises.
 """
 
 from __future__ import annotations

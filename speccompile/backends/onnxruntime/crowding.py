@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Falls back to one thread where other processes hold the cores.
 
-The threads of a step wait for each other. Where another process holds the core of one of them, all wait until it is
-scheduled again: with both cores of a machine taken, a step of 2.4 ms was measured to take 39 ms on two threads. Shorter
-steps are hit now and then, each time for a slice of the scheduler's time. One thread waits for nobody. So where steps
-take a multiple of their recorded time for a while, the two numbers of threads take turns, and the one that took less
-time stays until the next comparison.
-
-Decisions use measured times, but no number depends on them: the number of threads changes no order of summation.
+The threads of a step wait for each other: with both cores of a machine taken, a step of 2.4 ms took 39 ms on two
+threads. So where steps take a multiple of their recorded time for a while, the two numbers of threads take turns, and
+the faster one stays until the next comparison. It changes no order of summation.
 """
 
 from __future__ import annotations
@@ -27,11 +23,7 @@ PAUSE = 4096  # steps with all threads after a comparison that they won
 
 
 class Crowding:
-    """Chooses between all threads and one, step by step.
-
-    Args:
-        costs: recorded times of steps with all threads, by nodes; not empty.
-    """
+    """Chooses between all threads and one, step by step, by recorded `costs` with all threads, by nodes."""
 
     def __init__(self, costs: StepCosts, name: str) -> None:
         self._costs, self._name = costs, name

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime sessions on CUDA, run by the same runner as TensorRT plans.
-
-Inputs are copied at once, small outputs come back in one copy, large ones stay on the device, and caches are bound in
-place (see `speccompile.backends.onnxruntime.cuda_session`).
-"""
+"""ONNX Runtime sessions on CUDA, run by the same runner as TensorRT plans (`onnxruntime.cuda_session`)."""
 
 from __future__ import annotations
 
@@ -17,13 +13,7 @@ from speccompile.core.specs import GraphSpec
 
 
 class GrowingCaches(Caches):
-    """Caches whose view grows with the rows in use: ONNX Runtime's Attention reads every row of its view.
-
-    Rows are laid out again on the device once per bucket.
-
-    Args:
-        spec: of the graph, with a dynamic number of cache rows.
-    """
+    """Caches whose view grows with the rows in use, once per bucket: ONNX Runtime's Attention reads every row of it."""
 
     alignment = 1  # ONNX Runtime accepts any address
 
@@ -84,7 +74,7 @@ class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
 
 
 def load_cuda_engine(job: LoadJob) -> OrtCudaEngine:
-    """Open a graph that was lowered for CUDA, and allocate its caches on the device.
+    """Opens a graph that was lowered for CUDA, and allocates its caches on the device.
 
     Raises:
         BundleError: the graph cannot be opened, or ONNX Runtime has no CUDA provider.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ONNX Runtime sessions on CUDA as the plans of a `speccompile.backends.cuda.runner.Runner`.
 
-A session takes the role of a plan: its "execution contexts" are bindings to device addresses. Where it may capture
-CUDA graphs, a binding that is kept gets its own graph (`gpu_graph_id`). Its first run with an id runs the
-graph several times, because ONNX Runtime allocates before it captures; so a graph may be captured only if running it
-again changes nothing. That holds for steps: they write K and V of their own nodes, to rows given by their inputs.
+The "execution contexts" of a session are bindings to device addresses; those that are kept may have a CUDA graph each
+(`gpu_graph_id`). The first run with an id runs the graph several times, as ONNX Runtime allocates before it captures.
+So steps may be captured, which write K and V of their own nodes to rows given by their inputs.
 """
 
 from __future__ import annotations
@@ -88,10 +87,7 @@ class SessionContext:
         self._options.add_run_config_entry("gpu_graph_id", str(self._graph_id))
 
     def execute_async_v3(self, stream: int) -> bool:
-        """Run; the session has a stream of its own, so it waits for ours before the run, and for the run.
-
-        A fault of the first run with an id may be due to the capture: the step is run again without CUDA graphs.
-        """
+        """Runs on the session's own stream, after ours, and waits; without CUDA graphs if the first capture fails."""
         del stream
         self.plan.device.synchronize()
         fault = self._run()

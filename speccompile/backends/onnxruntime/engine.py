@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An ONNX Runtime session with caches in place and inputs bound once.
 
-Every combination of shapes has a binding of its own: input arrays that ONNX Runtime reads in place, output
-arrays to which it writes, and each cache bound to one address as input and as output. A step copies a few integers and
-calls `run_with_iobinding`.
+Every combination of shapes has a binding: input arrays read in place, output arrays, and each cache bound to one
+address as input and as output. A step copies a few integers and calls `run_with_iobinding`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MAX_FALLBACK_BYTES = 1 << 30  # a second session may copy the weights: larger gr
 
 
 class OrtEngine(EngineBase[ort.InferenceSession]):
-    """See `speccompile.core.protocols.Engine`. Borrowed caches without an owner are allocated here.
+    """An `Engine` over a session; borrowed caches without an owner are allocated here.
 
     Args:
         rollback: session of the rollback graph of the same model, for trees.
@@ -79,11 +78,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self._crowding: Crowding | None = None
 
     def fall_back(self, crowding: Crowding, open_single: Callable[[], ort.InferenceSession]) -> None:
-        """Uses a session with one thread where that is faster.
-
-        Args:
-            open_single: opens a session of the same graph with one thread; called when it is first needed.
-        """
+        """Uses a session with one thread, opened when first needed, where that is faster."""
         self._crowding, self._open_single = crowding, open_single
         self._sessions: dict[bool, ort.InferenceSession] = {False: self.session}  # by whether it has one thread
 
@@ -254,7 +249,7 @@ def session_options(settings: Mapping[str, Any]) -> ort.SessionOptions:
 
 
 def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[Any] = _CPU) -> ort.InferenceSession:
-    """Open a lowered graph; on the CPU with our kernels and sequences of them, where there is a library.
+    """Opens a lowered graph; on the CPU with our kernels and sequences of them, where there is a library.
 
     Raises:
         BundleError: ONNX Runtime cannot load it, or the requested provider is not available.
@@ -277,10 +272,9 @@ def open_session(path: Path, settings: Mapping[str, Any], providers: Sequence[An
 
 
 def load_engine(job: LoadJob) -> OrtEngine:
-    """Open a graph on the CPU and allocate its caches; see `OrtEngine`.
+    """Opens a graph on the CPU and allocates its caches.
 
-    Raises:
-        BundleError: the graph cannot be opened, or its inputs and outputs are not those of `spec`.
+    Raises BundleError: it cannot, or they are not those of `spec`.
     """
     path, spec, settings = job.path, job.spec, job.tuning
     session = open_session(path, settings)

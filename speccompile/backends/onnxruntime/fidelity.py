@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distance of a quantised form of a target from the float32 graph, and the choice of the form.
 
-Run as a process of its own (`measure_distances` starts it), as measurements of time are: the first session of a
-process decides how denormals are treated.
+A process of its own (`measure_distances` starts it): the first session decides how denormals are treated.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def is_near(row: Distance) -> bool:
 def near_forms(numbers: Mapping[str, str], distances: Mapping[str, Distance]) -> list[str]:
     """Returns the forms near float32, of which the fastest is kept; where none is, the nearest.
 
-    Forms with the same numbers are kernels for the same weights and activations, which differ by the last bits of
-    their sums: what is measured of the nearest holds for all of them, so that noise does not choose among them.
+    Kernels of the same numbers differ by the last bits of their sums: the nearest's distance holds for all of them, so
+    that noise does not choose.
 
     Args:
         distances: by form; empty where the graph does not change the text (drafts): then only speed counts.
@@ -58,12 +57,7 @@ def near_forms(numbers: Mapping[str, str], distances: Mapping[str, Distance]) ->
 
 
 def fastest_form(step_ms: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the fastest form.
-
-    Args:
-        step_ms: by form: {nodes: milliseconds}. A draft-verify loop alternates between one node and a handful, so
-            the product of both counts.
-    """
+    """Returns the fastest form by {nodes: milliseconds} of each: the product of one node and a handful counts."""
     return min(step_ms, key=lambda form: typical_cost(step_ms[form]))
 
 
@@ -79,11 +73,7 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
 def measure_distances(
     reference: Path, forms: Mapping[str, Path], spec: GraphSpec, sample: TextSample
 ) -> dict[str, Distance]:
-    """Measures the distance of lowered graphs from the float32 graph, in a child process.
-
-    Args:
-        reference: the float32 graph.
-        forms: lowered graphs of the same model, by form.
+    """Measures the distance of lowered graphs from the float32 graph `reference`, in a child process.
 
     Returns:
         By form; empty where the caches have no room for two tokens.

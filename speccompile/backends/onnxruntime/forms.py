@@ -57,8 +57,8 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
     Args:
         quantization: none, bf16, int8, int4, stored or auto.
         kernel: the only one; None: all.
-        has_experts: whether rows gather the weights of experts. Unquantised ones then need our kernels, where there
-            are some: a prompt's rows would copy gigabytes.
+        has_experts: whether rows gather the weights of experts. Unquantised ones then need our kernels, where there are
+            some: a prompt's rows would copy gigabytes.
     """
     if quantization == AUTO:
         return [
@@ -80,11 +80,8 @@ def forms_of(quantization: str, kernel: str | None = None, *, has_experts: bool 
 def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: TextSample | None) -> dict[str, Any]:
     """Lowers each form, measures a target's distance to float32 and the speed of the near forms, and writes one.
 
-    Args:
-        sample: text of a target; None: weights are rounded, and forms compared by speed alone.
-
-    Returns:
-        See `OnnxRuntimeBackend.compile`.
+    Returns what `OnnxRuntimeBackend.compile` does. `sample` is a target's text; None: weights are rounded, and forms
+    compared by speed alone.
     """
     model, spec, progress = job.model, job.spec, job.progress
     says = progress or (lambda step: None)

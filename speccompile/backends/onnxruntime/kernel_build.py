@@ -71,14 +71,7 @@ def sources_digest(folder: Path) -> str:
 
 
 def compile_library(sources: Path, dest: Path, compiler: str, target: Sequence[str]) -> str | None:
-    """Compiles the library, each of its files beside the others; docs/explanation/kernels.md has a measured time.
-
-    Args:
-        compiler: a C++17 compiler.
-
-    Returns:
-        None, or why there is no library: the compiler's first errors.
-    """
+    """Compiles the library with a C++17 compiler, file by file; returns None, or the compiler's first errors."""
     files = sorted(sources.glob("*.cpp"))
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library of CPU kernels (`plugins/cpu`): found, compiled for this CPU, tried once, registered in sessions.
 
-ONNX Runtime takes the kernel of a registered library for an op of the domain `speccompile`, and the op's function body
-without one, so a graph runs either way. The library is compiled for this CPU and kept in the user's cache folder under
-the digest of sources, compiler and CPU; a wheel has compiled ones for common CPUs. Before its first use, a child
-process runs every kernel: a library that crashes or computes wrong numbers is not used.
+ONNX Runtime takes its kernel for an op of the domain `speccompile`, else the op's function body. The library is kept in
+the user's cache folder under the digest of sources, compiler and CPU; a wheel has some for common CPUs. Before its
+first use, a child process runs every kernel: a library that crashes or computes wrong numbers is not used.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ def code_file(name: str) -> Path:
 def fault_of(library: Path) -> str | None:
     """Runs every kernel in a child process, once for a library, its self-test and a version of ONNX Runtime.
 
-    Args:
-        library: the compiled library; the result is kept among the compiled ones.
-
-    Returns:
-        None for a library that works, else what is wrong.
+    Returns None for a library that works, else what is wrong; the result is kept beside the library.
     """
     versions = f"test-{_digest(_SELFTEST_FILE)}.ort-{ort.__version__}"
     record = code_file(f"{library.stem}-{_digest(library)}.{versions}.json")

@@ -227,13 +227,7 @@ def one_node_model(
     outputs: Iterable[tuple[str, str]],
     attributes: Mapping[str, int | float | str],
 ) -> bytes:
-    """Returns a model whose inputs and outputs are those of its one node.
-
-    Args:
-        domain: of the op, version 1.
-        inputs: (name, dtype) in order; an input of name "" is left out.
-        outputs: (name, dtype) in order.
-    """
+    """Returns a model whose inputs and outputs, (name, dtype) in order, are those of its one node; "" is left out."""
     inputs, outputs = tuple(inputs), tuple(outputs)
     node = b"".join(_bytes(1, name) for name, _ in inputs) + b"".join(_bytes(2, name) for name, _ in outputs)
     node += _bytes(4, op_type) + _bytes(7, domain)

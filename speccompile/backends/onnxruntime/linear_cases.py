@@ -176,10 +176,7 @@ def _values(rng: np.random.Generator) -> Arrays:
 
 
 def tail_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
-    """Yields calls of every kernel: the op, its inputs by name, its attributes.
-
-    Draws and top-p are so far from the next token that rounding does not change an integer.
-    """
+    """Yields calls of every kernel: op, inputs by name, attributes; draws are too far apart for rounding to matter."""
     rng = np.random.default_rng(3)
     given = _values(rng)
     logits, num_tokens = given["logits"], given["logits"].shape[-1]

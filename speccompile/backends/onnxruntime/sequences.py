@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of our CPU library one after the other as one op, `KernelSequence` (`plugins/cpu/sequence.h`).
 
-A step of a small model has dozens of kernels that take some microseconds each, about as long as it takes ONNX Runtime
-to dispatch one and to wake its threads for it. Kernels and their order of sums stay the same, so do the bits. There is
-no function body: the graph lies beside the one that runs everywhere, with the same weights, for sessions with our
-library.
+Dispatching one takes ONNX Runtime about as long as a small model's kernel runs. The order of sums stays the same, so do
+the bits. This graph without function bodies lies beside the one that runs everywhere, with the same weights.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ def sequence_ops(library: Path) -> tuple[str, ...]:
 
 
 def write_sequences(path: Path) -> int:
-    """Writes the graph with sequences beside a graph, where there is a library and something to put together.
-
-    Args:
-        path: a lowered graph; its external data is not read, and named by both.
-
-    Returns:
-        The kernels that became part of a sequence; 0: nothing was written.
-    """
+    """Writes the graph with sequences beside a lowered graph, with its external data; returns the joined kernels."""
     import onnx
 
     library = find_library()
@@ -61,11 +52,7 @@ def write_sequences(path: Path) -> int:
 
 
 def put_together(model: onnx.ModelProto, ops: Collection[str]) -> int:
-    """Replaces kernels that can run one after the other by sequences; returns how many became part of one.
-
-    Args:
-        model: changed. Function bodies stay, for the ops that are left.
-    """
+    """Replaces kernels that can run one after the other by sequences; returns how many became part of one."""
     graph, known = model.graph, frozenset(ops)
     groups = schedule(graph, known)
     readers: dict[str, set[int]] = {output.name: {-1} for output in graph.output}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short measurements on this machine: threads, and the time of a step of n nodes.
 
-Run as a process of its own (`measure_graph` starts it): sessions of the parent would spin against the measured
-one, and the first session of a process decides how denormals are treated.
+A process of its own (`measure_graph` starts it): sessions of the parent would spin against the measured one, and the
+first session decides how denormals are treated.
 """
 
 from __future__ import annotations
@@ -56,14 +56,11 @@ def thread_counts() -> list[int]:
 
 
 def measure_graph(job: LoadJob, node_counts: Sequence[int] = NODE_COUNTS, tries: int = TRIES) -> dict[str, Any]:
-    """Measure a lowered graph in a child process, again where other work held the CPUs.
-
-    Args:
-        tries: measurements at most; the least disturbed one counts.
+    """Measures a lowered graph in a child process, `tries` times at most where other work held the CPUs.
 
     Returns:
         {"cpu", "threads", "spinning", "step_ms": {nodes: ms at batch 1}, "tried": [...], "wait_share": share of the
-        time that threads waited for a CPU, see `machine.is_disturbed`}.
+        time that threads waited for a CPU, see `machine.is_disturbed`} of the least disturbed one.
 
     Raises:
         BuildError: the child died; the end of its output is in the message.
@@ -111,11 +108,7 @@ def open_measured(job: LoadJob) -> OrtEngine:
 
 
 def typical_cost(step_ms: Mapping[str, float]) -> float:
-    """Returns a number that orders measured settings by speed.
-
-    A draft-verify loop alternates between one node and a handful: both count, whatever their scale. A vision tower has
-    steps of one image alone.
-    """
+    """Returns a number that orders measured settings by speed: one node and a handful count, whatever their scale."""
     return math.prod(step_ms.get(str(nodes), 1.0) for nodes in TYPICAL_NODES)
 
 
@@ -143,16 +136,13 @@ MAX_DRIFT = 2.0
 
 
 def adapt_tuning(job: LoadJob) -> dict[str, Any]:
-    """Returns the tuning record for this machine.
+    """Returns the tuning record for this machine: threads and step times, kept in the user's cache folder.
 
-    The result is kept in the user's cache folder by graph, record, CPU and version of ONNX Runtime; the bundle is not
-    changed. The first load on a machine measures again
+    The first load on a machine measures again
 
     - a record made on another CPU;
     - one made beside other work, as soon as the machine is quiet;
     - one whose steps take more than `MAX_DRIFT` times longer or shorter now, on a quiet machine.
-
-    Threads and step times are measured; the kernel form was chosen by the build and is part of the graph.
     """
     import onnxruntime
 

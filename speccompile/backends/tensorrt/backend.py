@@ -242,10 +242,7 @@ INT4_BLOCK = 128  # inputs that share a scale, where it divides their number
 def predicted_weight_bytes(
     counts: WeightCounts, quantization: str, dtype: str, *, num_head: int = 0, is_tied: bool = False
 ) -> int:
-    """Returns the bytes of the weights in a plan.
-
-    Scales of channels, and the additional bytes of float32 norms and rotary tables, are not counted: less than one
-    percent from a hidden size of 256 on.
+    """Returns the bytes of the weights in a plan, less than 1 % too few from a hidden size of 256 on.
 
     Args:
         quantization: none, int8, int4, fp8 or stored, of which a byte a weight is taken.
@@ -275,11 +272,7 @@ _EXPORT_BYTES = {"none": 620 * MIB, "int8": 750 * MIB, "int4": 880 * MIB, "fp8":
 
 
 def predict_sizes(counts: WeightCounts, quantization: str, dtype: str) -> BuildSizes:
-    """Predict a plan and the memory of its build from counts alone; the builder's peak includes the parent's memory.
-
-    The forms are those of the lowering: embeddings in the graph's dtype, linear layers quantised, an LM head in int8
-    under int4 as well, and a tied LM head stored once where nothing is quantised.
-    """
+    """Predicts a plan and the memory of its build from counts alone; the builder's peak includes the parent's."""
     num_head, is_tied = counts.num_head, counts.is_tied
     weights = predicted_weight_bytes(counts, quantization, dtype, num_head=num_head, is_tied=is_tied)
     builder = int(weights * _BUILDER_FACTOR[quantization]) + _BUILDER_BYTES + _PARENT_BYTES

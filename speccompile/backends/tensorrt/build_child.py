@@ -3,8 +3,7 @@
 
     python -m speccompile.backends.tensorrt.build_child EVENTS_FD < request.json
 
-A crash of the builder ends only this process. All events go to the pipe EVENTS_FD, one JSON object per line; standard
-output and error are left to native code.
+Events go to the pipe EVENTS_FD, one JSON object per line; standard output and error are native code's.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
-    """Parse, build, and write the plan.
+    """Parses, builds, and writes the plan.
 
     Returns:
         {"stages": [{"name", "seconds", "peak_rss_bytes"}], "plan_bytes", "plugin_layers": {name: layers of the
@@ -110,7 +109,7 @@ def _stage(name: str, stages: list[dict[str, Any]], send: Send) -> Iterator[None
 def make_writer(trt: ModuleType, file: Any) -> Any:
     """Returns a stream to which TensorRT writes the plan, so that it is never in memory as a whole.
 
-    Attributes of the object: `num_bytes` written, `fault`, the OSError that ended it or None.
+    It has `num_bytes` written, and `fault`, the OSError that ended it or None.
     """
 
     class FileWriter(trt.IStreamWriter):  # type: ignore[name-defined]

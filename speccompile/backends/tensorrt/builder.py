@@ -73,12 +73,10 @@ def build_plan(
     dest: Path,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Build a plan.
-
-    The child ends with this process and with this call, also at Ctrl-C. `dest` is written atomically.
+    """Builds a plan in a child, which ends with this process and with this call, also at Ctrl-C.
 
     Args:
-        dest: the plan's file; its folder exists.
+        dest: the plan's file, written atomically; its folder exists.
         progress: called with "STAGE" and "PHASE STEP/STEPS".
 
     Returns:

@@ -39,7 +39,7 @@ class TrtEngine(CudaEngine[Plan, Caches]):
 
 
 def load_engine(job: LoadJob) -> TrtEngine:
-    """Load a plan and allocate its caches. The plan's digest must have been checked: loading can run code in it.
+    """Loads a plan, whose digest was checked, and allocates its caches: loading can run code in it.
 
     Args:
         job: the plan has at least its `max_rows`; in `tuning` are `variant` (default auto), `plugins` (of the plans, to

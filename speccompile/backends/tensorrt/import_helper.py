@@ -25,11 +25,7 @@ _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 
 def load_tensorrt(variant: str = "auto") -> Variant:
-    """Import a variant, once per process.
-
-    `auto` imports the one that is installed; with both, full TensorRT where there is a GPU, TensorRT-RTX elsewhere
-    (it builds without one).
-    """
+    """Imports a variant, once per process. `auto`: of two, full TensorRT where there is a GPU, else TensorRT-RTX."""
     if variant != "auto":
         return _load(VARIANTS[variant].name)
     installed = installed_variants()
@@ -91,13 +87,10 @@ def _missing(got: str, expected: str, wanted: Sequence[Capabilities]) -> BuildEr
 
 
 def link_libraries(can: Capabilities) -> Path | None:
-    """Provide the unversioned library name that the parser opens and its wheel does not ship.
+    """Provides the unversioned library name that the parser opens and its wheel does not ship.
 
     A library finds others beside the path by which it was opened, so links in a folder of our own, opened before the
-    module is imported, replace the missing file. The folder lives as long as the process.
-
-    Returns:
-        The folder, or None where nothing had to be done.
+    module is imported, replace the missing file. Returns the folder, or None: nothing was missing.
     """
     if can.unversioned_library is None or can.name in sys.modules:
         return None
@@ -122,10 +115,9 @@ def link_libraries(can: Capabilities) -> Path | None:
 
 
 def make_logger(trt: ModuleType) -> Any:
-    """Returns a logger that keeps the last lines from info up in `lines` and prints nothing.
+    """Returns a logger that prints nothing and keeps the last lines from info up in `lines`, a deque of (level, text).
 
-    Attributes of the object: `lines`, a deque of (level, text), level 0 internal error to 4 verbose; `listener`,
-    None or a callable (level, text) that gets every line.
+    Level 0 is an internal error, 4 verbose. `listener`, None or a callable (level, text), gets every line.
     """
 
     class KeptLines(trt.ILogger):  # type: ignore[name-defined]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the plugins' CUDA sources for a GPU, once per machine, and launch them on raw pointers.
 
-nvcc is used where it compiles for the GPU, else NVRTC through cuda-python. Compiled kernels are kept
-in the user's cache folder under the digest of sources, compiler and options.
+nvcc, else NVRTC through cuda-python; kernels are kept under the digest of sources, compiler and options.
 """
 
 from __future__ import annotations
@@ -204,11 +203,7 @@ class KernelModule:
         return _call_driver(self._driver, function, *arguments)
 
     def launch(self, launch: Launch, arguments: Sequence[Any], stream: int) -> None:
-        """Enqueue a kernel; does not wait.
-
-        Args:
-            arguments: ctypes objects, one per kernel parameter; they are read before this returns.
-        """
+        """Enqueues a kernel; does not wait. `arguments`: ctypes objects by parameter, read before this returns."""
         if launch.kernel not in self._kernels:
             kernel = self._call("cuLibraryGetKernel", self._library, launch.kernel.encode())
             self._kernels[launch.kernel] = self._driver.CUfunction(int(kernel))
@@ -248,11 +243,7 @@ def current_capability() -> tuple[int, int]:
 
 
 def launch_verify(args: SpecVerifyArgs, stream: int) -> None:
-    """Launches SpecVerify on the current device: two kernels.
-
-    Args:
-        args: pointers and sizes; the workspace has `launches.verify_workspace_bytes`.
-    """
+    """Launches SpecVerify, two kernels; the workspace of `args` has `launches.verify_workspace_bytes`."""
     module = load_module(SPEC_VERIFY, current_capability())
     for launch in verify_launches(args.batch, args.nodes, args.vocab, DTYPES[args.dtype]):
         module.launch(launch, (args,), stream)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters of the plugins' kernels: arguments, grids, shared memory, workspace. Pure arithmetic.
-
-`plugins/*/plugin.cpp` does the same arithmetic in C++. The constants are those of the kernels' headers; tests compare.
-"""
+"""Launch parameters of the plugins' kernels: arguments, grids, shared memory, workspace, as `plugins/*/plugin.cpp`."""
 
 from __future__ import annotations
 

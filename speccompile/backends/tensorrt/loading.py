@@ -28,7 +28,7 @@ _MEMORY_WORDS = ("out of memory", "outofmemory", "memoryallocation")  # of Tenso
 
 
 def validity_from_plan(variant: Variant, plan: mmap.mmap) -> dict[str, Any]:
-    """Compare a plan with this machine without deserialising it.
+    """Compares a plan with this machine without deserialising it.
 
     Returns:
         {"validity": "VALID", "SUBOPTIMAL", "INVALID" or "not checked", "diagnostics": str}.
@@ -144,11 +144,7 @@ def _read_profile(engine: Any, spec: GraphSpec, index: int) -> Profile:
 
 
 def _check_io(path: Path, spec: GraphSpec, variant: Variant, engine: Any) -> None:
-    """Compare names, directions, dtypes, memory locations and static dims with the spec.
-
-    Raises:
-        BundleError: they differ, or a tensor must be in host memory.
-    """
+    """Compares names, directions, dtypes, memory locations and static dims with the spec."""
     trt, todo = variant.trt, "Build the bundle again."
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     is_input = {name: engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT for name in names}

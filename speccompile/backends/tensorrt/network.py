@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 def parse_network(variant: Variant, builder: Any, path: Path, plugins: Sequence[str]) -> tuple[Any, Any]:
-    """Parse a lowered graph; its weights are mapped from the file, not read.
+    """Parses a lowered graph; its weights are mapped from the file, not read.
 
     Args:
         plugins: ops that become plugins even where they have a body; empty: bodies are used.
@@ -104,12 +104,7 @@ def _check_tensor(spec: GraphSpec, side: str, wanted: TensorSpec, found: Any) ->
 
 
 def configure(variant: Variant, builder: Any, settings: Mapping[str, Any]) -> Any:
-    """Returns a builder configuration.
-
-    Args:
-        settings: `flags`, `cleared_flags`, `compute_capabilities`, `workspace_gib`, `optimization_level`, `plugins`,
-            `profiles` (by input: min, opt and max shape), as `settings.settings_from_options` makes them.
-    """
+    """Returns a builder configuration from what `settings.settings_from_options` made."""
     trt, config = variant.trt, builder.create_builder_config()
     for name in settings["flags"]:
         config.set_flag(getattr(trt.BuilderFlag, name))
@@ -145,11 +140,7 @@ def _add_profile(variant: Variant, builder: Any, config: Any, index: int, shapes
 
 
 def load_timing_cache(variant: Variant, config: Any, path: Path | None) -> Any:
-    """Start the builder with kernels measured before, or with none where they are of another GPU.
-
-    Returns:
-        The cache, or None where the variant has none.
-    """
+    """Starts the builder with kernels measured before on this GPU; returns the cache, None where there can be none."""
     if path is None or not variant.can.supports_timing_cache:
         return None
     cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SpecVerify and KVRollback as Python plugins (IPluginV3) that launch the compiled kernels.
 
-`plugin_names` lists the settings of a build. A plan with Python plugins needs this registration wherever it is loaded;
-the C++ library (`make plugins`) can be embedded instead. Plans are built without CUDA: only enqueue loads it.
+A plan with them needs this registration wherever it is loaded; the C++ library (`make plugins`) can be embedded
+instead. Plans are built without CUDA: only enqueue loads it.
 """
 
 from __future__ import annotations

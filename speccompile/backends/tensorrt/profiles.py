@@ -39,14 +39,10 @@ class Profile:
 
 
 def make_profiles(spec: GraphSpec, options: CompileOptions) -> tuple[Profile, ...]:
-    """Returns the profiles of a graph.
+    """Returns the profiles of a graph; that of steps comes last.
 
-    A graph that reads prompts has two: `prefill`, one sequence and up to a chunk of its prompt, and
-    `decode`, every slot and up to the nodes of a step. All others have `step`, with decode's sizes. The one of steps
-    comes last.
-
-    Args:
-        options: sizes, and in `backend` the recipe's `prefill` and `decode`.
+    A graph that reads prompts has `prefill`, one sequence and up to a chunk of its prompt, and `decode`, every slot and
+    up to the nodes of a step. All others have `step`, with decode's sizes. Their options are in `options.backend`.
 
     Raises:
         BuildError: a profile of the recipe lacks sizes that the runtime needs, or exceeds the graph's.

@@ -35,10 +35,10 @@ def make_record(
     """Returns the record of a plan that was just built.
 
     Returns:
-        {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_abi",
-        "plugin_layers": {op: layers of the network}, "flags", "cleared_flags", "workspace_gib", "optimization_level",
-        "profiles", "plan_bytes", "lowered_weights_bytes": in `source`,
-        "build": {"stages", "peak_rss_bytes", "parent_rss_bytes", "lowering_peak_bytes"}}.
+        {"variant", "version", "platform", "compute_capabilities", "plugins", "plugin_abi", "plugin_layers": {op: layers
+        of the network}, "flags", "cleared_flags", "workspace_gib", "optimization_level", "profiles", "plan_bytes",
+        "lowered_weights_bytes": in `source`, "build": {"stages", "peak_rss_bytes", "parent_rss_bytes",
+        "lowering_peak_bytes"}}.
     """
     return {
         "variant": built["variant"],
@@ -94,11 +94,7 @@ def read_record(plan: Path) -> dict[str, Any]:
 
 
 def find_other_gpu(record: Mapping[str, Any], ordinal: int = 0) -> tuple[str, str] | None:
-    """Returns the capability of a GPU of this machine that a plan was not built for, and those that it was built for.
-
-    Returns:
-        None: the plan runs on the GPU, or there is none of that number.
-    """
+    """Returns the capability of a GPU that a plan was not built for, and those that it was; None: the plan runs."""
     from speccompile.backends.tensorrt.import_helper import find_compute_capabilities
 
     here = ["{}.{}".format(*pair) for pair in find_compute_capabilities()][ordinal : ordinal + 1]
@@ -108,11 +104,10 @@ def find_other_gpu(record: Mapping[str, Any], ordinal: int = 0) -> tuple[str, st
 
 
 def check_record(plan: Path, record: Mapping[str, Any], max_slots: int, ordinal: int = 0) -> None:
-    """Compare a plan's record with what is installed and with the sizes asked for. Nothing is deserialised.
+    """Compares a plan's record with what is installed and with the requested sizes. Nothing is deserialised.
 
     Raises:
-        BundleError: another variant or version, another plugin ABI, a GPU it was not built for, too few slots, or a
-            plan of another size.
+        BundleError: other variant, version or plugin ABI, a GPU it was not built for, too few slots, or another size.
     """
     from speccompile.backends.tensorrt.import_helper import load_tensorrt
 

@@ -25,10 +25,7 @@ _FLOATS = ADDRESS_BYTES // 4
 
 
 def aligned_pending(spec: GraphSpec) -> int:
-    """Returns `spec.max_pending`, or the next larger number with which every slot of every state is aligned.
-
-    Where there is none, as for states of a few columns, `max_pending` itself.
-    """
+    """Returns `spec.max_pending`, or the next larger number, if any, that aligns every slot of every state."""
     for max_pending in range(spec.max_pending, spec.max_pending + _FLOATS):
         if not misaligned_states(replace(spec, max_pending=max_pending)):
             return max_pending
@@ -43,16 +40,15 @@ def misaligned_states(spec: GraphSpec) -> list[str]:
 def tensorrt_spec(spec: GraphSpec, dtype: str, max_rows: int, *, compacts: bool = False) -> GraphSpec:
     """Returns `spec` as in TensorRT's graph: its dtype, static caches and the number of rows to attend to.
 
+    `kv_rows` comes before the states and caches of a graph that reads prompts; with `compacts` a `<cache>.compacted`
+    for each cache comes after the updates. States stay float32; all their dims but the batch are static, and
+    `max_pending` is that of `aligned_pending`.
+
     Args:
         spec: of a whole neutral graph, tail included; of a rollback graph; or of one without caches.
         dtype: of caches and hidden states: float32, float16 or bfloat16. Distributions stay float32.
         max_rows: rows of the caches, those that a step of drafts needs after the last sequence row included.
         compacts: whether KVRollback follows the updates in the graph (where a plugin does it).
-
-    Returns:
-        The spec. `kv_rows` comes before the states and caches of a graph that reads prompts; with `compacts` a
-        `<cache>.compacted` for each cache comes after the updates. States stay float32; all their dims but the batch
-        are static, and `max_pending` is such that each slot is aligned, see `aligned_pending`.
     """
     if spec.states:
         spec = replace(spec, max_pending=aligned_pending(spec))

@@ -17,11 +17,7 @@ _KERNELS = "eager"  # those of the shapes that were measured, see `loading.Plan`
 
 
 def measure_plan(job: LoadJob) -> dict[str, Any]:
-    """Load a plan and time its steps.
-
-    Returns:
-        {"measured": True, "gpu": name, "kernels": see `_KERNELS`, "step_ms": {nodes: ms at batch 1}}.
-    """
+    """Times the steps of a plan: {"measured": True, "gpu": name, "kernels", "step_ms": {nodes: ms at batch 1}}."""
     from speccompile.backends.tensorrt.engine import load_engine
 
     record = read_record(job.path)
@@ -39,10 +35,7 @@ def _max_nodes(spec: GraphSpec, record: Mapping[str, Any]) -> int:
 
 
 def adapt_tuning(job: LoadJob) -> dict[str, Any]:
-    """Returns the record for this GPU: a plan built without a GPU, or on another one, is measured once.
-
-    The measurement is kept in the user's cache folder by plan and GPU.
-    """
+    """Returns the record for this GPU, from the user's cache folder; a plan of no or another GPU is measured once."""
     from speccompile.backends.cuda.device import open_device
 
     gpu = open_device(0).properties()["name"]

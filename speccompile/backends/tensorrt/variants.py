@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two variants of TensorRT and their capabilities.
-
-Differences are attributes here; no other module depends on a variant's name.
-"""
+"""The two variants of TensorRT and their capabilities; no other module depends on a variant's name."""
 
 from __future__ import annotations
 

@@ -98,10 +98,8 @@ def drafts_from_width(draft_vocab: int | str | None, vocab: int | None) -> Draft
 def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     """Returns the ops by name, with bodies for TensorRT; names and signatures are those of the ordinary ones.
 
-    The ordinary bodies of FiniteToken and KVRollback build; GatedDelta's is in `recurrence`, and both ops of recurrent
-    states are for chains alone. KVRollback is a
-    gather of rows and TensorRT's in-place cache layer, whose cache must be an input of the graph and its update an
-    output.
+    The ordinary FiniteToken and KVRollback build, the latter on inputs and outputs of the graph. GatedDelta's body is
+    in `recurrence`; both ops of recurrent states are for chains alone.
 
     Args:
         drafts: `tokens`: draft_vocab is 1; `dists`: it is the target's; `both`: it may be either at run time.

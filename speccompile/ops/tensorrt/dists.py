@@ -2,9 +2,8 @@
 """Locate, Draw and Warp as TensorRT builds them.
 
 TensorRT has no double, sorts 3840 entries at most and captures no CUDA graph over a branch. So running sums go in
-blocks of 64 (the error of a float32 running sum grows with its length, which is at most 64 terms here), and
-the edges of top-k and top-p are found by narrowing an interval of logits, 16 thresholds at once: a comparison with 16
-thresholds and its count fuse into one kernel that keeps nothing in memory (seen in TensorRT-RTX 1.7.1's build log).
+blocks of 64 terms (their error grows with the length), and the edges of top-k and top-p are found by narrowing an
+interval of logits, 16 thresholds at once, which fuse into one kernel (TensorRT-RTX 1.7.1).
 """
 
 from __future__ import annotations
@@ -158,9 +157,8 @@ LOCATE = Op(
 def _narrowed(name: str, weights: str, wanted: str) -> str:
     """Returns statements for `low_{name}`: the weights above it reach `wanted`, those above any larger value do not.
 
-    Thresholds lie on a grid of powers of two from a whole number on, so each is exact however it is computed, and
-    where the grid is finer than float32 they are the neighbouring floats. All operands have four dims: TensorRT's
-    parser reshapes others, and the layers for it made the build of a plan with a Warp half as long again.
+    Thresholds lie on a grid of powers of two from a whole number on, so each is exact, and where the grid is finer than
+    float32 they are neighbouring floats. All operands have four dims: others make TensorRT's parser add layers.
     """
     text = f"    low_{name}_0 = Identity(floor4)\n"
     for number in range(NUM_ROUNDS):

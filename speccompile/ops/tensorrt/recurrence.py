@@ -9,11 +9,9 @@ With G the running sum of g and D_ij = exp(G_i - G_j), the rows that the delta r
     S' = exp(G_n) S + sum over j <= n of exp(G_n - G_j) k_j u_j^T,    n the last row that is applied
 
 I + A is inverted by blocks of 1, 2, 4, ... rows: where X has the inverses of the diagonal blocks and A_s the part of A
-between the two halves of a pair, X - X A_s X has those of the pairs. (The product (I - A)(I + A^2)(I + A^4)... needs as
-many matrix products but cancels where keys are alike.) Without the delta rule A is 0 and u = beta v.
-
-All sums are in float32. They see other rows of the slot: a step of k nodes equals k single steps to rounding, not in
-bits, and a row that is NaN spoils its slot's whole step, as in attention. Nodes are a chain: `tree_mask` is not read.
+between the halves of a pair, X - X A_s X has those of the pairs. (The product (I - A)(I + A^2)(I + A^4)... cancels
+where keys are alike.) Without the delta rule A is 0 and u = beta v. Sums are in float32 and see other rows of the slot:
+a step of k nodes equals k single steps to rounding, not in bits. Nodes are a chain: `tree_mask` is not read.
 """
 
 from __future__ import annotations
@@ -164,11 +162,7 @@ _PENDING = """
 
 
 def gated_delta_op(max_rows: int, delta: bool) -> Op:
-    """Returns GatedDelta with a body without a loop.
-
-    Args:
-        max_rows: most rows of a run, pending ones included; more give NaN.
-    """
+    """Returns GatedDelta with a body without a loop for at most `max_rows`, pending ones included; more give NaN."""
     num_levels = max((max_rows - 1).bit_length(), 1)
     solved = _NO_RULE
     if delta:

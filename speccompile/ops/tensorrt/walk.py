@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walk and WalkProbs as TensorRT builds them: no loop, no branch.
 
-A draft that is accepted by its token alone does not depend on other drafts, so paths are followed by doubling. With
-draft distributions, each refused sibling changes the residual against which the next one is verified, so that walk is
-unrolled over the nodes; chains are verified as a block, for which only the weights of the prefixes are unrolled.
+A draft that is accepted by its token alone does not depend on others, so paths are followed by doubling. With draft
+distributions, each refused sibling changes the residual of the next: the walk is unrolled over the nodes. Chains are
+verified as a block, for which only the weights of the prefixes are unrolled.
 """
 
 from __future__ import annotations

@@ -50,15 +50,11 @@ _NUM_CANDIDATES, _NUM_STREAMS = 16, 5  # where a config does not say
 def layers_of_target(
     model: str, config: str | None, asked: Sequence[int] | None, num_layers: int, weights: str
 ) -> tuple[int, ...]:
-    """Returns the layers of a target, for its own graph and the drafter's.
+    """Returns the layers of a target, for its own graph and the drafter's. Raises RecipeError: wrong number or order.
 
     Args:
         asked: by the recipe; None: as the checkpoint says, else the published choice.
-        weights: "checkpoint" or "random"; a random target may have fewer layers than the drafter's, which are then
-            chosen anew.
-
-    Raises:
-        RecipeError: the recipe does, or it names more or fewer than the drafter reads.
+        weights: "checkpoint" or "random"; a random target may have fewer layers, which are then chosen anew.
     """
     is_random = weights == "random"
     folder = find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES)
@@ -90,8 +86,7 @@ def _spread(num_layers: int, num: int) -> tuple[int, ...]:
 class _BlockSource(SpeculatorSource):
     """Base of the sources of both graphs.
 
-    Raises:
-        RecipeError: its sizes are not the target's, or the recipe asks for more than its block has.
+    Raises RecipeError: its sizes are not the target's, or its block is too short.
     """
 
     formats = FORMATS

@@ -33,8 +33,8 @@ class DflashConfig(FeatureFields):
         layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
             `fc`; `auto`: as its config.json says.
         tree_depth: as in `TreeFields`; no deeper than the drafter's block.
-        slot_candidates: tokens of a slot that may be drafted, drawn or likeliest; `auto`: as many as its config.json
-            says, else 16. LiLiCorr has no more than it says.
+        slot_candidates: tokens of a slot that may be drafted; `auto`: as its config.json says (LiLiCorr's most), else
+            16.
         sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
     """
 
@@ -89,8 +89,7 @@ class DflashTraining:
     """Sizes and settings of the training: DFlash 2 by default; DFlash with ranks and taps of 0.
 
     Args:
-        layers: decoder layers of the target, from 0, whose residual streams are read; empty: five, the published
-            choice.
+        layers: decoder layers of the target, from 0, whose residual streams are read; empty: the published five.
         block_size: rows of a block: the root's, and one for each draft.
         mask_token_id: a token that texts do not have, whose embedding masked rows get; -1: the target's padding.
         starts: share of the text's positions from which a block is drafted in a step, drawn anew each time.
@@ -112,11 +111,7 @@ class DflashTraining:
         check_parameters(self, "training.heads")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers for a target of `num_layers` layers.
-
-        Raises:
-            RecipeError: the target has no such layer, or too few for the published choice.
-        """
+        """Returns the layers for a target of `num_layers` layers. Raises RecipeError: it lacks one, or has too few."""
         layers: tuple[int, ...] = self.layers or find_class(PUBLISHED)(num_layers, 5)
         if len(set(layers)) < len(layers) or min(layers) < 0 or max(layers) >= num_layers:
             expected = f"different layers of the target's {num_layers}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LiLiCorr's layers over the candidates of a block, which score pairs of neighbouring ones.
+"""LiLiCorr's layers over the candidates of a block, which score pairs of neighbouring ones (arXiv 2608.20530).
 
-After the published description (arXiv 2608.20530). Every candidate of every slot is a row: its token, its slot's
-state, and how likely the drafter holds it. A few layers without a mask let all rows see one another. Each row then
-gives a vector for the edge into it and one for the edges out of it, and the newest position that the target has read
-gives the vector of the edges out of the root. Names of parameters are those of the published checkpoints.
+Every candidate of every slot is a row: its token, its slot's state, and its probability. A few layers without a mask
+let all rows see one another. Each row gives vectors for the edges into it and out of it, and the newest position that
+the target has read gives that of the root. Parameters have the published names.
 """
 
 from __future__ import annotations
@@ -58,12 +57,7 @@ class LatticeLayer(nn.Module):
 
 
 class LatticeCorrector(nn.Module):
-    """The layers and what is around them.
-
-    Args:
-        width: of the drafter's states and the target's embeddings.
-        block_size: rows of a whole block, the root's included.
-    """
+    """The layers and what is around them; `width` is of the drafter's states, `block_size` includes the root's row."""
 
     def __init__(self, width: int, corrector: Corrector, block_size: int, eps: float) -> None:
         super().__init__()

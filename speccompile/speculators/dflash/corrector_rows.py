@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LiLiCorr's layers over candidates on disk: sizes, keys, and the check of its config. Needs no torch.
 
-Half of its config is in no tensor, or in none alone: a wrong scale of the scores or number of heads loads and drafts.
+Half of its config is in no tensor, so that a wrong scale of the scores or number of heads loads and drafts.
 """
 
 from __future__ import annotations

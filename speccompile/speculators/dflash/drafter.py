@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a drafter computes, as its config.json in the canonical layout (z-lab's) says. Needs no torch.
-
-What is given in `dflash_config` comes before the same key at the top level.
-"""
+"""How a drafter computes, by its config.json in z-lab's (canonical) layout; `dflash_config` comes first. No torch."""
 
 from __future__ import annotations
 
@@ -65,18 +62,13 @@ class PathHead:
 
 @dataclass(frozen=True)
 class Drafter:
-    """A drafter.
-
-    Args:
-        starts_at_root: row i of a block drafts the token at position i + 1, so that the root's row drafts too; else
-            row i drafts its own position.
-    """
+    """A drafter."""
 
     block_size: int  # rows of a block, the root's included
     mask_token_id: int
     windows: tuple[int, ...]  # of each layer's attention; 0 = none
     is_causal: tuple[bool, ...]  # whether rows of a block see the earlier rows alone, by layer
-    starts_at_root: bool = False
+    starts_at_root: bool = False  # row i drafts position i + 1, not its own
     embedding_scale: float = 1.0
     multiplier: float = 1.0
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0 = off
@@ -102,11 +94,7 @@ class Drafter:
 
 
 def drafter_from_config(where: str, config: Mapping[str, Any]) -> Drafter:
-    """Returns how a drafter computes.
-
-    Raises:
-        CheckpointError: a value is missing or out of range, or of a variant that is not built.
-    """
+    """Returns how a drafter computes. Raises CheckpointError: a value is missing, wrong, or of another variant."""
 
     def number(name: str, default: float | None = None, least: float = 0, is_whole: bool = True) -> Any:
         given = value_of(config, name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of block drafters on disk: sizes, keys, configs, checks. Needs no torch.
 
-Layers of the target are numbered differently: z-lab's number i is the output of layer i, the speculators format's is
-that of layer i - 1. One that is off by one still drafts, only worse.
+z-lab's layer number i is the output of layer i, that of the speculators format the output of layer i - 1. One that is
+off by one still drafts, only worse.
 """
 
 from __future__ import annotations

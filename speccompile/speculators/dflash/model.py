@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter as its two graphs compute it: features of the target's states, and a block's candidates and scores.
 
-After the published descriptions: DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a
-selector over candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`), Domino (`path_head.py`). Names of
-parameters are those of z-lab's checkpoints.
+After the published DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a selector over
+candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`) and Domino (`path_head.py`), with z-lab's names.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class DynamicConv(nn.Module):
 
 
 class BlockAttention(nn.Module):
-    """Attention of a block to the context and to itself; context rows give keys and values alone.
-
-    `forward` is over caches, as the graph computes it; `trainer.py` has whole texts.
-    """
+    """Attention of a block to the context and to itself, over caches; context rows give keys and values alone."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -137,10 +133,9 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
     def forward(self, hidden: torch.Tensor, before: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Returns scores [batch, slots, before, candidates].
+        """Returns scores [batch, slots, before, candidates] of hidden [batch, slots, hidden].
 
         Args:
-            hidden: [batch, slots, hidden].
             before: [batch, slots, before] int64, the target's tokens.
             drafted: [batch, slots, candidates] int64, draft tokens.
         """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Domino's head: a recurrent state over the drafts of a path, which corrects the scores of the slot that follows.
+"""Domino's head: a recurrent state over a path's drafts, which corrects the scores of the slot after it.
 
-After the published description (arXiv 2605.29707): state = GRU(embedding of the path's last token, state before it),
-and delta = W2 SiLU(W1 [slot's state of the drafter, state of the path]). A block computes what depends on no path: the
-embeddings of tokens that a path may take, the first part of W1's product and the candidates' rows of W2. The step does
-the rest for one token of a path.
+Published as state = GRU(embedding of the path's last token, state before it), delta = W2 SiLU(W1 [slot's state of the
+drafter, state of the path]) (arXiv 2605.29707). A block computes what depends on no path: embeddings, the first part of
+W1's product and the candidates' rows of W2. The step does the rest for one token of a path.
 """
 
 from __future__ import annotations
@@ -85,9 +84,7 @@ def most_probable_path(
 ) -> torch.Tensor:
     """Returns the tokens of the most probable walk over a block, [batch, slots].
 
-    Args:
-        candidates: [batch, slots, candidates] int64.
-        base: [batch, slots, candidates], the scores without the head.
+    `candidates` are [batch, slots, candidates] int64, `base` their scores without the head.
     """
     batch, slots, num = candidates.shape
     each, columns = torch.arange(batch), torch.zeros(batch, dtype=torch.int64)

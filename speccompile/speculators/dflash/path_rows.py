@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Domino's head on disk: sizes, keys, and the check of its config. Needs no torch.
 
-Its first releases have the keys under `logit_head.`. Which slots are corrected, and which token a row drafts, is in no
-tensor: a wrong value loads and drafts.
+Its first releases have the keys under `logit_head.`. Wrong config of slots and rows is in no tensor and loads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block drafter under training: DFlash, and DFlash 2 with its convolutions and candidate selector.
 
-Blocks of masks are filled from drawn roots in a text. All blocks of a text share the keys and values of its context,
-features of the target's streams at the positions before each root; no block sees another. Slots are trained on the
-target's distributions, and the pair scores of DFlash 2 over each slot's candidates, after the text's own token before
-it. `model.py` has the same layers over caches, for graphs.
+Blocks of masks are filled from drawn roots in a text. They share the keys and values of its context, features of the
+target's streams at the positions before each root; no block sees another. Slots are trained on the target's
+distributions, DFlash 2's pair scores over each slot's candidates. `model.py` has the layers over caches.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockHeads(Fusion):
-    """The drafter without embeddings and LM head, which are the target's; parameters have the checkpoint's names.
-
-    Called, it makes features of the target's streams.
-    """
+    """The drafter without the target's embeddings and LM head, by the checkpoint's names; called, it makes features."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         layers = tuple(config[NESTED][LAYERS])
@@ -118,9 +114,7 @@ def attend_blocks(
 ) -> torch.Tensor:
     """Returns the attention's output of blocks that share contexts, [batch * blocks, rows, hidden].
 
-    Args:
-        y: [batch * blocks, rows, hidden], its input.
-        features: [batch, positions, hidden], the context.
+    `y` [batch * blocks, rows, hidden] is its input, `features` [batch, positions, hidden] the context.
     """
     dim, count, rows = attention.head_dim, len(features), y.shape[1]
 
@@ -150,12 +144,7 @@ def attend_blocks(
 
 
 class TrainableBlocks(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    Args:
-        parts: the target's embeddings and LM head.
-        starts: share of positions at which a block's root is.
-    """
+    """A `Trainable` over the target's `parts`; roots of blocks are at `starts`, a share of the positions."""
 
     def __init__(self, heads: BlockHeads, parts: TargetParts, starts: float) -> None:
         super().__init__()

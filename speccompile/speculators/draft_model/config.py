@@ -29,8 +29,8 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     Args:
         parallel_drafting: draft all tokens of a path in one run, from mask tokens, as PARD trains it; `auto`: where the
             draft's config.json names its mask token (`pard_token`).
-        min_confidence: draft no further after a path whose probability in the draft is below this; with a number
-            and `num_draft_tokens: auto` nothing else ends a chain. `auto`: the measured costs decide.
+        min_confidence: draft no further after a path whose probability in the draft is below this; with a number and
+            `num_draft_tokens: auto` nothing else ends a chain. `auto`: the measured costs decide.
         config: folder with the draft's config.json, where the hub cannot be reached; for random weights.
         lora: LoRA adapter in PEFT's layout, folder or hub id, merged into the draft's weights.
     """

@@ -23,12 +23,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 class TrainableDraft(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    Args:
-        model: a transformers model in float32.
-        chain: drafts of a chain, into which the text is cut to estimate their acceptance.
-    """
+    """A `Trainable` over a float32 transformers model; texts are cut into chains of `chain` to estimate acceptance."""
 
     def __init__(self, model: Any, target: Path, chain: int) -> None:
         super().__init__()

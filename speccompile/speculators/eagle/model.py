@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter in torch, as its graph computes it: decoder layers over fc(embedding of the next token, feature).
 
-The feature is what the target's LM head reads; the drafter's own is the output of its last layer, and the target's LM
-head reads that as it is. The first layer has no norm before its attention. After Li et al. 2024, "EAGLE" (arXiv
-2401.15077), and the published code; layers are transformers' own.
+A feature is what the target's LM head reads, of drafts the last layer's output. The first layer has no norm before its
+attention. After Li et al. 2024, "EAGLE" (arXiv 2401.15077), and the published code; layers are transformers'.
 """
 
 from __future__ import annotations

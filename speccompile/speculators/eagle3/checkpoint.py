@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE-3 drafters as the source of two graphs; see `layouts` for those on disk. Needs no torch before the export.
 
-Layers of the target are counted from 0, and the residual stream after each of them is read. The published choice for
-n layers are the streams before layers 2, n / 2 and n - 3. A checkpoint that names others means "after" if its first
-number is 1, and "before" if it is 2 or more (SGLang reads them by the same rule).
+The streams after layers, counted from 0, are read; the published choice for n layers is before layers 2, n / 2 and n -
+3. A checkpoint that names others means "after" if its first number is 1, else "before" (SGLang's rule).
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def layers_of_target(
 
     Args:
         asked: by the recipe; None: as the checkpoint says, else the published choice.
-        weights: "checkpoint" or "random"; a random target may have fewer layers than the checkpoint's, which are then
-            chosen anew.
+        weights: "checkpoint" or "random"; a random target may have fewer layers, which are then chosen anew.
     """
     folder = find_folder(GraphJob("draft", model, config=config), weights, SPECULATOR_FILES)
     named = layers_from_config(folder, read_config(folder))

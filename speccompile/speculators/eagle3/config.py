@@ -63,13 +63,11 @@ class Eagle3Training:
     """Sizes and settings of the training.
 
     Args:
-        layers: decoder layers of the target, from 0, whose residual streams are fused; empty: an early one, the
-            middle one and a late one.
+        layers: decoder layers of the target, from 0, whose streams are fused; empty: an early, the middle, a late one.
         draft_vocab_size: size of the draft vocabulary, the most frequent tokens of the text; 0: all tokens.
         unrolled_steps: drafts of a chain that are trained: on the drafter's own features, or from masks.
         starts: share of the text's positions from which chains are drafted in a step, drawn anew each time.
-        mask_token_id: of the masks: a token that texts do not have, whose embedding is trained; -1: the target's
-            padding.
+        mask_token_id: a token that texts do not have, whose embedding is trained; -1: the target's padding.
     """
 
     layers: tuple[int, ...] = ()
@@ -93,11 +91,7 @@ class Eagle3Training:
             raise RecipeError("training.heads.unrolled_steps", got, expected, "Raise it.")
 
     def chosen_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers for a target of `num_layers` layers.
-
-        Raises:
-            RecipeError: the target has no such layer, or too few.
-        """
+        """Returns the layers for a target of `num_layers` layers. Raises RecipeError: it lacks one, or has too few."""
         # The published choice: the states before layers 2, n / 2 and n - 3.
         layers = self.layers or (1, num_layers // 2 - 1, num_layers - 4)
         if len(set(layers)) < 3 or min(layers) < 0 or max(layers) >= num_layers:

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 and P-EAGLE drafters on disk. Needs no torch.
+"""EAGLE-3 and P-EAGLE drafters on disk: the first release's layout (canonical), numbered layers, speculators format.
 
-Layouts: the first release's (the canonical one), numbered layers, and vLLM's speculators format. P-EAGLE's files have
-these keys with several layers, and the states that stand for the target's in a mask: `mask_hidden`, [1, 1, fused] or
-[1, fused], which passes through the same norms and `fc`. Their config names the mask's token. `d2t` holds offsets:
-draft token i is the target's token i + d2t[i]. `t2d` marks the target's tokens that are drafted. Both are absent where
-the vocabularies are one. DeepSpec's files have norms of queries and keys in the first layer, and their config names the
-target's layers by their outputs (`target_layer_ids`), which may be more than three. The LM head of a drafter that was
-trained here may be two products, `lm_head_down.weight` [rank, hidden] and then `lm_head.weight` [draft_vocab, rank]: no
-published layout has that, so it stays in the canonical one.
+P-EAGLE's files have several layers, and the states of masks: `mask_hidden`, [1, 1, fused] or [1, fused], which passes
+through the same norms and `fc`. `d2t` holds offsets: draft token i is the target's i + d2t[i]; `t2d` marks the drafted
+ones; both are absent where the vocabularies are one. DeepSpec's have norms of queries and keys in the first layer and
+name layers by their outputs (`target_layer_ids`). An LM head of ours may be `lm_head_down.weight` [rank, hidden], then
+`lm_head.weight` [draft_vocab, rank], in the canonical layout alone. Needs no torch.
 """
 
 from __future__ import annotations
@@ -221,11 +218,7 @@ def _sizes(scope: str = "") -> tuple[Size, ...]:
 
 
 def _rows(first: str, *, has_low_rank: bool = False) -> tuple[Row, ...]:
-    """Returns the rows, with the beginning of the first layer's keys.
-
-    Args:
-        has_low_rank: the LM head may be two products.
-    """
+    """Returns the rows, with the beginning of the first layer's keys; `has_low_rank`: the LM head may be two."""
     over = (("layer", "num_layers", 1),)
     low_rank = (
         Row(HEAD_DOWN, ("head_rank", "hidden"), need="head_rank"),

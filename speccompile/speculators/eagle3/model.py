@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network of an EAGLE-3 or P-EAGLE drafter, as its graphs compute it and as it is trained.
 
-It is decoder layers over (embedding of the next token, feature of this position); the first layer's attention reads
-both side by side. The feature of a position that the target has read is fc(three residual streams of the target); that
-of a draft is the drafter's own output after its layers, before the norm. EAGLE-3.1 norms each of the streams, and its
-drafts read that output after the norm. Drafts of P-EAGLE read masks instead: the embedding of one token, and the
-feature of trained states. Layers are transformers' own Llama layers, so that a config's biases, activation and rotary
-scaling have their meaning there. After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), Hui et al. 2026, "P-EAGLE" (arXiv
-2602.01469), and the published code.
+Decoder layers over (embedding of the next token, feature of this position); the first layer's attention reads both side
+by side. The feature is fc(three residual streams of the target), of a draft the drafter's output before the norm.
+EAGLE-3.1 norms each of the streams, and its drafts read that output after the norm. P-EAGLE's drafts read masks: one
+token's embedding and trained states. Layers are transformers' Llama layers, for biases, activation and rotary scaling.
+After Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), Hui et al. 2026, "P-EAGLE" (arXiv 2602.01469), and the published
+code.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ def make_body(
 def mask_feature(
     config: Mapping[str, Any], dims: FeatureDims, weights: Mapping[str, torch.Tensor] | None
 ) -> torch.Tensor:
-    """Returns the feature of masks [hidden]: that of the trained states `mask_hidden`, through the same norms and fc.
-
-    After Hui et al. 2026, "P-EAGLE" (arXiv 2602.01469); see `make_body`.
-    """
+    """Returns the feature of masks [hidden]: trained states `mask_hidden`, through the same norms and fc."""
     if weights is None:
         states = torch.randn(len(dims.layers) * dims.target_hidden_size, generator=torch.Generator().manual_seed(0))
     else:

@@ -51,10 +51,7 @@ def check_residual(case: Case) -> Iterator[Finding]:
 
 
 def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
-    """Returns the window of each layer's attention in tokens, 0: none; None where the config does not say it clearly.
-
-    vLLM reads `layer_types` alone, and other readers `sliding_window` alone: a window counts where both say so.
-    """
+    """Returns each layer's window in tokens, 0: none; None: `layer_types` and `sliding_window` disagree."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     if kinds is None:
         is_off = not window or config.get("use_sliding_window", True) is False

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An EAGLE-3 or P-EAGLE drafter under training: the first draft at every position, further ones from drawn starts.
-
-Further drafts of EAGLE-3 are unrolled on the drafter's own features; those of P-EAGLE are masks.
-"""
+"""An EAGLE-3 or P-EAGLE drafter under training: the first draft at every position, further ones from drawn starts."""
 
 from __future__ import annotations
 
@@ -28,10 +25,9 @@ _MASK_ROW = "mask_embedding"  # the parameter that is a row of the embeddings in
 
 
 class TrainableEagle3(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
+    """A `Trainable` that runs as drafting does, else it drafts one token well and no further ones.
 
-    A drafter that saw only the target's features in training drafts one token well and no further ones: so training
-    runs it as drafting does, unrolled ("training-time test" of EAGLE-3's paper) or over masks (P-EAGLE's).
+    Later drafts are unrolled on its own features ("training-time test" of EAGLE-3's paper), or read masks (P-EAGLE's).
     """
 
     def __init__(self, config: Mapping[str, Any], training: Eagle3Training, parts: TargetParts) -> None:
@@ -110,11 +106,7 @@ class TrainableEagle3(nn.Module):
         return table
 
     def load(self, folder: Path) -> None:
-        """Reads a checkpoint of the same sizes.
-
-        Raises:
-            CheckpointError: it does not have the tensors of these sizes, or embeddings that are not the target's.
-        """
+        """Reads a checkpoint of the same sizes. Raises CheckpointError: other tensors or embeddings."""
         own = self.tensors()
         if self.mask_token is None:
             self._fill(own, read_heads(folder, own))
@@ -161,10 +153,9 @@ class TrainableEagle3(nn.Module):
 
 
 def best_rows(matrix: torch.Tensor, rank: int) -> torch.Tensor:
-    """Returns [rank, width] float64, the right singular vectors of a matrix [.., width] with the largest values.
+    """Returns rows [rank, width] float64: `matrix @ rows.T @ rows` is the nearest matrix of that rank.
 
-    `matrix @ rows.T @ rows` is the nearest matrix of that rank. They are eigenvectors of the small Gram matrix, as a
-    vocabulary's own decomposition would take long.
+    They are eigenvectors of the small Gram matrix, as decomposing a matrix of a vocabulary's rows would take long.
     """
     wide = matrix.double()
     return torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:].T

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early-exit heads on disk, and the target's first layers as the source of a draft's graph.
-
-The layout is our own: an adapter and a norm. Needs no torch before the export.
-"""
+"""Early-exit heads (our layout: an adapter and a norm), and the target's first layers as a draft's source. No torch."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ class ExitConfig(CachedDraftFields):
 
     Args:
         model: checkpoint folder or hub id of a trained head; None: the target's final norm follows the layers.
-        num_exit_layers: decoder layers of the target that run; None: those that the head was trained on, and
-            without a head half of the target's.
+        num_exit_layers: decoder layers of the target that run; None: as the head was trained, without one half of all.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
     """
 

@@ -20,11 +20,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableExit(nn.Module):
-    """See `speccompile.training_contract.Trainable`.
-
-    The distance from the root does not matter: every token is drafted from its own stream. The text is cut into
-    chains only to estimate their acceptance.
-    """
+    """A `Trainable` in which every token is drafted from its own stream, whatever its distance from the root."""
 
     def __init__(self, head: ExitHead, parts: TargetParts, chain: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 4's assistants as they are published, and as the source of a graph. Needs no torch before the export.
 
-A Gemma 4 text model of a few layers without keys and values, whose projections lead from and to the target's width.
-With ordered embeddings the LM head computes the logits of the tokens of the most probable centroids alone.
+A text model of a few layers without keys and values, with projections from and to the target's width. With ordered
+embeddings the LM head computes the logits of the tokens of the most probable centroids alone.
 """
 
 from __future__ import annotations
@@ -180,11 +180,7 @@ def source_layers(context: SourceContext) -> dict[str, int]:
 
 
 class AssistantSource(SpeculatorSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
-
-    Args:
-        context: its target must be the Gemma 4 model that the assistant was made for.
-    """
+    """A `GraphSource` for the Gemma 4 target that the assistant was made for; the job has `FormOptions`."""
 
     role = "heads"
     formats = FORMATS

@@ -3,8 +3,8 @@
 
 x = pre_projection(concat[the target's embedding of the last token, the hidden state]); layers that attend to the
 target's last full and last sliding K and V; logits = lm_head(norm(x)), of all tokens or of those of the most probable
-centroids; the next hidden state is post_projection(norm(x)). The hidden state is the target's after its final norm,
-then the assistant's own. The position is that of the root for all drafts of a step. The layers are transformers' own.
+centroids; the next hidden state is post_projection(norm(x)), the first one the target's after its final norm. The
+position of all drafts is the root's. The layers are transformers' own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_rows(
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' registry: attends to caches of the target, without a causal mask.
 
-    A layer with a window sees the newest row and as many as its window before it, as transformers' mask does.
+    A window counts the rows before the newest one, as transformers' mask does.
     """
     limits = _READING.get().limits[:, None].expand(-1, query.shape[2])
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
@@ -120,7 +120,7 @@ class Assistant(nn.Module):
 
 
 class AssistantExpander(nn.Module):
-    """See `export.tree_drafters.Expander`: the state of a node is the hidden state that its children read.
+    """An `Expander` whose state of a node is the hidden state that its children read.
 
     Args:
         embeddings: the target's, [vocab, target hidden], without their factor.
@@ -197,11 +197,7 @@ def _by_kind(kinds: Sequence[str], caches: Sequence[torch.Tensor]) -> dict[str, 
 
 
 def make_assistant(where: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor] | None) -> Assistant:
-    """Returns the assistant in float32, whose layers read caches.
-
-    Args:
-        weights: by their names in it; None: random ones, the same every time.
-    """
+    """Returns the assistant in float32, whose layers read caches; `weights` by name, None: the same random ones."""
     register()
     with torch.device("meta"):
         text = _text_model(config["text_config"])

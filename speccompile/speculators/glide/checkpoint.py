@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLIDE drafters (ColossalAI's layout) on disk, and as the source of a graph. Needs no torch before the export.
 
-A small Llama whose layers have a cross-attention with no keys and values of its own: it reads the target's cache, so
-its queries have the target's heads.
+The cross-attention of its layers reads the target's cache, so its queries have the target's heads.
 """
 
 from __future__ import annotations
@@ -190,11 +189,7 @@ def dims_for_target(case: Case, target: ModelDims) -> GlideDims:
 
 
 class GlideSource(SpeculatorSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`.
-
-    Args:
-        context: the target's sizes must be those that it was trained for.
-    """
+    """A `GraphSource` for the target that it was trained for; the job has `CandidateOptions`."""
 
     formats = FORMATS
 

@@ -32,11 +32,7 @@ class GlideConfig(CachedDraftFields):
 
 @dataclass(frozen=True)
 class GlideTraining:
-    """Sizes and settings of the training.
-
-    Args:
-        block: drafts of a block: a draft sees the rows of the target's cache before its block's root.
-    """
+    """Sizes of the training. Drafts of a `block` see the rows of the target's cache before its root."""
 
     num_layers: int = parameter(1, ge=1)
     intermediate_size: int = parameter(0, ge=0)  # of its MLPs; 0: the target's

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GLIDE drafter in torch: a small Llama whose layers also read the target's last cache.
 
-A layer is self-attention, cross-attention to the keys and values of the target's last layer (no keys and values of
-its own, no norm before it), and an MLP. After Du et al. 2024, "GliDe with a CaPE" (arXiv 2402.02082), and ColossalAI's
-code, which takes the target's last cache and skips the cross-attention while it reads a prompt; here it never does.
+Each layer has a cross-attention to it between self-attention and MLP, without a norm before it. After Du et al. 2024,
+"GliDe with a CaPE" (arXiv 2402.02082), and ColossalAI's code, which skips it in prompts; here it never is.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class Text(Protocol):
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Adds the rows of layer `index` and attends to all of its rows: [batch, nodes, heads * head_dim].
 
-        Args:
-            q: [batch, heads, nodes, head_dim], without positions.
-            k: [batch, kv_heads, nodes, head_dim], without positions; `v` alike.
+        `q` is [batch, heads, nodes, head_dim], `k` and `v` [batch, kv_heads, nodes, head_dim], without positions.
         """
         ...
 
@@ -114,7 +111,7 @@ class Glide(nn.Module):
 
 
 class WholeText:
-    """See `Text`: all rows are tensors of this run and of the one before, as in training.
+    """A `Text` whose rows are tensors of this run and of the one before, as in training; `rows` has the new ones last.
 
     Args:
         positions: [batch, nodes] int64, or one that broadcasts to it.
@@ -122,9 +119,6 @@ class WholeText:
         target_mask: bool, broadcasts to [batch, 1, nodes, target rows]; None where every row is seen.
         past: own keys and values of each layer from before; none at the start.
         mask: bool [nodes, rows + nodes]; None where every row is seen.
-
-    Attributes:
-        rows: keys and values of the layers that have run, the new ones last.
     """
 
     def __init__(
@@ -153,10 +147,10 @@ class WholeText:
 
 
 class CachedStep:
-    """See `Text`: a step over static caches, as in graphs.
+    """A `Text` of a step over static caches, as in graphs; `updated` are own caches with the new rows.
 
-    A node at position p sees the target's rows before p, as far as the target has read: a draft at any depth sees the
-    rows before its root, as in training. The first token of a text has no row before it; it sees row 0.
+    A node at position p sees the target's rows before p, as far as the target has read: those before its root, as in
+    training. The first token of a text sees row 0.
 
     Args:
         tables: of the drafter's own positions, and of the target's.
@@ -165,9 +159,6 @@ class CachedStep:
         caches: own K and V of each layer in order.
         target: caches of the target's last layer.
         target_lengths: [batch] int64, rows in use of these.
-
-    Attributes:
-        updated: own caches of the layers that have run, with the new rows.
     """
 
     def __init__(
@@ -229,11 +220,7 @@ class CompiledGlide(nn.Module):
 
 
 def make_drafter(sizes: GlideDims, weights: Mapping[str, torch.Tensor] | None, num_positions: int) -> CompiledGlide:
-    """Returns the drafter in float32.
-
-    Args:
-        weights: by their names in the canonical layout; None: random ones, the same every time.
-    """
+    """Returns the drafter in float32; `weights` by canonical name, None: random ones, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         drafter = Glide(sizes)

@@ -17,10 +17,7 @@ from speccompile.drafting.kv_cache import DraftCache
 
 
 class TargetReader:
-    """The drafter's engine, which gets with every run the number of rows in use of the target's caches.
-
-    `target_lengths` is set before each run for the slots of that run.
-    """
+    """The drafter's engine, fed with `target_lengths`, set before each run: the target's rows in use."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

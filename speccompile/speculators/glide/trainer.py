@@ -28,8 +28,7 @@ class TrainableGlide(nn.Module):
     def forward(self, batch: TrainingBatch) -> Drafted:
         """Returns drafts of blocks of `block` tokens, the first of each its root; their offset is drawn by sequence.
 
-        At drafting time the target has read the tokens before the root. So a token in a block sees the target's rows
-        before its block, and the drafter's own rows up to itself.
+        A token in a block sees the target's rows before its block, as in drafting, and the drafter's up to itself.
         """
         count, nodes = batch.tokens.shape
         generator = torch.Generator().manual_seed(batch.seed % 2**31)

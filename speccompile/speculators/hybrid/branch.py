@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a lookup found as a branch of another drafter's tree: the shared prefix once, the rest after the tree's nodes.
 
-The nodes of the tree keep their order and come first, so the drafter that grew it learns from the verdict as if they
-had been alone (`speccompile.drafting.acceptance.own_path`). How likely a branch is cannot be taken from the lookup: its
-rate of acceptance is that of all its drafts, and where a drafter has other tokens there, it is more often wrong. So
-the first tokens of branches have log odds of their own, learned from every token that is emitted after their parents,
-whether they were scored or not.
+The nodes of the tree keep their order and come first, so its drafter learns from the verdict as if alone
+(`drafting.acceptance.own_path`). Where a drafter has other tokens, a lookup is more often wrong than its rate says:
+first tokens of branches have log odds of their own, learned from every token emitted after their parents.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ class Branch:
 
 
 def find_branch(tree: TokenTree, slot: int, found: DraftTrees, estimate: AcceptanceEstimate) -> Branch:
-    """Returns what a lookup found in one sequence that a tree does not have.
-
-    Args:
-        tree: deterministic; its nodes are scored in any case.
-        found: the lookup's drafts after the same roots.
-    """
+    """Returns what a lookup found in one sequence after the same root that a deterministic tree does not have."""
     num, most = int(tree.num_nodes[slot]), 1 + found.count(slot)
     rows = zip(tree.parents[slot, 1:num].tolist(), tree.tokens[slot, 1:num].tolist(), strict=True)
     children = {key: node for node, key in enumerate(rows, 1)}
@@ -82,11 +75,7 @@ def with_branches(tree: TokenTree, branches: Sequence[Branch], num: int) -> Toke
 
 
 class Branches:
-    """Adds a lookup's drafts to the trees of a batch, as many as are worth their time, and learns how often they are.
-
-    Args:
-        budget: bounds and costs of the batch's trees.
-    """
+    """Adds a lookup's drafts to trees, as many as the `budget` finds worth it, and learns their acceptance."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget, self.estimate = budget, AcceptanceEstimate(SharedPrior(1), FIRST_ODDS, (1.0,))

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which drafter runs in a step: the one whose step is expected to bring the most tokens per millisecond.
 
-Drafters without a graph draft in every step, as that costs next to nothing, and say how many of their drafts they
-expect to be accepted. What is decided is whether one of those with graphs runs as well. Each is expected to bring, in a
-sequence, as many accepted drafts as it did there in recent steps; where that is more than the others expect, its drafts
-take the place of theirs:
+Drafters without a graph cost next to nothing, draft in every step, and say how many accepted drafts they expect. One
+with a graph expects as many in a sequence as it had in recent steps; its drafts count where that is more:
 
     tokens = sum over sequences of 1 + max(expected of the others, expected of the drafter)
     time   = scoring of as many drafts + its runs + reading of the tokens that it missed / `READ_OVER`
@@ -39,8 +37,7 @@ def choose(known: Sequence[float], num_known: int, offers: Sequence[Offer], scor
 
     Args:
         known: by sequence, accepted drafts that are expected of the drafts that are there already.
-        scores: milliseconds of a step without its drafting, by draft tokens of a sequence; empty: not known, so that
-            the most tokens are taken.
+        scores: milliseconds of a step without its drafting, by drafts; empty: unknown, the most tokens are taken.
     """
 
     def ms_of(num_drafts: int, drafting_ms: float) -> float:
@@ -62,10 +59,7 @@ def choose(known: Sequence[float], num_known: int, offers: Sequence[Offer], scor
 
 
 class DrafterCosts:
-    """Milliseconds that a drafter takes: those recorded in the bundle, times a factor that measured times correct.
-
-    The recorded ones are of a run for every accepted draft and one more, or fewer where a run gives several drafts.
-    """
+    """Milliseconds of a drafter: recorded times of its runs, corrected by measured ones; a run has 1 or more drafts."""
 
     def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1) -> None:
         self._graphs, self._per_run = tuple(graphs), max(drafts_per_run, 1)

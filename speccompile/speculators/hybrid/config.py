@@ -18,10 +18,7 @@ from speccompile.speculators.hybrid.proposer import Drafter, HybridProposer
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """Several drafters.
-
-    Args:
-        drafters: their speculator sections, each with its `method`; two at least.
+    """Several drafters: two or more speculator sections, each with its `method`.
 
     Raises:
         RecipeError: fewer than two, one of them is wrong, or two cannot be in one bundle.
@@ -58,11 +55,7 @@ class HybridConfig:
 
 
 def _part(index: int, section: Any) -> tuple[Method, Any]:
-    """Returns the method and the `Config` of one section: a mapping, or a model of the recipe.
-
-    Raises:
-        RecipeError: no such method, an unknown or a missing key, a value out of range, or a list inside the list.
-    """
+    """Returns the method and the `Config` of one section, a mapping or a recipe's model; lists do not nest."""
     where = f"speculator.drafters[{index}]"
     values: dict[str, Any] = dict(section)
     name = values.pop("method", None)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proposer over those of several drafters.
 
-Drafts are deterministic whatever the requests ask for: they are checked against the token that the target gives, so
-which drafter made them, and how that was decided, has no influence on a text. Each drafter sees the sequences through
-`PartSequence`s, which hold its state of them, and takes every step: as the one whose drafts were scored, or as one that
-has to read what was emitted before it drafts again. Where trees are scored, what a drafter without graphs has found may
-be a branch of another's tree.
+Drafts are deterministic, so which drafter made them, and how that was decided, has no influence on a text. Each drafter
+sees the sequences through `PartSequence`s and takes every step, scored or to read. Where trees are scored, what a
+drafter without graphs has found may be a branch of another's tree.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ TYPICAL_MEMORY = 0.9  # weight of the past in the number of drafts of a step
 
 
 class PartSequence:
-    """A sequence as one drafter sees it. See `speccompile.core.protocols.TokenSequence`.
-
-    Args:
-        estimate: of the accepted length of the drafter's drafts in it.
-    """
+    """A `TokenSequence` as one drafter sees it, with an estimate of the accepted length of its drafts."""
 
     __slots__ = ("draft_state", "estimate", "grammar", "has_draft", "max_drafts", "num_read", "sampling", "tokens")
 
@@ -89,7 +83,7 @@ class Drafter:
 
 
 class HybridProposer:
-    """See `speccompile.core.proposer.Proposer`. A `draft_state` is a list of one `PartSequence` a drafter.
+    """A `Proposer`; a `draft_state` is a list of one `PartSequence` a drafter.
 
     Args:
         drafters: at least one; of those without graphs, the first that expects the most comes first.

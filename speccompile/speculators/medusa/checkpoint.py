@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Medusa heads on disk, and as the source of a graph. Needs no torch before the export.
 
-Layouts: the first release (the canonical one), inside a base model's files, ModelOpt's and vLLM's. Head i has
-`num_layers` blocks x + SiLU(W x + b) and an LM head after them. An old release builds the blocks of a head as one
-module repeated, so that copies may be stored or left out.
+Layouts: the first release's (canonical), inside a base model's files, ModelOpt's and vLLM's. Head i has `num_layers`
+blocks x + SiLU(W x + b) and an LM head. Old releases repeat one block: copies may be stored or left out.
 """
 
 from __future__ import annotations
@@ -198,11 +197,7 @@ def sizes_of(case: Case) -> HeadsSizes:
 
 
 class HeadsSource(SpeculatorSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `HeadsOptions`.
-
-    Args:
-        context: its target must have the sizes that the heads were made for.
-    """
+    """A `GraphSource` for a target of the sizes that the heads were made for; the job has `HeadsOptions`."""
 
     role = "heads"
     formats = FORMATS

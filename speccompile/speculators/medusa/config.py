@@ -26,10 +26,8 @@ class MedusaConfig(TreeFields):
     """Medusa heads. Their drafts are deterministic at any temperature.
 
     Args:
-        num_heads: heads that are used; `auto`: as many as config.json says. Where a published config states another
-            number than its files hold, the files' heads are used if their number is given here.
-        confidence_odds: the odds that a candidate is accepted, over the odds that the head's confidence in it
-            means, before a slot's own verdicts are known.
+        num_heads: heads that are used; `auto`: as many as config.json says, which may differ from the files.
+        confidence_odds: initial odds that a candidate is accepted, over the odds that the head's confidence means.
         tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they gain time.
     """
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Medusa heads in torch: residual blocks x + SiLU(W x + b) and an LM head each.
 
-Head i reads the target's final-normed state at the last accepted position, from which the target's own LM head gives
-the root, and gives candidates for the token i + 1 positions after the root. After Cai et al. 2024,
-"Medusa" (arXiv 2401.10774).
+Head i reads the final-normed state that gives the root, and drafts the token i + 1 positions after the root. After Cai
+et al. 2024, "Medusa" (arXiv 2401.10774).
 """
 
 from __future__ import annotations
@@ -89,11 +88,7 @@ class MedusaDrafter(nn.Module):
 
 
 def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None) -> MedusaHeads:
-    """Returns the heads in float32.
-
-    Args:
-        weights: by the names of the canonical layout; None: random ones, the same every time.
-    """
+    """Returns the heads in float32; `weights` by canonical name, None: random ones, the same every time."""
     with torch.device("meta"):
         heads = MedusaHeads(sizes)
     if weights is None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """IBM's MLP speculators on disk, and as the source of the heads' graph. Needs no torch before the export.
 
-With `tie_weights` the heads share embedding, LM head and norm, and the projections from the second on are one; the
-files may hold the first copies only.
+With `tie_weights` the heads share all weights but the first projection; files may hold the first copies only.
 """
 
 from __future__ import annotations
@@ -143,11 +142,7 @@ FORMATS = (
 
 
 class HeadsSource(SpeculatorSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
-
-    Args:
-        context: its target must have the sizes that the speculator was made for.
-    """
+    """A `GraphSource` for a target of the sizes that the speculator was made for; the job has `FormOptions`."""
 
     role = "heads"
     formats = FORMATS

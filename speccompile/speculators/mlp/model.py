@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads in torch, and how drafts are made of them depth by depth.
 
-Head i reads the state s (first the target's hidden state of the last accepted position, after the final norm)
-and the token t before its own:
+Head i reads the state s (first the target's final-normed state of the last accepted position) and the token t before:
 
     s <- gelu(ln_i(proj_i s + (e / w) emb_i[t])),  logits = head_i s,
     w = 0.5^(0.5 / n),  e = sqrt((1 - w^2) inner / 2),  n = number of heads,
 
-so that at the last head half of the state's magnitude still comes from the target. From Wertheimer et al. 2024,
-"Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv 2404.19124), and the published code.
-The norm is an RMS norm with weight and bias, the GELU is the exact one.
+so that at the last head half of the state's magnitude still comes from the target. From Wertheimer et al. 2024, arXiv
+2404.19124, and the published code. ln is an RMS norm with weight and bias, gelu the exact one.
 """
 
 from __future__ import annotations
@@ -45,11 +43,7 @@ def normalise(x: torch.Tensor) -> torch.Tensor:
 
 
 class MlpHeads(nn.Module):
-    """All heads of a speculator; its state_dict has the published names without their prefix.
-
-    Args:
-        sizes: of the speculator; shared weights are one parameter under several names.
-    """
+    """All heads of a speculator, by published names without prefix; shared weights are one parameter."""
 
     def __init__(self, sizes: HeadsSizes) -> None:
         super().__init__()
@@ -72,14 +66,11 @@ class MlpHeads(nn.Module):
         return normalise(hidden) / math.sqrt(2) if self.sizes.scales_input else hidden
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs one head.
+        """Returns a head's next state [batch, paths, inner], and logits [batch, paths, vocab].
 
         Args:
-            state: [batch, paths, width]; a path is a chain of drafts, and a chain has one.
+            state: [batch, paths, width]; a chain has one path.
             tokens: [batch, paths] int64, the last token of each.
-
-        Returns:
-            The next state [batch, paths, inner], and logits [batch, paths, vocab].
         """
         state = self.advance(index, state, tokens)
         return state, self.head[index](state)

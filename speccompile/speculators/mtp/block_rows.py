@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules of two blocks, each of one mixer after a norm (Nemotron-H): attention, then experts or an MLP. No torch.
 
-The first block has what joins the token's embedding and the hidden state, the last one the norm before the LM head.
-Positions are not rotated.
+The first block joins embedding and hidden state, the last has the final norm. Positions are not rotated.
 """
 
 from __future__ import annotations

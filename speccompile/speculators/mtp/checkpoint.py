@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction modules on disk, and as the source of a graph. Needs no torch before the export.
 
-Layouts: the canonical one and those of Qwen3-Next and Qwen3.5 (`mtp.*`, alone or in the target's files), DeepSeek-V3's
-and GLM's (the layer after the target's last one, in the target's files), and vLLM's speculators format. Embeddings and
-LM head are the target's where the module stores none.
+Layouts: the canonical one, Qwen3-Next's and Qwen3.5's (`mtp.*`, alone or in the target's files), DeepSeek-V3's and
+GLM's (the layer after the target's last one, in its files), and the speculators format. Embeddings and LM head are the
+target's where the module stores none.
 """
 
 from __future__ import annotations
@@ -87,10 +87,9 @@ def _canonical_from(scope: str) -> Callable[[Case], dict[str, Any]]:
 
 
 def config_of_layer(config: Mapping[str, Any], stated: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns our config.json of a module.
+    """Returns our config.json of a module, from that of a model with layers of its kind.
 
     Args:
-        config: of a model whose layers are of the module's kind.
         stated: see `layer_rows.conventions`; None: the architecture's.
     """
     layer = layer_from_config(config)
@@ -219,11 +218,7 @@ def section_for_target(folder: Path) -> dict[str, Any] | None:
 
 
 class DraftSource(SpeculatorSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `MtpOptions`.
-
-    Raises:
-        RecipeError: its sizes are not the target's, or the recipe reads another state than it was trained for.
-    """
+    """A `GraphSource` with `MtpOptions`. Raises RecipeError: sizes or the state that it reads are not the target's."""
 
     formats = FORMATS
     config_layout = FORMATS[2]  # a config without weights is a target's

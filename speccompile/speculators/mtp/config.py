@@ -30,14 +30,12 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     """A multi-token prediction module. Others: `FeatureFields`, `DraftVocabFields`.
 
     Args:
-        model: checkpoint folder or hub id of the module, or of a target that has it; none: it is in the target's own
-            checkpoint.
-        norms: how its norms read their weights, `w` or `1+w`; `auto`: as its checkpoint says, else as the layer's
-            architecture does.
-        concat: order of what the projection reads, `embedding_first` or `hidden_first`; `auto`: as its checkpoint
-            says, else embedding_first.
+        model: folder or hub id of the module, or of a target that has it; none: it is in the target's checkpoint.
+        norms: how its norms read their weights, `w` or `1+w`; `auto`: by its checkpoint, else by the architecture.
+        concat: order of what the projection reads, `embedding_first` or `hidden_first`; `auto`: by its checkpoint, else
+            embedding_first.
         chaining: what the module reads of its own after the first draft: its output after the last norm (`normed`) or
-            before it (`raw`); `auto`: as its checkpoint says, else as the architecture does.
+            before it (`raw`); `auto`: by its checkpoint, else by the architecture.
         target_hidden: what it reads of the target: `after_norm`, the state that the LM head reads, or the number of a
             decoder layer, from 0, whose output it reads: with the last one, the state before the final norm.
     """
@@ -62,11 +60,7 @@ class MtpConfig(DraftVocabFields, FeatureFields):
 
 @dataclass(frozen=True)
 class MtpOptions(VocabCandidateOptions):
-    """Options of the module's graph; see `MtpConfig`.
-
-    Args:
-        reads_normed: whether it reads the target's hidden state after the final norm; compared with the checkpoint.
-    """
+    """Options of the module's graph; see `MtpConfig`. `reads_normed`: the target's final-normed state, as trained."""
 
     norms: Norms = "auto"
     concat: Concat = "auto"
@@ -81,8 +75,7 @@ class MtpTraining:
     Args:
         unrolled_steps: drafts of a chain that are trained; the module runs so often on its own output.
         starts: share of the text's positions from which chains are unrolled in a step, drawn anew each time.
-        into_target: write the whole target with the module inside, as released models have it; otherwise the module
-            alone.
+        into_target: write the whole target with the module inside, as released models have it; else the module alone.
     """
 
     unrolled_steps: int = parameter(3, ge=1)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes and keys of a module in every layout, and what its config says about the layer. Needs no torch.
 
-The module is one decoder layer of the target's architecture: dense or a mixture of experts, with or without norms of
-queries and keys, biases and a gate on its attention. What a config does not say is read off the keys.
+The module is one decoder layer of the target's architecture; what a config does not say is read off the keys.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ def layer_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conventions(layer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how a module computes: what its config states, else the defaults of its architecture.
-
-    Args:
-        config: the config.json, which may have the fields `norms`, `concat`, `chaining` and `target_hidden`.
-    """
+    """Returns how a module computes: `norms`, `concat`, `chaining` and `target_hidden` of config.json, or defaults."""
     family = layer.get("model_type")
     is_hidden_first = layer.get("mtp_hidden_states_first") is True
     defaults = {
@@ -76,11 +71,7 @@ CHOICES = {
 
 
 def module_sizes(*scopes: str) -> tuple[Size, ...]:
-    """Returns the sizes.
-
-    Args:
-        scopes: objects of config.json that may contain the layer's config, each followed by a dot; empty: itself.
-    """
+    """Returns the sizes, from the objects of config.json that may have the layer's config: "" or ending in a dot."""
 
     def keys(*names: str) -> tuple[str, ...]:
         return tuple(scope + name for name in names for scope in scopes)

@@ -2,8 +2,8 @@
 """The module in torch, as its graph computes it and as it is trained.
 
 h' = layer(fc(norm(embedding of the next token), norm(hidden state of this position))), and the target's LM head reads
-norm(h'). The layer is transformers' own class of the target's architecture, so that gates, experts and partial rotary
-positions have their meaning there. After DeepSeek-AI 2024, "DeepSeek-V3" (arXiv 2412.19437), section 2.2.
+norm(h'). The layer is transformers' class of the target's architecture. After DeepSeek-AI 2024, "DeepSeek-V3" (arXiv
+2412.19437), section 2.2.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _LAYER = "layer_config"
 
 
 class MtpModule(nn.Module):
-    """The module without embeddings and LM head; its parameters have the names of the `mtp.*` layout.
-
-    Args:
-        implementation: name of the attention function in transformers' registry.
-    """
+    """The module without embeddings and LM head, by the names of the `mtp.*` layout, with a registered attention."""
 
     def __init__(self, config: Mapping[str, Any], implementation: str) -> None:
         super().__init__()
@@ -150,12 +146,7 @@ def make_body(
     weights: Mapping[str, torch.Tensor] | None,
     tables: TargetTables | None,
 ) -> MtpBody:
-    """Returns the module with its weights.
-
-    Args:
-        weights: by the names of the canonical layout; None: random ones.
-        tables: the target's, for a module that stores none.
-    """
+    """Returns the module with its weights, by canonical names, None: random; `tables` where it stores none."""
     attention.register()
     with torch.device("meta"):
         body = MtpBody(config, dims)
@@ -180,11 +171,7 @@ def _zero_buffers(body: nn.Module) -> None:
 def fitted_weights(
     where: str, module: MtpModule, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights of a module in float32, those of norms as its classes read them.
-
-    Args:
-        weights: by the names of the canonical layout; embeddings and LM head are left out.
-    """
+    """Returns the weights of a module in float32, those of norms as its classes read them; by canonical names."""
     stored = {name: tensor for name, tensor in weights.items() if name not in (EMBEDDINGS, LM_HEAD)}
     todo = "Config and weights are of different models: fetch the folder again, or correct config.json."
     expected = f"the weights of a layer of {config[_LAYER].get('model_type')}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module under training: the one module run again and again on its own output, over a frozen target.
 
-After Cai et al. 2025, "FastMTP" (arXiv 2509.18362): teacher-forced tokens, and later drafts weigh less (the recipe's
-`decay`, 0.6 there). As in drafting, a chain's rows are its own, and those before its start are of the first run.
+After Cai et al. 2025, "FastMTP" (arXiv 2509.18362): teacher-forced tokens, later drafts weigh less (the recipe's
+`decay`, 0.6 there). A chain's rows are its own, and those before its start are of the first run.
 """
 
 from __future__ import annotations

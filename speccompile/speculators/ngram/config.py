@@ -23,8 +23,8 @@ class NgramConfig:
     """Prompt lookup.
 
     Args:
-        tokens_per_match: draft length per matched token: a longer match gives a longer draft. `auto`: from the
-            acceptance after matches of that length in this sequence so far, and the measured costs.
+        tokens_per_match: draft length per matched token: a longer match gives a longer draft. `auto`: by the acceptance
+            after matches of that length in this sequence, and the measured costs.
     """
 
     num_draft_tokens: int = parameter(15, ge=1, le=64)

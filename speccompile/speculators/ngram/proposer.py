@@ -28,8 +28,7 @@ TOKENS_PER_MATCH = 2  # where nothing was measured
 class NgramIndex:
     """Where each run of min_match .. max_match tokens occurred last, and so which tokens followed it.
 
-    A token costs max_match - min_match + 1 dictionary entries, once; a lookup costs as many reads. Runs are
-    written as strings of one character a token: slices of a string are the cheapest keys there are.
+    A token costs max_match - min_match + 1 dictionary entries, a lookup as many reads; keys are slices of a string.
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
@@ -146,11 +145,7 @@ class NgramProposer:
         self._rows[slot] = [root, *drafts[: num_allowed(sequence.grammar, drafts)]]
 
     def _draft_lengths(self, states: Sequence[NgramState]) -> list[int]:
-        """Returns the draft lengths by slot, from the match lengths; 0 without a match.
-
-        Drafts shorter than the longest are padded, so the sequences with a match share one length: what pays for one
-        of them costs the others nothing more.
-        """
+        """Returns the draft lengths by slot, the same for all matches, as shorter drafts are padded."""
         sizes, per_match = self._matched, self.config.tokens_per_match
         self._probs = [
             state.estimate.prob(FIRST_RATES[min(size, len(FIRST_RATES)) - 1], size - 1) if size else 0.0

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prophet drafters on disk, and as the source of a graph. Needs no torch before the export.
+"""Prophet drafters (our own layout) on disk, and as the source of a graph. Needs no torch before the export.
 
-The layout is our own: there is no public one. A small causal transformer with Llama's keys. Its first input is the
-target's hidden state through `input_proj`; with `uses_target_embeddings` it has neither embeddings nor an LM head of
-its own, and is as wide as its target.
+A small causal transformer with Llama's keys; its first input is the target's hidden state through `input_proj`. With
+`uses_target_embeddings` it has the target's embeddings, LM head and width.
 """
 
 from __future__ import annotations
@@ -95,11 +94,7 @@ def sizes_of(case: Case) -> ProphetSizes:
 
 
 class ProphetSource(SpeculatorSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `FormOptions`.
-
-    Args:
-        context: its target must have the sizes that the speculator was made for.
-    """
+    """A `GraphSource` for a target of the sizes that the speculator was made for; the job has `FormOptions`."""
 
     role = "heads"
     formats = FORMATS

@@ -33,11 +33,7 @@ class ProphetConfig(HeadsFields):
 
 @dataclass(frozen=True)
 class ProphetTraining:
-    """Sizes and settings of the training.
-
-    Args:
-        starts: share of the text's positions that are starts in a step, drawn anew each time.
-    """
+    """Sizes and settings of the training. `starts`: share of positions that are starts in a step, drawn anew."""
 
     num_layers: int = parameter(2, ge=1)
     num_heads: int = parameter(6, ge=1)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Prophet transformer in torch.
 
-Its sequence is [input_proj(target's final-normed state at the last accepted position), emb(root), emb(d1), ...];
-the output at a token's position drafts the token after it. It sees nothing else: its context is at most as long
-as a draft, so it has no cache between steps.
+Its sequence is [input_proj(target's final-normed state at the last accepted position), emb(root), emb(d1), ...]; the
+output at a token's position drafts the next. It sees nothing else, so it has no cache between steps.
 """
 
 from __future__ import annotations
@@ -41,16 +40,13 @@ class ProphetLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, past: tuple[torch.Tensor, torch.Tensor] | None, mask: Any
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Runs the layer over new positions after `past`.
+        """Runs the layer over new positions; returns outputs as `x`, and keys and values with the new positions.
 
         Args:
             x: [batch, nodes, hidden].
             positions: [1, nodes] int64.
             past: keys and values [batch, kv_heads, rows, head_dim] of the positions before, None at the start.
             mask: bool [nodes, rows + nodes], None where every position is seen.
-
-        Returns:
-            Outputs as `x`, and keys and values with the new positions.
         """
         q, k, v = self.self_attn.project(self.input_layernorm(x), positions)
         if past is not None:
@@ -75,14 +71,9 @@ class Prophet(nn.Module):
                 self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Runs all positions at once, teacher-forced.
+        """Returns [starts, tokens, hidden] of all positions, teacher-forced: row i drafts the token after token i.
 
-        Args:
-            hidden: [starts, target hidden].
-            embedded: [starts, tokens, hidden], the root first.
-
-        Returns:
-            [starts, tokens, hidden], what the LM head reads: row i drafts the token after token i.
+        `hidden` are [starts, target hidden], `embedded` [starts, tokens, hidden], the root first.
         """
         x = torch.cat((self.input_proj(hidden)[:, None], embedded), 1)
         nodes = x.shape[1]
@@ -104,15 +95,12 @@ class Prophet(nn.Module):
     def step(
         self, index: int, embedded: torch.Tensor, held: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Runs one token.
+        """Returns [batch, hidden] of one token, for the LM head, and the new keys and values.
 
         Args:
             index: its distance from the root; the root's is 0.
             embedded: [batch, 1, hidden].
             held: keys and values of the positions before, from `begin` or the last `step`.
-
-        Returns:
-            [batch, hidden], what the LM head reads, and the new keys and values.
         """
         x, grown = embedded, []
         positions = torch.full((1, 1), index + 1, dtype=torch.int64, device=x.device)
@@ -126,9 +114,7 @@ class Prophet(nn.Module):
 class Seen:
     """The positions that are held, and which of them the nodes of the last depth see, themselves included.
 
-    Args:
-        rows: for each node the positions it sees, where they are the same in every slot; else
-            [batch, nodes, positions] float32, 1 where a position is seen.
+    `rows` are those positions by node, where equal in every slot; else [batch, nodes, positions] float32, 1: seen.
     """
 
     held: Held  # keys and values of each layer, [batch, kv_heads, positions, head_dim]
@@ -194,11 +180,7 @@ def _see(
 def make_expander(
     sizes: ProphetSizes, weights: Mapping[str, torch.Tensor] | None, tables: TargetTables | None
 ) -> ProphetExpander:
-    """Returns the drafter in float32.
-
-    Args:
-        weights: by the names of the canonical layout; None: random ones, the same every time.
-    """
+    """Returns the drafter in float32; `weights` by canonical name, None: random ones, the same every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         heads = Prophet(sizes)

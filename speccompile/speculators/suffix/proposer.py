@@ -114,10 +114,7 @@ class SuffixProposer:
         return forced, range(len(forced)), [FORCED] * len(forced), 0
 
     def _find(self, sequence: TokenSequence, text: list[int], most: int) -> Drafts:
-        """Returns the drafts after `text`, the tokens of a sequence or the first ones of these.
-
-        They are at most `most` on a path; none where nothing matches.
-        """
+        """Returns the drafts after `text`, tokens of a sequence from its first on: `most` on a path, or none."""
         state, config = sequence.draft_state, self.config
         self._read(state, text)
         tree, cursor, size = state.tree, state.cursor, state.tree.match(state.cursor)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A suffix tree of token sequences: how often each run of at most `depth` tokens occurred, and what followed it.
 
-A node stands for a run of tokens that begins at the root. Only nodes that occurred at least twice have children: of one
-that occurred once the sequence itself says what followed, so text that repeats nothing costs about one node a token.
-
-A token appended adds one to the node of every suffix of the text that occurred before; these nodes are kept from token
-to token (`Cursor.active`), so nothing is searched. There is one on average in text that repeats nothing, and `depth` at
-most. Where the tree has as many nodes as its bytes allow, the runs that begin at the oldest token are taken out.
+Only nodes that occurred at least twice have children: of others the sequence itself says what followed, so text that
+repeats nothing costs about one node a token. A token adds one to the node of every suffix that occurred before; these
+nodes are kept (`Cursor.active`, one on average without repeats, `depth` at most), so nothing is searched. At its bytes'
+limit the tree takes out the runs that begin at the oldest token.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ class Cursor:
 
 
 class SuffixTree:
-    """Counts of the runs of tokens in one sequence or more.
-
-    Args:
-        depth: most tokens of a run, at least 2.
-        max_bytes: of memory; at least some 20 nodes for each token of `depth` are kept.
-    """
+    """Counts of the runs of at most `depth` (2 or more) tokens; `max_bytes` keep at least 20 nodes a token of it."""
 
     def __init__(self, depth: int, max_bytes: int) -> None:
         self.depth, self.max_nodes = depth, max(max_bytes // NODE_BYTES, 20 * depth)
@@ -256,14 +249,7 @@ class SuffixTree:
         return rows
 
     def chain(self, cursor: Cursor, tokens: Sequence[int], num: int, least: float) -> tuple[list[int], list[float]]:
-        """Returns the most frequent continuation of a sequence.
-
-        Args:
-            least: it ends where the product of the probabilities falls below this.
-
-        Returns:
-            The tokens, and the probability of each given those before it.
-        """
+        """Returns the most frequent continuation with a probability of `least`, and each token's given those before."""
         length = self.match(cursor)
         drafts, probs = list[int](), list[float]()
         if not length:
@@ -284,10 +270,7 @@ class SuffixTree:
     def branches(
         self, cursor: Cursor, tokens: Sequence[int], num: int, most_depth: int, least: float
     ) -> tuple[list[int], list[int], list[float]]:
-        """Returns the most probable continuations as a tree, the most probable path first.
-
-        Args:
-            least: paths less probable than this are left out.
+        """Returns the most probable continuations as a tree, the most probable path first, of at least `least`.
 
         Returns:
             Tokens; parents, -1 for children of the root; and the probability of each given its parent.
