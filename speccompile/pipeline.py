@@ -46,10 +46,7 @@ class Beginning:
 
 
 def begin(plan: BuildPlan, progress: Progress = lambda stage: None) -> Beginning:
-    """Begins what the backend makes once for this machine; while that takes its time, the target is exported.
-
-    The keys of graphs depend on the kernels, so that nothing can be looked for in a cache before these are there.
-    """
+    """Begins what the backend makes once for this machine, on which the keys of graphs depend."""
     made, backend = Beginning(StageLog(progress)), registry.backend(plan.engine.backend, plan.engine.device)
     _check_device(plan, backend)
     if not backend.is_ready():
@@ -66,9 +63,7 @@ def build(
     cache: StageCache | None = None,
     beginning: Beginning | None = None,
 ) -> Bundle:
-    """Build the bundle of `plan`; `dest` is replaced atomically.
-
-    An earlier bundle in `dest` is replaced if no file of it was added or changed.
+    """Builds the bundle of `plan`; `dest` is replaced atomically, if no file of an earlier one was added or changed.
 
     Args:
         dest: the bundle's folder; a link is followed.

@@ -70,11 +70,7 @@ def is_recipe(source: str) -> bool:
 
 
 def check_source(source: str) -> None:
-    """Compares what is neither a model nor a recipe with the folder of a bundle.
-
-    Raises:
-        BundleError: it is none; folders of models and bundles in it are named.
-    """
+    """Compares what is neither a model nor a recipe with the folder of a bundle. Raises BundleError: it is none."""
     path = Path(source).expanduser()
     if (path / MANIFEST).is_file():
         return
@@ -92,12 +88,7 @@ def _todo_for_folder(path: Path, files: Sequence[str]) -> str:
 
 
 def plan_from_source(source: str, options: ModelOptions) -> BuildPlan:
-    """Returns the plan of a model, or of a recipe's file.
-
-    Args:
-        source: a YAML file, a checkpoint's folder or a hub id.
-        options: of a recipe the settings are used, and the speculator's config in the place of its section.
-    """
+    """Returns the plan of a model, or of a recipe's file, which `options` override."""
     if is_model(source):
         recipe = recipe_from_model(source, options)
     else:
@@ -122,8 +113,8 @@ def _error_from_folder(source: str, folder: Path) -> RecipeError:
 def prepare(source: str, options: ModelOptions | None = None, progress: Progress = lambda stage: None) -> Prepared:
     """Returns a bundle for `source`; one that is not there yet is built into the cache.
 
-    An entry of the cache is found by the digests of checkpoints, options, versions and speccompile's sources. It is
-    written beside and renamed, so an unfinished one is never found, and built by one process at a time.
+    An entry is found by the digests of checkpoints, options, versions and sources, written beside and renamed, by one
+    process at a time.
 
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.

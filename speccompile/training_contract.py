@@ -27,11 +27,7 @@ class TargetNeeds:
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a trainable may start from: parts of the frozen target.
-
-    Args:
-        layers: parameters of each decoder layer by their names in it, float32, to start from.
-    """
+    """What a trainable may start from: parts of the frozen target."""
 
     config: Mapping[str, Any]
     folder: Path
@@ -39,7 +35,7 @@ class TargetParts:
     lm_head: Tensor  # [vocab, hidden] float32
     token_counts: Tensor  # [vocab] int64, how often the training text has each token
     norm: Tensor = None  # [hidden] float32, weight of the norm before the LM head; None where it is no RMS norm
-    layers: tuple[Mapping[str, Tensor], ...] = ()
+    layers: tuple[Mapping[str, Tensor], ...] = ()  # of each decoder layer by their names in it, float32
 
 
 @dataclass(frozen=True)
@@ -59,13 +55,11 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class Selection:
-    """Scores of pairs, for drafters whose slots do not see one another's tokens.
-
-    They are added to the logits of a draft's most probable candidates, after the token before it.
+    """Scores of pairs for drafters with independent slots, added to the logits of the most probable candidates.
 
     Args:
-        score: (states [drafts, width], before [drafts], candidates [drafts, num] of the draft vocabulary) ->
-            [drafts, num].
+        score: (states [drafts, width], before [drafts], candidates [drafts, num] of the draft vocabulary) -> [drafts,
+            num].
     """
 
     num: int
@@ -78,11 +72,9 @@ class Drafted:
     """Teacher-forced drafts: inputs of the vocabulary projection, and the position whose distribution is the label.
 
     Args:
-        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose distribution is the label; -1
-            where there is none.
+        labels: [rows, depth] int64, position in the flattened [batch * nodes] whose distribution is the label, or -1.
         d2t: [draft_vocab] int64, the target's token of each draft token; None where the vocabularies are one.
-        selection: scores of pairs, whose cross-entropy over the candidates is added to the loss, and by which a draft
-            is chosen; None: there are none.
+        selection: scores of pairs, whose cross-entropy over the candidates is added, and by which a draft is chosen.
     """
 
     states: Tensor  # [rows, depth, width]; a row is a start, its depths are the drafts of the chain from there
@@ -105,11 +97,7 @@ class Trainable(Protocol):
         ...
 
     def draft(self, batch: TrainingBatch, num: int) -> Tensor:
-        """Returns a greedy chain that continues one sequence, [num] int64.
-
-        Args:
-            batch: of one sequence; `tokens` ends with the root, for which the other tensors have no row yet.
-        """
+        """Returns a greedy chain [num] int64 after one sequence, whose `tokens` end with the root, without rows."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -120,7 +108,7 @@ class Trainable(Protocol):
 class Trainer(Protocol):
     """How a method's speculator is trained. `config` is the method's `TrainingConfig`.
 
-    A trainer with an attribute `reads_sizes` that is true takes all sizes from the checkpoint `start`.
+    A trainer with a true attribute `reads_sizes` takes all sizes from the checkpoint `start`.
     """
 
     def needs(self, config: Any, target: Mapping[str, Any]) -> TargetNeeds:
@@ -155,14 +143,7 @@ def layer_sizes(target: Mapping[str, Any], hidden: int, inner: int) -> dict[str,
 
 
 def chosen_mask(asked: int, target: Mapping[str, Any], vocab: int) -> int:
-    """Returns the token of the masks of a drafter.
-
-    Args:
-        asked: `training.heads.mask_token_id`; -1: the target's padding.
-
-    Raises:
-        RecipeError: there is no such token.
-    """
+    """Returns the token of masks: `asked`, or for -1 the target's padding. Raises RecipeError: there is none."""
     mask = asked if asked >= 0 else target.get("pad_token_id")
     if not isinstance(mask, int) or not 0 <= mask < vocab:
         got, expected = f"{mask}", f"a token below {vocab} that texts do not have"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a step of a compiled graph goes on the CPU: ONNX Runtime's profile by kind of operator.
 
-An operator's time is the median of its times over all steps, so that single disturbed steps do not count; operators of
-one kind are summed.
+An operator's time is the median over all steps; operators of one kind are summed.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class StepProfile:
 def profile_graph(
     bundle: Bundle, graph: str, node_counts: Sequence[int], *, rows: int = 192, steps: int = 100, threads: int = 1
 ) -> dict[int, StepProfile]:
-    """Returns the profile of a graph by number of nodes, one session after the other.
-
-    Args:
-        rows: of context before each step; fewer where a sequence has no room for them.
+    """Returns the profile of a graph by number of nodes, after `rows` of context or fewer, one session each.
 
     Raises:
         RuntimeFault: there is no such graph, or it does not run on ONNX Runtime's CPU alone; or too many nodes.

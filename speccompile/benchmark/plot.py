@@ -18,11 +18,7 @@ _WIDTH_IN, _ROW_IN, _FRAME_IN = 7.0, 0.28, 1.0  # of the picture, a bar, and wha
 
 
 def check_plot(file: Path | None) -> None:
-    """Refuses a picture that could not be written, before anything is measured.
-
-    Raises:
-        RuntimeFault: another kind of file, no such folder, or matplotlib is not installed.
-    """
+    """Refuses a picture that could not be written. Raises RuntimeFault: wrong kind or folder, or no matplotlib."""
     if file is None:
         return
     if file.suffix.lower() not in SUFFIXES:

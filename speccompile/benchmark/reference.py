@@ -59,7 +59,7 @@ def find_reference(
 ) -> Reference:
     """Returns the greedy texts of the bundle's target in transformers, in float32, whatever the bundle's precision.
 
-    They are kept by the digests of the checkpoint and its adapter, the prompts, the number of tokens and the versions.
+    They are cached by the digests of checkpoint and adapter, prompts, number of tokens and versions.
 
     Args:
         job: `prompts`, `max_new_tokens` and all else that `benchmark.worker` reads.

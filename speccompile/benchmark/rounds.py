@@ -22,8 +22,8 @@ class Worker:
     """A process of modes. Between its turns it is stopped, so that threads which spin cost the others nothing.
 
     Args:
-        job: see `benchmark.worker`. Three keys are read here: `prefix` stands before the names of its modes in results;
-            `command` runs another program that talks as that does; `environment` is that program's.
+        job: see `benchmark.worker`. Three keys are read here: `prefix` of its modes in results; `command` runs another
+            program that talks as that does; `environment` is that program's.
 
     Raises:
         RuntimeFault: the process cannot load its model: the error that it met, or the end of what it printed.
@@ -51,11 +51,7 @@ class Worker:
         self._pause(True)
 
     def run(self, mode: str, prompt: int) -> dict[str, Any]:
-        """Decode one prompt in one of its modes.
-
-        Raises:
-            RuntimeFault: the process has died; the end of what it printed is in the message.
-        """
+        """Decodes one prompt in one of its modes. Raises RuntimeFault: the process has died, with what it printed."""
         self._pause(False)
         self._send(json.dumps([mode.removeprefix(self._prefix), prompt]))
         result = self._receive()
@@ -105,10 +101,10 @@ def _reason_from_log(log: str) -> str:
 def open_workers(
     jobs: Sequence[Mapping[str, Any]], leave_out: Callable[[Mapping[str, Any], RuntimeFault], None] | None = None
 ) -> Iterator[list[Worker]]:
-    """Start the processes one after another; all are ended in the end.
+    """Starts the processes one after another; all are ended in the end.
 
     Args:
-        leave_out: told of a job with `optional: true` that cannot load, which is then left out.
+        leave_out: called with a job with `optional: true` that cannot load, which is then left out.
 
     Raises:
         RuntimeFault: another of them cannot load its model.

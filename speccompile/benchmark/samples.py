@@ -44,10 +44,7 @@ def read_lengths(text: str | None, max_seq_len: int, max_new_tokens: int) -> lis
 
 
 def samples_from_prompts(prompts: Sequence[Sample], lengths: Sequence[int]) -> list[Sample]:
-    """Returns the prompts at every context length; as they are where there are no lengths.
-
-    A longer context is the prompt after the others of its category, again and again; of all that the last tokens count.
-    """
+    """Returns the prompts, at every context length if any: after the others of its category, the last tokens."""
     if not lengths:
         return list(prompts)
     made = []

@@ -18,9 +18,7 @@ _SWITCH_S = 1e-4  # so soon a thread that runs Python code hands over to the one
 class StackSampler:
     """Samples the calling thread inside `with`. Engines count as the function that runs them.
 
-    Attributes:
-        stacks: number of samples by stack, outermost first; each entry is "FILE:FUNCTION", files of the package from
-            its folder on.
+    `stacks` are numbers of samples by stack, outermost first; entries are "FILE:FUNCTION" from the package's folder on.
     """
 
     def __init__(self) -> None:
@@ -58,11 +56,7 @@ class StackSampler:
         return {name: num / total for name, num in files.most_common()}
 
     def write(self, file: Path) -> None:
-        """Writes a line "ENTRY;ENTRY COUNT" for each stack, as flamegraph.pl and speedscope read them.
-
-        Raises:
-            BuildError: see `write_file`.
-        """
+        """Writes a line "ENTRY;ENTRY COUNT" for each stack, as flamegraph.pl and speedscope read them."""
         from speccompile.bundle.files import write_file
 
         lines = [f"{';'.join(stack)} {num}" for stack, num in sorted(self.stacks.items())]

@@ -28,8 +28,7 @@ class Ratio:
     """One mode's speed over another's.
 
     Args:
-        spread: half the width of the 95 % confidence interval, by the quotients of rounds, which were measured beside
-            each other; None: a single round.
+        spread: half the width of the 95 % confidence interval, by the quotients of rounds; None: a single round.
     """
 
     value: float
@@ -62,15 +61,14 @@ def plain_beside(name: str) -> str:
 def summary_from_runs(runs: Runs, reference: Texts | None = None, eos_token_ids: Sequence[int] = ()) -> dict[str, Any]:
     """Returns the modes' figures and their ratios.
 
-    `tokens_per_s` is decoding alone, the prompt's own time and the tokens that came with it (`num_first_tokens`) taken
-    out, the median over rounds; the figure with both is `tokens_per_s_with_prefill`. Their `_spread` is half the width
-    of the median's 95 % confidence interval. `first_token_ms`: from the call to the first new token, the median over
-    all texts. `of_plain`: the quotient of `tokens_per_s` and that of plain decoding in the same engine; None for that
-    itself.
+    `tokens_per_s` is decoding alone, without the prompt's time and tokens (`num_first_tokens`), the median over rounds;
+    `tokens_per_s_with_prefill` has both. Their `_spread` is half the width of the median's 95 % confidence interval.
+    `first_token_ms`: from the call to the first new token, the median over all texts. `of_plain`: the quotient of
+    `tokens_per_s` and plain decoding's in the same engine, else None.
 
     Of `num_texts` prompts `num_equal` have the reference's text in every round; `mean_first_difference` is the mean
-    index of the first other token of the rest. `num_equal_to_plain`: the same beside plain decoding of the same engine.
-    An end token of `eos_token_ids` does not count: some engines leave it out.
+    index of the first other token of the rest. `num_equal_to_plain`: the same beside plain decoding. An end token of
+    `eos_token_ids` does not count: some engines leave it out.
 
     Args:
         reference: the right text of each prompt; None: it was not run, and nothing is said about equality.

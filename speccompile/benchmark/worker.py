@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modes of a benchmark that share one loaded model, in a process of their own: JSON lines in, JSON lines out.
 
-The first line says what to load; each further one is a mode and the index of a prompt to be decoded. An error of ours
-is answered with its parts, `{"error": {...}}`, and ends the process. Plain and
-speculative decoding share the same engine: where a process's weights happen to lie in memory was measured to make two
-processes with the same graph differ by up to 25 %.
+The first line says what to load; each further one is a mode and the index of a prompt. An error of ours is `{"error":
+{...}}`, and ends the process. Modes share an engine, as where a process's weights lie in memory made two processes with
+the same graph differ by up to 25 %.
 """
 
 from __future__ import annotations

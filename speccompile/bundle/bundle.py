@@ -92,11 +92,7 @@ class Bundle:
         message: str | None = None,
         bench: Mapping[str, Any] | None = None,
     ) -> str:
-        """Uploads the bundle to the Hugging Face hub, with a model card; see `publish.push_bundle`.
-
-        Returns:
-            The commit's URL.
-        """
+        """Uploads the bundle with a model card, and returns the commit's URL; see `publish.push_bundle`."""
         from speccompile.bundle.publish import push_bundle
 
         check_files(self.path, self.manifest["files"])
@@ -119,8 +115,7 @@ def read_bundle(path: Path | str, verify: bool = True) -> Bundle:
         verify: compare every file with its digest; without it, only presence and sizes are checked.
 
     Raises:
-        BundleError: no bundle, another schema version, a file that the manifest does not list, or one that is
-            missing, truncated or changed.
+        BundleError: no bundle, another schema version, or a file that is unlisted, missing, truncated or changed.
     """
     path = Path(path)
     if not path.is_dir():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the certificate in a bundle's folder, and tells whether the bundle changed since.
 
-The manifest does not list it, as it is made after the bundle and may be made again; it has a digest of its own, and
-those of the files that it is about. `speccompile.certificate` makes it.
+`speccompile.certificate` makes it after the manifest, which does not list it, with digests of its own and of its files.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ _AGAIN = "Make it again: speccompile verify BUNDLE."
 
 
 def read_certificate(folder: Path) -> dict[str, Any] | None:
-    """Returns the certificate in a bundle's folder; None where there is none.
-
-    Raises:
-        BundleError: it cannot be read, was edited, or is of another version.
-    """
+    """Returns the certificate in a bundle's folder, or None. Raises BundleError: damaged, edited, or outdated."""
     path = folder / CERTIFICATE
     if not path.is_file():
         return None
@@ -54,8 +49,8 @@ def certificate_facts(folder: Path, manifest: Mapping[str, Any], is_intact: bool
         is_intact: its files have the digests of the manifest; otherwise the certificate is stale as well.
 
     Returns:
-        {"verdict", "created_at", "is_stale", "changed_files", "checks": {name: status}}; {"fault"} where it cannot be
-        read.
+        {"verdict", "created_at", "is_stale", "changed_files", "checks": {name: status}}; {"fault"} of an unreadable
+        one.
     """
     try:
         found = read_certificate(folder)

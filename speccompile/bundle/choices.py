@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan leaves open until its checkpoints are known.
-
-The dtype, whether quantised weights are kept, and the text over which forms are compared and weights quantised.
-"""
+"""What a plan leaves open: the dtype, whether quantised weights are kept, and the text by which forms are chosen."""
 
 from __future__ import annotations
 
@@ -80,11 +77,7 @@ _SHORT = f"Give more text, or {AUTO_TEXTS} to draw it from the model."
 def sample_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Backend) -> TextSample | None:
     """Returns the text of a target: the user's file, else the prompts of the package as its chat template has them.
 
-    None for drafts, random weights and weights as they are: no form is compared with float32. Weights are rounded in a
-    target whose draft shares its quantised weights.
-
-    Args:
-        source: of the job, with its checkpoint's folder and sizes.
+    None for drafts, random weights and weights as they are. Weights are rounded in a target whose draft shares them.
 
     Raises:
         RecipeError: the file cannot be read, or does not hold enough text.

@@ -20,14 +20,10 @@ _REFUSED = {stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "
 
 
 def check_file(path: Path, *, makes_folder: bool = False) -> None:
-    """Check that a file can be written, before the work on its content.
-
-    Args:
-        path: nothing, a file that will be replaced, or a pipe or character device; a link is followed.
+    """Checks that a file can be written, before the work on its content: nothing yet, a file, pipe or character device.
 
     Raises:
-        BuildError: a folder, a socket or a disk; a folder that is missing or cannot be written; a path inside a
-            folder that speccompile wrote.
+        BuildError: a folder, a socket or a disk; no folder that can be written; or a folder that speccompile wrote.
     """
     with disk_faults(path):
         kind = _kind(path)

@@ -70,11 +70,7 @@ def read_record(folder: Path) -> Record | None:
 def compare_folder(folder: Path, record: Record | None) -> Difference:
     """Returns the files in `folder` that speccompile did not write, or that were changed since.
 
-    Missing files and empty folders do not count, as nothing is lost with them, nor does a bundle's certificate, which
-    can be made again.
-
-    Raises:
-        OSError: a file or folder below it cannot be read.
+    Missing files, empty folders and a bundle's certificate do not count. Raises OSError where one cannot be read.
     """
     files = {} if record is None else {record.name: None, **record.files}
     made_again = CERTIFICATE_FILES if record is not None and record.kind == BUNDLE else frozenset()

@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> None:
-    """Compares a folder with the records that `digests_from_folder` made of it. Files without a record are ignored.
+    """Compares a folder with its records by `digests_from_folder`; files without a record are ignored.
 
     Raises:
         BundleError: a file is missing, has another size or digest, or its path leaves the folder.
@@ -51,12 +51,7 @@ def check_files(folder: Path, files: Mapping[str, Any], verify: bool = True) -> 
 
 
 def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns the files of a bundle's folder that its manifest does not list, hidden files included.
-
-    Returns:
-        Sorted paths below `folder`: files, and links to folders, which are not followed. Empty folders hold nothing
-        and are not named, nor is the certificate.
-    """
+    """Returns the sorted paths in a bundle's folder that its manifest does not list, hidden files included."""
     listed, found = {MANIFEST, *CERTIFICATE_FILES, *manifest["files"]}, []
     for root, folders, files in os.walk(folder):
         here = Path(root)
@@ -68,8 +63,7 @@ def list_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 def check_no_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Refuses a folder with files that the manifest does not list: readers of a bundle find files by their names.
 
-    Files whose name begins with a dot, or that are below such a folder, are allowed: no reader opens them, and
-    operating systems and download tools create them.
+    Names that begin with a dot are allowed: no reader opens them, and systems and download tools create them.
     """
     foreign = [name for name in list_foreign_files(folder, manifest) if not is_hidden(name)]
     if foreign:
@@ -98,11 +92,7 @@ def digest_from_json(value: Mapping[str, Any]) -> str:
 
 
 def weights_beside(file: Path, files: Iterable[Path]) -> int:
-    """Returns the bytes of the graphs that run in turn with one: of all files in the folders of the others.
-
-    Args:
-        files: of all graphs that run, itself among them.
-    """
+    """Returns the bytes of the graphs that run in turn with one, by `files` of all that run: of the others' folders."""
     folders = {other.parent for other in files} - {file.parent}
     return sum(part.stat().st_size for folder in folders for part in folder.iterdir() if part.is_file())
 
@@ -151,11 +141,7 @@ def _version(package: str) -> str | None:
 
 
 def digest_from_sources(packages: Iterable[str]) -> str:
-    """Returns the SHA-256 over Python files of speccompile.
-
-    Args:
-        packages: subpackages or modules, e.g. "passes" or "core/specs".
-    """
+    """Returns the SHA-256 over Python files of speccompile's `packages`, e.g. "passes" or "core/specs"."""
     root = Path(__file__).parents[1]
     total = hashlib.sha256()
     for package in sorted(packages):
@@ -166,11 +152,7 @@ def digest_from_sources(packages: Iterable[str]) -> str:
 
 
 def digest_from_package(module: str, leave_out: Collection[str] = ()) -> str:
-    """Returns the SHA-256 over the Python files of a module's package, wherever it is installed.
-
-    Args:
-        leave_out: names of excluded modules, e.g. "proposer".
-    """
+    """Returns the SHA-256 over the Python files of a module's package, without modules such as "proposer"."""
     package, total = module.rpartition(".")[0] or module, hashlib.sha256()
     spec = importlib.util.find_spec(package)
     assert spec is not None

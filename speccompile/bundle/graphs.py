@@ -92,10 +92,9 @@ class Graph:
 
 
 def open_source(plan: BuildPlan, job: GraphJob, target: ModelDims | None, weights: str | None = None) -> GraphSource:
-    """Returns the source of `job`, with its sizes.
+    """Returns the source of `job`, with its sizes; `target` is None for the target itself.
 
     Args:
-        target: sizes of the target; None for the target itself.
         weights: "random" to read no weights; None: as in the plan.
     """
     engine = plan.engine
@@ -114,11 +113,7 @@ ROWS_STEP = 8  # in half precision the slots of every cache then begin at multip
 
 
 def compile_options(plan: BuildPlan, max_rows: int, rows_ahead: int = 0) -> CompileOptions:
-    """Returns the options with which a graph of the plan is compiled.
-
-    Args:
-        max_rows: rows that a sequence may use; 0 for a graph without caches.
-    """
+    """Returns the options with which a graph of the plan is compiled, for sequences of `max_rows`; 0: no caches."""
     nodes = plan.engine.max_draft_nodes + 1
     # Nodes that pad a ragged batch need rows after the last that a sequence may use.
     rows = -(-(max_rows + nodes + rows_ahead) // ROWS_STEP) * ROWS_STEP if max_rows else 0
@@ -180,11 +175,7 @@ def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Back
 
 
 def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Graph, dict[str, Any]]:
-    """Export and compile into `folder`, or take both from the cache.
-
-    Returns:
-        The graph with its number of parameters, and its part of the manifest.
-    """
+    """Exports and compiles into `folder`, or takes both from the cache; returns graph and manifest part."""
     name, plan, log = graph.job.name, context.plan, context.log
 
     def make(dest: Path) -> None:

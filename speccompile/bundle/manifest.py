@@ -37,11 +37,7 @@ def write_bundle_files(
     graphs: dict[str, Any],
     stages: Sequence[dict[str, Any]],
 ) -> None:
-    """Write everything of a bundle that is not a graph; the manifest, with the digests of the others, last.
-
-    Args:
-        folder: the bundle that is being written; graphs/ is complete.
-    """
+    """Writes everything of a bundle in `folder` that is not a graph; the manifest, with the others' digests, last."""
     recipe = json.loads(json.dumps(plan.recipe_from_plan()))
     (folder / RECIPE).write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
     tokenizer = copy_tokenizer(target_source, folder / "tokenizer")

@@ -95,11 +95,7 @@ def _borrowed(spec: GraphSpec, specs: Mapping[str, GraphSpec]) -> Iterator[tuple
 
 
 def check_fields(where: str, config: type[Any], values: Mapping[str, Any], todo: str = REBUILD) -> None:
-    """Refuses values whose types are not those of a dataclass's fields.
-
-    Args:
-        values: by field, as JSON has them: a list stands for a tuple.
-    """
+    """Refuses JSON values (a list stands for a tuple) whose types are not those of a dataclass's fields."""
     hints = typing.get_type_hints(config)
     for name, value in values.items():
         if name in hints and not _fits(value, hints[name]):

@@ -28,8 +28,7 @@ def is_hub_id(name: str) -> bool:
 def fetch_bundle(name: str, revision: str | None = None) -> Path:
     """Returns the folder of a bundle on the hub, downloaded where it is not in the hub's own cache.
 
-    The manifest, the files that it lists and the certificate are fetched, nothing else; their digests are checked when
-    it is read.
+    Only the manifest, its files and the certificate are fetched; digests are checked when they are read.
 
     Args:
         revision: branch, tag or commit; None: the main branch.
@@ -57,10 +56,7 @@ def fetch_bundle(name: str, revision: str | None = None) -> Path:
 
 
 def find_bundle(name: str) -> Path | None:
-    """Returns the folder of a bundle on the hub, see `fetch_bundle`; None where there is none of that name.
-
-    Of a checkpoint that was downloaded already the hub is not asked again.
-    """
+    """Returns the folder of a bundle on the hub, see `fetch_bundle`; None: there is none, or a checkpoint is cached."""
     try:
         if _is_cached_checkpoint(name):
             return None
@@ -83,14 +79,11 @@ def push_bundle(
     message: str | None = None,
     bench: Mapping[str, Any] | None = None,
 ) -> str:
-    """Uploads a bundle and its certificate, with a model card beside them, in one commit.
+    """Uploads a bundle, its certificate and a model card in one commit; returns the commit's URL.
 
     Args:
         name: of the repository, OWNER/NAME; it is made where there is none.
         bench: what `speccompile bench --json` measured, for the card.
-
-    Returns:
-        The commit's URL.
     """
     hub = _import_hub(name)
     card = card_from_manifest(manifest, name, bench, certificate_facts(folder, manifest)).encode()
@@ -114,11 +107,7 @@ def card_from_manifest(
     bench: Mapping[str, Any] | None = None,
     certificate: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the model card: what was built, how it drafts, what was measured.
-
-    Args:
-        certificate: see `certificates.certificate_facts`; None: there is none.
-    """
+    """Returns the model card: what was built, how it drafts, what was measured, and its `certificate_facts`."""
     recipe = manifest["recipe"]
     target, engine = recipe.get("target") or {}, recipe["engine"]
     method, model = recipe["speculator"]["method"], target.get("model")

@@ -17,7 +17,7 @@ ALIGNMENT = 4096  # alignment of tensors in a data file, so that each can be map
 
 
 def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
-    """Make a graph refer to tensors that another one's data file has already.
+    """Makes a graph refer to tensors that another one's data file has already.
 
     Args:
         owner: graph file with its data beside it; neither is changed.
@@ -56,12 +56,7 @@ def share_weights(owner: Path, borrower: Path) -> tuple[Path, int]:
 
 
 class _Offsets:
-    """Where the borrower's tensors are from now on: where the owner has them, or in a data file that is being written.
-
-    Args:
-        held: the owner's tensors, (file, offset) by `_key`.
-        name: of the data file, as the graphs name it, that `sink` writes.
-    """
+    """Where the borrower's tensors will be: where the owner has them (`held`), or in a new data file `name`."""
 
     def __init__(self, held: Mapping[Any, tuple[str, int]], name: str, sink: BinaryIO) -> None:
         self.held, self.name, self.sink, self.saved = held, name, sink, 0

@@ -61,14 +61,7 @@ class StageCache:
         self.root, self.limit_bytes = root, cache_limit_bytes() if limit_bytes is None else limit_bytes
 
     def fetch(self, stage: str, key: str, dest: Path, make: Callable[[Path], None]) -> bool:
-        """Fill the new folder `dest` from the entry of `key`, or with `make`, whose result is kept.
-
-        Args:
-            make: writes the result into an existing empty folder.
-
-        Returns:
-            Whether it came from the cache.
-        """
+        """Fills the new folder `dest` from the entry of `key`, or by `make`; returns whether it was cached."""
         if self.root is None:
             dest.mkdir(parents=True)
             make(dest)
@@ -205,9 +198,8 @@ class StageLog:
     Args:
         progress: called with "STAGE" as a stage begins and "STAGE: STEP" for the steps inside it; "STAGE: cached" and
             "STAGE: not run: REASON" report how it ended.
-        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" is the
-            reason where nothing was done, "note" a remark on the result. The peak includes a process that the
-            stage started.
+        rows: {"name", "seconds", "peak_rss_bytes", "cached"} of the finished stages, in order; "skipped" is the reason
+            where nothing was done, "note" a remark. The peak includes a process that the stage started.
     """
 
     progress: Progress

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic folders: checked before the work begins, written in a hidden sibling, flushed, renamed.
 
-A hidden folder `.NAME.building-TOKEN` belongs to the process that holds the lock on its `.lock` file. The
-kernel drops the lock when the process dies, however it dies, so a leftover is distinguished from a
-running build without relying on process ids.
+`.NAME.building-TOKEN` belongs to the process with the lock on its `.lock` file, which the kernel drops when it dies.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ _FORBIDDEN = frozenset(
 def staged_folder(dest: Path, check: Callable[[], None] | None = None, *, keeps_others: bool = False) -> Iterator[Path]:
     """Yields an empty hidden sibling of `dest`, which replaces it when the block succeeds and is removed otherwise.
 
-    An existing `dest` is exchanged in one step and then removed. Leftovers of dead builds of the same `dest`
-    are removed first. Files of the user are not checked here: see `guard`.
+    An existing `dest` is exchanged in one step and then removed, leftovers of its dead builds first. Files of the user
+    are not checked here: see `guard`.
 
     Args:
         check: called right before the exchange; where it raises, `dest` is unchanged.
@@ -101,7 +99,7 @@ def disk_faults(dest: Path) -> Iterator[None]:
 
 
 def remove_leftovers(parent: Path, name: str | None = None) -> int:
-    """Remove hidden folders of dead builds in `parent`, of `name` or of any; returns the number of builds.
+    """Removes hidden folders of dead builds in `parent`, of `name` or any; returns the number of builds.
 
     A folder that such a build had moved aside and not yet replaced is put back.
     """
@@ -222,11 +220,7 @@ class Claim:
 
 
 def claim_folder(dest: Path, kind: str | None = None) -> Claim:
-    """Check that a folder may be written, or replaced.
-
-    Args:
-        kind: see `records`; an earlier folder of that kind may be replaced. None: only an empty one.
-    """
+    """Checks that a folder may be written: an empty one, or an earlier one of `kind` (see `records`; None: none)."""
     with disk_faults(dest):
         path = resolve_path(dest)
         if is_mount(path):
@@ -246,11 +240,7 @@ def claim_folder(dest: Path, kind: str | None = None) -> Claim:
 
 
 def check_home(path: Path, shown: Path) -> None:
-    """Check the folders above a path that will be written.
-
-    Raises:
-        BuildError: the folders above cannot be written, or one of them was written by speccompile.
-    """
+    """Checks the folders above a path. Raises BuildError: they cannot be written, or speccompile wrote one."""
     parents = [parent for parent in path.parents if os.path.lexists(parent)]
     if parents and not parents[0].is_dir():
         raise BuildError(str(shown), f"{parents[0]}, which is {_kind_of(parents[0])}", "a folder", _OTHER)
@@ -265,11 +255,7 @@ def check_home(path: Path, shown: Path) -> None:
 
 
 def check_names(folder: Path, names: Iterable[str], kind: str) -> None:
-    """Check that files can be replaced in a folder that may contain others.
-
-    Raises:
-        BuildError: it has a file of one of `names`, and no record of that kind.
-    """
+    """Checks that files of `names` in a folder are new or recorded as of `kind`. Raises BuildError: they are not."""
     with disk_faults(folder):
         if os.path.lexists(folder) and not folder.is_dir():
             raise BuildError(str(folder), _kind_of(folder), "a folder, or nothing", f"Move it away. {_OTHER}")

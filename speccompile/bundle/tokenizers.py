@@ -77,13 +77,10 @@ def check_tokenizer(source: Path, dims: ModelDims, weights: str) -> TokenizerFac
 def check_same_tokenizer(
     name: str, target: tuple[Path, ModelDims], draft: tuple[Path, ModelDims], may_differ: bool
 ) -> None:
-    """Refuse a draft whose token ids have another meaning than the target's.
+    """Refuses a draft whose token ids have another meaning than the target's.
 
-    Vocabularies of the same tokenizer may be padded differently: a draft is mapped to the target's, see
-    `passes.fit_vocab`. A draft that may differ loses the tokens that the target lacks.
-
-    Args:
-        name: the draft graph's name, for the message.
+    Vocabularies of the same tokenizer may be padded differently, see `passes.fit_vocab`. A draft that may differ loses
+    the tokens that the target lacks.
 
     Raises:
         RecipeError: they differ, or the draft lacks tokens of the shared tokenizer.

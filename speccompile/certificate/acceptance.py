@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance of a bundle's drafts: beside shifted ones, and beside a plain loop over network and target in torch.
 
-Drafts decide speed alone, so a drafter that is wired wrongly (another layer's features, another position, another
-table of tokens) gives no wrong text: only its acceptance falls. The loop shares no graph, cache or engine with the
-bundle. A quantised bundle writes other texts than float32 weights do: there the loop follows the bundle's own texts, so
-that both draft after the same tokens.
+A drafter that is wired wrongly (another layer's features, position, table of tokens) gives no wrong text: only its
+acceptance falls. The loop shares no graph, cache or engine with the bundle. It follows a quantised bundle's own texts,
+so that both draft after the same tokens.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ def is_near(engine: Acceptance, reference: Acceptance, bound: float) -> bool:
 def is_no_less(engine: Acceptance, reference: Acceptance, bound: float) -> bool:
     """Returns whether neither length nor shares are below the reference's by more than `bound`, as in `is_near`.
 
-    For drafts with quantised weights: they are other drafts, so chance may give them more. A drafter that is wired
-    wrongly has less. Some dozens of chains are tried at the later positions: shares may be lower by `MOST_ERRORS`
-    standard errors of their difference.
+    For quantised drafts, to which chance may give more. Later positions try some dozens of chains: shares may be lower
+    by `MOST_ERRORS` standard errors of their difference.
     """
     if engine.length < (1 - bound) * reference.length:
         return False
@@ -168,11 +166,7 @@ class Comparison:
 def compare_with_loop(
     bundle: Bundle, prompts: Prompts, plain: Sequence[Sequence[int]], reference: Reference
 ) -> tuple[Comparison | None, str]:
-    """Returns the acceptance of the bundle's chains beside that of the loop; None where there is none, and why.
-
-    Args:
-        bundle: is loaded once more, with greedy chains of a fixed length.
-    """
+    """Returns the acceptance of the bundle's chains, loaded once more, beside that of the loop; or None, and why."""
     if bundle.recipe.speculator.get("draft_vocab_size"):
         return None, "it drafts with the whole vocabulary, the bundle with a part of it"
     drafter, why = open_drafter(bundle, reference)
@@ -223,13 +217,9 @@ def _chain_section(method: str, num_drafts: int) -> dict[str, Any]:
 
 
 def open_drafter(bundle: Bundle, reference: Reference) -> tuple[tuple[Any, Any] | None, str]:
-    """Returns the method's network in torch with the weights of its checkpoint, and what it needs of the target.
+    """Returns (the method's network in torch, what it needs of the target) or None, and the reason.
 
-    Its sizes are those of its training: from `training.json` beside it, or from the checkpoint alone where the
-    trainer reads them there.
-
-    Returns:
-        (network, needs) or None, and the reason.
+    Its sizes are those of `training.json` beside its checkpoint, or of the checkpoint alone where the trainer can.
     """
     name, section = bundle.recipe.method, dict(bundle.recipe.speculator)
     method = registry.method(name)

@@ -33,8 +33,8 @@ def check_caches(
 ) -> Check:
     """Decodes with full trees or chains of right and wrong drafts, and reads the same tokens anew.
 
-    Compared are all rows of the target's caches, where its engine shows them, and where logits are an output those
-    after the last token, and those of chains of 16 with those of single steps along a text.
+    All rows of the target's caches are compared, where its engine shows them, and if logits are an output, those after
+    the last token and of chains of 16 with single steps.
 
     Args:
         prompts: token ids; as many as there are slots are used.

@@ -28,11 +28,7 @@ PACKAGES = ("torch", "transformers")
 
 
 def find_checkpoint(bundle: Bundle, folder: Path | None = None) -> tuple[Path | None, str]:
-    """Returns the folder of the target's checkpoint, or None and the reason.
-
-    Args:
-        folder: where it is now; None: where it was when the bundle was built.
-    """
+    """Returns the folder of the target's checkpoint, or None and the reason; without `folder`, as when it was built."""
     target = bundle.recipe.target
     if target.weights != "checkpoint":
         return None, f"the target's weights are {target.weights}: there is no checkpoint of them"
@@ -69,10 +65,7 @@ class Reference:
         return text
 
     def greedy_beside(self, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
-        """Returns the greedy text after a prompt up to where it leaves a given one, by one forward over all of it.
-
-        Up to the first token in which the two differ, greedy decoding sees the tokens of the given text.
-        """
+        """Returns the greedy text after a prompt up to where it leaves a given one, by one forward over all of it."""
         rows = self.logits([*prompt, *text])[len(prompt) - 1 : -1]
         best: list[int] = rows.argmax(axis=-1).tolist()
         at = next((i for i, (own, given) in enumerate(zip(best, text, strict=True)) if own != given), len(text) - 1)
@@ -94,11 +87,7 @@ class Reference:
 
 
 def open_reference(folder: Path, lora: str | None = None) -> tuple[Reference | None, str]:
-    """Returns the target of a checkpoint, or None and the reason why it cannot be run here.
-
-    Args:
-        lora: folder or hub id of the adapter that was merged into it, if any.
-    """
+    """Returns the target of a checkpoint with its adapter `lora`, or None and why it cannot be run here."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return None, f"{' and '.join(missing)} not installed: {install_command('build')}"
@@ -131,10 +120,7 @@ LONG_TEXT = "\n".join(TEXTS) * 200  # some 40,000 tokens: more than a stored tru
 def check_tokenizer(engine: SpecEngine, checkpoint: Path | None) -> Check:
     """Compares vocabulary and ids of texts with the checkpoint's tokenizer, and the ids with the target's vocabulary.
 
-    Ids are compared with those that transformers gives, where it is installed and can read the tokenizer.
-
-    Args:
-        checkpoint: the target's folder; None: it is not at hand.
+    Ids are compared with transformers' where it can read the tokenizer; `checkpoint` is None: it is not at hand.
     """
     if engine.tokenizer is None:
         return not_run(TOKENIZER, "the bundle has no tokenizer")

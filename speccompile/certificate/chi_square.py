@@ -21,8 +21,7 @@ class Fit:
     """Result of a test.
 
     Args:
-        p_value: probability of this statistic or a larger one where the distribution is right; 0 where a text came
-            that has no probability.
+        p_value: probability of this statistic or a larger one where the distribution is right; 0: an impossible text.
         noticed_effect: w, the square root of the sum of (q - p)^2 / p over the cells, that a wrong distribution q needs
             to be noticed with probability `POWER`.
     """
@@ -55,11 +54,7 @@ class Fit:
 
 
 def fit(counts: Mapping[tuple[int, ...], int], dist: Mapping[tuple[int, ...], float]) -> Fit:
-    """Tests counts of texts against their exact probabilities.
-
-    Args:
-        dist: the probability of every text that may come; sums to 1.
-    """
+    """Tests counts of texts against the exact probability of every text that may come, `dist`, with sum 1."""
     num = sum(counts.values())
     common = sorted((text for text, mass in dist.items() if mass * num >= LEAST_EXPECTED), key=lambda text: -dist[text])
     wanted = [num * dist[text] for text in common]
@@ -113,7 +108,7 @@ def critical_value(freedom: float, alpha: float = ALPHA) -> float:
 
 
 def power_of(excess: float, freedom: float, critical: float) -> float:
-    """Returns the probability that the noncentral chi-square exceeds a value: a Poisson mixture of central ones.
+    """Returns the probability that a noncentral chi-square exceeds a value: a Poisson mixture of central ones.
 
     Args:
         excess: its noncentrality, the number of samples times w^2.

@@ -114,12 +114,7 @@ def gives_logits(engine: SpecEngine) -> bool:
 
 
 def next_logits(engine: SpecEngine, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Returns the target's logits after some tokens, by a prefill and one step of one node: [vocab] float32.
-
-    Args:
-        engine: whose target has logits as an output (`gives_logits`).
-        tokens: at least one.
-    """
+    """Returns the target's logits [vocab] float32 after one or more tokens, by a prefill and a step of one node."""
     verifier = engine.verifier
     engine.reset(len(tokens))
     for _ in verifier.prefill(0, tokens):

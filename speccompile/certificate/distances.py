@@ -42,11 +42,7 @@ def check_distance(
     why: str,
     manifest: Mapping[str, Any],
 ) -> Check:
-    """Measures KL divergence and agreement of the likeliest token; states what the build measured beside it.
-
-    Args:
-        reference: the target in transformers; None: it cannot be run.
-    """
+    """Measures KL divergence and agreement of the likeliest token; states what the build measured beside it."""
     graph = manifest["graphs"][TARGET]
     form, quantization = graph.get("form"), graph.get("quantization", "none")
     facts: dict[str, Any] = {"form": form, "quantization": quantization, "dtype": dtype_of(dict(manifest))}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampled text under a tiny grammar against the target's distribution within it.
 
-A token has one letter or digit, or several, and the grammar says which kind of them comes next. What may follow is
-computed here from the texts of the tokens alone: neither llguidance nor a matcher of ours has a part in it.
+The grammar says which tokens of letters or digits come next, computed from their texts, without llguidance.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def plain_tokens(tokenizer: Any, vocab_size: int) -> dict[int, str]:
-    """Returns the tokens of the target that are ASCII letters and digits, and their texts.
-
-    Args:
-        tokenizer: `tokenizers.Tokenizer`, whose decoder is byte-level or knows tokens of one byte (`<0x41>`).
-    """
+    """Returns the target's tokens of ASCII letters and digits, and their texts, byte-level ones included."""
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     has_bytes = "ByteFallback" in repr(tokenizer.decoder)
     found = {}
@@ -66,11 +61,7 @@ def plain_tokens(tokenizer: Any, vocab_size: int) -> dict[int, str]:
 
 
 class Allowed:
-    """Which tokens may follow a text of the grammar.
-
-    Args:
-        eos_token_ids: tokens that end a text; after one of them only they may follow.
-    """
+    """Which tokens may follow a text of the grammar; after one of `eos_token_ids` only they may."""
 
     def __init__(self, tokens: Mapping[int, str], eos_token_ids: Iterable[int], vocab_size: int) -> None:
         self.tokens, self.eos = tokens, sorted(token for token in eos_token_ids if token < vocab_size)

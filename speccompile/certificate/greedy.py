@@ -41,10 +41,7 @@ def check_greedy(
 ) -> Check:
     """Compares greedy texts with drafts with those of plain decoding, alone and in the largest batch.
 
-    Drafts are forced in every step where text and context allow one, and once as the method's budget decides.
-
-    Args:
-        dtype: of the target's activations, which bounds ties.
+    Drafts are forced in every step, and once as the method's budget decides. `dtype` of the activations bounds ties.
     """
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
     most, none = engine.context.max_slots, plain_proposer()
@@ -84,8 +81,8 @@ def check_reference(
 
     Args:
         logits_after: transformers' logits after some tokens.
-        is_exact: the engine computes in float32 with the checkpoint's weights: only ties may differ. Otherwise texts
-            differ as the quantisation has it, which is stated and decides nothing.
+        is_exact: the engine computes in float32 with the checkpoint's weights: only ties may differ. Otherwise
+            differences are stated and decide nothing.
     """
     found: list[Divergence] = find_divergences(prompts, wanted, plain, logits_after)
     num_equal = len(prompts) - len(found)

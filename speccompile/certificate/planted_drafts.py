@@ -124,10 +124,7 @@ class FullTrees(KnownDrafts):
 
 
 class SpoiltDrafts:
-    """The drafts of a method, in which every second token on average is another one; see `Proposer`.
-
-    The method takes the verdict for its own tokens, as it would if what it computed were wrong.
-    """
+    """A `Proposer` that replaces every second draft of a method, which takes the verdict for its own drafts."""
 
     def __init__(self, inner: Proposer, vocab_size: int, seed: int = 0) -> None:
         self.inner, self.vocab_size, self.rng = inner, vocab_size, np.random.default_rng(seed)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`speccompile doctor --probe`: a checkpoint's drafter runs on the target's own text, under every reading of its file.
 
-The target writes greedily after each prompt, and reads the whole text once. Every token that it wrote is the root of a
-chain; as a chain counts up to its first draft that is not the text's token, drafts may follow the text's own tokens,
-and one run of the drafter over a text gives all its chains.
+The target writes greedily, and every token is the root of a chain, which counts up to its first draft that is not the
+text's token. So drafts may follow the text's own tokens, and one run over a text gives all its chains.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ class ProbeText:
 
 
 class ProbeTarget:
-    """A target in float32 with texts that it wrote.
-
-    Args:
-        prompts: texts or token ids; None: our own.
-        seconds: no further text is begun after so many.
-    """
+    """A target in float32 with texts that it wrote after `prompts` (None: our own); none begins after `seconds`."""
 
     def __init__(
         self,

@@ -21,11 +21,10 @@ MOST_TOKENS = 48  # of a text of ours
 
 
 def find_prompts(engine: SpecEngine, given: Sequence[str | Sequence[int]] | None = None) -> list[list[int]]:
-    """Returns prompts as token ids, at least two tokens each.
+    """Returns prompts as token ids, at least two tokens each, and of long ones the last third of a context.
 
     Args:
-        given: texts or token ids; None: `TEXTS`, or ids where the bundle has no tokenizer. Of those that fill more
-            than a third of the context the last tokens count, as a conversation asks its question there.
+        given: texts or token ids; None: `TEXTS`, or ids where the bundle has no tokenizer.
     """
     third = max(2, engine.context.max_seq_len // 3)
     most = min(MOST_TOKENS, third)

@@ -35,18 +35,14 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check.
-
-    Args:
-        drafts: draft tokens that its runs scored, and their steps; None: it compares something else.
-    """
+    """Result of one check."""
 
     name: str
     status: Status
     summary: str  # one sentence with its main figures, or why it was not run
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    drafts: DraftCounts | None = None
+    drafts: DraftCounts | None = None  # draft tokens that its runs scored, and steps; None: no runs
 
     def json_from_check(self) -> dict[str, Any]:
         seconds = round(self.seconds, 2)

@@ -75,11 +75,8 @@ def joint_of(rows: Rows) -> dict[Text, float]:
 class DrawnDrafts(NoneProposer):
     """Drafts drawn from distributions far from the target's: chains of three, or trees with two siblings a level.
 
-    Where the likeliest and the least likely token change places and a tenth of the mass is on a token that the target
-    excludes, a wrong residual or a wrong acceptance changes the joint distribution of the text.
-
-    Args:
-        rows: see `exact_rows`; beyond them nothing is drafted.
+    Where the likeliest and the least likely token change places and a tenth of the mass is on an excluded token, a
+    wrong residual or acceptance changes the text's joint distribution. Beyond `exact_rows` nothing is drafted.
     """
 
     def __init__(self, rows: Rows, vocab_size: int, is_tree: bool) -> None:
@@ -152,9 +149,7 @@ def choose_prompt(
 ) -> tuple[list[int], Rows]:
     """Returns the beginning of a prompt after which the likeliest text is least likely, and its distributions.
 
-    Args:
-        repeats: one of the likeliest texts comes after it, and the beginning again for a method that looks drafts up,
-            so that drafts are at hand: a lookup finds the text, and a drafter expects the like of it.
+    With `repeats` a likely text and the beginning again follow, so that a lookup finds drafts.
     """
     begun = [list(prompt[:length]) for prompt in prompts[:MOST_PROMPTS]]
     found = [(prompt, exact_rows(engine, prompt, probs_after)) for prompt in begun]

@@ -45,25 +45,17 @@ Step = Callable[["Subject"], Check]
 
 @dataclass(frozen=True)
 class Options:
-    """How much is checked.
-
-    Args:
-        use_checkpoint: compare with the checkpoint where it is at hand, which takes the memory of its float32 weights.
-    """
+    """How much is checked."""
 
     prompts: Sequence[str | Sequence[int]] | None = None  # texts or token ids; None: short texts of our own
     num_tokens: int = 48
     num_samples: int = NUM_SAMPLES  # texts of each sampled run; a third of them with a grammar
     checkpoint: Path | None = None  # folder of the target's checkpoint; None: where it was when the bundle was built
-    use_checkpoint: bool = True
+    use_checkpoint: bool = True  # where it is at hand, with the memory of its float32 weights
 
 
 class Subject:
-    """What checks work on: the loaded bundle, and what several of them use.
-
-    Args:
-        progress: called with how far a long check is.
-    """
+    """What checks work on: the loaded bundle, and what several of them use."""
 
     def __init__(
         self, engine: SpecEngine, bundle: Bundle, options: Options, progress: Progress = lambda message: None
@@ -167,13 +159,10 @@ def run_checks(subject: Subject, progress: Progress = lambda message: None) -> l
 
 
 def verify(path: Path, options: Options | None = None, progress: Progress = lambda message: None) -> dict[str, Any]:
-    """Checks a bundle and writes its certificate into its folder, as JSON and as a page.
+    """Checks a bundle and writes its certificate into its folder, as JSON and as a page; returns it.
 
     Args:
         progress: called with the name of each check, and "NAME: texts DONE/TOTAL" in the long ones.
-
-    Returns:
-        The certificate.
 
     Raises:
         BundleError: the bundle cannot be loaded, or the certificate cannot be written.

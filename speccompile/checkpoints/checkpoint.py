@@ -85,13 +85,10 @@ def stated_size(
     todo: str = "Download the file again.",
     default: int | None = None,
 ) -> int:
-    """Returns a size that a config states under one key.
+    """Returns a size of 1 to `MAX_SIZE` that a config states under one key. Raises CheckpointError: it is none.
 
     Args:
         default: where it is missing, null or 0; None: there must be one.
-
-    Raises:
-        CheckpointError: no positive integer of at most `MAX_SIZE`.
     """
     if (size := whole_number(config.get(key) or default, 1, MAX_SIZE)) is None:
         where = f"{source / 'config.json'} ({key})"
@@ -100,13 +97,10 @@ def stated_size(
 
 
 def optional_size(where: str, config: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
-    """Returns a size that may be missing or null in a config.
-
-    Args:
-        keys: under which it may be given; the first that is present counts.
+    """Returns a size of 1 to `MAX_SIZE` under the first present one of `keys`, or the default for missing and null.
 
     Raises:
-        CheckpointError: no positive integer of at most `MAX_SIZE`.
+        CheckpointError: it is none.
     """
     key = next((k for k in keys if config.get(k) is not None), keys[0])
     value = default if config.get(key) is None else config[key]
@@ -153,10 +147,7 @@ def _kv_heads(where: str, config: Mapping[str, Any], heads: int) -> int:
 
 
 def list_tensors(source: Path) -> dict[str, TensorHeader]:
-    """Returns the headers of all weights of a checkpoint by name; every file is checked to be complete.
-
-    Packed weights are listed as what they are read as, see `packed_weights`.
-    """
+    """Returns the headers of all weights by name, packed ones as they are read; every file must be complete."""
     stored, scheme = list_stored(source), scheme_of(source)
     return stored if scheme is None else plain_headers(scheme, stored)[0]
 
@@ -209,20 +200,13 @@ def list_raw(source: Path) -> dict[str, TensorHeader]:
 
 
 def list_text_tensors(source: Path) -> dict[str, TensorHeader]:
-    """Returns the headers of the decoder's weights by their names in it; see `list_tensors`.
-
-    Of a multimodal checkpoint these are the weights of its language model.
-    """
+    """Returns the headers of the decoder's (language model's) weights by their names in it; see `list_tensors`."""
     tensors = list_tensors(source)
     return {name: tensors[key] for name, key in text_names(tensors).items()}
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Returns the file of each weight, by the weight's name, from an index of shards.
-
-    Raises:
-        CheckpointError: no JSON object with such a map, or a file that is not in the folder.
-    """
+    """Returns the file of each weight from an index of shards. Raises CheckpointError: it names no such files."""
     todo = "Download the file again."
     found = read_json_object(path, CheckpointError, todo).get("weight_map")
     if not isinstance(found, dict):
@@ -245,10 +229,9 @@ def count_params(source: Path) -> int:
 
 
 def check_checkpoint(source: Path, dims: ModelDims) -> None:
-    """Check from the files' headers that the weights are complete and belong to the config.
+    """Checks from the files' headers that the weights are complete and belong to the config.
 
-    Exact names and shapes, which depend on the architecture, are checked when transformers loads them. Modules that
-    draft are no part of the model: see `extra_modules`.
+    transformers checks exact names and shapes when it loads them. Drafting modules are no part: see `extra_modules`.
     """
     stored = list_text_tensors(source)
     extra = extra_keys(stored, dims.num_layers)

@@ -22,8 +22,7 @@ _LEAST = {"rope_theta": 0.0, "rms_norm_eps": 0.0}
 def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config whose values have the kinds that transformers asks for, where their meaning is plain.
 
-    A whole number is one with a point, 0 and 1 are false and true, a list of one token is that token, and null is the
-    default; flags without a value are false, as Python takes them.
+    Numbers with a point become whole, 0 and 1 false and true, a list of one token that token, null the default.
     """
     made: dict[str, Any] = {}
     for name, value in config.items():
@@ -82,8 +81,7 @@ def check_values(where: str, config: Mapping[str, Any]) -> None:
 def check_heads(where: str, sizes: tuple[int, int, int], *, has_dim: bool) -> None:
     """Refuses heads that do not share their keys evenly, or that do not divide the width where they must.
 
-    Args:
-        sizes: hidden size, heads, key and value heads.
+    `sizes` are hidden size, heads, key and value heads.
     """
     hidden, heads, kv_heads = sizes
     if heads % kv_heads:
@@ -153,10 +151,7 @@ def is_tower(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the flat config of the language model; a copy of `config` where it is not `is_tower`.
-
-    What stands at the top level (whether embeddings are tied, special tokens) counts where both levels have it.
-    """
+    """Returns the flat config of the language model; values of the top level win where both levels have them."""
     if not is_tower(config):
         return dict(config)
     if isinstance(held := config.get("text_config"), Mapping):

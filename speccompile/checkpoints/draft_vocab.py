@@ -21,16 +21,11 @@ HELD_OUT = 4  # every fourth text, or the last fourth of a single one, is left o
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """The tokens that a draft may name.
-
-    Args:
-        held_out: the same of a fourth of the text, for tokens chosen from the rest: what text that was not counted
-            may expect.
-    """
+    """The tokens that a draft may name."""
 
     ids: tuple[int, ...]
     coverage: float  # share of the text's tokens that are among them
-    held_out: float
+    held_out: float  # the coverage of a fourth of the text, for tokens chosen from the rest
 
     @property
     def digest(self) -> str:

@@ -66,11 +66,7 @@ def has_alibi(config: Mapping[str, Any]) -> bool:
 
 
 def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
-    """Refuse what cannot be expressed.
-
-    Args:
-        max_seq_len: rows of the cache; some rotary embeddings and all position tables are limited.
-    """
+    """Refuses what cannot be expressed in a cache of `max_seq_len` rows, which bounds rotary and position tables."""
     check_architecture(config)
     config = text_config(config)
     _check_chunks(config, max_seq_len)
@@ -79,11 +75,7 @@ def check_config(config: Mapping[str, Any], max_seq_len: int) -> None:
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
-    """Refuse a model that is not supported at any length of the cache.
-
-    Raises:
-        ExportError: with the model's type and the property that is not supported.
-    """
+    """Refuses a model that is not supported at any length. Raises ExportError: with its type and the property."""
     where = str(config.get("model_type") or "config.json without model_type")
     reason, todo = _REFUSED.get(where), _TODO
     if reason is None and is_tower(config):
@@ -124,10 +116,7 @@ def rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """Returns the kind of a set of rotary parameters; older configs call it `type`.
-
-    `mrope` has positions of images beside those of texts, and the default ones for a text.
-    """
+    """Returns the kind of rotary parameters (`type` in older configs), which for texts is `default` of `mrope`."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     return "default" if kind == "mrope" else kind
 

@@ -34,8 +34,7 @@ def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:
     """Returns the folder of a checkpoint: a path that exists, or a hub id, downloaded if need be.
 
     Args:
-        model: folder, GGUF file, hub id, or a hub id and a GGUF file in it. Of a folder or repository whose weights
-            are in one GGUF file, that file is taken.
+        model: folder, GGUF file, hub id, or a hub id and a GGUF file in it; the only GGUF file is taken by itself.
 
     Raises:
         CheckpointError: none of these, the download failed, several GGUF files, or one that is not understood.
@@ -125,11 +124,7 @@ def shown_path(model: str) -> str:
 
 
 def find_folder(job: GraphJob, weights: str, patterns: Sequence[str] = HUB_FILES) -> Path:
-    """Returns the checkpoint's folder, downloaded if need be; with random weights a folder with its config.
-
-    Args:
-        job: its model and, where no weights are read, the config to use instead.
-    """
+    """Returns the checkpoint's folder, downloaded if need be; with random weights a folder with its config."""
     return resolve_checkpoint(job.model, patterns) if weights == "checkpoint" else find_config(job)
 
 
@@ -159,8 +154,7 @@ def digests_from_checkpoint(
 ) -> dict[str, str]:
     """Returns the SHA-256 by name of the files that an export reads; with random weights config.json alone.
 
-    The contents are read each time (a gigabyte a second or more): a file's size and time do not prove that it
-    is unchanged, and a graph with outdated weights would pass every later check.
+    The contents are read each time (a gigabyte a second or more): a file's size and time prove nothing.
     """
     names = [source / config]
     if weights == "checkpoint":

@@ -31,8 +31,7 @@ class IntegerWeight:
     def grid(self) -> Grid | None:
         """Returns the grid that has the same numbers; None where there is none.
 
-        One zero for all is that of a symmetric grid; others are minimums where these are exact. Elsewhere level - zero
-        is the level of a symmetric grid of 8 bits, as far as it has so few.
+        One zero for all makes a symmetric grid; others are minimums where exact, else level - zero of 8 bits.
         """
         held = self._in_order()
         if held is None:

@@ -117,11 +117,7 @@ def mixer_kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
 
 
 def with_stated_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a flat config with the sizes that some types leave to be computed.
-
-    The number of Nemotron-H's layers is that of their kinds; a head of Zamba 2 reads hidden states of twice the width;
-    Mamba 2 has no positions, so no text is too long for it.
-    """
+    """Returns a flat config with the sizes that some types leave to be computed: layers, head widths, positions."""
     made = dict(config)
     if made.get("model_type") == "nemotron_h":
         made["layers_block_type"] = list(mixer_kinds(made, 0))
@@ -138,11 +134,7 @@ def with_stated_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 def mixer_layer_dims(
     where: str, config: Mapping[str, Any], num_layers: int, attention: LayerDims
 ) -> tuple[LayerDims, ...]:
-    """Returns what each layer keeps.
-
-    Raises:
-        CheckpointError: a size is none, or the list of kinds is shorter than the model or has another kind.
-    """
+    """Returns what each layer keeps. Raises CheckpointError: a wrong size, or too few or unknown kinds of layers."""
     model_type, kinds = config["model_type"], mixer_kinds(config, num_layers)
     if len(kinds) < num_layers or not set(MIXER_KINDS[model_type]) >= set(kinds):
         expected = f"{num_layers} times {' or '.join(MIXER_KINDS[model_type])}"
@@ -258,9 +250,6 @@ def _window_dims(
 
 def gemma4_kinds(where: str, config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     """Returns the kind of each layer: as stated, or every sixth with full attention; the last one always has it.
-
-    Args:
-        config: flat, of one of `GEMMA4_TYPES`.
 
     Raises:
         CheckpointError: the list of kinds is too short, or has others.

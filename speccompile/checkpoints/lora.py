@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters in PEFT's layout, and what they make of a model's weights. Needs no torch.
 
-A folder has `adapter_config.json` and `adapter_model.safetensors`; the tensors' names are
-`base_model.model.MODULE.lora_A.weight` and the like. Merged, a weight W [out, in] becomes W + s * B A in float32, with
-A [rank, in], B [out, rank] and s = alpha / rank (Hu et al. 2021, https://arxiv.org/abs/2106.09685), or alpha /
-sqrt(rank) with `use_rslora` (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732). With a magnitude vector m [out]
-(DoRA, Liu et al. 2024, https://arxiv.org/abs/2402.09353) each row of it is scaled to the length m.
+Tensors are named `base_model.model.MODULE.lora_A.weight` and the like. Merged, a weight W [out, in] becomes W + s * B A
+in float32, with A [rank, in], B [out, rank] and s = alpha / rank (Hu et al. 2021, arXiv 2106.09685), or alpha /
+sqrt(rank) with `use_rslora` (Kalajdzievski 2023, arXiv 2312.03732). With a magnitude vector m [out] (DoRA, Liu et al.
+2024, arXiv 2402.09353) each row of it is scaled to the length m.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class LoraAdapter:
     """An adapter whose config and tensors belong together; no tensor is read yet.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the kind of adapter is not one that is merged, or tensors are
-            missing, unknown or of another shape.
+        CheckpointError: a damaged file, a kind of adapter that is not merged, or missing or wrong tensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,11 +116,7 @@ class LoraAdapter:
         return found
 
     def merge(self, change: LoraChange, weight: np.ndarray) -> None:
-        """Changes the weight of a module in place; beside it there is one array of its size.
-
-        Args:
-            weight: of the shape that it states, float32.
-        """
+        """Changes the float32 weight of a module in place; beside it there is one array of its size."""
         a, b = (self.array(key) for key in change.factors)
         delta = (b @ a).T if change.is_embedding else b @ a
         delta = delta * np.float32(change.scale)
@@ -132,11 +126,7 @@ class LoraAdapter:
             weight *= (self.array(change.magnitude).reshape(-1) / lengths)[:, None]
 
     def merge_table(self, name: str, table: np.ndarray) -> np.ndarray:
-        """Returns a weight of the base model as it is with the adapter, float32; unchanged it is the same array.
-
-        Args:
-            table: [out, in] or [vocab, hidden] of the base model, float32.
-        """
+        """Returns a float32 weight [out, in] or [vocab, hidden] with the adapter; unchanged it is the same array."""
         if name in self.replaced:
             self.expect_shape(name, self.shape(name), table.shape)
             return self.array(self.replaced[name])
@@ -220,11 +210,7 @@ class LoraAdapter:
 
 
 def find_lora(name: str) -> Path:
-    """Returns the folder of an adapter; one of the hub is downloaded if need be.
-
-    Raises:
-        CheckpointError: neither a folder nor a hub id, or the download failed.
-    """
+    """Returns the folder of an adapter, downloaded if need be. Raises CheckpointError: neither folder nor hub id."""
     return resolve_checkpoint(name, FILES) if HUB_ID.fullmatch(name) else resolve_checkpoint(name)
 
 

@@ -22,11 +22,7 @@ _FIELD = re.compile(r"field '(\w+)'")
 
 @contextmanager
 def config_errors(where: str, config: Mapping[str, Any]) -> Iterator[None]:
-    """Turns what transformers' classes say of a config's values into an error.
-
-    Raises:
-        CheckpointError: with the file, the key, its value and transformers' sentence.
-    """
+    """Turns what transformers' classes say of a config's values into a CheckpointError with file, key and value."""
     from huggingface_hub.errors import StrictDataclassError  # it derives from Exception
 
     try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints with packed weights (GPTQ, AWQ, compressed-tensors, FP8), read as the float32 weights that they mean.
 
-A layer `NAME` of such a checkpoint has several tensors, as `NAME.qweight`, `NAME.scales` and `NAME.qzeros`; here it has
-one, `NAME.weight` [out, in] float32: (level - zero) * scale, with one rounding. So whatever reads a checkpoint sees an
-ordinary one; a build that keeps the weights as they are reads their levels too (`integer_weights`). Scales of
-activations and caches are not read: activations are not quantised.
+`NAME.qweight`, `NAME.scales` and `NAME.qzeros` of a layer are `NAME.weight` [out, in] float32: (level - zero) * scale,
+with one rounding. A build that keeps the weights reads their levels too (`integer_weights`). Scales of activations and
+caches are not read: activations are not quantised.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ Arrays = Mapping[str, np.ndarray]  # by the part's name, as `scales`
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One weight that is stored in parts.
-
-    Args:
-        unpack: makes the weight, [out, in] float32 or its integers, of its parts as `numbers` gives them.
-    """
+    """One weight that is stored in parts; `unpack` makes it, [out, in] float32 or its integers, of `numbers`."""
 
     shape: tuple[int, int]  # [out, in] of the weight
     parts: Mapping[str, str]  # keys of its tensors by the part's name
@@ -47,10 +42,7 @@ class PackedWeight:
 def plain_headers(
     scheme: Scheme, headers: Mapping[str, TensorHeader]
 ) -> tuple[dict[str, TensorHeader], dict[str, PackedWeight]]:
-    """Returns the tensors of a checkpoint as they are read: packed weights as float32, all others as they are.
-
-    Returns:
-        Headers by key, in the order of the files; and the packed weights by key.
+    """Returns headers by key, packed weights as float32, in the order of the files; and the packed weights by key.
 
     Raises:
         CheckpointError: a part is missing, or its dtype or shape does not fit the others.
@@ -267,11 +259,7 @@ _FLOATS = ("F16", "BF16", "F32")
 
 
 def numbers(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the elements of a tensor as numbers: bfloat16 and FP8, which numpy lacks, as float32.
-
-    Args:
-        array: as `TensorFiles` reads it: bfloat16 as uint16, FP8 as uint8.
-    """
+    """Returns the elements of an array as `TensorFiles` reads it; bfloat16 (uint16) and FP8 (uint8) as float32."""
     if dtype == "BF16":
         floats: np.ndarray = (array.astype(np.uint32) << 16).view(np.float32)
         return floats
@@ -285,14 +273,9 @@ def numbers(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the unsigned numbers of `bits` bits in 32-bit words, lowest bits first.
+    """Returns [rows, words * 32 / bits] uint8 numbers of words [rows, words] int32, lowest bits first.
 
-    Args:
-        words: [rows, words] int32.
-        bits: a divisor of 32, at most 8.
-
-    Returns:
-        [rows, words * 32 / bits] uint8.
+    `bits` is a divisor of 32, at most 8.
     """
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     numbers = (np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)

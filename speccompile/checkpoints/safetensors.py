@@ -54,11 +54,7 @@ def wrapper_prefix(keys: Iterable[str]) -> str:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Returns the tensors of one file by name.
-
-    Raises:
-        CheckpointError: the file is truncated, too long, or no safetensors file.
-    """
+    """Returns the tensors of one file by name. Raises CheckpointError: it is truncated, too long, or no safetensors."""
     try:
         if path.exists() and not path.is_file():
             raise CheckpointError(str(path), "no regular file", "a safetensors file", "Put the file in its place.")

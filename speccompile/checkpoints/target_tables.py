@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings and LM head of a target, for speculators that have none of their own.
-
-Each graph is compiled separately, so tables shared in training are copied into the speculator's graph.
-"""
+"""Embeddings and LM head of a target, copied into the graph of a speculator that has none of its own."""
 
 from __future__ import annotations
 
@@ -38,11 +35,7 @@ class TargetTables:
 
 
 def digests_from_target(context: SourceContext) -> dict[str, str]:
-    """Returns the SHA-256 by "target/" and name of the files that `read_tables` reads, an adapter's among them.
-
-    Raises:
-        CheckpointError: no such folder, or a file cannot be read.
-    """
+    """Returns the SHA-256 by "target/" and name of the files that `read_tables` reads, an adapter's among them."""
     assert context.target_job is not None
     folder = find_folder(context.target_job, context.weights)
     digests = digests_from_checkpoint(folder, context.weights, WEIGHT_FILES) | digests_of_adapter(context.target_job)
@@ -88,11 +81,7 @@ class TableGrids:
 
 
 def grids_of_tables(folder: Path) -> TableGrids:
-    """Returns the tables of a target that are stored as levels of few bits.
-
-    Raises:
-        CheckpointError: see `open_files`.
-    """
+    """Returns the tables of a target that are stored as levels of few bits."""
     files = open_files(folder)
     found = {held[1] for table in (EMBEDDINGS, LM_HEAD) if (held := find_table(folder, table)) is not None}
     return TableGrids(files, tuple(key for key in files.grid_keys if key in found))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a speculator's folder by key: headers at once, bytes on demand from memory-mapped files.
 
-Safetensors need no torch. Pickles are read by torch's weights-only unpickler, which runs no code of the file, or
-refused.
+Pickles are read by torch's weights-only unpickler, which runs no code of the file; safetensors need no torch.
 """
 
 from __future__ import annotations
@@ -188,10 +187,7 @@ def open_files(folder: Path) -> TensorFiles:
 
 
 def has_grids(folder: Path) -> bool:
-    """Returns whether a target's folder has weights of few bits, of which `TensorFiles.grid` returns some.
-
-    Where it has its config alone, as when sizes are predicted, that decides.
-    """
+    """Returns whether a target's folder has weights of few bits, for `TensorFiles.grid`, or its config says so."""
     if weight_files(folder):
         return bool(open_files(folder).grid_keys)
     return has_integers(read_config(folder))

@@ -26,8 +26,7 @@ class TextSample:
     Args:
         texts: token ids, as they are; half of them for each purpose. Empty: the target answers `prompts`.
         prompts: token ids of conversations, half of them for each purpose; empty: it begins with single tokens.
-        weights: how a backend that `calibrates` makes those of 4 bits: compensated over the text, rounded, or as it
-            rounds those of drafts, which share them.
+        weights: how those of 4 bits are made: compensated over the text, rounded, or as for drafts that share them.
     """
 
     texts: Texts = ()

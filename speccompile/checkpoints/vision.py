@@ -63,11 +63,7 @@ class VisionDims:
 
 
 def check_vision(config: Mapping[str, Any]) -> None:
-    """Refuses a target whose images cannot be read.
-
-    Raises:
-        RecipeError: it has no vision tower, or one of another type than `VISION_TYPES`.
-    """
+    """Refuses a target without a vision tower of `VISION_TYPES`. Raises RecipeError: it is one."""
     kind = config.get("model_type")
     if kind not in VISION_TYPES or not isinstance(config.get("vision_config"), Mapping):
         what = f"a checkpoint of type {shown(kind)}"
@@ -77,10 +73,7 @@ def check_vision(config: Mapping[str, Any]) -> None:
 
 
 def read_vision_dims(source: Path, hidden_size: int) -> VisionDims:
-    """Returns the sizes of the vision tower in `source`, from its config.json.
-
-    Args:
-        source: the checkpoint's folder, of a type in `VISION_TYPES`.
+    """Returns the sizes of the vision tower in `source`, of a type in `VISION_TYPES`, from its config.json.
 
     Raises:
         CheckpointError: a size is wrong, or the tokens of an image are no square of whole patches.

@@ -174,11 +174,7 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
 
 
 def check_class(folder: Path) -> None:
-    """Lets a model's own class read its config, where the packages that build are installed.
-
-    Raises:
-        CheckpointError, ExportError: see `export.weights.check_model`.
-    """
+    """Lets a model's own class read its config, if it is installed; raises as `export.weights.check_model`."""
     from importlib.util import find_spec
 
     if find_spec("torch") and find_spec("transformers"):

@@ -84,9 +84,7 @@ class Chat:
     prompt: list[int] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[StepOutput, None, None]:
-        """Yields the steps of the answer to a message; both are in the conversation when it has ended.
-
-        An answer that is not read to its end is cancelled, and then neither of them is.
+        """Yields the steps of the answer to a message; both are in the conversation once it is read to its end.
 
         Raises:
             RuntimeFault: the conversation does not fit the cache, or the engine failed.

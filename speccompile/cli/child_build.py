@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A build in a process of its own, so that the command that decodes never holds the memory that building takes.
 
-The child writes lines of JSON: ["stage", MESSAGE], ["log", [LOGGER, LEVEL, MESSAGE]], and at its end ["error", ...] or
-["bundle", ...].
+It writes lines of JSON: ["stage", MESSAGE], ["log", [LOGGER, LEVEL, MESSAGE]], then ["error", ...] or ["bundle", ...].
 """
 
 from __future__ import annotations

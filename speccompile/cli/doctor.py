@@ -91,11 +91,7 @@ def _probe(
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """Returns {"KEY": VALUE} of KEY=VALUE; a value is JSON, or text where it is none.
-
-    Raises:
-        RecipeError: no "=" in it.
-    """
+    """Returns {"KEY": VALUE} of KEY=VALUE, JSON or text. Raises RecipeError: no "=" in it."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, is_there, text = pair.partition("=")

@@ -38,11 +38,7 @@ class PassDump(logging.Handler):
 
 @contextlib.contextmanager
 def dumped_passes(folder: Path | None, progress: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Yields the callback for the stages of a build whose passes are written; `folder` None: none are.
-
-    Raises:
-        BuildError: the folder is not new or empty.
-    """
+    """Yields the callback that writes passes of a build; None: no folder. Raises BuildError: it is not new or empty."""
     if folder is None:
         yield progress
         return

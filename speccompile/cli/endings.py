@@ -21,10 +21,7 @@ _MESSAGES = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminat
 
 @contextlib.contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), so that open blocks clean up; a second SIGTERM kills at once.
-
-    Does nothing outside of the main thread, or where the caller handles the signal already.
-    """
+    """Lets SIGTERM raise SystemExit(143) for clean-up, in the main thread without a handler; a second one kills."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

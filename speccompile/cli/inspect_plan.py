@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `speccompile inspect` shows of a TensorRT plan: the record of its build, never the plan's own bytes.
-
-Their layout is not documented, and deserialising them could run code in them.
-"""
+"""What `speccompile inspect` shows of a TensorRT plan: the record of its build. Reading its bytes could run code."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ PLAN_SUFFIX = ".plan"
 
 
 def facts_from_plan_file(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    """Returns the facts about a plan, in a bundle or with its record beside it.
-
-    Returns:
-        The facts, and what is wrong with the bundle's digests of the plan and its record, or None.
+    """Returns the facts about a plan, and what is wrong with the digests of plan and record, or None.
 
     Raises:
         BundleError: there is no record beside the plan, or it is damaged or of another plan.
@@ -39,9 +33,6 @@ def plan_facts(path: Path) -> tuple[dict[str, Any], BundleError | None]:
     """Returns {"recorded": the record of its build, "digests": whether a manifest vouches for both}, and what is wrong.
 
     Inside a bundle the record is shown only where the manifest has its digest and the plan's; else it is None.
-
-    Raises:
-        BundleError: see `facts_from_plan_file`.
     """
     from speccompile.backends.tensorrt.records import read_record, record_file
     from speccompile.bundle.format import MANIFEST, check_files, read_json

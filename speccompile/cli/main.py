@@ -79,14 +79,7 @@ for _info in app.registered_commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: without the program's name; those of the process by default.
-
-    Returns:
-        The exit code, see `--help`.
-    """
+    """Runs the command line; returns the exit code, see `--help`. `arguments` are by default the process's."""
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -126,7 +126,6 @@ def check_template(source: str, model: ModelOptions) -> None:
     Raises:
         RuntimeFault: the packages that templates need are not installed.
         BundleError: it has none.
-        RecipeError, CheckpointError: see `load_recipe` and `resolve_checkpoint`.
     """
     from speccompile.bundle.publish import find_bundle, is_hub_id
     from speccompile.checkpoints.folders import resolve_checkpoint
@@ -153,13 +152,10 @@ def check_template(source: str, model: ModelOptions) -> None:
 def load_source(
     source: str, model: ModelOptions, *, method: str | None, backend: str | None, threads: int | None
 ) -> tuple[SpecEngine, str]:
-    """Loads a bundle, or that of a model or recipe, which is built where it is not in the cache.
+    """Loads a bundle, or that of a model or recipe, built if need be; returns the engine, and the name for clients.
 
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
-
-    Returns:
-        The engine, and the model's name for clients.
 
     Raises:
         typer.BadParameter: options of a build are given with a bundle.
@@ -203,11 +199,7 @@ def _section_of_bundle(source: str, model: ModelOptions) -> dict[str, Any]:
 
 
 def prepare_source(source: str, model: ModelOptions) -> Prepared:
-    """Returns the bundle of a model or a recipe, with the stages of its build on stderr.
-
-    Raises:
-        SpecCompileError: it cannot be built.
-    """
+    """Returns the bundle of a model or a recipe, with its stages on stderr. Raises SpecCompileError: it cannot."""
     quiet_libraries()
     from speccompile.bundle.bundle import read_bundle
     from speccompile.cli.child_build import prepare_in_child

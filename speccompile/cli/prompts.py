@@ -88,10 +88,7 @@ _READERS: Mapping[Kind, Callable[[Any], Any]] = {
 
 
 def read_requests(path: Path, limit: int | None = None) -> list[Request]:
-    """Returns the prompts of a file, in order; empty lines are skipped, unknown keys ignored.
-
-    Args:
-        limit: read at most this many.
+    """Returns at most `limit` prompts of a file, in order; empty lines are skipped, unknown keys ignored.
 
     Raises:
         RuntimeFault: the file cannot be read, holds no prompt, or a line is wrong; the message has its number.
@@ -146,11 +143,7 @@ def _read_line(where: str, line: str, folder: Path) -> Request:
 
 
 def prompts_of_bundle(bundle: Bundle, requests: Sequence[Request]) -> list[str | list[int]]:
-    """Returns the prompts, conversations as token ids by a bundle's tokenizer and chat template.
-
-    Raises:
-        RuntimeFault, BundleError: see `tokens_of_messages`.
-    """
+    """Returns the prompts, conversations as token ids by a bundle's tokenizer and chat template."""
     folder, tokenizer = bundle.tokenizer_folder, None
     if bundle.tokenizer_path is not None and any(request.messages for request in requests):
         tokenizer = load_tokenizer(bundle.tokenizer_path, BundleError, "Build the bundle again.")
@@ -158,11 +151,7 @@ def prompts_of_bundle(bundle: Bundle, requests: Sequence[Request]) -> list[str |
 
 
 def prompts_of_requests(requests: Sequence[Request], tokenizer: Any, folder: Path | None) -> list[str | list[int]]:
-    """Returns the prompts, conversations as token ids.
-
-    Args:
-        tokenizer: `tokenizers.Tokenizer`; None where there is no folder.
-        folder: of the tokenizer and its chat template; None: there is none.
+    """Returns the prompts, conversations as token ids by the tokenizer and chat template of `folder`, if any.
 
     Raises:
         RuntimeFault, BundleError: see `tokens_of_messages`.
@@ -176,11 +165,7 @@ def prompts_of_requests(requests: Sequence[Request], tokenizer: Any, folder: Pat
 
 
 def check_results(path: Path | None) -> None:
-    """Check before the work that its results can be written; None and `-` always can.
-
-    Raises:
-        BuildError: see `check_file`.
-    """
+    """Checks before the work that its results can be written; None and `-` always can. Raises as `check_file`."""
     from speccompile.bundle.files import check_file
 
     if path is not None and str(path) != "-":
@@ -188,11 +173,7 @@ def check_results(path: Path | None) -> None:
 
 
 def write_results(path: Path, data: Any) -> None:
-    """Write a JSON document; `-` is standard output, which also gets what cannot be written to the file.
-
-    Raises:
-        BuildError: the file cannot be written.
-    """
+    """Writes a JSON document; `-` is standard output, which also gets what fails. Raises BuildError: it failed."""
     from speccompile.bundle.files import write_file
 
     text = json.dumps(data, indent=1) + "\n"

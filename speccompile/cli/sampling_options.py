@@ -20,11 +20,7 @@ _TYPES: Mapping[Kind, Any] = {INTEGER: int, NUMBER: float, STRINGS: list[str], F
 
 
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command with an option for each sampling parameter that has a flag, in place of its `sampling`.
-
-    Args:
-        command: its argument `sampling` gets the values that were given.
-    """
+    """Returns a command with an option for each sampling parameter that has a flag, in place of its `sampling`."""
     flagged = {name: declared for name, declared in SAMPLING_PARAMETERS.items() if declared.flag is not None}
 
     @functools.wraps(command)
@@ -54,11 +50,7 @@ def _option(name: str, declared: SamplingParameter) -> inspect.Parameter:
 
 
 def check_sampling(given: Mapping[str, Any]) -> None:
-    """Refuse values that are out of range, by the names that they have on the command line.
-
-    Raises:
-        typer.BadParameter: one of them is.
-    """
+    """Refuses values out of range by their command-line names. Raises typer.BadParameter: one of them is."""
     try:
         SamplingParams(**given)
     except RuntimeFault as fault:

@@ -25,11 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check_seconds(value: float | None) -> float | None:
-    """Refuses values that are no times; the error names the option.
-
-    Raises:
-        typer.BadParameter: it is zero, negative, infinite or no number.
-    """
+    """Refuses values that are no times. Raises typer.BadParameter: zero, negative, infinite or no number."""
     if value is not None and not 0 < value < math.inf:
         raise typer.BadParameter(f"{value:g} is not a number of seconds above 0.")
     return value

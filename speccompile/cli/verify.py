@@ -82,11 +82,7 @@ def print_certificate(bundle: Path, certificate: Mapping[str, Any]) -> None:
 
 
 def leave_unless_passed(certificate: Mapping[str, Any]) -> None:
-    """Ends the command with the exit code of a certificate that says less than it should.
-
-    Raises:
-        typer.Exit: a check failed, or scored too few drafts.
-    """
+    """Ends the command with a certificate's exit code. Raises typer.Exit: a check failed, or had too few drafts."""
     if certificate["verdict"] == "failed":
         raise typer.Exit(CertificateError.exit_code)
     if not all(check.get("has_enough_drafts", True) for check in certificate["checks"]):

@@ -15,11 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache_root() -> Path:
-    """Returns the cache's folder, which need not be there.
-
-    Raises:
-        BuildError: `VARIABLE` is not set, and the user has no home folder.
-    """
+    """Returns the cache's folder, if it is there or not. Raises BuildError: neither `VARIABLE` nor a home folder."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -30,14 +26,7 @@ def cache_root() -> Path:
 
 
 def make_cache_folder(name: str = "") -> Path:
-    """Returns a folder of the cache, made where it is not there.
-
-    Args:
-        name: of the folder in the cache; the cache's own folder by default.
-
-    Raises:
-        BuildError: it cannot be made, or no file can be written in it.
-    """
+    """Returns a folder of the cache, or the cache's own, made if need be. Raises BuildError: it cannot be written."""
     root = cache_root()
     folder = root / name
     try:

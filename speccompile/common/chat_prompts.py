@@ -37,11 +37,7 @@ def find_template(folder: Path | None, where: str) -> ChatTemplate:
 
 
 def check_messages(messages: Any, where: str = "messages") -> None:
-    """Refuses what is no conversation.
-
-    Raises:
-        RuntimeFault: no list of messages, or one of them has no role or no content; it is named.
-    """
+    """Refuses what is no conversation. Raises RuntimeFault: no list, or a message without role or content."""
 
     def refuse(at_message: str, got: Any, expected: str) -> None:
         raise RuntimeFault(at_message, f"{got!r:.60}", expected, _TODO)
@@ -104,7 +100,6 @@ def tokens_of_messages(
     """Returns the token ids of a conversation with the assistant's turn opened, as the server has them.
 
     Args:
-        tokenizer: `tokenizers.Tokenizer`; None where there is no folder.
         folder: of the tokenizer, with the chat template; None: there is none.
         expand: returns the rendered text with the tokens of its images.
 

@@ -45,13 +45,10 @@ class ChatTemplate:
         extra: Mapping[str, Any],
         where: str = "messages",
     ) -> str:
-        """Returns the prompt, special tokens included.
+        """Returns the prompt, special tokens included. Raises RuntimeFault: the template refuses these messages.
 
         Args:
             add_generation_prompt: open the assistant's turn at the end.
-
-        Raises:
-            RuntimeFault: the template refuses these messages, or cannot be rendered with them.
         """
         try:
             template = _compiled(self.source)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled code kept between runs: only a file that nobody but root and the running user can change is loaded.
 
-A folder of the cache that others can write is left as it is; what it would hold is made anew in a folder of the
-running user's below the system's folder for temporary files.
+Instead of a folder of the cache that others can write, one below the system's folder for temporary files is used.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def find_code_file(name: str, root: Path | None = None) -> Path:
-    """Returns where compiled code is, or is to be written: a file that is there may be loaded.
-
-    Args:
-        root: the folder that the user chose; the cache's by default.
-    """
+    """Returns where compiled code is, or is to be written, in the user's `root` or the cache; it may be loaded."""
     if root is None:
         with contextlib.suppress(BuildError):  # no home folder
             root = cache_root()

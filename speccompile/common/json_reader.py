@@ -21,14 +21,10 @@ class JsonFault(ValueError):
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Returns the value of a JSON document.
-
-    NaN and Infinity are read, as transformers writes them into configs (`time_step_limit`): callers that need a
-    finite number check it.
+    """Returns the value of a JSON document, NaN and Infinity included, as in transformers' `time_step_limit`.
 
     Raises:
-        JsonFault: no JSON, nested deeper than `MAX_DEPTH`, an integer of thousands of digits, or text that is no
-            Unicode.
+        JsonFault: no JSON or Unicode, nested deeper than `MAX_DEPTH`, or an integer of thousands of digits.
     """
     too_deep = f"values nested more than {MAX_DEPTH} deep"
     try:
@@ -52,8 +48,7 @@ def read_json_file(path: Path, error: type[SpecCompileError], todo: str, expecte
         todo: what the user can do about a file that is missing or damaged.
 
     Raises:
-        SpecCompileError: of the class `error`: no such file, not readable, larger than `MAX_BYTES`, or see
-            `parse_json`.
+        SpecCompileError: of the class `error`: not readable, larger than `MAX_BYTES`, or see `parse_json`.
     """
     try:
         if not path.is_file():

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a field of a frozen dataclass is declared: its meaning and range. Sections of the recipe derive from it.
-
-Sampling parameters declare more: see `common.surfaces`.
-"""
+"""How a field of a frozen dataclass is declared: its meaning and range. Sections of the recipe derive from it."""
 
 from __future__ import annotations
 
@@ -18,11 +15,7 @@ METADATA_KEY = "parameter"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What is declared of a field besides its name, type and default.
-
-    Args:
-        check: returns the value as it is stored; raises ValueError with what was expected.
-    """
+    """What is declared of a field besides its name, type and default."""
 
     description: str = ""  # its meaning, as the recipe's schema shows it
     ge: float | None = None
@@ -30,7 +23,7 @@ class Parameter:
     le: float | None = None
     lt: float | None = None  # bound that values must stay below; infinity: any finite value
     words: tuple[str, ...] = ()  # values beside the range, of which None need not be one; without bounds the only ones
-    check: Callable[[Any], Any] | None = None
+    check: Callable[[Any], Any] | None = None  # returns the stored value; raises ValueError with what was expected
     beside_section: bool = False  # of a backend: a key of the recipe's `engine` section itself
 
     def contains(self, value: Any) -> bool:
@@ -65,12 +58,7 @@ def parameter(default: Any, **more: Any) -> Any:
 
 
 def check_parameters(config: Any, where: str, **limits: tuple[float, float]) -> None:
-    """Refuses values that are not in the range that their fields declare.
-
-    Args:
-        config: a frozen dataclass; fields without a declaration are not checked, and None always passes.
-        limits: (least, most) by field, where they depend on other fields.
-    """
+    """Refuses values out of the range that their fields declare, or of `limits` (least, most); None passes."""
     for field in dataclasses.fields(config):
         rule, value = field.metadata.get(METADATA_KEY), getattr(config, field.name)
         if rule is None or value is None or value in rule.words:

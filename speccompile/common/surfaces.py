@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a field of `SamplingParams` is declared: type, range, meaning, and its names where users meet it.
 
-These derive from the declarations: the checks of `SamplingParams`, the recipe's `decoding` section, the options of
-`speccompile generate`, the keys of prompt files, the fields of the OpenAI server's bodies, the inputs of Triton models.
+Checks, the recipe's `decoding` section, options, keys of prompt files, bodies and Triton's inputs derive from it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,9 @@ from speccompile.common.parameters import METADATA_KEY, Parameter
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values.
+    """A type of values."""
 
-    Args:
-        convert: returns the value in this type; raises TypeError, ValueError or OverflowError where it has another.
-    """
-
-    convert: Callable[[Any], Any]
+    convert: Callable[[Any], Any]  # returns the value in this type, or raises TypeError, ValueError or OverflowError
     expected: str
 
 
@@ -62,10 +57,7 @@ class TensorInput:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameter(Parameter):
-    """What is declared of a sampling parameter besides its name and default.
-
-    By default it appears everywhere under its own name.
-    """
+    """What is declared of a sampling parameter besides its name and default; it appears everywhere by default."""
 
     kind: Kind
     expected: str = ""  # its range in words, for messages; empty: every value of its type is valid

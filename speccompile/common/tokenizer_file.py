@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: Path, error: type[SpecCompileError], todo: str) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json, which neither cuts nor fills up texts.
-
-    A file may hold a truncation and a padding that training left there; transformers resets both at every call.
+    """Returns the tokenizer of a tokenizer.json, without the truncation and padding that training left there.
 
     Args:
         todo: what the user can do about a damaged file.
@@ -37,14 +35,7 @@ LONG = 4096  # characters that take longer than waking a thread: `encode` holds 
 
 
 def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool = True) -> list[int]:
-    """Returns the token ids of a text.
-
-    Args:
-        special: with the special tokens that the tokenizer puts around it.
-
-    Raises:
-        RuntimeFault: the tokenizer fails on it: its regular expression has a limit.
-    """
+    """Returns the token ids of a text, `special` ones included. Raises RuntimeFault: the tokenizer fails on it."""
     todo = "Shorten what repeats in it, or give token ids."
     with TokenizerFaults(RuntimeFault, where, "a text that the tokenizer reads", todo):
         if len(text) > LONG and hasattr(tokenizer, "encode_batch_fast"):

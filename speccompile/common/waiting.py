@@ -17,10 +17,9 @@ def tell(message: str) -> None:
 
 
 def download_bar(name: str) -> type[Any]:
-    """Returns a class in the place of tqdm's for `snapshot_download`, which tells the megabytes of a download.
+    """Returns a class in the place of tqdm's for `snapshot_download`, which logs the megabytes of a download.
 
-    The hub's client makes several bars: one counts files, and there may be two that count bytes. What is told is the
-    larger of those; where all files are there already, it is nothing.
+    Several bars count files or bytes: the largest count of bytes is logged, and nothing where all files are there.
     """
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 

@@ -46,12 +46,7 @@ def _extra_rows(case: Case) -> int:
 
 
 def write_case(folder: Path, layout: Format, case: Case) -> None:
-    """Write a checkpoint that was examined, in another layout of its method or in the same.
-
-    Args:
-        folder: exists and is empty; the caller publishes it atomically.
-        case: one for which `convertible` finds nothing; padding rows of the vocabulary are cut.
-    """
+    """Writes a checkpoint that was examined and is `convertible`, without padding, into an empty folder."""
     config, tensors = canonical_from_case(case)
     if _extra_rows(case):
         config, tensors = _cut_vocabulary(case, config, tensors)
@@ -78,7 +73,7 @@ def write_speculator(
     tensors: Mapping[str, torch.Tensor],
     target: Target | None = None,
 ) -> None:
-    """Write config.json and model.safetensors.
+    """Writes config.json and model.safetensors.
 
     Args:
         tensors: by the names of the canonical layout; dtypes are kept.

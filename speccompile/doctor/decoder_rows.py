@@ -20,11 +20,7 @@ PLAIN_LAYER: Mapping[str, tuple[Any, ...]] = {
 
 
 def decoder_sizes(scope: str = "") -> tuple[Size, ...]:
-    """Returns the sizes of a decoder layer from a Llama config.
-
-    Args:
-        scope: object of config.json that contains it, followed by a dot.
-    """
+    """Returns the sizes of a decoder layer from a Llama config, in the object `scope` of config.json with its dot."""
 
     def keys(*names: str) -> tuple[str, ...]:
         return tuple(scope + name for name in names)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor: finds the layout of a speculator's checkpoint and all its faults.
+"""The doctor: finds the layout of a speculator's checkpoint and all its faults. Safetensors need no torch.
 
-Only headers and index maps are read unless the caller asks for the values, and a checkpoint that cannot be read at all
-is a finding like any other. Needs no torch for safetensors.
+Only headers and index maps are read unless the caller asks for values; an unreadable checkpoint is a finding, too.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class Checkpoint:
 
 
 def find_target(model: str) -> Target:
-    """Returns the model that a speculator is for; of a hub id only config and tokenizer are downloaded.
-
-    Raises:
-        CheckpointError: no such model, or no config of a language model.
-    """
+    """Returns the target, of a hub id config and tokenizer. Raises CheckpointError: no config of a language model."""
     folder = resolve_checkpoint(model, _SMALL_FILES)
     return Target(model, read_dims(folder), read_text_config(folder), _count_tokens(folder), folder)
 
@@ -63,7 +58,7 @@ def _count_tokens(folder: Path) -> int:
 
 
 def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Read config and headers, and find the layout.
+    """Reads config and headers, and finds the layout.
 
     Raises:
         CheckpointError: no config, no weights, a damaged or refused file, a speculator of another method.
@@ -80,11 +75,7 @@ def open_checkpoint(folder: Path, formats: Sequence[Format], overrides: Mapping[
 
 
 def check_method(folder: Path, method: str | None) -> None:
-    """Refuses a folder with a speculator of another method; one that cannot be read is left to other checks.
-
-    Args:
-        method: that it should be of; None: it should be a language model.
-    """
+    """Refuses a speculator of another method (None: a language model); unreadable ones are left to other checks."""
     try:
         config, keys = read_config(folder), open_files(folder).headers
     except CheckpointError:
@@ -126,15 +117,12 @@ def examine(
     overrides: Mapping[str, Any] | None = None,
     formats: Sequence[Format] | None = None,
 ) -> Report:
-    """Find the layout of a speculator's checkpoint and all its faults.
+    """Returns the report on a speculator's checkpoint: its layout, and a finding for every fault.
 
     Args:
         target: folder or hub id of the model that it is for; None: the checks against a target are skipped.
         values: read the weights; None: up to `MAX_AUTO_BYTES` of them.
         formats: layouts that it may have; those of the registry by default.
-
-    Returns:
-        The report. Every fault of the speculator is a finding in it.
 
     Raises:
         CheckpointError: the target cannot be read, or a hub id cannot be resolved.
@@ -249,14 +237,11 @@ def check_speculator(
     values: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> Case:
-    """Check that a checkpoint is complete, for a method's graph source or trainer.
+    """Returns the case of a checkpoint that is complete, for a method's graph source or trainer.
 
     Args:
         target_folder: of that model, with its weights; None: its tables are not compared.
         values: check the weights too, not only headers.
-
-    Returns:
-        The case.
     """
     found = open_checkpoint(folder, formats, overrides)
     aim = Target("the target", target, {}, folder=target_folder) if target is not None else None
@@ -268,11 +253,7 @@ def check_speculator(
 def read_speculator(
     folder: Path, formats: Sequence[Format], *, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns config and weights in the canonical layout of the method, whatever layout the folder has.
-
-    Returns:
-        The config, and tensors by the names of the canonical layout; mapped from the files, shared ones as one tensor.
-    """
+    """Returns config and mapped tensors in the canonical layout of the method, whatever layout the folder has."""
     return canonical_from_case(check_speculator(folder, formats, values=True, overrides=overrides))
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint layouts as tables: the sizes a config gives, and a row for every kind of key. Needs no torch.
 
-A layout declares its keys; each row also has the key's name in the canonical layout of the same method, so that one
-table serves to find, check, read, write and convert.
+Rows have the canonical layout's name too, so that one table serves to find, check, read, write and convert.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Size:
     Args:
         keys: its keys in the config, of which the first present one counts; a dot leads into an object.
         stored: (pattern of a key, axis) of a tensor that gives it where the config does not.
-        needed_with: pattern of a key beside which the config must have it, though tensors give it: other readers
-            silently assume a default.
+        needed_with: pattern of a key beside which the config must have it: other readers assume a default.
     """
 
     name: str
@@ -100,16 +98,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a speculator is for.
-
-    Args:
-        num_tokens: in its tokenizer; 0 where not known. Further rows of the vocabulary are padding.
-    """
+    """The model that a speculator is for."""
 
     name: str
     dims: ModelDims
     config: Mapping[str, Any]  # its config.json; empty where only the sizes are known
-    num_tokens: int = 0
+    num_tokens: int = 0  # in its tokenizer; 0: unknown. Further rows of the vocabulary are padding
     folder: Path | None = None  # with its weights; None: what needs them is not checked
 
 
@@ -127,13 +121,12 @@ class Format:
 
     Args:
         name: method and layout, e.g. "m/ours".
-        config_marks: (key of the config, value) pairs, any of which identifies it whatever other keys there are; `ANY`:
-            any value that is not null.
+        config_marks: (key of the config, value) pairs, any of which identifies it; `ANY`: any value that is not null.
         config_prefix: the prefix that a config implies, instead of `prefixes`.
         config: our config as that of the layout, None where it is not written; gets the target, if any.
         complete: computes missing derived tensors from the config and tensors of the canonical layout.
-        reads: keys of the config that are read beside those of sizes, a dot leads into an object; None: the config is
-            another model's as well, and not compared.
+        reads: keys of the config beside those of sizes, a dot leads into an object; None: it is another model's as
+            well.
         fixed: values that keys may have whose meaning is fixed here, by the last part of their name.
     """
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which conventions a checkpoint was trained with: the readings of its weights compared by acceptance. No torch.
 
-A convention is a choice that a file states, implies or leaves open, and that no shape shows: a wrong one gives no
-error, only fewer accepted drafts. A method declares its conventions and drafts under any reading of them
-(`Format.probe` names its `Probe`); what is here compares the readings and says which one the weights mean.
+A convention is a choice that no shape shows: a wrong one gives no error, only fewer accepted drafts. A method declares
+its own and drafts under any reading of them (`Format.probe` names its `Probe`).
 """
 
 from __future__ import annotations
@@ -97,10 +96,7 @@ Measure = Callable[[Sequence[Reading]], list[list[np.ndarray]]]
 def accepted_drafts(drafts: np.ndarray, text: np.ndarray, roots: np.ndarray) -> np.ndarray:
     """Returns how many drafts of each chain are the text's tokens, up to the first that is not, [starts] int64.
 
-    Args:
-        drafts: [starts, num] int64.
-        text: [nodes] int64; there are `num` tokens after each root.
-        roots: [starts] int64.
+    `drafts` are [starts, num], `text` [nodes] with `num` tokens after each of `roots` [starts], all int64.
     """
     wanted = text[roots[:, None] + 1 + np.arange(drafts.shape[1])]
     counts: np.ndarray = np.cumprod(drafts == wanted, 1).sum(1)
@@ -108,11 +104,7 @@ def accepted_drafts(drafts: np.ndarray, text: np.ndarray, roots: np.ndarray) -> 
 
 
 def difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns the mean of `one - other` and its standard error, from the spread between groups of neighbouring starts.
-
-    Args:
-        one: accepted drafts [starts] of each text.
-    """
+    """Returns the mean of `one - other` (accepted [starts] by text) and its standard error, by groups of starts."""
     apart = [np.subtract(a, b, dtype=np.float64) for a, b in zip(one, other, strict=True)]
     num, mean = sum(map(len, apart)), float(np.concatenate(apart).mean())
     sums = [(d[i : i + GROUP_STARTS] - mean).sum() for d in apart for i in range(0, len(d), GROUP_STARTS)]

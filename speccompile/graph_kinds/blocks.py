@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of drafts that give a block of draft tokens in one run, as a lattice: candidates of every slot, and scores.
 
-A run reads the target's features of positions that the target has accepted, and then a block: the root and masks. Row
-t of the draft's cache belongs to the feature of position t alone. The block's rows are written after those in use and
-never counted among them, so the next run overwrites them.
+A run reads the target's features of accepted positions, and then a block: the root and masks. Row t of the draft's
+cache belongs to the feature of position t alone; the next run overwrites the block's rows.
 
-Slot i of a block is the draft token at depth i + 1. Entry [i, a, b] of the scores is the logit of candidate b of slot
-i after candidate a of slot i - 1, up to a number that is the same for all b; before slot 0 there is the root alone,
-and its rows are all alike. A draft whose slots do not depend on one another has one row a slot.
-
-Where a slot depends on the whole path before it, the scores have one row a slot, too, and the block gives further terms
-of which a second graph, the step, makes the path's state and its scores, one token after the other.
+Slot i of a block is the draft token at depth i + 1. Entry [i, a, b] of the scores is the logit of candidate b of slot i
+after candidate a of slot i - 1, up to a number that is the same for all b; the rows of slot 0, after the root, are
+alike. Independent slots have one row each, as those that depend on the whole path: for these a second graph, the step,
+makes the path's state and its scores from further terms, token by token.
 """
 
 from __future__ import annotations

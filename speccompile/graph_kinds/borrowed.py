@@ -35,11 +35,7 @@ def reading_spec(spec: GraphSpec, owner: ModelDims, caches: tuple[str, ...]) -> 
 
 
 def sharing_spec(spec: GraphSpec, layers: Sequence[int], owner: str = "target") -> GraphSpec:
-    """Returns `spec` of a decoder whose caches are another one's, written in place; recurrent states are copies.
-
-    Args:
-        layers: indices of the owner's layers that the decoder has, 0 the first.
-    """
+    """Returns `spec` of a decoder of the owner's `layers`, from 0, whose caches it writes; it copies states."""
     named = [zip(cache_names(own), cache_names(theirs), strict=True) for own, theirs in enumerate(layers)]
     held = {own: theirs for pairs in named for own, theirs in pairs}
     borrowed = tuple(BorrowedCache(name, held[name], owner) for name in spec.caches)

@@ -153,10 +153,9 @@ def verified_spec(spec: GraphSpec, keep_logits: bool = False) -> GraphSpec:
 
 
 def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...]:
-    """Returns the outputs of a graph with candidates after each scored node; `draft_vocab` is 1 if all are greedy.
+    """Returns outputs with candidates after each scored node, and with `dists` warped distributions for drawn drafts.
 
-    Args:
-        dists: the warped distribution after each node as well, for drafts that are drawn.
+    `draft_vocab` is 1 if all are greedy.
     """
     rows: tuple[Dim, ...] = ("batch", "scored", num_candidates)
     candidates = (TensorSpec(CANDIDATES, rows, "int64"), TensorSpec(CANDIDATE_PROBS, rows, "float32"))
@@ -164,11 +163,7 @@ def candidate_outputs(num_candidates: int, dists: bool) -> tuple[TensorSpec, ...
 
 
 def candidate_spec(spec: GraphSpec, num_candidates: int, dists: bool) -> GraphSpec:
-    """Returns `spec` with a tail that gives candidates after every scored node, for drafts of trees; no logits.
-
-    Args:
-        dists: see `candidate_outputs`; temperature, top_k and top_p are inputs then.
-    """
+    """Returns `spec` with the tail `candidate_outputs`; with `dists` temperature, top_k and top_p are inputs."""
     made = _with_tail(spec, WARP if dists else (), candidate_outputs(num_candidates, dists), keep_logits=False)
     return replace(made, num_candidates=num_candidates, gives_probs=dists, tail="candidates")
 

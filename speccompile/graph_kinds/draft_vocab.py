@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft's vocabulary cut to the tokens that occur: options of graphs, and the recipe fields that ask for them.
 
-The LM head is a large part of a small draft's weights. With the rows of frequent tokens alone, tokens left out are
-never drafted; nothing else is lost: they have probability 0 in the draft's distribution, and drafts may be drawn from
-any distribution.
+The LM head is a large part of a small draft's weights. Tokens that are left out have probability 0 in the draft's
+distribution, and drafts may be drawn from any distribution.
 """
 
 from __future__ import annotations
@@ -18,14 +17,10 @@ KEY = "speculator.draft_vocab_size"
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Which tokens a draft may name.
-
-    Args:
-        text: file of the text in which they are counted. Not part of a cache key: the chosen tokens are.
-    """
+    """Which tokens a draft may name."""
 
     size: int
-    text: str = field(compare=False)
+    text: str = field(compare=False)  # file in which they are counted; no part of a cache key: the chosen tokens are
 
 
 @dataclass(frozen=True)

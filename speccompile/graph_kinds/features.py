@@ -2,8 +2,7 @@
 """Graphs of drafts that read features: one vector per position, first the target's, then the draft's own.
 
 Row t of such a draft's cache belongs to the feature of position t and the token at t + 1, so a draft that has read n
-rows drafts the token at n + 1. Its output `hidden.next` is its input in the next run: `feature_nodes` picks the rows,
-and the whole tensor can stay where the engine left it.
+rows drafts the token at n + 1. Its output `hidden.next` is its next input: `feature_nodes` picks the rows.
 """
 
 from __future__ import annotations

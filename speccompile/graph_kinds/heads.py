@@ -26,12 +26,7 @@ ROOT = TensorSpec(TOKENS, ("batch", 1), "int64", "tokens")  # of heads: the toke
 
 
 def heads_spec(name: str, hidden_size: int, vocab_size: int, num_drafts: int) -> GraphSpec:
-    """Returns the spec of heads on the target's hidden state that draft a chain in one run; no caches.
-
-    Args:
-        hidden_size: of the target's `hidden`, read as the target gives it; `start_nodes` picks a row of each slot.
-        num_drafts: length of the chain after the root in `tokens`.
-    """
+    """Returns the spec of heads on the target's `hidden` (`start_nodes`) that draft a chain in one run; no caches."""
     inputs = (*start_inputs(hidden_size), ROOT, TensorSpec(UNIFORMS, ("batch", num_drafts), "float32"), *WARP)
     drafts = chain_outputs(num_drafts)
     return GraphSpec(name, inputs, drafts, (), vocab_size, scores="one", num_drafts=num_drafts, gives_probs=True)
@@ -60,7 +55,6 @@ def tree_heads_spec(
     """Returns the spec of heads that draft a tree in one run. Its drafts are the likeliest tokens: nothing is drawn.
 
     Args:
-        hidden_size: of the target's `hidden`; `start_nodes` picks a row of each slot.
         num_drafts: nodes after the root in `tokens`; parents come before children.
         gives_parents: the tree's shape is decided in the graph; otherwise it is fixed at build.
     """

@@ -37,16 +37,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 @dataclass
 class RawRecipe:
-    """Parsed but not validated: the values, and the origin of each key.
-
-    Args:
-        origins: "file:line" or "--set ..." by key path.
-    """
+    """Parsed but not validated: the values, and the origin of each key."""
 
     source: str
     folder: Path
     values: dict[str, Any]
-    origins: dict[KeyPath, str] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)  # "file:line" or "--set ..." by key path
 
     def where(self, path: KeyPath) -> str:
         """Returns the location of a key, or of its nearest existing parent, and its dotted name."""
@@ -58,10 +54,10 @@ class RawRecipe:
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override, validate, and resolve relative paths.
+    """Reads, overrides, validates, and resolves relative paths.
 
-    A relative `model` folder is searched beside the recipe file first, then in the working directory; one
-    given by an override in the opposite order. Anything else must be a hub id.
+    A relative `model` folder is searched beside the recipe file first, then in the working directory; one of an
+    override in the opposite order. Anything else must be a hub id.
 
     Args:
         overrides: "a.b=c", c is read as YAML.
@@ -119,7 +115,7 @@ def _key_lines(node: yaml.Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPat
 
 
 def apply_override(raw: RawRecipe, override: str) -> None:
-    """Set one key of `raw`, in place, from "a.b=c".
+    """Sets one key of `raw`, in place, from "a.b=c".
 
     Raises:
         RecipeError: no "=", an empty key, c is not YAML, or a parent of the key is not a section.
@@ -147,11 +143,7 @@ def apply_override(raw: RawRecipe, override: str) -> None:
 
 
 def validate_recipe(raw: RawRecipe) -> Recipe:
-    """Check every key, type and value; turn relative model folders into absolute ones.
-
-    Raises:
-        RecipeError: the first error in the order of the file; the others are counted.
-    """
+    """Checks every key, type and value; makes relative model folders absolute. Raises RecipeError: the first error."""
     values = {k: ({} if v is None else v) for k, v in raw.values.items()}
     section = values.get("speculator", {})
     method = section.get("method", "none") if isinstance(section, dict) else "none"

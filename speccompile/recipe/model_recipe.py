@@ -51,9 +51,9 @@ class ModelOptions:
 def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe:
     """Returns the recipe for a checkpoint, or for a speculator's checkpoint that names its target.
 
-    Weights have the form that is fastest among those near float32, where the backend measures that; the target's own
-    modules and its text draft, see `default_section`; caches have room for `MAX_BATCH_SIZE` sequences of
-    `MAX_SEQ_LEN` tokens, halved until they take at most a quarter of the memory.
+    Weights have the fastest form near float32, where the backend measures that; drafters are those of
+    `default_section`; caches hold `MAX_BATCH_SIZE` sequences of `MAX_SEQ_LEN` tokens, halved to a quarter of the
+    memory.
 
     Args:
         model: folder or hub id; a hub checkpoint is downloaded.
@@ -102,11 +102,7 @@ def _find_folder(model: str, options: ModelOptions, is_random: bool) -> tuple[Pa
 
 
 def default_section(folder: Path, *, has_weights: bool = True) -> dict[str, Any]:
-    """Returns the speculator section of a target for which the user names no drafter.
-
-    Every method that can draft for it without another model takes part; of several, the method that has several
-    drafters uses in each step the one that is expected to bring the most tokens a millisecond.
-    """
+    """Returns the speculator section of a target for which the user names no drafter: all that need no other model."""
     found: list[dict[str, Any]] = []
     several = ""
     for method in registry.all_methods():
@@ -121,10 +117,7 @@ def default_section(folder: Path, *, has_weights: bool = True) -> dict[str, Any]
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Returns the sampling parameters of a checkpoint's generation_config.json; {} without one.
-
-    With `do_sample: false` there are none: decoding is greedy.
-    """
+    """Returns the sampling parameters of generation_config.json; {} without one or with `do_sample: false`."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections of a recipe as pydantic models: types, bounds, defaults and the meaning of each key.
 
-The keys of a speculator and of a backend are not listed here: they are the fields of their `Config` dataclasses.
+The keys of a speculator and of a backend are the fields of their `Config` dataclasses.
 """
 
 from __future__ import annotations
@@ -208,11 +208,7 @@ def _backend_section(name: str, config: type[Any]) -> type[Section]:
 
 
 def engine_section(*plugins: str) -> type[EngineSection]:
-    """Returns `EngineSection` with the section of every registered backend, and their keys beside it.
-
-    Args:
-        plugins: names of further backends, of other packages.
-    """
+    """Returns `EngineSection` with the sections of registered backends and of `plugins`, and their keys beside them."""
     names = dict.fromkeys((*registry.BACKENDS, *plugins))
     return _engine_section(tuple((name, registry.backend(name).Config) for name in names))
 

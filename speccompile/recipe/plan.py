@@ -33,11 +33,7 @@ class Device:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Backend and sizes; see the recipe's engine section.
-
-    Args:
-        options: the backend's `Config`; None: it has none. The others are the section's keys.
-    """
+    """Backend and sizes; see the recipe's engine section. `options` is the backend's `Config`; None: it has none."""
 
     backend: str
     device: str
@@ -64,8 +60,7 @@ class BuildPlan:
     """All decisions of a build.
 
     Args:
-        target: the target as a graph job; its name is "target", its options are the hidden states that the
-            method reads from it, and `num_layers` where not all are built.
+        target: the target as a graph job; its options are the hidden states that the method reads, and `num_layers`.
         weights: source of the target's weights; with "random" a draft's are random too.
         drafts: graphs that the method needs beside the target.
         decoding: defaults of a request.
@@ -121,7 +116,7 @@ def find_device(name: str) -> Device:
 
 
 def resolve(recipe: Recipe, device: Device) -> BuildPlan:
-    """Decide everything. Pure: reads no file and measures nothing.
+    """Decides everything, purely: reads no file and measures nothing.
 
     Raises:
         RecipeError: valid keys contradict each other, the method or the device.

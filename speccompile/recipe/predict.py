@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts sizes and memory of a build from config.json alone.
+"""Predicts sizes and memory of a build from config.json alone: the backend makes bytes of the counted weights.
 
-Weights are counted here; the backend predicts their bytes and the memory of a build. An LM head is a linear layer even
-where the checkpoint ties it to the embedding.
+An LM head is a linear layer even where the checkpoint ties it to the embedding.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Prediction:
 
     Args:
         num_linear: weights in linear layers of the graph, the LM head included.
-        weights_bytes: size of the compiled graph's weights.
         file_bytes: of the compiled graph, weights included; in the largest form that may be chosen.
         cache_bytes: key and value caches, all slots and rows; recurrent states, with a snapshot for each slot.
         export_peak_bytes: resident memory while it is exported and lowered.
@@ -186,11 +184,7 @@ TIME_BASIS = "as 41 builds on two busy cores: 45 to 430 s for each GiB of float3
 
 
 def build_seconds(plan: BuildPlan, predicted: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns how long a build takes, from and to; None where no builds of this backend are at hand to say so.
-
-    Args:
-        predicted: its sizes: {"graphs": {name: {"num_params"}}}.
-    """
+    """Returns how long a build takes, from and to, or None, by {"graphs": {name: {"num_params"}}}."""
     if plan.engine.backend != "onnxruntime":
         return None
     gib = 4 * sum(graph["num_params"] for graph in predicted["graphs"].values()) / 2**30
@@ -199,14 +193,11 @@ def build_seconds(plan: BuildPlan, predicted: Mapping[str, Any]) -> tuple[int, i
 
 
 def compare(plan: BuildPlan, predicted: Mapping[str, Any], disks: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Returns what is needed and what is there.
+    """Returns {"what", "where", "needed_bytes", "free_bytes" or None, "todo"} of memory and disks.
 
     Args:
         predicted: its sizes: {"total": {"build_peak_bytes", "runtime_bytes", "bundle_bytes"}}.
         disks: folders by what is written there, as much as the bundle is large; they need not exist.
-
-    Returns:
-        {"what", "where", "needed_bytes", "free_bytes", "todo"}; `free_bytes` is None where it is not known.
     """
     total = predicted["total"]
     is_gpu = plan.engine.device == "cuda"

@@ -151,11 +151,7 @@ def find_method_of(model: str) -> Method:
 
 
 def verifier_of(folder: Path) -> str | None:
-    """Returns the model that a speculator's config names as its target; None: it is no such speculator.
-
-    Args:
-        folder: a checkpoint. A relative path of a verifier is searched beside it, then in the working folder.
-    """
+    """Returns the model that a speculator's config names as its target, found beside it or here; else None."""
     config = read_config(folder)
     stated = config.get("speculators_config")
     if not isinstance(stated, Mapping):

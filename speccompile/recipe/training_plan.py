@@ -48,7 +48,7 @@ class TrainingPlan:
 
 
 def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan:
-    """Decide everything. Pure.
+    """Decides everything, purely.
 
     Raises:
         RecipeError: no such section, a wrong key or value of `training.heads`, keys that contradict each other.

@@ -29,9 +29,8 @@ DEPLOYMENT = "speccompile"
 class Settings(BaseModel):
     """The arguments of `build`, as `serve run` and a Serve config file give them.
 
-    `num_replicas` fixes their number; without it Ray keeps `target_ongoing_requests` a replica, between the bounds.
-    A replica takes `max_ongoing_requests` at once; more wait in Ray's proxy. What does not fit the batch waits in the
-    replica's own queue.
+    `num_replicas` fixes their number; without it Ray keeps `target_ongoing_requests` a replica, between the bounds. Of
+    `max_ongoing_requests` of a replica at once, those beyond the batch wait in its queue, more in Ray's proxy.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -126,12 +125,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
 
 
 def build(settings: Settings | Mapping[str, Any]) -> Application:
-    """Returns the application, for `serve run` and `serve deploy`.
-
-    Args:
-        settings: see `Settings`; `serve run` gives them as texts by name. A relative `bundle` is one of this machine:
-            name a path that all nodes have.
-    """
+    """Returns the application, for `serve run` and `serve deploy`; all nodes need the path of `settings.bundle`."""
     given = settings if isinstance(settings, Settings) else Settings.model_validate(settings)
     placed = given.model_copy(update={"bundle": given.bundle.resolve()})
     deployment = serve.deployment(**deployment_options(placed))(serve.ingress()(Replica))

@@ -42,8 +42,7 @@ def choose_prompts(
 ) -> dict[str, list[Prompt]]:
     """Returns the prompts by split, in an order that depends on the documents and the seed.
 
-    Conversations come first: each answer's prompt once for each temperature. Texts give the others: each begins at a
-    random line.
+    Conversations come first: each answer's prompt once a temperature. Each text begins at a random line.
 
     Raises:
         RecipeError: a split has none; see `ChatReader.samples`.
@@ -114,10 +113,7 @@ def generate(
     padding: int,
     progress: Callable[[str], None],
 ) -> dict[str, Rows]:
-    """Returns windows of prompts with what the target's bundle writes after them.
-
-    Each sequence has a seed and a temperature of its own, so what was written before a stop is kept and the rest is as
-    it would have been.
+    """Returns windows of prompts and what the target's bundle writes after them, by a seed and temperature each.
 
     Args:
         folder: of the bundle, and of a file `answers-SPLIT.jsonl` of the sequences so far for each split.

@@ -26,10 +26,7 @@ _CHUNK = 64  # tokens of a step: their logits are in memory at once
 
 
 class BundleTarget(Target):
-    """See `Target`, from which the parts are that a trainable may start with.
-
-    Args:
-        bundle: folder of its bundle, which is built where it is not there; it gives what `needs` names.
+    """A `Target` whose outputs in `needs` its bundle gives, which is built where it is not there.
 
     Raises:
         RecipeError: caches are needed, which bundles do not give.

@@ -43,11 +43,7 @@ class RunRecord:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Checks that a run may be written to a folder.
-
-    Raises:
-        BuildError: it holds files with a run's names that no run wrote.
-    """
+    """Checks that a run may be written to a folder. Raises BuildError: it holds files with its names of no run."""
     check_names(folder, (CHECKPOINT, STAGE_END, LOG, STATES, EVENTS), RUN)
 
 
@@ -58,12 +54,9 @@ def make_run_folder(folder: Path) -> None:
 
 
 def open_record(folder: Path, settings: list[dict[str, Any]]) -> tuple[RunRecord, str]:
-    """Returns the record in `folder` that a run can go on from, or a new one where there is none.
+    """Returns the record in `folder` to go on from, or a new one, and the setting that changed since, or "".
 
     A stage whose settings changed begins anew, after the stages before it, which are kept.
-
-    Returns:
-        The record, and the setting that changed since it was written; "" where none did.
 
     Raises:
         BuildError: it is damaged, or a setting changed on which all of it depends.
@@ -105,11 +98,7 @@ def _change(before: Any, now: Any, where: str = "") -> str:
 
 
 class _Writer:
-    """A file for torch.save that keeps the fault of a failed write: torch raises a RuntimeError instead.
-
-    Args:
-        file: opened for writing bytes.
-    """
+    """A file for torch.save that keeps the fault of a failed write: torch raises a RuntimeError instead."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -138,11 +127,7 @@ def _save(file: IO[bytes], values: dict[str, Any]) -> None:
 
 
 def save_record(folder: Path, record: RunRecord) -> None:
-    """Writes the checkpoint, and the curve as JSON lines beside it; the end of stage 1 is kept while stage 2 goes on.
-
-    Raises:
-        BuildError: the disk is full, or the folder cannot be written.
-    """
+    """Writes the checkpoint, and the curve as JSON lines; the end of stage 1 stays. Raises BuildError: it cannot."""
     with disk_faults(folder):
         make_run_folder(folder)
         part, copy = (folder / f".{name}.{os.getpid()}" for name in (CHECKPOINT, STAGE_END))

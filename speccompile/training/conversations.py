@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as rows of tokens: rendered by the target's chat template, with a mask of what the target writes.
 
-A row is one conversation, from its start; what is longer than a row is cut at the row's end. So no row has a prompt
-without its beginning, and no token sees another conversation. Padding follows, which causal models do not see; batches
+A row is one conversation from its start, cut at the row's end, then padding, which causal models do not see; batches
 are cut to their longest row.
 """
 
@@ -60,9 +59,8 @@ class ChatReader:
     def samples(self, document: Document) -> list[Sample]:
         """Returns a conversation's text with its answers; the text after the last answer is left out.
 
-        An answer is what comes after its prompt, the messages before it with the assistant's turn opened. Where a
-        template writes earlier turns otherwise once others follow (it drops their reasoning), they are samples of
-        their own.
+        An answer follows the messages before it with the assistant's turn opened. Earlier turns that a template writes
+        otherwise once others follow are samples of their own.
 
         Raises:
             RecipeError: there is no chat template, it refuses the messages, or answers do not follow their prompts.
@@ -105,19 +103,11 @@ class ChatReader:
             raise RecipeError(_WHERE, f"{fault.where}: {fault.got}", fault.expected, fault.todo) from fault
 
     def encode(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """Returns the token ids of texts.
-
-        Args:
-            special: with the special tokens that the tokenizer puts around them; templates write them themselves.
-        """
+        """Returns the token ids of texts; `special`: with those that the tokenizer puts around, as templates do."""
         return [list(encoded.ids) for encoded in self._encodings(texts, special)]
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[TokenRow]:
-        """Yields samples as tokens.
-
-        A token belongs to an answer where it begins in it; what a template writes after the token that ends an answer
-        does not.
-        """
+        """Yields samples as tokens; one belongs to an answer where it begins in it, but not after the end token."""
         for sample, encoded in zip(samples, self._encodings([sample.text for sample in samples]), strict=True):
             is_answer = [False] * len(encoded.ids)
             for first, end in sample.answers:

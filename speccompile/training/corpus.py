@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents to train on: texts, conversations, and the Python files of this interpreter. Needs no torch.
 
-A document is held out where the first 8 hex digits of its sha256, as a fraction of 2^32, are below 0.03; of a
-conversation those of what comes before its first answer count, so that all answers to one prompt are on one side.
-Held-out documents are never trained on: losses and acceptance are measured there.
+A document is held out, for losses and acceptance, where the first 8 hex digits of its sha256 (of a conversation what
+comes before its first answer), as a fraction of 2^32, are below 0.03.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a draft's distribution is measured by: cross-entropy, or the probability that the draft is accepted.
 
-With a label `target_probs` and a draft distribution, a drawn draft is accepted with probability
-alpha = sum_x min(target_probs(x), draft_probs(x)). The losses (LK: arXiv 2602.23881):
+A drawn draft is accepted with probability alpha = sum_x min(target_probs(x), draft_probs(x)). The losses (LK: arXiv
+2602.23881):
 
     kl         -sum_x target_probs(x) log draft_probs(x), the KL divergence and a constant
     lk         -log alpha
     lk_hybrid  lambda KL + (1 - lambda) (1 - alpha), lambda = exp(-3 alpha) without a gradient of its own
 
-Labels are known on the target's most probable tokens and scaled to one: the target as it samples with top_k of that
-many. What a draft vocabulary lacks is missing in the sum, so it counts as refused.
+Labels are the target's most probable tokens, scaled to one. What a draft vocabulary lacks counts as refused.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class LossTerms(NamedTuple):
 def loss_terms(kind: str, probs: torch.Tensor, log_draft: torch.Tensor) -> LossTerms:
     """Returns the losses of rows; gradients are written out, as logits of all tokens are not kept.
 
-    With softmax, d draft(x) / d logit(j) = draft(x) (1[x = j] - draft(j)); alpha grows with draft(x) where that is
-    below the label.
+    d draft(x) / d logit(j) = draft(x) (1[x = j] - draft(j)); alpha grows with draft(x) where it is below the label.
 
     Args:
         probs: [rows, kept] float32, the label; a token that comes twice has 0 at all but one.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of drafts against the target's distributions: the vocabulary projection and its gradient in one pass.
 
-The logits of a few thousand rows are gigabytes: they are made for one block of rows at a time, turned into the
-gradient in place, and dropped. What remains of a backward pass is one product with a number.
+Logits are made for one block of rows at a time and turned into the gradient in place, as all would be gigabytes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ BLOCK_ROWS = {"cpu": 1024, "cuda": 8192}  # whose logits are in memory at once
 class _DistributionLoss(torch.autograd.Function):
     """Sum over rows of weight * loss(probs, softmax(states @ projection^T)).
 
-    With it: each row's loss, the probability that its draft is accepted, and its `num` most probable tokens
-    [rows, num], the best first.
+    With it each row's loss, acceptance probability, and `num` most probable tokens [rows, num], the best first.
     """
 
     @staticmethod
@@ -163,9 +161,7 @@ def _losses_of(
     weights: torch.Tensor,
     options: LossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the weighted sum of the losses of drafts of one projection, and three figures of each.
-
-    These are its loss, the probability that it is accepted, and its most probable token.
+    """Returns the weighted sum of the losses of drafts of one projection; and each one's loss, acceptance, best token.
 
     Args:
         at: rows and depths of the drafts, [drafts] int64 each.

@@ -53,9 +53,8 @@ def pack(
 ) -> dict[str, Rows]:
     """Returns the windows by split, about `max_tokens` of each, in an order drawn from `seed`.
 
-    Documents are taken in the order of their hash, which is independent of their content. Each text is followed by
-    `eos`; the rest that fills no window is dropped. Conversations without an answer that begins within `seq_len` are
-    left out.
+    Documents are taken in the order of their hash. Each text is followed by `eos`; what fills no window is dropped, as
+    are conversations without an answer that begins within `seq_len`.
 
     Raises:
         RecipeError: too little text for one window of a split; see `ChatReader.samples`.

@@ -11,11 +11,7 @@ _SMOOTH = 0.98  # of the training curves; held-out figures are drawn as they are
 
 
 def write_curves(rows: Sequence[dict[str, Any]], image: Path, events: Path, title: str) -> None:
-    """Plots the rows of a run and writes its events again.
-
-    Args:
-        events: folder of the events; those of an earlier run in it are replaced.
-    """
+    """Plots the rows of a run and replaces the events in the folder `events`."""
     points = _points(rows)
     _plot(points, image, title)
     for old in events.glob("events.out.tfevents.*"):

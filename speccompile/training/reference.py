@@ -80,13 +80,11 @@ def decode_chains(
 ) -> list[tuple[int, int]]:
     """Returns how many tokens each step drafted and accepted, greedily.
 
-    The first token is the target's alone, and the root of the first chain. The target reads the whole text again in
-    each step: a check, no engine.
+    The first token is the target's alone, and the first root. The target reads the whole text again in each step.
 
     Args:
         is_bounded: chains end one token before the text does, as the engine's do, so that no step goes beyond it.
-        text: what is written after the prompt in the place of the target's own greedy tokens, `max_new_tokens` at
-            least: drafts are accepted where they are its tokens. None: the target's own.
+        text: `max_new_tokens` or more tokens in the place of the target's greedy ones, which None means.
     """
     tokens = list(prompt)
     held = target.run(torch.tensor([tokens]), TargetNeeds(True, needs.layers, needs.caches))

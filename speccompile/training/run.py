@@ -69,17 +69,10 @@ class Listener:
 
 
 def train(recipe: Recipe, plan: TrainingPlan, listener: Listener) -> dict[str, Any]:
-    """Trains, or resumes a run that was stopped.
-
-    Args:
-        listener: gets the progress (of the first process only).
-
-    Returns:
-        The record that is also in the output's training.json.
+    """Trains, or resumes a run; returns the record of training.json. `listener` hears the first process.
 
     Raises:
-        RecipeError, CheckpointError, BuildError: see the parts. No partial output remains. An output that may
-            not be written is refused first.
+        RecipeError, CheckpointError, BuildError: see the parts; no partial output remains.
     """
     _check_extras()
     claim = claim_folder(plan.output, SPECULATOR)

@@ -33,10 +33,7 @@ class Stage:
     device: str = "cpu"
 
     def rows(self, step: int) -> list[int]:
-        """Returns the windows of a step: each epoch reads all of them once, in an order of its own.
-
-        The windows of a few steps are sorted by their length, as a batch is as long as its longest.
-        """
+        """Returns the windows of a step: each epoch reads all once, in its own order, neighbours by length."""
         count, size = self.windows.counts[TRAIN], self.section.batch_size
         group, at = divmod(step, _SORTED_STEPS)
         rows = []
@@ -83,12 +80,7 @@ def make_optimizer(module: torch.nn.Module, weight_decay: float) -> torch.optim.
 
 
 class StageRunner:
-    """Runs steps of a stage.
-
-    Args:
-        module: the trainable with its loss, sharded over the team.
-        precision: dtype of the arithmetic.
-    """
+    """Runs steps of a stage with a module and its loss, sharded over the team, in the dtype `precision`."""
 
     def __init__(
         self,

@@ -80,11 +80,7 @@ def batch_from_outputs(
     device: str = "cpu",
     is_label: torch.Tensor | None = None,
 ) -> TrainingBatch:
-    """Returns a batch of `Target.run`'s outputs by name, floats in float32.
-
-    Args:
-        is_label: [batch, nodes] bool, see `TrainingBatch`.
-    """
+    """Returns a batch of `Target.run`'s outputs by name, floats in float32; `is_label` is [batch, nodes] bool."""
     held = {n: v.to(device, torch.float32 if v.is_floating_point() else v.dtype) for n, v in held.items()}
     layers = {int(name.partition(".")[2]): value for name, value in held.items() if name.startswith("layer.")}
     plain = {name: value for name, value in held.items() if not name.startswith("layer.")}
@@ -105,12 +101,7 @@ def missing_names(folder: Path, windows: Windows, names: Sequence[str]) -> list[
 def write_states(
     folder: Path, target: Target, windows: Windows, needs: TargetNeeds, progress: Callable[[int, int], None]
 ) -> None:
-    """Computes and stores what is missing, shard by shard; shards that exist are not computed again.
-
-    Args:
-        folder: of all outputs of this target on these windows; methods share it.
-        progress: called with windows done and all windows.
-    """
+    """Computes and stores missing shards in `folder`, which methods share; `progress` gets windows done and all."""
     names, done, total = output_names(needs), 0, sum(windows.counts.values())
     for split, count in windows.counts.items():
         for shard in range(windows.num_shards(split)):
@@ -127,16 +118,9 @@ def write_states(
 def choose(
     folder: Path, target: Target, windows: Windows, needs: TargetNeeds, passes: float, wish: str
 ) -> tuple[bool, dict[str, Any]]:
-    """Returns whether to keep the target's outputs on disk.
+    """Returns whether to keep the target's outputs on disk (where faster, within the cache's limit), and measurements.
 
-    They are kept where that is faster: one forward, one write and a read in every pass, against a forward in every
-    pass. Outputs that an earlier run wrote cost only the reads. They take at most the cache's limit.
-
-    Args:
-        passes: how often the whole text is read.
-
-    Returns:
-        The decision, and the measurements.
+    One forward, one write and a read in every pass compete with a forward in each of `passes`; stored ones cost reads.
 
     Raises:
         BuildError: they are wanted on disk and do not fit.

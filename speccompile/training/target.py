@@ -24,11 +24,7 @@ _DIST_ROWS = 4096
 
 
 class Target:
-    """A causal language model in evaluation mode.
-
-    Args:
-        lora: folder or hub id of an adapter, merged into float32 weights; None: none.
-    """
+    """A causal language model in evaluation mode, with the adapter `lora` merged into float32 weights, if any."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu", lora: str | None = None) -> None:
         self.folder, self.dims, self.config = folder, read_dims(folder), read_text_config(folder)
@@ -65,11 +61,7 @@ class Target:
 
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-        """Returns the outputs in `needs` and the distributions, named as in `TrainingBatch`; layers as `layer.<index>`.
-
-        Args:
-            tokens: [batch, nodes] int64.
-        """
+        """Returns the outputs of tokens [batch, nodes] int64 in `needs`, and the distributions: `TrainingBatch`."""
         held: dict[str, torch.Tensor] = {}
         head = self.model.get_output_embeddings()
         layers = find_layers(self.model, self.dims.num_layers)
@@ -115,7 +107,7 @@ def _keep(held: dict[str, torch.Tensor], name: str) -> Any:
 def keep_pages() -> None:
     """Makes malloc keep freed memory: on Linux every large tensor is otherwise mapped, zeroed and unmapped anew.
 
-    Page faults were 15 times the arithmetic of a forward of the 16-million-parameter target on a virtual machine.
+    Page faults took 15 times the arithmetic of a forward of a 16-million-parameter target on a virtual machine.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)

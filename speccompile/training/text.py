@@ -29,11 +29,7 @@ _FORMAT = 2  # of the stored windows; a new number makes all of them again
 
 
 def cache_folder() -> Path:
-    """Returns the folder for windows, generated text and the target's outputs.
-
-    Raises:
-        BuildError: it cannot be written.
-    """
+    """Returns the folder for windows, generated text and the target's outputs. Raises BuildError: not writable."""
     return make_cache_folder("training")
 
 

@@ -45,14 +45,10 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
-
-    Args:
-        fields: values by key; arrays as tuples, of texts their number alone where they were not asked for.
-    """
+    """What a GGUF file says of itself."""
 
     path: Path
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  # by key; arrays as tuples, unread ones of texts as their number
     tensors: Mapping[str, GgufTensor]
     digest: str  # SHA-256 of the headers' bytes and the files' sizes
     files: tuple[Path, ...] = field(default=())
@@ -82,11 +78,7 @@ def split_names(name: str) -> list[str]:
 
 
 def read_gguf(path: Path, *, texts: bool = False) -> GgufHeader:
-    """Returns the keys and the tensors of a model in one or several GGUF files.
-
-    Raises:
-        CheckpointError: no such file, or see `_Header`; one of several files is missing or of another model.
-    """
+    """Returns the keys and tensors of a model in one or several GGUF files. Raises CheckpointError: see `_Header`."""
     names = split_names(path.name)
     if len(names) > 1 and (missing := [name for name in names if not (path.parent / name).is_file()]):
         got = f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
@@ -125,8 +117,8 @@ class _Header:
     """Reads one file's header.
 
     Raises:
-        CheckpointError: no GGUF file, a header that is cut off, nested or unreasonably long, a block type that nobody
-            knows, a tensor that is not in the file.
+        CheckpointError: no GGUF file, a header that is cut off, nested or too long, an unknown block type, or a tensor
+            outside the file.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, texts: bool) -> None:

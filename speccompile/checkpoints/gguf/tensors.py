@@ -26,17 +26,13 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A weight of a model and what it is made of.
-
-    Args:
-        change: makes the weight, float32, of the tensors' values; None: they are the weight.
-    """
+    """A weight of a model and what it is made of."""
 
     shape: tuple[int, ...]
     tensors: tuple[GgufTensor, ...]  # of the file; several ones go through `change`
     part: int | None = None  # index of an expert, of whose rows it is made; None: of all rows
     heads: int = 0  # whose halves are stored in turns; 0: rows as they are
-    change: Callable[..., Array] | None = None
+    change: Callable[..., Array] | None = None  # makes it, float32, of tensors' values; None: they are it
 
     @property
     def header(self) -> TensorHeader:

@@ -53,10 +53,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`stream_options`: `include_usage` asks for a last chunk that has the usage and no choice.
-
-    With vLLM's `continuous_usage_stats` as well, every chunk has the usage so far.
-    """
+    """`stream_options`: a last chunk that has the usage and no choice; with vLLM's field every chunk has it."""
 
     no_op_fields: ClassVar = STREAM_OPTIONS
 

@@ -61,11 +61,7 @@ class ChatPrompt:
 
 
 async def prompt_from_chat(server: OpenAIServer, body: ChatBody) -> ChatPrompt:
-    """Returns the prompt of a chat, without decoding its images.
-
-    Raises:
-        ApiError: a value is out of range, the bundle has no chat template, or that refuses the messages.
-    """
+    """Returns the prompt of a chat, without decoding its images. Raises ApiError: a value is wrong, or the template."""
     engine, template = server.engine, server.template
     if template is None:
         raise ApiError(400, _NO_TEMPLATE, param="messages", code="no_chat_template")
@@ -81,11 +77,7 @@ async def prompt_from_chat(server: OpenAIServer, body: ChatBody) -> ChatPrompt:
 
 
 def chat_from_fields(fields: dict[str, Any]) -> ChatBody:
-    """Returns the chat body that another API's body was converted to.
-
-    Raises:
-        ApiError: a value is out of the chat's range.
-    """
+    """Returns the chat body of another API's body. Raises ApiError: a value is out of the chat's range."""
     try:
         chat: ChatBody = ChatBody.model_validate(fields)
     except ValidationError as fault:
@@ -194,10 +186,7 @@ def _template_variables(body: ChatBody, variables: dict[str, Any]) -> tuple[bool
 
 
 def files_from_urls(urls: Sequence[str], engine: SpecEngine) -> list[bytes]:
-    """Returns the files of a chat's images, in its order.
-
-    Args:
-        urls: data URLs of PNG, JPEG or WebP files in base64.
+    """Returns the files of a chat's images in order, from base64 data URLs of PNG, JPEG or WebP.
 
     Raises:
         ApiError: the bundle reads no images, there are too many, or one is no such URL.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on connections: their number, the time for a request's header, and the time that an answer stays unread.
 
-`speccompile serve` promises them without a proxy in front: its options --max-connections, --header-timeout-s,
---keep-alive-s and --write-timeout-s (docs/reference/server.md). uvicorn has only the keep-alive time. So slow and
-hostile clients can take neither all files of the process nor the memory of unread answers. The module uses uvicorn's
-class for h11 and its state of connections, which are not a public API.
+So `speccompile serve` needs no proxy against slow and hostile clients (docs/reference/server.md); uvicorn has only the
+keep-alive time. The module uses uvicorn's class for h11 and its connections, which are not a public API.
 """
 
 from __future__ import annotations
@@ -43,13 +41,10 @@ _log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """The number of connections, and how long one may be inactive.
-
-    No limit ends an answer in progress or a client that reads slowly.
+    """The number of connections, and how long one may be inactive; no answer in progress and no slow reader is cut off.
 
     Args:
-        header_timeout_s: seconds from the first byte of a request (on a new connection: from its start) to the end of
-            its header.
+        header_timeout_s: seconds from a request's first byte (or a new connection's start) to the end of its header.
         max_connections: at once; None: `MAX_CONNECTIONS`, or as many as this process may open files for.
     """
 
@@ -183,8 +178,8 @@ def _late_header_answer() -> bytes:
 class Acceptor:
     """Accepts connections up to the limit.
 
-    At the limit it closes the connection that has waited longest for a request. If none waits, new ones stay in the
-    kernel's queue. So the process never runs out of files.
+    At the limit it closes the one that has waited longest for a request; if none waits, new ones stay in the kernel's
+    queue.
     """
 
     def __init__(self, make: Callable[[], Connection], connections: Collection[Any], limits: ConnectionLimits) -> None:

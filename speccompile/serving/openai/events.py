@@ -28,14 +28,10 @@ FINISH_REASONS: Mapping[str | None, str | None] = {
 
 
 class Submission(NamedTuple):
-    """The requests of a body, and how to read their outputs.
-
-    Args:
-        make_reader: makes the reader of each choice; None: its text is its content.
-    """
+    """The requests of a body, and how to read their outputs."""
 
     requests: Sequence[Request]
-    make_reader: Callable[[], MessageReader] | None = None
+    make_reader: Callable[[], MessageReader] | None = None  # of each choice; None: its text is its content
     is_prompt_only: bool = False  # the answer is about the prompt; the scheduler's one token is left out
 
     def in_parts(self) -> Submission:

@@ -29,12 +29,9 @@ def may_begin_call(text: str, names: Collection[str] | None) -> bool:
 
 
 def find_call(text: str, begin: str, end: str, quote: str) -> tuple[int, tuple[str, str] | None] | None:
-    """Returns where a call ends, and its (name, arguments), or None if it is not a call.
+    """Returns where a call ends, and its (name, arguments) or None if it is not a call; None: the text is too short.
 
     Marks end a call outside of its strings.
-
-    Returns:
-        None if the text is too short to decide.
     """
     marks, at = re.compile("|".join(re.escape(mark) for mark in (quote, begin, end))), 0
     while (match := marks.search(text, at)) is not None:

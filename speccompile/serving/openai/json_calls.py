@@ -31,10 +31,9 @@ def find_mark(text: str, at: int, marks: Sequence[str], is_last: bool) -> bool |
 class JsonCall:
     """One object that may be a call: of a tool's name, and with arguments that are an object.
 
-    It is a call from when both are known, and then its arguments are passed on as they are written. Arguments that are
-    null or an empty text are `{}`, those that are JSON in a text are what it says. Of keys that are written twice, or
-    by both of their names, the first counts. An object ends early where it cannot go on: at a mark or a bracket out of
-    place.
+    It is a call from when both are known, and then its arguments are passed on as they are written; null or an empty
+    text is `{}`, JSON in a text is what it says. Of keys that are written twice, or by both names, the first counts. An
+    object ends early at a misplaced mark or bracket.
 
     Args:
         names: of the tools; None: any.
@@ -60,11 +59,7 @@ class JsonCall:
         self._has_arguments = self._is_telling = False
 
     def push(self, text: str, is_last: bool = False) -> tuple[CallPart, int]:
-        """Reads more text of the object.
-
-        Returns:
-            What the text adds, and how many characters were read. The others belong to no object, or must come again.
-        """
+        """Reads more text; returns what it adds, and how many characters were read: the others must come again."""
         was_call = self.is_call
         used = self._read_all(text, is_last)
         if not self.is_call:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before every route: the API key, the size of a body, its type and the time it takes.
 
-A blank key would accept requests without a key, and an unset variable or an empty secret easily gives one. So a blank
-key stops the server before it starts.
+A blank key (an unset variable, an empty secret) would accept every request, so it stops the server's start.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ _BETWEEN = re.compile(r"[\s,]+")
 
 
 def check_keys(keys: Iterable[str], where: str = "api_keys") -> None:
-    """Refuses blank keys and several keys in one.
-
-    Args:
-        keys: without white space and commas, which separate keys in the environment.
-    """
+    """Refuses blank keys, and keys with white space or commas, which separate keys in the environment."""
     for key in keys:
         if not key.strip():
             todo = "Give a key, or leave the option away to ask for none. Is a variable or a secret empty?"
@@ -89,12 +84,9 @@ class KeyCheck:
 
 
 class BodyCheck:
-    """Refuses bodies that are too large or too slow, and those that are not sent as JSON.
+    """Refuses bodies that are too large or slower than `timeout_s` seconds, or not sent as JSON.
 
     A page of another origin can make a browser send other types than JSON without asking this server first.
-
-    Args:
-        timeout_s: seconds that a body may take to arrive.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:

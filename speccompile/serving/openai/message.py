@@ -10,11 +10,7 @@ from speccompile.serving.openai.tool_reader import CALL, REASONING, TEXT, Delta,
 
 
 class ReasoningReader:
-    """Separates the reasoning at the beginning of a text from the content.
-
-    The marks are in neither part, also those of a reasoning that begins twice or ends without a beginning. Content may
-    have the marks in it later.
-    """
+    """Separates the reasoning at the beginning of a text from the content; marks there are in neither part."""
 
     def __init__(self, markers: Markers, is_open: bool, is_closed: bool = False) -> None:
         self._begin, self._end = markers

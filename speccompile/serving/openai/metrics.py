@@ -49,11 +49,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str, float]] = {
 
 
 class ServiceCollector(Collector):
-    """Collects the service's counts when Prometheus asks.
-
-    Args:
-        vllm_model: give vLLM's names of speculation's counts too, with this `model_name`; None: leave them out.
-    """
+    """Collects the service's counts when Prometheus asks, with vLLM's names too if `vllm_model` is a `model_name`."""
 
     def __init__(self, service: Service, vllm_model: str | None = None) -> None:
         self._service, self._vllm_model = service, vllm_model

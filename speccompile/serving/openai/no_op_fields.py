@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that the server does not support, and their no-op values.
+"""Fields that the server does not support, and their no-op values, which clients send as documented defaults.
 
-Clients and front ends send the defaults of OpenAI's API and of vLLM's server. The server accepts a value that is the
-documented default or that does not change the text. It refuses any other value with the reason.
+Values that are not the default and would change the text are refused with the reason.
 """
 
 from __future__ import annotations

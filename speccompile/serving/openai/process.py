@@ -36,9 +36,8 @@ class Listener:
 class DrainingServer(uvicorn.Server):
     """A uvicorn server with an orderly shutdown.
 
-    After SIGTERM or SIGINT it refuses connections, and the service refuses requests. Requests in progress have
-    `drain_s` to finish, then they get an error, and the process ends with 0. A second SIGINT ends the wait. A third one
-    has uvicorn's meaning: it cuts answers off.
+    After SIGTERM or SIGINT it refuses connections and requests. Those in progress have `drain_s` to finish, then they
+    get an error, and the process ends with 0. A second SIGINT ends the wait, a third one cuts answers off.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, listener: Listener) -> None:
@@ -100,11 +99,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(listener: Listener) -> socket.socket:
-    """Returns a bound socket. Called first, it reports a port in use before a model is loaded.
-
-    Raises:
-        RuntimeFault: the address cannot be used, or there are not enough files for the connections.
-    """
+    """Returns a bound socket, before a model is loaded. Raises RuntimeFault: the port is in use, or too few files."""
     listener.limits.check()
     family = socket.AF_INET6 if ":" in listener.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

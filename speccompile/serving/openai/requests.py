@@ -29,10 +29,7 @@ _GUIDED = {
 
 
 def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParams:
-    """Returns the bundle's defaults, overridden by the fields of the body.
-
-    Without a `seed` each request gets a random one, as in OpenAI's API.
-    """
+    """Returns the bundle's defaults, overridden by the fields of the body; without a `seed` a random one."""
     given: dict[str, Any] = {}
     for name, declared in SAMPLING_PARAMETERS.items():
         if declared.body is not None:
@@ -140,11 +137,7 @@ async def constrained(
     engine: SpecEngine,
     timeout_s: float | None = None,
 ) -> SamplingParams:
-    """Returns sampling parameters with a constraint, compiled while other requests go on. Cancelling ends the work.
-
-    Args:
-        timeout_s: seconds that it may take.
-    """
+    """Returns sampling parameters with a constraint, compiled within `timeout_s` seconds; it can be cancelled."""
     if constraint is None:
         return sampling
     field, outputs = constraint
@@ -187,10 +180,7 @@ def request_from_tokens(
 
 
 async def encode(engine: SpecEngine, text: str, special: bool) -> list[int]:
-    """Returns the token ids of a text. A long text is encoded in a thread, while other requests go on.
-
-    Args:
-        special: with the special tokens that the tokenizer puts around it.
+    """Returns the token ids of a text, a long one in a thread; `special`: with those that the tokenizer puts around.
 
     Raises:
         ApiError: the bundle has no tokenizer, or that fails on the text, or this cannot fit into the context.

@@ -42,8 +42,8 @@ class ServerOptions:
 
     Args:
         allowed_origins: of pages that browsers may send requests from; none: only pages of this server.
-        tool_call_parser: how the model writes tool calls: a name of `tool_formats.TOOL_FORMATS`; `auto`: as its chat
-            template says; `none`.
+        tool_call_parser: how the model writes tool calls: a name of `tool_formats.TOOL_FORMATS`, `auto` (by its chat
+            template) or `none`.
     """
 
     model_name: str | None = None  # what `model` has to be; None: the name of the bundle's folder

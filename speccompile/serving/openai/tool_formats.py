@@ -73,8 +73,7 @@ def markers_from_template(source: str) -> Markers | None:
 def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], max_calls: int, special: Any) -> str:
     """Returns a Lark grammar of texts that are calls and nothing else, at least one.
 
-    A family with a notation of its own writes a JSON list of calls instead, which `ToolReader` reads as well. Objects
-    have the white space of `json.dumps`.
+    A family's own notation becomes a JSON list, which `ToolReader` reads as well. White space is that of `json.dumps`.
 
     Args:
         special: returns how a grammar names the special token of a text; None: it is none.
@@ -105,11 +104,7 @@ def grammar_from_tools(form: ToolFormat, tools: Sequence[Mapping[str, Any]], max
 
 
 def grammar_of_calls_or(calls: str, outputs: StructuredOutputs) -> str | None:
-    """Returns a Lark grammar of texts that are calls, or what a constraint asks for.
-
-    Returns:
-        The grammar; None where the constraint is not one of JSON.
-    """
+    """Returns a Lark grammar of texts that are calls, or follow a constraint; None: that is not one of JSON."""
     if outputs.json is None and not outputs.json_object:
         return None  # lexemes of other texts and of calls could begin alike, which llguidance does not tell apart
     schema = {"type": "object"} if outputs.json is None else from_json(str(outputs.json))

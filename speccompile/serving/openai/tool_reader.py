@@ -22,10 +22,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class Delta(NamedTuple):
-    """What a part of the text adds to an answer: to its text, its reasoning or a call.
-
-    The first delta of a call has its identity and name, the later ones have pieces of its arguments.
-    """
+    """What a part of the text adds to an answer's text, reasoning or call, whose first delta has its name."""
 
     kind: str
     text: str = ""
@@ -45,11 +42,8 @@ def prefix_length(text: str, marks: Sequence[str]) -> int:
 class ToolReader:
     """Separates tool calls from content.
 
-    Text that is not a call of one of the tools is content, with its marks. White space around calls is left out. So is
-    an incomplete call after another call.
-
-    Args:
-        names: of the tools; None: any.
+    Text that is not a call of one of the tools (`names`; None: any) is content, with its marks. White space around
+    calls, and an incomplete call after another call, are left out.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str] | None = None) -> None:

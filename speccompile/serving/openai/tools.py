@@ -70,25 +70,17 @@ def formats_from_options(
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """The parts of a chat's request besides its messages.
-
-    Args:
-        reader: makes the reader of each choice, of the rendered prompt; None: all of the text is content.
-    """
+    """The parts of a chat's request besides its messages."""
 
     variables: dict[str, Any]
     constraint: tuple[str, StructuredOutputs] | None  # of its text, with the field that asks for it; None: free
-    reader: Callable[[str], MessageReader] | None
+    reader: Callable[[str], MessageReader] | None  # makes that of each choice; None: all is content
 
 
 def plan_chat(
     body: ChatBody, formats: ChatFormats, template: ChatTemplate, constraint: tuple[str, StructuredOutputs] | None
 ) -> ChatPlan:
-    """Returns the plan of a chat.
-
-    Raises:
-        ApiError: the tools and their choice do not fit each other, the model or the constraint.
-    """
+    """Returns the plan of a chat. Raises ApiError: tools, choice, model or constraint do not fit each other."""
     choice = body.tool_choice or (AUTO if body.tools else NONE)
     if choice == NONE or (choice == AUTO and not body.tools):
         form, variables = None, dict[str, Any]()

@@ -93,12 +93,7 @@ def json_from_trace(trace: StepTrace, next_text: str) -> dict[str, Any]:
 async def events(
     step_outputs: OutputStream, painter: Painter | None, tokenizer: Any, num_prompt: int, drafts: Callable[[], str]
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events: `start`, a `step` for each step, `end` or `error`.
-
-    Args:
-        painter: makes text of single tokens; None without a tokenizer.
-        tokenizer: of the bundle, or None.
-    """
+    """Server-sent events: `start`, a `step` for each step, `end` or `error`."""
     start_s = perf_counter()
     yield event_from_json({"kind": "start", "num_prompt_tokens": num_prompt})
     async for _, step_output in step_outputs:

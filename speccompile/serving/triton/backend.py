@@ -56,8 +56,7 @@ class TritonPythonModel:
 def check_tensors(pb: Any) -> None:
     """Sends an array through the memory of the server's Python stub and compares it.
 
-    A stub that was compiled for numpy 1 reads the strides of a numpy 2 dtype at the wrong offset: [1, 2, 3, 4]
-    arrives as [1, 1, 1, 1] (Triton 2.51).
+    One compiled for numpy 1 reads numpy 2's strides wrongly: [1, 2, 3, 4] arrives as [1, 1, 1, 1] (Triton 2.51).
     """
     sent = np.arange(1, 5, dtype=np.int32)
     read = pb.Tensor.from_dlpack("probe", pb.Tensor("probe", sent).to_dlpack()).as_numpy()
@@ -71,15 +70,9 @@ def check_tensors(pb: Any) -> None:
 
 
 def end_with_parent(poll_s: float = PARENT_POLL_S) -> threading.Thread:
-    """Starts a thread that ends this process, at once and with status 1, when its parent has ended.
+    """Starts and returns a thread that ends this process with status 1 when its parent has ended, seen every `poll_s`.
 
     Triton's stub watches its server as well, yet a model was once seen running 180 s after its server was killed.
-
-    Args:
-        poll_s: seconds between two looks.
-
-    Returns:
-        The thread, a daemon.
     """
     thread = threading.Thread(target=_watch, args=(os.getppid(), poll_s), name="speccompile-parent", daemon=True)
     thread.start()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names, dtypes and dims of every input and output that our Triton models have, declared once.
 
-The inputs of sampling parameters are declared with these, see `core.sampling_params`.
-Dims leave out the batch dim, which Triton puts in front where `max_batch_size` is above 0.
+Sampling parameters add theirs (`core.sampling_params`). Triton puts the batch dim in front, unless it is 0.
 """
 
 from __future__ import annotations
@@ -121,11 +120,7 @@ SYNONYMS = {name: tensor.name for name, tensor in _SECOND.items()}
 
 
 def text_inputs(has_tokenizer: bool, has_vision: bool = False) -> tuple[Tensor, ...]:
-    """Returns the inputs of the one decoupled model.
-
-    Args:
-        has_tokenizer: without one, prompts are ids and texts are missing.
-    """
+    """Returns the inputs of the one decoupled model; without a tokenizer prompts are ids and texts are missing."""
     decoding = tuple(t for t in DECODING if has_tokenizer or t.dtype != "string")
     prompts = (TEXT_INPUT, INPUT_IDS) if has_tokenizer else (required(INPUT_IDS),)
     return (*prompts, *((IMAGES,) if has_vision else ()), *decoding, *OWN, *WISHES)

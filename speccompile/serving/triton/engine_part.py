@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoupled model: tokenizer and scheduler inside, every Triton request a call, one thread that answers.
 
-Triton calls `execute` on its own thread, the scheduler calls back on another. Both only put events into a queue; one
-thread takes them out, so that all responses of a request are sent in order and the scheduler never waits for Triton.
+Triton's `execute` and the scheduler's thread put events into a queue; one thread takes them out, so that responses keep
+their order and the scheduler never waits for Triton.
 """
 
 from __future__ import annotations

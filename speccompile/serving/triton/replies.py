@@ -21,8 +21,7 @@ class Reply:
 
     Args:
         sender: Triton's response sender of the request.
-        as_outputs: errors are sent as the output `failure`. Triton 2.51 loses an error that follows a response on
-            its way to a model that called this one, and then never unloads either.
+        as_outputs: send errors as the output `failure`: Triton 2.51 loses one after a response to a calling model.
     """
 
     def __init__(self, pb: Any, sender: Any, has_batch: bool = False, as_outputs: bool = False) -> None:

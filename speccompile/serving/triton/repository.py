@@ -45,7 +45,7 @@ __all__ = ["TritonPythonModel"]
 
 @dataclass(frozen=True)
 class RepositoryOptions:
-    """What the repository shall be like.
+    """The contents of the repository.
 
     Args:
         layout: `model`: one decoupled model; `trtllm`: the five models of the removed TensorRT-LLM backend; `plans`:
@@ -70,15 +70,11 @@ class Model:
 
 
 def write_repository(bundle_path: Path | str, dest: Path, options: RepositoryOptions) -> list[str]:
-    """Write models into a repository; other models in it stay, and an earlier one of the name is exchanged in one step.
-
-    Returns:
-        The names of its models, in the order in which they are to be read.
+    """Writes models into a repository, beside others, exchanged in one step; returns their names in reading order.
 
     Raises:
         BundleError: the bundle does not hold, or the layout needs something that is not in it.
-        BuildError: the folder cannot be written, or it has a model of that name that was not written by this command,
-            or was changed since.
+        BuildError: the folder cannot be written, or a model of that name is not ours or was changed.
     """
     _check_name(options.name)
     repository = resolve_path(dest)
@@ -230,11 +226,7 @@ def plan_models(bundle: Bundle, prefix: str) -> list[tuple[ModelConfig, list[tup
 
 
 def tensors(spec: GraphSpec, is_input: bool) -> list[Tensor]:
-    """Returns a graph's inputs or outputs as a config.pbtxt has them; dims that change are -1, the batch among them.
-
-    Raises:
-        BundleError: a dtype that Triton does not know.
-    """
+    """Returns a graph's inputs or outputs as in config.pbtxt, dynamic dims as -1. Raises BundleError: unknown dtype."""
     return [_tensor(spec, tensor) for tensor in (spec.inputs if is_input else spec.outputs)]
 
 

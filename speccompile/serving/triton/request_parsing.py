@@ -91,7 +91,7 @@ class Call:
 
 
 def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collection[str], rules: Rules) -> Call:
-    """Read the inputs of a request.
+    """Reads the inputs of a request.
 
     Args:
         arrays: the tensors that were sent; BYTES tensors are object arrays of `bytes`.
@@ -125,11 +125,7 @@ def call_from_arrays(arrays: Arrays, requested: Collection[str], known: Collecti
 
 
 def check_parameters(names: Collection[str], ignored: str) -> None:
-    """Refuse what a client sent beside the inputs: `/generate` makes a parameter of every field that it does not know.
-
-    Args:
-        ignored: a regular expression of names that are not refused, such as forwarded headers.
-    """
+    """Refuses parameters, which `/generate` makes of unknown fields, except headers and the like (regex `ignored`)."""
     unknown = sorted(name for name in names if not (ignored and re.fullmatch(ignored, name)))
     if unknown:
         todo = "Leave it out; the model's config.pbtxt lists its inputs."
@@ -206,11 +202,7 @@ def _prompt_text(prompt: str | Sequence[int], tokenizer: Decoder | None) -> str:
 
 
 def text_from_value(value: Any, name: str) -> str:
-    """Returns an element of one of Triton's arrays of bytes as text.
-
-    Raises:
-        RuntimeFault: it is not UTF-8; `name` is the tensor's.
-    """
+    """Returns an element of Triton's arrays of bytes as text. Raises RuntimeFault: tensor `name` is not UTF-8."""
     try:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as fault:

@@ -30,6 +30,7 @@ class DflashConfig(FeatureFields):
     """A block drafter: DFlash, DFlash 2, DSpark, LiLiCorr, Domino. Its other fields are `FeatureFields`.
 
     Args:
+        model: checkpoint folder or hub id of the drafter.
         layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
             `fc`; `auto`: as its config.json says.
         tree_depth: as in `TreeFields`; no deeper than the drafter's block.
@@ -38,7 +39,7 @@ class DflashConfig(FeatureFields):
         sample_from_anchor: whether the root's row of a block drafts as well; `auto`: as its config.json says.
     """
 
-    model: str  # checkpoint folder or hub id of the drafter
+    model: str
     layers: tuple[int, ...] | Literal["auto"] = "auto"
     tree_depth: int = field(default=16, kw_only=True, metadata=declared(ge=1, le=MAX_DEPTH))
     slot_candidates: int | Literal["auto"] = field(

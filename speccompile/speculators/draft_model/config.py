@@ -27,6 +27,8 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
     """A draft model.
 
     Args:
+        model: checkpoint folder or hub id of the draft.
+        allow_tokenizer_mismatch: build although draft and target have different tokenizers.
         parallel_drafting: draft all tokens of a path in one run, from mask tokens, as PARD trains it; `auto`: where the
             draft's config.json names its mask token (`pard_token`).
         min_confidence: draft no further after a path whose probability in the draft is below this; with a number and
@@ -35,11 +37,11 @@ class DraftModelConfig(DraftVocabFields, CachedDraftFields):
         lora: LoRA adapter in PEFT's layout, folder or hub id, merged into the draft's weights.
     """
 
-    model: str  # checkpoint folder or hub id of the draft
+    model: str
     max_draft_tokens: int = parameter(10, ge=1, le=64)
     min_confidence: float | Literal["auto"] = parameter("auto", ge=0, lt=1, words=("auto",))
     confidence_odds: float = field(default=2.7, kw_only=True, metadata=declared(ge=0.02, le=50))
-    allow_tokenizer_mismatch: bool = False  # build although draft and target have different tokenizers
+    allow_tokenizer_mismatch: bool = False
     config: str | None = None
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
     lora: str | None = field(default=None, kw_only=True)

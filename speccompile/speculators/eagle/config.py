@@ -19,7 +19,11 @@ SOURCE = "speccompile.speculators.eagle.checkpoint:DraftSource"
 
 @dataclass(frozen=True)
 class EagleConfig(FeatureFields):
-    """An EAGLE-1 or 2 drafter, folder or hub id, with `FeatureFields`; the two differ in how trees are drafted."""
+    """An EAGLE-1 or 2 drafter; the two differ in how trees are drafted, not in what is trained.
+
+    Args:
+        model: checkpoint folder or hub id of the drafter. Its other fields are `FeatureFields`.
+    """
 
     model: str
 

@@ -26,13 +26,14 @@ class Eagle3Config(FeatureFields):
     """An EAGLE-3 or P-EAGLE drafter. Its other fields are `FeatureFields`.
 
     Args:
+        model: checkpoint folder or hub id of the drafter.
         layers: decoder layers of the target, from 0, whose residual streams are read, in the order of the drafter's
             `fc`; `auto`: as its config.json says, else the published choice for the target's number of layers.
         parallel_drafting: draft all tokens of a path in one run, from masks, as P-EAGLE trains it; `auto`: where the
             drafter's config.json names its mask token.
     """
 
-    model: str  # checkpoint folder or hub id of the drafter
+    model: str
     layers: tuple[int, int, int] | Literal["auto"] = "auto"
     parallel_drafting: bool | Literal["auto"] = field(default="auto", kw_only=True)
 

@@ -25,6 +25,7 @@ class ExitConfig(CachedDraftFields):
     """The target's own first layers draft, followed by a trained head or by the target's final norm.
 
     Args:
+        config: folder with the head's config.json, where the hub cannot be reached; for random weights.
         model: checkpoint folder or hub id of a trained head; None: the target's final norm follows the layers.
         num_exit_layers: decoder layers of the target that run; None: as the head was trained, without one half of all.
         quantization: `target`: as the target's own layers, so that their weights are shared; or a form of its own.
@@ -33,7 +34,7 @@ class ExitConfig(CachedDraftFields):
     model: str | None = None
     num_exit_layers: int | None = parameter(None, ge=1)
     quantization: str = field(default="target", kw_only=True)
-    config: str | None = None  # folder with the head's config.json, where the hub cannot be reached; for random weights
+    config: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,13 @@ SOURCE = "speccompile.speculators.gemma4_assistant.checkpoint:AssistantSource"
 
 @dataclass(frozen=True)
 class Gemma4AssistantConfig(HeadsFields):
-    """The assistant of a Gemma 4 target, as it is published beside the target."""
+    """The assistant of a Gemma 4 target, as it is published beside the target.
 
-    model: str  # checkpoint folder or hub id of the assistant
+    Args:
+        model: checkpoint folder or hub id of the assistant.
+    """
+
+    model: str
 
 
 class Gemma4AssistantMethod(Method):

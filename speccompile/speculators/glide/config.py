@@ -23,10 +23,11 @@ class GlideConfig(CachedDraftFields):
     """A GLIDE drafter: a small decoder that also reads the cache of the target's last layer.
 
     Args:
+        model: checkpoint folder or hub id of the drafter.
         config: folder with the drafter's config.json, where the hub cannot be reached; for random weights.
     """
 
-    model: str  # checkpoint folder or hub id of the drafter
+    model: str
     config: str | None = None
 
 

@@ -26,16 +26,19 @@ class MedusaConfig(TreeFields):
     """Medusa heads. Their drafts are deterministic at any temperature.
 
     Args:
+        model: checkpoint folder or hub id of the heads.
+        quantization: `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target.
+        config: folder with the heads' config.json, where the hub cannot be reached; for random weights.
         num_heads: heads that are used; `auto`: as many as config.json says, which may differ from the files.
         confidence_odds: initial odds that a candidate is accepted, over the odds that the head's confidence means.
         tree: see `TreeFields`; with `auto` the likeliest products of the heads' candidates, as far as they gain time.
     """
 
-    model: str  # checkpoint folder or hub id of the heads
-    quantization: str = "auto"  # `none`, `int8` or `int4`; `auto`: what the backend has for drafts of such a target
+    model: str
+    quantization: str = "auto"
     num_heads: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
     confidence_odds: float = parameter(1.0, ge=0.02, le=50)
-    config: str | None = None  # folder with the heads' config.json, where the hub cannot be reached; for random weights
+    config: str | None = None
     tree: Tree = field(default="auto", kw_only=True)
 
 

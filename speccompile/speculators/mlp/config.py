@@ -19,9 +19,13 @@ SOURCE = "speccompile.speculators.mlp.checkpoint:HeadsSource"
 
 @dataclass(frozen=True)
 class MlpConfig(HeadsFields):
-    """An MLP speculator as IBM trains and publishes them."""
+    """An MLP speculator as IBM trains and publishes them.
 
-    model: str  # checkpoint folder or hub id of the speculator
+    Args:
+        model: checkpoint folder or hub id of the speculator.
+    """
+
+    model: str
 
 
 @dataclass(frozen=True)

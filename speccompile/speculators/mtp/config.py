@@ -30,6 +30,7 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     """A multi-token prediction module. Others: `FeatureFields`, `DraftVocabFields`.
 
     Args:
+        tree: see `TreeFields`; modules are trained for chains.
         model: folder or hub id of the module, or of a target that has it; none: it is in the target's checkpoint.
         norms: how its norms read their weights, `w` or `1+w`; `auto`: by its checkpoint, else by the architecture.
         concat: order of what the projection reads, `embedding_first` or `hidden_first`; `auto`: by its checkpoint, else
@@ -41,7 +42,7 @@ class MtpConfig(DraftVocabFields, FeatureFields):
     """
 
     model: str | None = None
-    tree: Tree = field(default="chain", kw_only=True)  # see `TreeFields`; modules are trained for chains
+    tree: Tree = field(default="chain", kw_only=True)
     norms: Norms = field(default="auto", kw_only=True)
     concat: Concat = field(default="auto", kw_only=True)
     chaining: Chaining = field(default="auto", kw_only=True)

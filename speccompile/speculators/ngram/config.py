@@ -23,13 +23,15 @@ class NgramConfig:
     """Prompt lookup.
 
     Args:
+        min_match: least number of tokens that must match.
+        max_match: longest match that is looked for; longer matches are tried first.
         tokens_per_match: draft length per matched token: a longer match gives a longer draft. `auto`: by the acceptance
             after matches of that length in this sequence, and the measured costs.
     """
 
     num_draft_tokens: int = parameter(15, ge=1, le=64)
-    min_match: int = parameter(1, ge=1, le=16)  # least number of tokens that must match
-    max_match: int = parameter(10, ge=1, le=32)  # longest match that is looked for; longer matches are tried first
+    min_match: int = parameter(1, ge=1, le=16)
+    max_match: int = parameter(10, ge=1, le=32)
     tokens_per_match: int | Literal["auto"] = parameter("auto", ge=1, le=64, words=("auto",))
 
     def __post_init__(self) -> None:

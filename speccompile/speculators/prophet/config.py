@@ -24,10 +24,11 @@ class ProphetConfig(HeadsFields):
     """A small causal transformer that starts from the target's hidden state.
 
     Args:
+        model: checkpoint folder or hub id of the transformer.
         max_draft_tokens: tokens of a chain where `num_draft_tokens` is `auto`; all of them are drafted in every step.
     """
 
-    model: str  # checkpoint folder or hub id of the transformer
+    model: str
     max_draft_tokens: int = parameter(4, ge=1, le=64)
 
 

@@ -24,6 +24,8 @@ class SuffixConfig:
     """A suffix tree of each sequence.
 
     Args:
+        depth: most tokens of a run that is counted, the match and its drafts together.
+        min_match: least number of tokens that must have occurred before.
         min_prob: drafts end where the share of the path among all that followed falls below this.
         tokens_per_match: drafts on a path for each matched token: a longer match gives a longer draft. `auto`: as many
             as the measured costs and the acceptance after matches of that length allow.
@@ -34,8 +36,8 @@ class SuffixConfig:
     """
 
     num_draft_tokens: int = parameter(15, ge=1, le=64)
-    depth: int = parameter(24, ge=2, le=64)  # most tokens of a run that is counted, the match and its drafts together
-    min_match: int = parameter(1, ge=1, le=63)  # least number of tokens that must have occurred before
+    depth: int = parameter(24, ge=2, le=64)
+    min_match: int = parameter(1, ge=1, le=63)
     min_prob: float = parameter(0.1, ge=0.01, le=1)
     tokens_per_match: float | Literal["auto"] = parameter("auto", ge=0.1, le=64, words=("auto",))
     tree: Literal["chain", "auto"] = parameter("chain", words=("chain", "auto"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model `tensorrt_llm_bls` of the layout `trtllm`: calls `preprocessing`, then `tensorrt_llm`, and hands on.
 
-Each request has a thread of a pool, which waits for the engine's responses, one after the other. A second thread polls
-for disconnected clients and makes the engine stop: Triton passes no cancellation from one model to another.
+Each request has a thread of a pool. A second thread polls for disconnected clients and stops the engine: Triton passes
+no cancellation from one model to another.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class OpenRelays:
     def is_gone(self, relay: Relay) -> bool:
         """Returns whether the client of an open request has disconnected.
 
-        Triton 2.51 crashes on this question after the last response of a request. So the lock is held while it answers,
-        and closed requests are not in question.
+        Triton 2.51 crashes on this question after a request's last response, hence the lock.
         """
         with self._lock:
             return relay in self._relays and bool(relay.sender.is_cancelled())

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of the five models.
-
-`tensorrt_llm` holds tokenizer and scheduler; the other four are for clients that know them.
-"""
+"""Configurations of the five models; `tensorrt_llm` holds tokenizer and scheduler, the others serve old clients."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests of the removed TensorRT-LLM backend mean, and which of them are refused.
-
-A value that would change the output and that we do not honour is refused, never dropped in silence.
-"""
+"""What requests of the removed TensorRT-LLM backend mean, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ class TrtllmRules(Rules):
 def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `SamplingParams` by the removed backend's rules, whatever the bundle's defaults are.
 
-    Neither top-k nor top-p, or top-k 1: greedy, even with a temperature. Temperature is 1 by default; top-p 0
-    is off.
+    Neither top-k nor top-p, or top-k 1: greedy, even with a temperature, which is 1 by default; top-p 0 is off.
     """
     top_k, top_p = int(given.get("top_k", 0)), float(given.get("top_p", 0.0))
     is_greedy = top_k == 1 or (top_k <= 0 and top_p == 0.0)

@@ -89,11 +89,7 @@ def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def preprocess(row: Row, tokenizer: Tokenizer) -> Results:
-    """Returns the outputs for one prompt.
-
-    Raises:
-        RuntimeFault: it is not UTF-8, or weights and words of a bias are not as many.
-    """
+    """Returns the outputs for one prompt. Raises RuntimeFault: it is not UTF-8, or a bias's parts do not match."""
     ids = tokenizer.encode(text_from_value(row["QUERY"].reshape(-1)[0], "QUERY")).ids
     return {
         "INPUT_ID": np.array(ids, dtype=np.int32),
