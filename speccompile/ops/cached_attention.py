@@ -118,55 +118,25 @@ _OUTPUTS = (
     TensorSpec("v_updated", _CACHE_DIMS, "float32"),
 )
 _WRITE = """
-    k_updated = TensorScatter<axis = 2, mode = "linear">(k_cache, k, lengths)
-    v_updated = TensorScatter<axis = 2, mode = "linear">(v_cache, v, lengths)
+    k_updated = TensorScatter(k_cache, k, lengths, axis=2, mode="linear")
+    v_updated = TensorScatter(v_cache, v, lengths, axis=2, mode="linear")
 """
 # The last node has a second row, as ONNX Runtime sums the products of one row alone in another order.
 _MASK = """
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    third = Constant<value_ints = [2]>()
-    second = Constant<value_ints = [1]>()
-    visible = Constant<value_float = 0.0>()
-    hidden = Constant<value_float = -1e30>()
-    endless = Constant<value_int = 4611686018427387904>()
-    max_seq1 = Shape<start = 2, end = 3>(k_cache)
-    max_seq = Squeeze(max_seq1)
-    rows = Range(none, max_seq, one)
-    base = Unsqueeze(lengths, second)
-    is_past = Less(rows, base)
-    is_past3 = Unsqueeze(is_past, second)
-    past = Where(is_past3, visible, hidden)
-    slots_nodes = Shape<end = 2>(tree_mask)
-    mask_shape = Concat<axis = 0>(slots_nodes, max_seq1)
-    past_full = Expand(past, mask_shape)
-    fresh = Where(tree_mask, visible, hidden)
-    linked = TensorScatter<axis = 2, mode = "linear">(past_full, fresh, lengths)
-    seen = Cast<to = 7>(tree_mask)
-    ancestors = Trilu<upper = 0>(seen)
-    count = ReduceSum<keepdims = 0>(ancestors, third)
-    depth = Sub(count, one)
-    query = Add(depth, base)
-    slots = Shape<end = 1>(tree_mask)
-    key_shape = Concat<axis = 0>(slots, max_seq1)
-    key_past = Expand(rows, key_shape)
-    key = TensorScatter<axis = 1, mode = "linear">(key_past, query, lengths)
-    query3 = Unsqueeze(query, third)
-    key3 = Unsqueeze(key, second)
-    distance = Sub(query3, key3)
-    window_asked = Constant<value_int: int = @window>()
-    is_limited = Greater(window_asked, none)
-    reach = Where(is_limited, window_asked, endless)
-    is_near = Less(distance, reach)
-    mask = Where(is_near, linked, hidden)
-    mask4 = Unsqueeze(mask, second)
-    first = Constant<value_ints = [0]>()
-    last = Constant<value_ints = [-1]>()
-    end = Constant<value_ints = [9223372036854775807]>()
-    q_last = Slice(q, last, end, third)
-    q_rows = Concat<axis = 2>(q, q_last)
-    mask_last = Slice(mask4, last, end, third)
-    mask_rows = Concat<axis = 2>(mask4, mask_last)
+    max_seq1 = Shape(k_cache, start=2, end=3)
+    rows = Range(0, Squeeze(max_seq1), 1)
+    base = Unsqueeze(lengths, [1])
+    past = Where(Unsqueeze(rows < base, [1]), 0.0, -1e30)
+    past_full = Expand(past, Concat(Shape(tree_mask, end=2), max_seq1, axis=0))
+    linked = TensorScatter(past_full, Where(tree_mask, 0.0, -1e30), lengths, axis=2, mode="linear")
+    query = ReduceSum(Trilu(int64(tree_mask), upper=0), [2], keepdims=0) - 1 + base
+    key_past = Expand(rows, Concat(Shape(tree_mask, end=1), max_seq1, axis=0))
+    key = TensorScatter(key_past, query, lengths, axis=1, mode="linear")
+    reach = Where(attr.window > 0, attr.window, 4611686018427387904)
+    mask = Where(Unsqueeze(query, [2]) - Unsqueeze(key, [1]) < reach, linked, -1e30)
+    mask4 = Unsqueeze(mask, [1])
+    q_rows = Concat(q, Slice(q, [-1], [9223372036854775807], [2]), axis=2)
+    mask_rows = Concat(mask4, Slice(mask4, [-1], [9223372036854775807], [2]), axis=2)
 """
 CACHED_ATTENTION = Op(
     "CachedAttention",
@@ -174,9 +144,8 @@ CACHED_ATTENTION = Op(
     _OUTPUTS,
     cached_attention,
     f"""{_WRITE}{_MASK}
-    with_last = Attention<scale: float = @scale, softcap: float = @softcap>(q_rows, k_updated, v_updated, mask_rows)
-    attended = Slice(with_last, first, last, third)
-    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    with_last = Attention(q_rows, k_updated, v_updated, mask_rows, scale=attr.scale, softcap=attr.softcap)
+    out = Transpose(Slice(with_last, [0], [-1], [2]), perm=[0, 2, 1, 3])
     """,
     attributes={"scale": 1.0, "softcap": 0.0, "window": 0},
 )
@@ -188,16 +157,11 @@ SINK_ATTENTION = Op(
     _OUTPUTS,
     cached_attention,
     f"""{_WRITE}{_MASK}
-    with_last, present_k, present_v, scores =
-        Attention<scale: float = @scale, qk_matmul_output_mode = 2>(q_rows, k_updated, v_updated, mask_rows)
-    total = ReduceLogSumExp<keepdims = 1>(scores, last)
-    columns = Constant<value_ints = [1, 2]>()
-    sinks3 = Unsqueeze(sinks, columns)
-    above = Sub(total, sinks3)
-    share = Sigmoid(above)
-    scaled = Mul(with_last, share)
-    attended = Slice(scaled, first, last, third)
-    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    with_last, present_k, present_v, scores = Attention(
+        q_rows, k_updated, v_updated, mask_rows, scale=attr.scale, qk_matmul_output_mode=2
+    )
+    above = ReduceLogSumExp(scores, [-1], keepdims=1) - Unsqueeze(sinks, [1, 2])
+    out = Transpose(Slice(with_last * Sigmoid(above), [0], [-1], [2]), perm=[0, 2, 1, 3])
     """,
     attributes={"scale": 1.0, "window": 0},
 )
@@ -227,9 +191,9 @@ LATENT_ATTENTION = Op(
     _OUTPUTS[:2],
     latent_attention,
     """
-    out, k_updated, v_updated = speccompile.CachedAttention
-        <scale: float = @scale, softcap: float = @softcap, window: int = @window>
-        (q, k, k, k_cache, k_cache, lengths, tree_mask)
+    out, k_updated, v_updated = speccompile.CachedAttention(
+        q, k, k, k_cache, k_cache, lengths, tree_mask, scale=attr.scale, softcap=attr.softcap, window=attr.window
+    )
     """,
     attributes=CACHED_ATTENTION.attributes,
     uses=("CachedAttention",),
@@ -241,9 +205,8 @@ SHARED_ATTENTION = Op(
     _OUTPUTS[:1],
     shared_attention,
     f"""{_MASK}
-    with_last = Attention<scale: float = @scale, softcap: float = @softcap>(q_rows, k_cache, v_cache, mask_rows)
-    attended = Slice(with_last, first, last, third)
-    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    with_last = Attention(q_rows, k_cache, v_cache, mask_rows, scale=attr.scale, softcap=attr.softcap)
+    out = Transpose(Slice(with_last, [0], [-1], [2]), perm=[0, 2, 1, 3])
     """,
     attributes=CACHED_ATTENTION.attributes,
 )

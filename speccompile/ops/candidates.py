@@ -42,23 +42,14 @@ def node_probs(logits: Floats, temperature: Floats, top_k: Ints, top_p: Floats) 
     return (warp(logits, temperature, top_k, top_p),)
 
 
-_K = """
-    asked = Constant<value_int: int = @num_candidates>()
-    unit = Constant<value_ints = [1]>()
-    num = Reshape(asked, unit)
-"""
-
 TOP_TOKENS = Op(
     "TopTokens",
     (TensorSpec(LOGITS, ROWS, "float32"),),
     (TensorSpec(CANDIDATES, _CANDIDATE_ROWS, "int64"), TensorSpec(CANDIDATE_PROBS, _CANDIDATE_ROWS, "float32")),
     top_tokens,
-    f"""{_K}
-    last = Constant<value_ints = [-1]>()
-    tops, candidates = TopK<axis = 2>(logits, num)
-    plain = Softmax<axis = -1>(logits)
-    places = Unsqueeze(candidates, last)
-    candidate_probs = GatherND<batch_dims = 2>(plain, places)
+    """
+    tops, candidates = TopK(logits, Reshape(attr.num_candidates, [1]), axis=2)
+    candidate_probs = GatherND(Softmax(logits, axis=-1), Unsqueeze(candidates, [-1]), batch_dims=2)
     """,
     attributes={"num_candidates": 8},
 )
@@ -69,18 +60,13 @@ NODE_PROBS_OP = Op(
     (TensorSpec(NODE_PROBS, ("batch", "nodes", "draft_vocab"), "float32"),),
     node_probs,
     f"""
-    off = Constant<value_float = 0.0>()
-    hottest = ReduceMax<keepdims = 0>({TEMPERATURE})
-    is_sampled = Greater(hottest, off)
+    is_sampled = ReduceMax({TEMPERATURE}, keepdims=0) > 0.0
     node_probs = If(is_sampled) <
       then_branch = sampled () => (float[] dists_hot) {{
         dists_hot = speccompile.Warp(logits, temperature, top_k, top_p)
       }},
       else_branch = greedy () => (float[] dists_cold) {{
-        unit = Constant<value_ints = [1]>()
-        rows = Shape<end = 2>(logits)
-        dummy = Concat<axis = 0>(rows, unit)
-        dists_cold = Expand(off, dummy)
+        dists_cold = Expand(0.0, Concat(Shape(logits, end=2), [1], axis=0))
       }}>
     """,
     uses=("Warp",),

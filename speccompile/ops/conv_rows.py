@@ -77,7 +77,7 @@ def conv_rows(
 
 # The rows of a chain: node + tap, counted from the first row before the nodes that counts.
 _CHAIN = """
-    reach3 = Unsqueeze(reach2, nowhere)
+    reach3 = Unsqueeze(reach2, [0])
 """
 
 # Of a tree: the ancestor so many levels above, before which stand as many nodes as have a smaller depth in the path; or
@@ -86,100 +86,47 @@ _PATHS = (
     IS_TREE
     + """
     reach3 = If<then_branch = by_paths () => (int64[b, r, t] reach_of_tree) {
-        seen_of = Cast<to = 7>(tree_mask)
-        counts = CumSum(seen_of, depth_axis)
-        sizes = ReduceSum<keepdims = 1>(seen_of, third)
-        depths = Sub(sizes, one)
-        above = Sub(num_past, taps)
-        levels = Sub(depths, above)
-        levels4 = Unsqueeze(levels, third)
-        counts4 = Unsqueeze(counts, tap_axis)
-        is_before = LessOrEqual(counts4, levels4)
-        before = Cast<to = 7>(is_before)
-        ancestors = ReduceSum<keepdims = 0>(before, third)
-        is_held = Less(levels, none)
-        offsets = Where(is_held, levels, ancestors)
-        reach_of_tree = Add(offsets, num_past)
+        seen_of = int64(tree_mask)
+        levels = ReduceSum(seen_of, [2], keepdims=1) - 1 - (num_past - taps)
+        before = int64(Unsqueeze(CumSum(seen_of, 2), [3]) <= Unsqueeze(levels, [2]))
+        reach_of_tree = Where(levels < 0, levels, ReduceSum(before, [2], keepdims=0)) + num_past
       }, else_branch = one_chain () => (int64[c, r, t] reach_of_chain) {
-        reach_of_chain = Unsqueeze(reach2, nowhere)
+        reach_of_chain = Unsqueeze(reach2, [0])
       }>(is_tree)
 """
 )
 
 _HEAD = """
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    nothing = Constant<value_float = 0.0>()
-    nowhere = Constant<value_ints = [0]>()
-    second = Constant<value_ints = [1]>()
-    third = Constant<value_ints = [2]>()
-    inner = Constant<value_ints = [1, 2]>()
-    tap_axis = Constant<value_ints = [3]>()
-    depth_axis = Constant<value_int = 2>()
-    x32 = Cast<to = 1>(x)
-    weight32 = Cast<to = 1>(weight)
-    bias32 = Cast<to = 1>(bias)
-    kernel1 = Shape<start = 1, end = 2>(weight)
-    kernel = Squeeze(kernel1, nowhere)
-    num_past = Sub(kernel, one)
-    num_rows1 = Shape<start = 1, end = 2>(rows)
-    num_rows = Squeeze(num_rows1, nowhere)
-    num_nodes1 = Shape<start = 1, end = 2>(x)
-    num_nodes = Squeeze(num_nodes1, nowhere)
+    kernel1 = Shape(weight, start=1, end=2)
+    kernel = Squeeze(kernel1, [0])
+    num_past = kernel - 1
+    num_rows = Squeeze(Shape(rows, start=1, end=2), [0])
+    num_nodes = Squeeze(Shape(x, start=1, end=2), [0])
 
-    num_owed0 = Sub(lengths, state_lengths)
-    num_owed = Unsqueeze(num_owed0, second)
-    past_end = Add(num_owed, num_past)
-    is_new = Equal(lengths, none)
-    is_new3 = Unsqueeze(is_new, inner)
-    known = Where(is_new3, nothing, rows)
-    held = Concat<axis = 1>(known, x32)
-    gap = Sub(num_rows, past_end)
-    num_held = Add(num_rows, num_nodes)
-    last_held = Sub(num_held, one)
-
-    taps = Range(none, kernel, one)
-    nodes = Range(none, num_nodes, one)
-    node_column = Unsqueeze(nodes, second)
-    reach2 = Add(node_column, taps)
+    num_owed = Unsqueeze(lengths - state_lengths, [1])
+    past_end = num_owed + num_past
+    held = Concat(Where(Unsqueeze(lengths == 0, [1, 2]), 0.0, rows), float32(x), axis=1)
+    gap = num_rows - past_end
+    last_held = num_rows + num_nodes - 1
+    taps = Range(0, kernel, 1)
+    nodes = Range(0, num_nodes, 1)
+    node_column = Unsqueeze(nodes, [1])
+    reach2 = node_column + taps
 """
 
-_REST = """    owed3 = Unsqueeze(num_owed, third)
-    seen = Add(reach3, owed3)
-    end3 = Unsqueeze(past_end, third)
-    gap3 = Unsqueeze(gap, third)
-    is_node = GreaterOrEqual(seen, end3)
-    skipped = Where(is_node, gap3, none)
-    seen_at = Add(seen, skipped)
-    seen_index = Unsqueeze(seen_at, tap_axis)
-    windows = GatherND<batch_dims = 1>(held, seen_index)
-    by_tap = Transpose<perm = [1, 0]>(weight32)
-    products = Mul(windows, by_tap)
-    ones_shape = Concat<axis = 0>(second, kernel1)
-    ones = ConstantOfShape<value = float[1] {1.0}>(ones_shape)
-    sums = MatMul(ones, products)
-    summed = Squeeze(sums, third)
-    plain = Add(summed, bias32)
-    asked = Constant<value_int: int = @activation>()
-    is_activated = Greater(asked, none)
-    weight_of = Sigmoid(plain)
-    silu = Mul(plain, weight_of)
-    out32 = Where(is_activated, silu, plain)
-    out = CastLike(out32, x)
+_REST = """
+    seen = reach3 + Unsqueeze(num_owed, [2])
+    seen_at = seen + Where(seen >= Unsqueeze(past_end, [2]), Unsqueeze(gap, [2]), 0)
+    windows = GatherND(held, Unsqueeze(seen_at, [3]), batch_dims=1)
+    ones = ConstantOfShape(Concat([1], kernel1, axis=0), value=[1.0])
+    sums = ones @ (windows * Transpose(float32(weight), perm=[1, 0]))
+    plain = Squeeze(sums, [2]) + float32(bias)
+    out = CastLike(Where(attr.activation > 0, plain * Sigmoid(plain), plain), x)
 
-    places = Range(none, num_rows, one)
-    sure_column = Unsqueeze(sure_nodes, second)
-    num_applied = Add(num_owed, sure_column)
-    source = Add(places, num_applied)
-    is_new_row = GreaterOrEqual(source, past_end)
-    passed = Where(is_new_row, gap, none)
-    source_at = Add(source, passed)
-    is_row = LessOrEqual(source_at, last_held)
-    source_in = Min(source_at, last_held)
-    source_index = Unsqueeze(source_in, third)
-    moved = GatherND<batch_dims = 1>(held, source_index)
-    is_row3 = Unsqueeze(is_row, third)
-    rows_updated = Where(is_row3, moved, nothing)
+    source = Range(0, num_rows, 1) + (num_owed + Unsqueeze(sure_nodes, [1]))
+    source_at = source + Where(source >= past_end, gap, 0)
+    moved = GatherND(held, Unsqueeze(Min(source_at, last_held), [2]), batch_dims=1)
+    rows_updated = Where(Unsqueeze(source_at <= last_held, [2]), moved, 0.0)
 """
 
 # The kernel's taps are added by a product with a row of ones: its sums see no other row, so they have the same bits in

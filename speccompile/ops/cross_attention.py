@@ -51,28 +51,13 @@ CROSS_ATTENTION = Op(
     (TensorSpec("out", ("batch", "nodes", "heads", "head_dim"), "float32"),),
     cross_attention,
     """
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    second = Constant<value_ints = [1]>()
-    third = Constant<value_ints = [2]>()
-    visible = Constant<value_float = 0.0>()
-    hidden = Constant<value_float = -1e30>()
-    num_rows1 = Shape<start = 2, end = 3>(k_cache)
-    num_rows = Squeeze(num_rows1)
-    rows = Range(none, num_rows, one)
-    limits3 = Unsqueeze(limits, third)
-    is_before = Less(rows, limits3)
-    window_asked = Constant<value_int: int = @window>()
-    is_limited = Greater(window_asked, none)
-    endless = Constant<value_int = 4611686018427387904>()
-    reach = Where(is_limited, window_asked, endless)
-    oldest = Sub(limits3, reach)
-    is_near = GreaterOrEqual(rows, oldest)
-    is_seen = And(is_before, is_near)
-    mask = Where(is_seen, visible, hidden)
-    mask4 = Unsqueeze(mask, second)
-    attended = Attention<scale: float = @scale>(q, k_cache, v_cache, mask4)
-    out = Transpose<perm = [0, 2, 1, 3]>(attended)
+    rows = Range(0, Squeeze(Shape(k_cache, start=2, end=3)), 1)
+    limits3 = Unsqueeze(limits, [2])
+    is_near = rows >= limits3 - Where(attr.window > 0, attr.window, 4611686018427387904)
+    is_seen = (rows < limits3) & is_near
+    mask4 = Unsqueeze(Where(is_seen, 0.0, -1e30), [1])
+    attended = Attention(q, k_cache, v_cache, mask4, scale=attr.scale)
+    out = Transpose(attended, perm=[0, 2, 1, 3])
     """,
     attributes={"scale": 1.0, "window": 0},
 )
@@ -126,21 +111,13 @@ ROTARY_CROSS_ATTENTION = Op(
     (TensorSpec("out", ("batch", "nodes", "q_dim"), "float32"),),
     rotary_cross_attention,
     """
-    as_before = Constant<value_ints = [0, 0]>()
-    every = Constant<value_ints = [-1]>()
-    second = Constant<value_ints = [1]>()
-    num_heads = Constant<value_int: int = @num_heads>()
-    head_dim = Constant<value_int: int = @head_dim>()
-    heads1 = Reshape(num_heads, second)
-    head_dim1 = Reshape(head_dim, second)
-    in_heads = Concat<axis = 0>(as_before, heads1, head_dim1)
-    rows = Reshape(q, in_heads)
-    heads = Transpose<perm = [0, 2, 1, 3]>(rows)
-    turned = RotaryEmbedding<interleaved: int = @interleaved, rotary_embedding_dim: int = @rotary_dim>
-        (heads, cos, sin, positions)
-    attended = speccompile.CrossAttention<scale: float = @scale, window = 0>(turned, k_cache, v_cache, limits)
-    as_rows = Concat<axis = 0>(as_before, every)
-    out = Reshape(attended, as_rows)
+    in_heads = Concat([0, 0], Reshape(attr.num_heads, [1]), Reshape(attr.head_dim, [1]), axis=0)
+    heads = Transpose(Reshape(q, in_heads), perm=[0, 2, 1, 3])
+    turned = RotaryEmbedding(
+        heads, cos, sin, positions, interleaved=attr.interleaved, rotary_embedding_dim=attr.rotary_dim
+    )
+    attended = speccompile.CrossAttention(turned, k_cache, v_cache, limits, scale=attr.scale, window=0)
+    out = Reshape(attended, [0, 0, -1])
     """,
     attributes={"num_heads": 1, "head_dim": 1, "scale": 1.0, "rotary_dim": 0, "interleaved": 0},
     uses=("CrossAttention",),

@@ -25,46 +25,33 @@ def _in_blocks(rows: str, filler: float, call: str) -> str:
     the vocabulary is, since shape inference also looks at the branch not taken.
     """
     return f"""
-    width = Constant<value_ints = [64]>()
-    vocab = Shape<start = 2>({rows})
-    odd = Mod(vocab, width)
-    nothing = Constant<value_ints = [0]>()
-    is_whole = Equal(odd, nothing)
+    vocab = Shape({rows}, start=2)
+    odd = vocab % [64]
+    is_whole = odd == [0]
     index = If(is_whole) <
       then_branch = whole () => (int64[] index_whole) {{
-        divisor = Where(is_whole, width, vocab)
+        divisor = Where(is_whole, [64], vocab)
         index_whole = {call.replace("@", f"{rows}, divisor")}
       }},
       else_branch = odd_sized () => (int64[] index_odd) {{
-        missing = Sub(width, odd)
-        pads = Concat<axis = 0>(nothing, missing)
-        filler = Constant<value_float = {filler}>()
-        axis = Constant<value_ints = [2]>()
-        padded = Pad({rows}, pads, filler, axis)
-        index_odd = {call.replace("@", "padded, width")}
+        pads = Concat([0], [64] - odd, axis=0)
+        padded = Pad({rows}, pads, {filler}, [2])
+        index_odd = {call.replace("@", "padded, [64]")}
       }}>
     """
 
 
 def _in_known_blocks(rows: str, filler: float, call: str, vocab: int) -> str:
-    width = "width = Constant<value_ints = [64]>()"
     if vocab % 64 == 0:
-        return f"{width}\n    index = {call.replace('@', f'{rows}, width')}"
+        return f"index = {call.replace('@', f'{rows}, [64]')}"
     return f"""
-    {width}
-    pads = Constant<value_ints = [0, {-vocab % 64}]>()
-    filler = Constant<value_float = {filler}>()
-    axis = Constant<value_ints = [2]>()
-    padded = Pad({rows}, pads, filler, axis)
-    index = {call.replace("@", "padded, width")}
+    padded = Pad({rows}, [0, {-vocab % 64}], {filler}, [2])
+    index = {call.replace("@", "padded, [64]")}
     """
 
 
 _BLOCKS = """
-    leading = Constant<value_ints = [0, 0, -1]>()
-    shape = Concat<axis = 0>(leading, width)
-    last = Constant<value_ints = [-1]>()
-    blocks = Reshape(rows, shape)
+    blocks = Reshape(rows, Concat([0, 0, -1], width, axis=0))
 """
 _ROWS_IN_BLOCKS = (TensorSpec("rows", ROWS, "float32"), TensorSpec("width", (1,), "int64"))
 _INDEX = (TensorSpec("index", ("batch", "nodes"), "int64"),)
@@ -98,13 +85,9 @@ FIRST_MAX_IN_BLOCKS = Op(
     _INDEX,
     lambda rows, width: first_max(rows),
     f"""{_BLOCKS}
-    tops = ReduceMax<keepdims = 0>(blocks, last)
-    block = ArgMax<axis = 2, keepdims = 1>(tops)
-    row = GatherND<batch_dims = 2>(blocks, block)
-    within = ArgMax<axis = 2, keepdims = 0>(row)
-    number = Squeeze(block, last)
-    start = Mul(number, width)
-    index = Add(start, within)
+    block = ArgMax(ReduceMax(blocks, [-1], keepdims=0), axis=2, keepdims=1)
+    row = GatherND(blocks, block, batch_dims=2)
+    index = Squeeze(block, [-1]) * width + ArgMax(row, axis=2, keepdims=0)
     """,
 )
 
@@ -126,35 +109,15 @@ DRAW_IN_BLOCKS = Op(
     _INDEX,
     lambda rows, width, uniforms: _draw(rows, uniforms),
     f"""{_BLOCKS}
-    along = Constant<value_int = 2>()
-    end = Constant<value_ints = [-1]>()
-    under = Constant<value = double {{0.9999999}}>()
-    sums = ReduceSum<keepdims = 0>(blocks, last)
-    masses = Cast<to = 11>(sums)
-    upto = CumSum(masses, along)
-    total = Gather<axis = 2>(upto, end)
-    u = Unsqueeze(uniforms, last)
-    u64 = Cast<to = 11>(u)
-    bound = Mul(u64, total)
-    is_before = LessOrEqual(upto, bound)
-    count = Cast<to = 7>(is_before)
-    block = ReduceSum<keepdims = 1>(count, last)
-    before = CumSum<exclusive = 1>(masses, along)
-    skipped1 = GatherND<batch_dims = 2>(before, block)
-    skipped = Unsqueeze(skipped1, last)
-    row = GatherND<batch_dims = 2>(blocks, block)
-    row64 = Cast<to = 11>(row)
-    within = CumSum(row64, along)
-    mass = Gather<axis = 2>(within, end)
-    left = Sub(bound, skipped)
-    most = Mul(mass, under)
-    rest = Min(left, most)
-    is_passed = LessOrEqual(within, rest)
-    passed = Cast<to = 7>(is_passed)
-    offset = ReduceSum<keepdims = 0>(passed, last)
-    number = Squeeze(block, last)
-    start = Mul(number, width)
-    index = Add(start, offset)
+    masses = double(ReduceSum(blocks, [-1], keepdims=0))
+    upto = CumSum(masses, 2)
+    bound = double(Unsqueeze(uniforms, [-1])) * Gather(upto, [-1], axis=2)
+    block = ReduceSum(int64(upto <= bound), [-1], keepdims=1)
+    row = GatherND(blocks, block, batch_dims=2)
+    within = CumSum(double(row), 2)
+    left = bound - Unsqueeze(GatherND(CumSum(masses, 2, exclusive=1), block, batch_dims=2), [-1])
+    passed = within <= Min(left, Gather(within, [-1], axis=2) * double(0.9999999))
+    index = Squeeze(block, [-1]) * width + ReduceSum(int64(passed), [-1], keepdims=0)
     """,
 )
 
@@ -167,63 +130,24 @@ def race_rates(probs: str, *, is_fenced: bool = False) -> str:
     float32: for u up to 1/2 the series 2 artanh(u / (2 - u)), whose error is below 3e-8, and above it the logarithm of
     1 - u, which is exact there.
     """
-    squares, terms = "", "series_6 = Identity(term_6)"
-    fence = """
-    behind_@ = Unsqueeze(rest_@, last_place)
-    state_@ = ReduceMax<keepdims = 0>(behind_@, last_place)"""
-    fence = fence if is_fenced else "\n    state_@ = Identity(rest_@)"
+    fenced = "ReduceMax(Unsqueeze(@, [-1]), [-1], keepdims=0)" if is_fenced else "@"
+    squares, series = "", repr(2 / 13)
     for number in range(NUM_SQUARES):
-        squares += f"""
-    square_{number} = Mul(state_{number}, state_{number})
-    keyed_{number} = Add(square_{number}, {("second_key", "first_key")[number % 2 == 0]})
-    rest_{number + 1} = Mod(keyed_{number}, prime){fence.replace("@", str(number + 1))}"""
+        keyed = f"state_{number} * state_{number} + {('second_key', 'first_key')[number % 2 == 0]}"
+        squares += f"\n    state_{number + 1} = {fenced.replace('@', f'({keyed}) % {PRIME}')}"
     for power in reversed(range(6)):
-        terms += f"""
-    raised_{power} = Mul(series_{power + 1}, z_square)
-    series_{power} = Add(raised_{power}, term_{power})"""
-    constants = "".join(f"    term_{power} = Constant<value_float = {2 / (2 * power + 1)!r}>()\n" for power in range(7))
+        series = f"({series} * z_square + {2 / (2 * power + 1)!r})"
     return f"""
-    key_scale = Constant<value_float = {KEY_SCALE}>()
-    key_step = Constant<value_int = {KEY_STEP}>()
-    prime = Constant<value_int = {PRIME}>()
-    half = Constant<value_float = 0.5>()
-    two = Constant<value_float = 2.0>()
-    modulus = Constant<value_float = {float(PRIME + 1)}>()
-    start = Constant<value_int = 1>()
-    first_place = Constant<value_ints = [0]>()
-    second_place = Constant<value_ints = [1]>()
-    last_place = Constant<value_ints = [-1]>()
-    key_floats = Mul(uniforms, key_scale)
-    key_bits = Cast<to = 7>(key_floats)
-    key_steps = Mul(key_bits, key_step)
-    keys = Add(key_steps, start)
-    first_key = Gather<axis = 2>(keys, first_place)
-    second_key = Gather<axis = 2>(keys, second_place)
-    num_tokens1 = Shape<start = 2>({probs})
-    num_tokens0 = Squeeze(num_tokens1)
-    num_tokens = Add(num_tokens0, start)
-    numbers = Range(start, num_tokens, start)
-    scaled_number = Mul(first_key, numbers)
-    shifted_number = Add(scaled_number, second_key)
-    rest_0 = Mod(shifted_number, prime){fence.replace("@", "0")}
-    {squares}
-    whole_state = Cast<to = 1>(state_{NUM_SQUARES})
-    above_state = Add(whole_state, half)
-    u = Div(above_state, modulus)
-    rest_state = Sub(prime, state_{NUM_SQUARES})
-    whole_rest = Cast<to = 1>(rest_state)
-    above_rest = Add(whole_rest, half)
-    c = Div(above_rest, modulus)
-    under_two = Sub(two, u)
-    z = Div(u, under_two)
-    z_square = Mul(z, z)
-{constants}    {terms}
-    time_low = Mul(z, series_0)
-    log_c = Log(c)
-    time_high = Neg(log_c)
-    is_high = Greater(u, half)
-    time = Where(is_high, time_high, time_low)
-    rates = Div({probs}, time)
+    keys = int64(uniforms * {KEY_SCALE}) * {KEY_STEP} + 1
+    first_key = Gather(keys, [0], axis=2)
+    second_key = Gather(keys, [1], axis=2)
+    numbers = Range(1, Squeeze(Shape({probs}, start=2)) + 1, 1)
+    state_0 = {fenced.replace("@", f"(first_key * numbers + second_key) % {PRIME}")}{squares}
+    u = (float32(state_{NUM_SQUARES}) + 0.5) / {float(PRIME + 1)}
+    c = (float32({PRIME} - state_{NUM_SQUARES}) + 0.5) / {float(PRIME + 1)}
+    z = u / (2.0 - u)
+    z_square = z * z
+    rates = {probs} / Where(u > 0.5, -Log(c), z * {series})
     """
 
 

@@ -56,132 +56,82 @@ def _twin(form: str, has_gate: bool) -> Callable[..., tuple[Any, ...]]:
 
 # x's row of each id, and the ids without negative ones, which would count from the end.
 _ROUTES = """
-    zero = Constant<value_ints = [0]>()
-    one = Constant<value_ints = [1]>()
-    all = Constant<value_ints = [-1]>()
-    given = Reshape(ids, all)
-    none = Constant<value_int = 0>()
-    single = Constant<value_int = 1>()
-    num_experts = Constant<value_int: int = @num_experts>()
-    is_negative = Less(given, none)
-    experts = Where(is_negative, num_experts, given)
+    given = Reshape(ids, [-1])
+    experts = Where(given < 0, attr.num_experts, given)
     num_ids1 = Shape(experts)
-    num_rows1 = Shape<start = 0, end = 1>(x)
     num_ids = Squeeze(num_ids1)
-    num_rows = Squeeze(num_rows1)
-    at_least_one_row = Max(num_rows, single)
-    per_row = Div(num_ids, at_least_one_row)
-    at_least_one = Max(per_row, single)
-    numbers = Range(none, num_ids, single)
-    sources = Div(numbers, at_least_one)
-    source = Gather<axis = 0>(x, sources)
-    chosen = Gather<axis = 0>(weights, experts)
-    chosen_bias = Gather<axis = 0>(bias, experts)
+    per_row = num_ids / Max(Squeeze(Shape(x, start=0, end=1)), 1)
+    numbers = Range(0, num_ids, 1)
+    source = Gather(x, numbers / Max(per_row, 1), axis=0)
+    chosen = Gather(weights, experts, axis=0)
+    chosen_bias = Gather(bias, experts, axis=0)
 """
 
 # By form: `matrix` [ids, panels, 32, K padded] float32 of the chosen weights.
 _MATRIX = {
-    "F32": "matrix = Transpose<perm = [0, 1, 3, 2]>(chosen)",
-    "Bf16": """
-    wide = Cast<to = 1>(chosen)
-    turned = Transpose<perm = [0, 1, 3, 2, 4]>(wide)
-    in_rows = Constant<value_ints = [0, 0, 0, -1]>()
-    matrix = Reshape(turned, in_rows)
-    """,
+    "F32": "matrix = Transpose(chosen, perm=[0, 1, 3, 2])",
+    "Bf16": "matrix = Reshape(Transpose(float32(chosen), perm=[0, 1, 3, 2, 4]), [0, 0, 0, -1])",
 }
 
 
 def _grid_matrix(form: str) -> str:
     if is_int4(form):
-        stored = f"{nibbles('chosen', 4)}\n    stored = Transpose<perm = [0, 1, 5, 2, 3, 4, 6]>(halves)"
+        stored = f"{nibbles('chosen', 4)}\n    stored = Transpose(halves, perm=[0, 1, 5, 2, 3, 4, 6])"
     else:
-        stored = "stored = Transpose<perm = [0, 1, 4, 2, 3, 5]>(chosen)"
+        stored = "stored = Transpose(chosen, perm=[0, 1, 4, 2, 3, 5])"
     of_units = "".join(
         f"""
-    chosen_{name} = Gather<axis = 0>({name}, experts)
-    half_{name} = Transpose<perm = [0, 1, 3, 2]>(chosen_{name})
-    group_{name} = Cast<to = 1>(half_{name})
+    group_{name} = float32(Transpose(Gather({name}, experts, axis=0), perm=[0, 1, 3, 2]))
     {spread_groups(f"group_{name}", f"unit_{name}", 3)}
-    own_{name} = Unsqueeze(unit_{name}, last)
+    own_{name} = Unsqueeze(unit_{name}, [-1])
     """
         for name in ("scales", *(("minimums",) if has_minimums(form) else ()))
     )
     return f"""
     {SIZES}
     {stored}
-    in_rows = Constant<value_ints = [0, 0, 0, -1]>()
-    stored_rows = Reshape(stored, in_rows)
-    levels_end = Mul(units, unit)
-    level_axis = Constant<value_ints = [3]>()
-    own_levels = Slice(stored_rows, zero, levels_end, level_axis)
-    every = Constant<value_ints = [0, 0, 0, -1]>()
-    unit_shape = Concat<axis = 0>(every, unit)
-    as_levels = Reshape(own_levels, unit_shape)
-    wide_levels = Cast<to = 1>(as_levels)
-    middle = Constant<value = float {{{float(ZEROS[form])}}}>()
-    levels = Sub(wide_levels, middle)
+    unit_shape = Concat([0, 0, 0, -1], unit, axis=0)
+    as_levels = Reshape(Slice(Reshape(stored, [0, 0, 0, -1]), [0], units * unit, [3]), unit_shape)
+    levels = float32(as_levels) - {float(ZEROS[form])}
     {of_units}
-    {"steps = Mul(levels, own_scales)" if has_minimums(form) else "weighed = Mul(levels, own_scales)"}
-    {"weighed = Add(steps, own_minimums)" if has_minimums(form) else ""}
-    matrix = Reshape(weighed, in_rows)
+    matrix = Reshape(levels * own_scales{" + own_minimums" if has_minimums(form) else ""}, [0, 0, 0, -1])
     """
 
 
 def _columns(has_gate: bool) -> str:
     """Returns the statements for `kept` [ids, num_out, K padded] from `matrix`, padding of columns dropped."""
-    sizes = """
-    num_columns = Constant<value_int: int = @num_out>()
-    columns = Unsqueeze(num_columns, zero)
-    """
+    sizes = "columns = Unsqueeze(attr.num_out, [0])"
     if not has_gate:
         return f"""{sizes}
-    shape4 = Shape(matrix)
-    depth = Slice(shape4, three, four)
-    flat_shape = Concat<axis = 0>(zero, all, depth)
-    by_column = Reshape(matrix, flat_shape)
-    kept = Slice(by_column, zero, columns, one)
+    depth = Slice(Shape(matrix), [3], [4])
+    kept = Slice(Reshape(matrix, Concat([0, -1], depth, axis=0)), [0], columns, [1])
     """
     return f"""{sizes}
-    two = Constant<value_int = 2>()
-    half_columns = Div(columns, two)
-    shape4 = Shape(matrix)
-    depth = Slice(shape4, three, four)
-    width1 = Constant<value_ints = [{COLUMNS // 2}]>()
-    two1 = Constant<value_ints = [2]>()
-    turn_shape = Concat<axis = 0>(zero, zero, two1, width1, depth)
-    turns = Reshape(matrix, turn_shape)
-    sides = Transpose<perm = [2, 0, 1, 3, 4]>(turns)
-    gates, ups = Split<axis = 0, num_outputs = 2>(sides)
-    flat_shape = Concat<axis = 0>(num_ids1, all, depth)
-    gate_all = Reshape(gates, flat_shape)
-    up_all = Reshape(ups, flat_shape)
-    gate_own = Slice(gate_all, zero, half_columns, one)
-    up_own = Slice(up_all, zero, half_columns, one)
-    kept = Concat<axis = 1>(gate_own, up_own)
+    half_columns = columns / 2
+    depth = Slice(Shape(matrix), [3], [4])
+    turns = Reshape(matrix, Concat([0, 0, 2, {COLUMNS // 2}], depth, axis=0))
+    gates, ups = Split(Transpose(turns, perm=[2, 0, 1, 3, 4]), axis=0, num_outputs=2)
+    flat_shape = Concat(num_ids1, [-1], depth, axis=0)
+    up_own = Slice(Reshape(ups, flat_shape), [0], half_columns, [1])
+    kept = Concat(Slice(Reshape(gates, flat_shape), [0], half_columns, [1]), up_own, axis=1)
     """
 
 
 # One product of a matrix with a vector for each id, so that no row depends on their number.
 _PRODUCT = """
-    width = Shape<start = 1, end = 2>(source)
-    axis1 = Constant<value_ints = [1]>()
-    axis2 = Constant<value_ints = [2]>()
-    own = Slice(kept, zero, width, axis2)
-    own_rows = Slice(rounded, zero, width, axis1)
-    as_column = Unsqueeze(own_rows, axis2)
-    column = MatMul(own, as_column)
-    product = Squeeze(column, axis2)
-    biased = Add(product, chosen_bias)
+    width = Shape(source, start=1, end=2)
+    own = Slice(kept, [0], width, [2])
+    product = Squeeze(own @ Unsqueeze(Slice(rounded, [0], width, [1]), [2]), [2])
+    biased = product + chosen_bias
 """
 
 
 def _body(form: str, has_gate: bool) -> str:
-    ends = "three = Constant<value_ints = [3]>()\n    four = Constant<value_ints = [4]>()"
     matrix = (
         f"{_grid_matrix(form)}{ROUNDED}" if is_integer(form) else f"{_MATRIX[form]}\n    rounded = Identity(source)"
     )
     end = GATE if has_gate else "y = Identity(biased)"
-    return "\n    ".join((_ROUTES, ends, matrix, _columns(has_gate), _PRODUCT, end))
+    return "\n    ".join((_ROUTES, matrix, _columns(has_gate), _PRODUCT, end))
 
 
 def _make_op(form: str, has_gate: bool) -> Op:

@@ -35,17 +35,8 @@ FINITE_TOKEN = Op(
     (TensorSpec("finite_token", ("batch",), "int64"),),
     finite_token,
     f"""
-    last = Constant<value_ints = [-1]>()
-    largest = Constant<value_float = {LARGEST}>()
-    on = Constant<value_float = 1.0>()
-    off = Constant<value_float = 0.0>()
-    none = Constant<value_int = -1>()
-    scores = Cast<to = 1>(logits)
-    sums = ReduceSum<keepdims = 0>(scores, last)
-    is_row_finite = Less(sums, largest)
-    row_finite = Where(is_row_finite, on, off)
-    num_finite = ReduceMin<keepdims = 0>(row_finite, last)
-    is_finite = Greater(num_finite, off)
-    finite_token = Where(is_finite, next_token, none)
+    sums = ReduceSum(float32(logits), [-1], keepdims=0)
+    is_finite = ReduceMin(Where(sums < {LARGEST}, 1.0, 0.0), [-1], keepdims=0) > 0.0
+    finite_token = Where(is_finite, next_token, -1)
     """,
 )

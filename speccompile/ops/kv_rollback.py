@@ -39,23 +39,9 @@ KV_ROLLBACK = Op(
     (TensorSpec("updated", _CACHE_DIMS, "float32"),),
     kv_rollback,
     """
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    second = Constant<value_ints = [1]>()
-    outer = Constant<value_ints = [1, 3]>()
-    depth1 = Shape<start = 1>(path)
-    depth = Squeeze(depth1)
-    same = Range(none, depth, one)
-    is_on_path = GreaterOrEqual(path, none)
-    node = Where(is_on_path, path, same)
-    base = Unsqueeze(lengths, second)
-    row = Add(node, base)
-    row4 = Unsqueeze(row, outer)
-    slots_heads = Shape<end = 2>(cache)
-    unit = Constant<value_ints = [1]>()
-    shape = Concat<axis = 0>(slots_heads, depth1, unit)
-    rows = Expand(row4, shape)
-    kept = GatherND<batch_dims = 2>(cache, rows)
-    updated = TensorScatter<axis = 2, mode = "linear">(cache, kept, lengths)
+    depth1 = Shape(path, start=1)
+    row = Where(path >= 0, path, Range(0, Squeeze(depth1), 1)) + Unsqueeze(lengths, [1])
+    rows = Expand(Unsqueeze(row, [1, 3]), Concat(Shape(cache, end=2), depth1, [1], axis=0))
+    updated = TensorScatter(cache, GatherND(cache, rows, batch_dims=2), lengths, axis=2, mode="linear")
     """,
 )

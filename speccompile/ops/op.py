@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from speccompile.core.specs import TensorSpec
+from speccompile.ops.expressions import statements_from_body
 
 if TYPE_CHECKING:
     from onnx import FunctionProto
@@ -23,6 +24,7 @@ class Op:
 
     Args:
         twin: numpy function of the inputs in order, attributes by keyword; returns the outputs as a tuple.
+        body: the statements of the ONNX function, see `speccompile.ops.expressions`.
         sized_body: the body for a vocabulary whose size is known at build; `body` is for any size.
     """
 
@@ -40,11 +42,14 @@ class Op:
         """Returns the function in ONNX's textual syntax; `vocab` is the size of the vocabulary where it is known."""
         body = self.body if vocab is None or self.sized_body is None else self.sized_body(vocab)
         kinds = {int: "int", float: "float"}
+        statements = statements_from_body(body, self.attributes)
         declared = ", ".join(f"{n}: {kinds[type(v)]} = {v}" for n, v in self.attributes.items())
         arguments, results = (", ".join(t.name for t in side) for side in (self.inputs, self.outputs))
         others = "".join(f', "{domain}" : 1' for domain in self.domains)
         head = f'<opset_import: ["" : {OPSET}, "{DOMAIN}" : {VERSION}{others}], domain: "{DOMAIN}">\n'
-        return f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{{body}}}"
+        return (
+            f"{head}{self.name} {f'<{declared}>' if declared else ''} ({arguments}) => ({results}) {{\n{statements}}}"
+        )
 
     def function(self, vocab: int | None = None) -> FunctionProto:
         """Returns the op as a FunctionProto of standard ops (and of those in `uses`); `vocab` as in `text`."""

@@ -155,37 +155,19 @@ def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any,
 
 
 _NORM = """
-    sum = Add(x, residual)
-    last_axis = Constant<value_ints = [-1]>()
-    squares = Mul(sum, sum)
-    mean = ReduceMean(squares, last_axis)
-    least = Constant<value_float: float = @epsilon>()
-    shifted = Add(mean, least)
-    root = Sqrt(shifted)
-    scaled = Div(sum, root)
-    source = Mul(scaled, gamma)
+    sum = x + residual
+    mean = ReduceMean(sum * sum, [-1])
+    source = sum / Sqrt(mean + attr.epsilon) * gamma
 """
 _NO_NORM = "source = Identity(x)"
 
 # By form: `by_column` [panels, 32, K or bytes] of the weights.
 _BY_COLUMN = {
-    "F32": "by_column = Transpose<perm = [0, 2, 1]>(weights)",
-    "Bf16": """
-    wide = Cast<to = 1>(weights)
-    turned = Transpose<perm = [0, 2, 1, 3]>(wide)
-    as_rows = Constant<value_ints = [0, 0, -1]>()
-    by_column = Reshape(turned, as_rows)
-    """,
-    "Int8": """
-    turned = Transpose<perm = [0, 3, 1, 2, 4]>(weights)
-    as_rows = Constant<value_ints = [0, 0, -1]>()
-    by_column = Reshape(turned, as_rows)
-    """,
-    "Int4": f"""
-    {nibbles("weights", 3)}
-    turned = Transpose<perm = [0, 4, 1, 2, 3, 5]>(halves)
-    as_rows = Constant<value_ints = [0, 0, -1]>()
-    by_column = Reshape(turned, as_rows)
+    "F32": "by_column = Transpose(weights, perm=[0, 2, 1])",
+    "Bf16": "by_column = Reshape(Transpose(float32(weights), perm=[0, 2, 1, 3]), [0, 0, -1])",
+    "Int8": "by_column = Reshape(Transpose(weights, perm=[0, 3, 1, 2, 4]), [0, 0, -1])",
+    "Int4": f"""{nibbles("weights", 3)}
+    by_column = Reshape(Transpose(halves, perm=[0, 4, 1, 2, 3, 5]), [0, 0, -1])
     """,
 }
 
@@ -193,36 +175,23 @@ _BY_COLUMN = {
 def _columns(source: str, name: str, has_gate: bool) -> str:
     """Returns the statements for `name` [num_out, R] from `source` [panels, 32, R], padding dropped."""
     if not has_gate:
-        return f"""
-    {name}_all = Flatten<axis = 2>({source})
-    {name} = Slice({name}_all, zero, columns, zero)
-    """
+        return f"{name} = Slice(Flatten({source}, axis=2), [0], columns, [0])"
     return f"""
-    {name}_shape = Constant<value_ints = [0, 2, {COLUMNS // 2}, -1]>()
-    {name}_turns = Reshape({source}, {name}_shape)
-    {name}_sides = Transpose<perm = [1, 0, 2, 3]>({name}_turns)
-    {name}_gates, {name}_ups = Split<axis = 0, num_outputs = 2>({name}_sides)
-    {name}_gate_all = Flatten<axis = 3>({name}_gates)
-    {name}_up_all = Flatten<axis = 3>({name}_ups)
-    {name}_gate = Slice({name}_gate_all, zero, half_columns, zero)
-    {name}_up = Slice({name}_up_all, zero, half_columns, zero)
-    {name} = Concat<axis = 0>({name}_gate, {name}_up)
+    {name}_sides = Transpose(Reshape({source}, [0, 2, {COLUMNS // 2}, -1]), perm=[1, 0, 2, 3])
+    {name}_gates, {name}_ups = Split({name}_sides, axis=0, num_outputs=2)
+    {name}_up = Slice(Flatten({name}_ups, axis=3), [0], half_columns, [0])
+    {name} = Concat(Slice(Flatten({name}_gates, axis=3), [0], half_columns, [0]), {name}_up, axis=0)
     """
 
 
 _FLOAT_PRODUCT = """
-    rows = Constant<value_int: int = @num_in>()
-    rows1 = Unsqueeze(rows, zero)
-    one = Constant<value_ints = [1]>()
-    own = Slice(kept, zero, rows1, one)
-    matrix = Transpose<perm = [1, 0]>(own)
-    product = MatMul(source, matrix)
+    product = source @ Transpose(Slice(kept, [0], Unsqueeze(attr.num_in, [0]), [1]), perm=[1, 0])
 """
 
 
 def _integer_product(form: str, has_gate: bool) -> str:
     scales, minimums = (
-        f"{name}_by_column = Transpose<perm = [0, 2, 1]>({name})\n"
+        f"{name}_by_column = Transpose({name}, perm=[0, 2, 1])\n"
         + _columns(f"{name}_by_column", f"half_{name}", has_gate)
         for name in ("scales", "minimums")
     )
@@ -230,15 +199,11 @@ def _integer_product(form: str, has_gate: bool) -> str:
 
 
 def _body(form: str, has_norm: bool, has_gate: bool) -> str:
-    sizes = """
-    zero = Constant<value_ints = [0]>()
-    num_columns = Constant<value_int: int = @num_out>()
-    columns = Unsqueeze(num_columns, zero)
-    """
+    sizes = "columns = Unsqueeze(attr.num_out, [0])"
     if has_gate:
-        sizes += "two = Constant<value_int = 2>()\n    half_columns = Div(columns, two)"
+        sizes += "\nhalf_columns = columns / 2"
     product = _integer_product(form, has_gate) if is_integer(form) else _FLOAT_PRODUCT
-    end = f"biased = Add(product, bias){GATE}" if has_gate else "y = Add(product, bias)"
+    end = f"biased = product + bias{GATE}" if has_gate else "y = product + bias"
     unpacked = _BY_COLUMN[form.removesuffix("Min")]
     parts = (_NORM if has_norm else _NO_NORM, sizes, unpacked, _columns("by_column", "kept", has_gate))
     return "\n    ".join((*parts, product, end))

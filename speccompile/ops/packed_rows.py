@@ -36,30 +36,13 @@ def _twin(form: str) -> Callable[..., tuple[Any, ...]]:
 
 # Panel and column of each token [T, 1]; a token outside gets a panel that no gather finds.
 _PLACES = f"""
-    zero = Constant<value_ints = [0]>()
-    one = Constant<value_ints = [1]>()
-    last = Constant<value_ints = [-1]>()
-    in_column = Constant<value_ints = [-1, 1]>()
-    rows_in = Constant<value_int: int = @num_in>()
-    rows1 = Unsqueeze(rows_in, zero)
-    vocabulary = Constant<value_int: int = @num_out>()
-    width = Constant<value_int = {COLUMNS}>()
-    nowhere = Constant<value_int = {1 << 40}>()
-    none = Constant<value_int = 0>()
-    single = Constant<value_int = 1>()
-    given = Reshape(tokens, in_column)
-    from_end = Add(given, vocabulary)
-    is_negative = Less(given, none)
-    counted = Where(is_negative, from_end, given)
-    is_small = Less(counted, none)
-    is_large = GreaterOrEqual(counted, vocabulary)
-    is_outside = Or(is_small, is_large)
-    known_panels = Div(counted, width)
-    panels = Where(is_outside, nowhere, known_panels)
-    columns = Mod(counted, width)
-    num_tokens = Shape<end = 1>(given)
-    tokens_shape = Shape(tokens)
-    rows_shape = Concat<axis = 0>(tokens_shape, rows1)
+    rows1 = Unsqueeze(attr.num_in, [0])
+    given = Reshape(tokens, [-1, 1])
+    counted = Where(given < 0, given + attr.num_out, given)
+    panels = Where((counted < 0) | (counted >= attr.num_out), {1 << 40}, counted / {COLUMNS})
+    columns = counted % {COLUMNS}
+    num_tokens = Shape(given, end=1)
+    rows_shape = Concat(Shape(tokens), rows1, axis=0)
 """
 
 
@@ -73,59 +56,38 @@ def _gathered(source: str, name: str, count: str, inner: tuple[int, ...]) -> str
     """
     size = inner[0] if inner else 1
     parts = ("panels", f"{name}_steps", *((f"{name}_inner",) if inner else ()), "columns")
-    wide = "\n    ".join(
-        f"{name}_wide{i} = Expand({part}, {name}_shape)\n    {name}_part{i} = Unsqueeze({name}_wide{i}, last)"
-        for i, part in enumerate(parts)
-    )
+    index = ", ".join(f"Unsqueeze(Expand({part}, {name}_shape), [-1])" for part in parts)
     return f"""
-    {name}_count = Squeeze({count})
-    {name}_places = Range(none, {name}_count, single)
-    {name}_size = Constant<value_int = {size}>()
-    {name}_steps = Div({name}_places, {name}_size)
-    {name}_inner = Mod({name}_places, {name}_size)
-    {name}_shape = Concat<axis = 0>(num_tokens, {count})
-    {wide}
-    {name}_at = Concat<axis = -1>({", ".join(f"{name}_part{i}" for i in range(len(parts)))})
-    {name} = GatherND({source}, {name}_at)
+    {name}_places = Range(0, Squeeze({count}), 1)
+    {name}_steps = {name}_places / {size}
+    {name}_inner = {name}_places % {size}
+    {name}_shape = Concat(num_tokens, {count}, axis=0)
+    {name} = GatherND({source}, Concat({index}, axis=-1))
     """
 
 
 def _spread(name: str) -> str:
     return f"""
     {_gathered(name, f"group_{name}", "groups", ())}
-    wide_{name} = Cast<to = 1>(group_{name})
-    each_{name} = Unsqueeze(wide_{name}, last)
-    times_{name} = Concat<axis = 0>(one, one, group1)
-    groups_of_{name} = Expand(each_{name}, times_{name})
-    all_{name} = Flatten<axis = 1>(groups_of_{name})
-    own_{name} = Slice(all_{name}, zero, rows1, one)
+    times_{name} = Concat([1, 1], group1, axis=0)
+    all_{name} = Flatten(Expand(Unsqueeze(float32(group_{name}), [-1]), times_{name}), axis=1)
+    own_{name} = Slice(all_{name}, [0], rows1, [1])
     """
 
 
 def _grid_rows(form: str) -> str:
     step = 8 if is_int4(form) else 4
-    levels = f"{nibbles('chosen', 2)}\n    levels = Flatten<axis = 1>(halves)"
-    total = "stepped = Mul(own_levels, own_scales)"
+    levels = f"{nibbles('chosen', 2)}\n    levels = Flatten(halves, axis=1)"
+    total = "whole = own_levels * own_scales"
     if has_minimums(form):
-        total += f"\n    {_spread('minimums')}\n    whole = Add(stepped, own_minimums)"
-    else:
-        total += "\n    whole = Identity(stepped)"
+        total = f"{_spread('minimums')}\n    {total} + own_minimums"
     return f"""
-    group0 = Constant<value_int: int = @group>()
-    group1 = Unsqueeze(group0, zero)
-    before_group = Sub(group1, one)
-    groups_end = Add(rows1, before_group)
-    groups = Div(groups_end, group1)
-    step = Constant<value_ints = [{step}]>()
-    before_step = Constant<value_ints = [{step - 1}]>()
-    places_end = Add(rows1, before_step)
-    places = Div(places_end, step)
+    group1 = Unsqueeze(attr.group, [0])
+    groups = (rows1 + (group1 - [1])) / group1
+    places = (rows1 + [{step - 1}]) / [{step}]
     {_gathered("weights", "chosen", "places", (GROUP // step,))}
-    {levels if is_int4(form) else "levels = Flatten<axis = 1>(chosen)"}
-    stored = Slice(levels, zero, rows1, one)
-    wide_levels = Cast<to = 1>(stored)
-    middle = Constant<value = float {{{float(ZEROS[form])}}}>()
-    own_levels = Sub(wide_levels, middle)
+    {levels if is_int4(form) else "levels = Flatten(chosen, axis=1)"}
+    own_levels = float32(Slice(levels, [0], rows1, [1])) - {float(ZEROS[form])}
     {_spread("scales")}
     {total}
     """
@@ -139,15 +101,11 @@ def _body(form: str) -> str:
         parts = f"{_gathered('weights', 'whole', 'rows1', ())}"
     else:
         parts = f"""
-    two = Constant<value_ints = [2]>()
-    pairs_end = Add(rows1, one)
-    pairs = Div(pairs_end, two)
+    pairs = (rows1 + [1]) / [2]
     {_gathered("weights", "chosen", "pairs", ())}
-    wide = Cast<to = 1>(chosen)
-    flat = Flatten<axis = 1>(wide)
-    whole = Slice(flat, zero, rows1, one)
+    whole = Slice(Flatten(float32(chosen), axis=1), [0], rows1, [1])
     """
-    return f"{_PLACES}\n    {parts}\n    rows = Reshape<allowzero = 1>(whole, rows_shape)"
+    return f"{_PLACES}\n    {parts}\n    rows = Reshape(whole, rows_shape, allowzero=1)"
 
 
 def _make_op(form: str) -> Op:

@@ -50,35 +50,21 @@ SAMPLE_TOKEN = Op(
     ),
     sample_token,
     """
-    off = Constant<value_float = 0.0>()
-    second = Constant<value_ints = [1]>()
-    hottest = ReduceMax<keepdims = 0>(temperature)
-    is_sampled = Greater(hottest, off)
+    is_sampled = ReduceMax(temperature, keepdims=0) > 0.0
     sampled_token, confidence, sampled_probs = If(is_sampled) <
       then_branch = sampled () => (int64[] token_hot, float[] sure_hot, float[] probs_hot) {
         probs = speccompile.Warp(logits, temperature, top_k, top_p)
-        u = Unsqueeze(uniforms, second)
-        drawn = speccompile.Draw(probs, u)
-        place = Unsqueeze(drawn, second)
-        plain = Softmax<axis = -1>(logits)
-        sure = GatherND<batch_dims = 2>(plain, place)
-        sure_hot = Squeeze(sure, second)
-        token_hot = Squeeze(drawn, second)
-        probs_hot = Squeeze(probs, second)
+        drawn = speccompile.Draw(probs, Unsqueeze(uniforms, [1]))
+        sure_hot = Squeeze(GatherND(Softmax(logits, axis=-1), Unsqueeze(drawn, [1]), batch_dims=2), [1])
+        token_hot = Squeeze(drawn, [1])
+        probs_hot = Squeeze(probs, [1])
       },
       else_branch = greedy () => (int64[] token_cold, float[] sure_cold, float[] probs_cold) {
         best = speccompile.FirstMax(logits)
-        place = Unsqueeze(best, second)
-        top = GatherND<batch_dims = 2>(logits, place)
-        top3 = Unsqueeze(top, second)
-        below = Sub(logits, top3)
-        parts = Exp(below)
-        inner = Constant<value_ints = [1, 2]>()
-        total = ReduceSum<keepdims = 0>(parts, inner)
-        sure_cold = Reciprocal(total)
-        token_cold = Squeeze(best, second)
-        column = Shape(best)
-        probs_cold = Expand(off, column)
+        parts = Exp(logits - Unsqueeze(GatherND(logits, Unsqueeze(best, [1]), batch_dims=2), [1]))
+        sure_cold = Reciprocal(ReduceSum(parts, [1, 2], keepdims=0))
+        token_cold = Squeeze(best, [1])
+        probs_cold = Expand(0.0, Shape(best))
       }>
     """,
     uses=("Warp", "Draw", "FirstMax"),

@@ -65,27 +65,17 @@ SPEC_VERIFY = Op(
     VERDICT,
     spec_verify,
     """
-    off = Constant<value_float = 0.0>()
-    second = Constant<value_int = 1>()
-    hottest = ReduceMax<keepdims = 0>(temperature)
-    is_sampled = Greater(hottest, off)
-    is_greedy = Not(is_sampled)
-    num_nodes1 = Shape<start = 1>(tokens)
-    is_one1 = Equal(num_nodes1, second)
-    is_one = Squeeze(is_one1)
-    is_plain = And(is_greedy, is_one)
+    is_sampled = ReduceMax(temperature, keepdims=0) > 0.0
+    is_plain = ~is_sampled & Squeeze(Shape(tokens, start=1) == 1)
     path, num_accepted, next_token = If(is_plain) <
       then_branch = plain () => (int64[] path_root, int64[] num_none, int64[] next_best) {
         best = speccompile.FirstMax(logits)
-        path_root = Sub(best, best)
-        columns = Constant<value_ints = [1]>()
-        next_best = Squeeze(best, columns)
-        num_none = Sub(next_best, next_best)
+        path_root = best - best
+        next_best = Squeeze(best, [1])
+        num_none = next_best - next_best
       },
       else_branch = scored () => (int64[] path_scored, int64[] num_scored, int64[] next_scored) {
-    draft_vocab = Shape<start = 2>(draft_probs)
-    has_probs = Greater(draft_vocab, second)
-    is_by_dists = And(is_sampled, has_probs)
+    is_by_dists = is_sampled & (Shape(draft_probs, start=2) > 1)
     path_scored, num_scored, next_scored = If(is_by_dists) <
       then_branch = by_dists () => (int64[] path_dists, int64[] num_dists, int64[] next_dists) {
         target_probs = speccompile.Warp(logits, temperature, top_k, top_p)
@@ -97,7 +87,9 @@ SPEC_VERIFY = Op(
             probs = speccompile.Warp(logits, temperature, top_k, top_p)
             drawn_sampled = speccompile.Race(probs, uniforms)
           },
-          else_branch = greedy () => (int64[] drawn_greedy) { drawn_greedy = speccompile.FirstMax(logits) }>
+          else_branch = greedy () => (int64[] drawn_greedy) {
+            drawn_greedy = speccompile.FirstMax(logits)
+          }>
         path_token, num_token, next_drawn = speccompile.Walk(drawn, tokens, parents)
       }>
       }>

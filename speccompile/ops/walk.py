@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walk and WalkProbs: the accepted path through a tree, by the token drawn at each node or by draft distributions.
 
-A chain needs a running sum; a tree a Loop, one round per accepted node (Walk) or per node (WalkProbs), which verifies a
-chain as a block and draws by race where a slot has no drafts.
+Walk has no branch and no loop, and walks through trees by doubling. WalkProbs has a Loop over a tree's nodes, which
+`ops.tensorrt.walk` unrolls; it verifies a slot's chain as a block and draws by race where a slot has no drafts,
+whatever other slots have.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TREE_INPUTS = (
     TensorSpec(TOKENS, ("batch", "nodes"), "int64"),
     TensorSpec(PARENTS, ("batch", "nodes"), "int64"),
 )
+MOST_NODES = 1025  # of a scored tree: the most that a recipe allows, and the root
 VERDICT = (
     TensorSpec(PATH, ("batch", "nodes"), "int64"),
     TensorSpec(NUM_ACCEPTED, ("batch",), "int64"),
@@ -50,214 +52,195 @@ def _walk_probs(
 
 
 # `link` is the parent clipped to what precedes the node: -1 at the root, whatever the prefill's gather wrote there.
-_LINKS = """
-    none = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    no_node = Constant<value_int = -1>()
-    second = Constant<value_ints = [1]>()
-    num_nodes1 = Shape<start = 1>(tokens)
-    num_nodes = Squeeze(num_nodes1)
-    highest = Sub(num_nodes, one)
-    previous = Range(no_node, highest, one)
-    nodes = Add(previous, one)
+LINKS = """
+    num_nodes1 = Shape(tokens, start=1)
+    nodes = Range(0, Squeeze(num_nodes1), 1)
+    previous = nodes - 1
     link = Min(parents, previous)
-    gap = Sub(previous, link)
-    link_next = Add(link, one)
-    branch = Min(gap, link_next)
-    widest = ReduceMax<keepdims = 0>(branch)
-    is_tree = Greater(widest, none)
-    parent = Max(link, none)
+    parent = Max(link, 0)
 """
 
-# A chain's path ends at the first node that is not kept; the root always counts as one.
-_CHAIN = """
-        is_refused = Less(kept_link, none)
-        refused = Cast<to = 7>(is_refused)
-        num_refused = CumSum(refused, one)
-        is_on_chain = Equal(num_refused, one)
-        path_chain = Where(is_on_chain, nodes, no_node)
-        end_chain = ReduceMax<keepdims = 1>(path_chain, second)
+# Nodes grow along a path, so the k-th node on it is the one up to which k + 1 are counted.
+PATH_OF_ALIVE = """
+    depth = Where(alive > 0, CumSum(alive, 1) - 1, -1)
+    is_place = Unsqueeze(nodes, [-1]) == Unsqueeze(depth, [1])
+    path_alive = ReduceMax(Where(is_place, nodes, -1), [-1], keepdims=0)
+    end_alive = ReduceMax(Where(alive > 0, nodes, 0), [1], keepdims=1)
+    num_alive = ReduceMax(depth, [1], keepdims=1)
 """
 
-# Indices grow along a path, so the k-th node reached is the k-th of the path.
-_PATH_OF_REACHED = """
-        reached = Cast<to = 7>(is_reached)
-        counted = CumSum(reached, one)
-        depth = Sub(counted, one)
-        marked = Where(is_reached, nodes, no_node)
-        blank = Expand(no_node, tree_shape)
-        path_tree = ScatterElements<axis = 1, reduction = "max">(blank, depth, marked)
-        deepest = ReduceMax<keepdims = 1>(depth, second)
-"""
 
-_START = """
-        tree_shape = Shape(tokens)
-        at_root = Equal(nodes, none)
-        is_start = Expand(at_root, tree_shape)
-        slots = Shape<end = 1>(tokens)
-        column = Concat<axis = 0>(slots, second)
-        root = Expand(none, column)
-        go = Constant<value = bool {1}>()
-"""
+def walk_body(max_nodes: int) -> str:
+    """Returns the statements of Walk for trees of at most `max_nodes` nodes; further nodes are never kept.
 
-# Node 0 is no node's child, so 0 as "the first child that matches" means that there is none.
+    A draft that is kept by its token alone does not depend on other drafts, so paths are followed by doubling.
+    """
+    most = max(max_nodes, 2)
+    rounds = range((most - 1).bit_length())
+    jumps = "".join(
+        f"""
+    alive_{number + 1} = Min(alive_{number}, GatherElements(alive_{number}, jump_{number}, axis=1))
+    jump_{number + 1} = GatherElements(jump_{number}, jump_{number}, axis=1)"""
+        for number in rounds
+    )
+    return f"""{LINKS}
+    is_match = (tokens == GatherElements(drawn, parent, axis=1)) & (link >= 0) & (nodes < {most})
+    match_link = Where(is_match, link, -1)
+    is_later = Unsqueeze(nodes, [-1]) > nodes
+    shadow = int64((Unsqueeze(match_link, [-1]) == Unsqueeze(match_link, [1])) & is_later)
+    kept = int64(is_match) - ReduceMax(shadow, [-1], keepdims=0)
+    alive_0 = Max(kept, int64(nodes == 0))
+    jump_0 = Identity(parent){jumps}
+    alive = Identity(alive_{len(rounds)})
+    {PATH_OF_ALIVE}
+    path = Identity(path_alive)
+    num_accepted = Squeeze(num_alive, [1])
+    next_token = Squeeze(GatherElements(drawn, end_alive, axis=1), [1])
+    """
+
+
 WALK = Op(
     "Walk",
     (TensorSpec("drawn", ("batch", "nodes"), "int64"), *TREE_INPUTS),
     VERDICT,
     _walk,
-    f"""{_LINKS}
-    wanted = GatherElements<axis = 1>(drawn, parent)
-    is_drawn = Equal(tokens, wanted)
-    kept_link = Where(is_drawn, link, no_node)
-    path, num_accepted1, end = If(is_tree) <
-      then_branch = tree () => (int64[] path_tree, int64[] deepest, int64[] end_tree) {{ {_START}
-        end_tree, is_reached = Loop(num_nodes, go, root, is_start) <body = step
-          (int64 i, bool go_on, int64[] at, bool[] is_seen) => (bool is_moving, int64[] next_at, bool[] is_seen_now) {{
-            is_hit = Equal(kept_link, at)
-            hit = Cast<to = 6>(is_hit)
-            child = ArgMax<axis = 1, keepdims = 1>(hit)
-            is_found = Greater(child, none)
-            next_at = Where(is_found, child, at)
-            is_here = Equal(nodes, next_at)
-            is_seen_now = Or(is_seen, is_here)
-            last_child = ReduceMax<keepdims = 0>(child)
-            is_moving = Greater(last_child, none)
-          }}>
-        {_PATH_OF_REACHED}
-      }},
-      else_branch = chain () => (int64[] path_chain, int64[] end_chain, int64[] end_same) {{ {_CHAIN}
-        end_same = Identity(end_chain)
-      }}>
-    next1 = GatherElements<axis = 1>(drawn, end)
-    num_accepted = Squeeze(num_accepted1, second)
-    next_token = Squeeze(next1, second)
-    """,
+    walk_body(MOST_NODES),
 )
 
-_RESIDUAL = """
-        over = Sub(dist_in, draft_dist)
-        left = Relu(over)
-        mass = ReduceSum<keepdims = 1>(left, second)
-        has_mass = Greater(mass, off)
+
+def offer(node: str, new: str, old: str) -> str:
+    """Returns statements that verify one node and, where it is refused, form the residual for its next sibling.
+
+    Args:
+        node: [1] int64; one beyond the last has the link -1.
+        new: ending of the names `at`, `dist` and `is_kept` after the node; `old`: before it.
+    """
+    return f"""
+    row{new} = Min({node}, num_nodes1 - [1])
+    is_child{new} = Gather(links, {node}, axis=1) == at{old}
+    token{new} = Gather(tokens_used, {node}, axis=1)
+    draft{new} = Squeeze(Gather(drafts, row{new}, axis=1), [1])
+    bar{new} = Gather(accepts, {node}, axis=1) * Unsqueeze(GatherND(draft{new}, token{new}, batch_dims=1), [1])
+    is_kept{new} = is_child{new} & (bar{new} < Unsqueeze(GatherND(dist{old}, token{new}, batch_dims=1), [1]))
+    left{new} = Relu(dist{old} - draft{new})
+    mass{new} = ReduceSum(left{new}, [1], keepdims=1)
+    rest{new} = Where(is_child{new} & (mass{new} > 0.0), left{new} / mass{new}, dist{old})
+    dist{new} = Where(is_kept{new}, Squeeze(Gather(target_probs, row{new}, axis=1), [1]), rest{new})
+    at{new} = Where(is_kept{new}, {node}, at{old})
+    """
+
+
+# What WalkProbs reads of a tree; `drafts` are the distributions [batch, nodes, vocab].
+PROBS_HEAD = f"""{LINKS}
+    used = Where(link >= 0, tokens, 0)
+    used3 = Unsqueeze(used, [-1])
+    target_at = GatherND(target_probs, Concat(Unsqueeze(parent, [-1]), used3, axis=2), batch_dims=1)
+    draft_at = GatherND(drafts, used3, batch_dims=2)
+    accept_draws = Gather(uniforms, 0, axis=2)
+    root_draw = Gather(accept_draws, [0], axis=1)
+    dist_root = Squeeze(Gather(target_probs, [0], axis=1), [1])
+    column = Concat(Shape(tokens, end=1), [1], axis=0)
+    at_root = Expand(0, column)
 """
 
-# One pass over the nodes in index order is a walk: children come after parents, siblings in their order.
-_DISTS_TREE = f"""{_START}
-        rounds = Sub(num_nodes, one)
-        root_place = Constant<value_int = 0>()
-        root_dist = Gather<axis = 1>(target_probs, root_place)
-        end_tree, dist_tree, is_reached = Loop(rounds, go, root, root_dist, is_start) <body = step
-          (int64 i, bool go_on, int64[] at, float[] dist_in, bool[] is_seen)
-          => (bool same, int64[] next_at, float[] dist_out, bool[] is_seen_now) {{
+
+def block_body(real: str) -> str:
+    """Returns statements for the verdict of a chain as a block (`core.acceptance.keep_block`), `path_block` and so on.
+
+    Args:
+        real: type of `weight` [batch, nodes], of the prefix that ends at each node.
+    """
+    return f"""
+    chain_end = ReduceMax(Where(is_on_chain, nodes, -1), [1], keepdims=1)
+    draft_next = Gather(drafts, Min(nodes + 1, Squeeze(num_nodes1) - 1), axis=1)
+    rests = Relu(Unsqueeze(float32(weight), [-1]) * target_probs - draft_next)
+    rest_sum = {real}(ReduceSum(rests, [-1], keepdims=0))
+    pass_inside = Where(weight >= {real}(1.0), {real}(1.0), rest_sum / (rest_sum + ({real}(1.0) - weight)))
+    is_passed = ({real}(accept_draws) < Where(nodes == chain_end, weight, pass_inside)) & is_on_chain
+    end_block = ReduceMax(Where(is_passed, nodes, 0), [1], keepdims=1)
+    path_block = Where(nodes <= end_block, nodes, -1)
+    rest_dist = GatherND(rests, end_block, batch_dims=1)
+    is_rest = (end_block < chain_end) & (ReduceSum(rest_dist, [1], keepdims=1) > 0.0)
+    dist_block = Where(is_rest, rest_dist, GatherND(target_probs, end_block, batch_dims=1))
+    branch = Min(previous - link, link + 1)
+    is_branched = (ReduceMax(branch, [1], keepdims=1) > 0) | (root_draw < 0.0)
+"""
+
+
+# By slot: the verdict of a tree, whose last distribution is `dist_tree`, or that of a chain.
+BY_SLOT = """
+    path_of_slot = Where(is_branched, path_alive, path_block)
+    num_of_slot = Where(is_branched, num_alive, end_block)
+    end_of_slot = Where(is_branched, end_alive, end_block)
+    dist_of_slot = Where(is_branched, dist_tree, dist_block)
+"""
+NEXT_TOKEN_OF_DIST = """
+    drawn = speccompile.Draw(Unsqueeze(dist, [1]), GatherElements(Gather(uniforms, 1, axis=2), end, axis=1))
+    num_accepted = Squeeze(num, [1])
+    has_drafts = ReduceMax(link, [1], keepdims=1) >= 0
+"""
+RACED = "speccompile.Race(Gather(target_probs, [0], axis=1), Gather(uniforms, [0], axis=1))"
+
+# The weight of a prefix in closed form: with S the running sum of log ratios it is exp(S - max(0, running maximum of
+# S)), in double; a token that the target cannot give ends the sum at -1e30. One pass over the nodes in index order is
+# a walk through a tree: children come after parents, siblings in their order.
+_WALK_PROBS = f"""
+    drafts = Identity(draft_probs)
+    {PROBS_HEAD}
+    is_on_chain = CumSum(int64(link < 0), 1) == 1
+    log_ratio = Log(Max(double(target_at), double(1e-300))) - Log(Max(double(draft_at), double(1e-300)))
+    log_possible = Where(target_at > 0.0, log_ratio, double(-1e30))
+    log_sum = CumSum(Where(nodes == 0, double(0.0), log_possible), 1)
+    log_before = Where(nodes > Unsqueeze(nodes, [-1]), double(0.0), Unsqueeze(log_sum, [1]))
+    weight = Exp(log_sum - Max(ReduceMax(log_before, [-1], keepdims=0), double(0.0)))
+    {block_body("double")}
+    has_tree = boolean(ReduceMax(int64(is_branched), keepdims=0))
+    path, num, end, dist = If(has_tree) <
+      then_branch = tree () => (int64[] path_of_slot, int64[] num_of_slot, int64[] end_of_slot, float[] dist_of_slot) {{
+        links = Identity(link)
+        tokens_used = Identity(used)
+        accepts = Identity(accept_draws)
+        go = Identity(boolean(1))
+        is_start = Expand(nodes == 0, Shape(tokens))
+        rounds = Squeeze(num_nodes1) - 1
+        end_tree, dist_tree, is_reached = Loop(rounds, go, at_root, dist_root, is_start) <body = step
+          (int64 i, bool go_on, int64[] at_in, float[] dist_in, bool[] is_seen)
+          => (bool same, int64[] at_out, float[] dist_out, bool[] is_seen_now) {{
             same = Identity(go_on)
-            node = Add(i, one)
-            node1 = Unsqueeze(node, nowhere)
-            node_link = Gather<axis = 1>(link, node1)
-            is_child = Equal(node_link, at)
-            child = Cast<to = 6>(is_child)
-            any_child1 = ReduceMax<keepdims = 0>(child)
-            any_child = Cast<to = 9>(any_child1)
-            next_at, dist_out, is_seen_now = If(any_child) <
+            node = Unsqueeze(i + 1, [0])
+            any_child = boolean(ReduceMax(int32(Gather(links, node, axis=1) == at_in), keepdims=0))
+            at_out, dist_out, is_seen_now = If(any_child) <
               then_branch = offer () => (int64[] at_then, float[] dist_then, bool[] seen_then) {{
-                token = Gather<axis = 1>(token_used, node1)
-                draft_dist = Gather<axis = 1>(draft_probs, node)
-                target_at1 = GatherND<batch_dims = 1>(dist_in, token)
-                target_at = Unsqueeze(target_at1, second)
-                draft_at1 = GatherND<batch_dims = 1>(draft_dist, token)
-                draft_at = Unsqueeze(draft_at1, second)
-                u = Gather<axis = 1>(accept_draws, node1)
-                bar = Mul(u, draft_at)
-                is_under = Less(bar, target_at)
-                is_kept = And(is_child, is_under)
-                {_RESIDUAL}
-                refused_dist = Div(left, mass)
-                rest = Where(has_mass, refused_dist, dist_in)
-                own_dist = Gather<axis = 1>(target_probs, node)
-                dist_child = Where(is_kept, own_dist, rest)
-                dist_then = Where(is_child, dist_child, dist_in)
-                at_then = Where(is_kept, node, at)
-                is_here = Equal(nodes, node)
-                is_new = And(is_kept, is_here)
-                seen_then = Or(is_seen, is_new)
+                {offer("node", "_then", "_in")}
+                seen_then = is_seen | (is_kept_then & (nodes == node))
               }},
               else_branch = pass_by () => (int64[] at_else, float[] dist_else, bool[] seen_else) {{
-                at_else = Identity(at)
+                at_else = Identity(at_in)
                 dist_else = Identity(dist_in)
                 seen_else = Identity(is_seen)
               }}>
           }}>
-        {_PATH_OF_REACHED}
-"""
-
-# `core.acceptance.keep_block`. The weight of a prefix in closed form: with S the running sum of log ratios it is
-# exp(S - max(0, running maximum of S)), in double; a token that the target cannot give ends the sum at -1e30.
-_BLOCK = """
-    is_broken = Less(link, none)
-    broken = Cast<to = 7>(is_broken)
-    num_broken = CumSum(broken, one)
-    is_on_chain = Equal(num_broken, one)
-    on_chain = Where(is_on_chain, nodes, no_node)
-    chain_end = ReduceMax<keepdims = 1>(on_chain, second)
-    at_parent = Concat<axis = 2>(parent3, token3)
-    target_at_chain = GatherND<batch_dims = 1>(target_probs, at_parent)
-    draft_at_chain = GatherND<batch_dims = 2>(draft_probs, token3)
-    nothing = Constant<value = double {0.0}>()
-    whole = Constant<value = double {1.0}>()
-    little = Constant<value = double {1e-300}>()
-    hopeless = Constant<value = double {-1e30}>()
-    target64 = Cast<to = 11>(target_at_chain)
-    draft64 = Cast<to = 11>(draft_at_chain)
-    is_possible = Greater(target64, nothing)
-    target_safe = Max(target64, little)
-    draft_safe = Max(draft64, little)
-    target_log = Log(target_safe)
-    draft_log = Log(draft_safe)
-    log_ratio = Sub(target_log, draft_log)
-    log_possible = Where(is_possible, log_ratio, hopeless)
-    is_first = Equal(nodes, none)
-    log_step = Where(is_first, nothing, log_possible)
-    log_sum = CumSum(log_step, one)
-    log_row = Unsqueeze(log_sum, second)
-    node_column = Unsqueeze(nodes, last)
-    is_later = Greater(nodes, node_column)
-    log_before = Where(is_later, nothing, log_row)
-    log_most = ReduceMax<keepdims = 0>(log_before, last)
-    log_cap = Max(log_most, nothing)
-    log_weight = Sub(log_sum, log_cap)
-    weight = Exp(log_weight)
-    weight32 = Cast<to = 1>(weight)
-    weight3 = Unsqueeze(weight32, last)
-    scaled = Mul(weight3, target_probs)
-    node_after = Add(nodes, one)
-    next_node = Min(node_after, highest)
-    draft_next = Gather<axis = 1>(draft_probs, next_node)
-    surplus = Sub(scaled, draft_next)
-    rest_scaled = Relu(surplus)
-    sum32 = ReduceSum<keepdims = 0>(rest_scaled, last)
-    rest_sum = Cast<to = 11>(sum32)
-    missing = Sub(whole, weight)
-    rest_and_missing = Add(rest_sum, missing)
-    share = Div(rest_sum, rest_and_missing)
-    is_whole = GreaterOrEqual(weight, whole)
-    pass_inside = Where(is_whole, whole, share)
-    is_chain_end = Equal(nodes, chain_end)
-    pass_prob = Where(is_chain_end, weight, pass_inside)
-    accept64 = Cast<to = 11>(accept_draws)
-    is_under_pass = Less(accept64, pass_prob)
-    is_passed = And(is_under_pass, is_on_chain)
-    passed = Where(is_passed, nodes, none)
-    end_block = ReduceMax<keepdims = 1>(passed, second)
-    is_kept_block = LessOrEqual(nodes, end_block)
-    path_block = Where(is_kept_block, nodes, no_node)
-    rest_dist = GatherND<batch_dims = 1>(rest_scaled, end_block)
-    rest_mass = ReduceSum<keepdims = 1>(rest_dist, second)
-    has_rest = Greater(rest_mass, off)
-    is_inside = Less(end_block, chain_end)
-    is_rest = And(is_inside, has_rest)
-    end_dist = GatherND<batch_dims = 1>(target_probs, end_block)
-    dist_block = Where(is_rest, rest_dist, end_dist)
-"""
+        alive = int64(is_reached)
+        {PATH_OF_ALIVE}
+        {BY_SLOT}
+      }},
+      else_branch = chain () => (int64[] path_chain, int64[] num_chain, int64[] end_chain, float[] dist_chain) {{
+        path_chain = Identity(path_block)
+        num_chain = Identity(end_block)
+        end_chain = Identity(end_block)
+        dist_chain = Identity(dist_block)
+      }}>
+    {NEXT_TOKEN_OF_DIST}
+    all_draft = boolean(ReduceMin(int64(has_drafts), keepdims=0))
+    next_any = If(all_draft) <
+      then_branch = drafting () => (int64[] next_drawn) {{
+        next_drawn = Identity(drawn)
+      }},
+      else_branch = some_plain () => (int64[] next_mixed) {{
+        next_mixed = Where(has_drafts, drawn, {RACED})
+      }}>
+    next_token = Squeeze(next_any, [1])
+    """
 
 WALK_PROBS = Op(
     "WalkProbs",
@@ -269,58 +252,6 @@ WALK_PROBS = Op(
     ),
     VERDICT,
     _walk_probs,
-    f"""{_LINKS}
-    off = Constant<value_float = 0.0>()
-    nowhere = Constant<value_ints = [0]>()
-    last = Constant<value_ints = [-1]>()
-    first_draw = Constant<value_int = 0>()
-    accept_draws = Gather<axis = 2>(uniforms, first_draw)
-    node_draws = Gather<axis = 2>(uniforms, one)
-    root_draw = Gather<axis = 1>(accept_draws, nowhere)
-    least_root_draw = ReduceMin<keepdims = 0>(root_draw)
-    has_marked = Less(least_root_draw, off)
-    has_tree = Or(is_tree, has_marked)
-    is_linked = GreaterOrEqual(link, none)
-    token_used = Where(is_linked, tokens, none)
-    token3 = Unsqueeze(token_used, last)
-    parent3 = Unsqueeze(parent, last)
-    {_BLOCK}
-    path, num_accepted1, end, dist = If(has_tree) <
-      then_branch = tree () => (int64[] path_mixed, int64[] num_mixed, int64[] end_mixed, float[] dist_mixed) {{
-        {_DISTS_TREE}
-        widest_of_slot = ReduceMax<keepdims = 1>(branch, second)
-        is_wide = Greater(widest_of_slot, none)
-        is_marked = Less(root_draw, off)
-        is_branched = Or(is_wide, is_marked)
-        path_mixed = Where(is_branched, path_tree, path_block)
-        num_mixed = Where(is_branched, deepest, end_block)
-        end_mixed = Where(is_branched, end_tree, end_block)
-        dist_mixed = Where(is_branched, dist_tree, dist_block)
-      }},
-      else_branch = chain () => (int64[] path_chain, int64[] num_chain, int64[] end_chain, float[] dist_chain) {{
-        path_chain = Identity(path_block)
-        num_chain = Identity(end_block)
-        end_chain = Identity(end_block)
-        dist_chain = Identity(dist_block)
-      }}>
-    u_end = GatherElements<axis = 1>(node_draws, end)
-    dist3 = Unsqueeze(dist, second)
-    next1 = speccompile.Draw(dist3, u_end)
-    num_accepted = Squeeze(num_accepted1, second)
-    farthest = ReduceMax<keepdims = 1>(link, second)
-    has_drafts = GreaterOrEqual(farthest, none)
-    has_drafts_int = Cast<to = 7>(has_drafts)
-    least_drafts = ReduceMin<keepdims = 0>(has_drafts_int)
-    all_draft = Cast<to = 9>(least_drafts)
-    next_any = If(all_draft) <
-      then_branch = drafting () => (int64[] next_drawn) {{ next_drawn = Identity(next1) }},
-      else_branch = some_plain () => (int64[] next_mixed) {{
-        root_row = Gather<axis = 1>(target_probs, nowhere)
-        root_draws = Gather<axis = 1>(uniforms, nowhere)
-        raced = speccompile.Race(root_row, root_draws)
-        next_mixed = Where(has_drafts, next1, raced)
-      }}>
-    next_token = Squeeze(next_any, second)
-    """,
+    _WALK_PROBS,
     uses=("Draw", "Race"),
 )

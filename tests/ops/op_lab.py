@@ -2,6 +2,7 @@
 """One-node models of the ops, on every executor; random cases for verification."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from speccompile.core.sampling import NODE_BY_NODE, draw, warp
-from speccompile.ops.op import DOMAIN, OPSET, VERSION
+from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.registry import OPS, functions
 from speccompile.ops.spec_verify import spec_verify
 
@@ -18,6 +19,17 @@ MARGIN = 1e-6  # a uniform draw or top_p this close to a decision boundary may f
 
 _TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}
 Case = dict[str, np.ndarray]
+
+
+def mutated(model: onnx.ModelProto, op: Op, right: str, wrong: str, vocab: int | None = None) -> onnx.ModelProto:
+    """A copy of the model in which the body of one op says `wrong` in the place of `right`."""
+    body = op.body if vocab is None or op.sized_body is None else op.sized_body(vocab)
+    assert body.count(right) == 1
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    (function,) = (f for f in made.functions if f.name == op.name)
+    function.CopyFrom(replace(op, body=body.replace(right, wrong), sized_body=None).function())
+    return made
 
 
 def model_of(name: str, pins: Mapping[str, int] | None = None, **attributes: Any) -> onnx.ModelProto:

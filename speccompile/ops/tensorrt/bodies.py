@@ -20,39 +20,26 @@ from speccompile.ops.tensorrt.walk import walk_ops
 Drafts = Literal["tokens", "dists", "both"]
 
 _SAMPLE_TOKEN = """
-    second = Constant<value_ints = [1]>()
-    scores = Cast<to = 1>(logits)
+    scores = float32(logits)
     probs = speccompile.Warp(scores, temperature, top_k, top_p)
-    u = Unsqueeze(uniforms, second)
-    drawn = speccompile.Draw(probs, u)
-    place = Unsqueeze(drawn, second)
-    plain = Softmax<axis = -1>(scores)
-    sure = GatherElements<axis = 2>(plain, place)
-    inner = Constant<value_ints = [1, 2]>()
-    confidence = Squeeze(sure, inner)
-    sampled_token = Squeeze(drawn, second)
-    sampled_probs = Squeeze(probs, second)
+    drawn = speccompile.Draw(probs, Unsqueeze(uniforms, [1]))
+    confidence = Squeeze(GatherElements(Softmax(scores, axis=-1), Unsqueeze(drawn, [1]), axis=2), [1, 2])
+    sampled_token = Squeeze(drawn, [1])
+    sampled_probs = Squeeze(probs, [1])
     """
 
 _TOP_TOKENS = """
-    asked = Constant<value_int: int = @num_candidates>()
-    unit = Constant<value_ints = [1]>()
-    num = Reshape(asked, unit)
-    scores = Cast<to = 1>(logits)
-    tops, candidates = TopK<axis = 2>(scores, num)
-    plain = Softmax<axis = -1>(scores)
-    candidate_probs = GatherElements<axis = 2>(plain, candidates)
+    scores = float32(logits)
+    tops, candidates = TopK(scores, Reshape(attr.num_candidates, [1]), axis=2)
+    candidate_probs = GatherElements(Softmax(scores, axis=-1), candidates, axis=2)
     """
 
 _NODE_PROBS = """
-    scores = Cast<to = 1>(logits)
-    node_probs = speccompile.Warp(scores, temperature, top_k, top_p)
+    node_probs = speccompile.Warp(float32(logits), temperature, top_k, top_p)
     """
 
 _TARGET = """
-    one = Constant<value_int = 1>()
-    scores = Cast<to = 1>(logits)
-    target_probs = speccompile.Warp(scores, temperature, top_k, top_p)
+    target_probs = speccompile.Warp(float32(logits), temperature, top_k, top_p)
     """
 
 _BY_TOKENS = """
@@ -65,8 +52,7 @@ _BY_DISTS = """
     """
 
 _CHOICE = """
-    draft_vocab = Shape<start = 2>(draft_probs)
-    has_probs = Greater(draft_vocab, one)
+    has_probs = Shape(draft_probs, start=2) > 1
     path = Where(has_probs, path_dists, path_tokens)
     num_accepted = Where(has_probs, num_dists, num_tokens)
     next_token = Where(has_probs, next_dists, next_tokens)

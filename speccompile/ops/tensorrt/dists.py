@@ -50,33 +50,24 @@ def _level(number: int, size: int, row: str, rest: str) -> str:
 
     An entry without mass is never taken, however the sums were rounded.
     """
-    end = f"end{number} = Constant<value_float = {float(size)}>()"
     return f"""
-    {end}
-    index{number} = Range(zero, end{number}, on)
-    upto{number} = CumSum({row}, along)
-    is_over{number} = Greater(upto{number}, {rest})
-    has_mass{number} = Greater({row}, zero)
-    is_hit{number} = And(is_over{number}, has_mass{number})
-    hit{number} = Where(is_hit{number}, index{number}, big)
-    first{number} = ReduceMin<keepdims = 1>(hit{number}, last)
-    held{number} = Where(has_mass{number}, index{number}, zero)
-    final{number} = ReduceMax<keepdims = 1>(held{number}, last)
-    at{number} = Min(first{number}, final{number})
+    index{number} = Range(0.0, {float(size)}, 1.0)
+    upto{number} = CumSum({row}, 2)
+    has_mass{number} = {row} > 0.0
+    hit{number} = Where((upto{number} > {rest}) & has_mass{number}, index{number}, {float(_BIG)})
+    final{number} = ReduceMax(Where(has_mass{number}, index{number}, 0.0), [-1], keepdims=1)
+    at{number} = Min(ReduceMin(hit{number}, [-1], keepdims=1), final{number})
     """
 
 
 def _descend(number: int, row: str, rest: str, next_rows: str) -> str:
     """Returns statements that go from level `number` to the block that it found: `row{n + 1}` and `rest{n + 1}`."""
     return f"""
-    before{number} = Sub(upto{number}, {row})
-    is_at{number} = Equal(index{number}, at{number})
-    skip{number} = Where(is_at{number}, before{number}, zero)
-    skipped{number} = ReduceSum<keepdims = 1>(skip{number}, last)
-    rest{number + 1} = Sub({rest}, skipped{number})
-    place{number} = Cast<to = 7>(at{number})
-    places{number + 1} = {f"Concat<axis = 2>(places{number}, place{number})" if number else f"Identity(place{number})"}
-    row{number + 1} = GatherND<batch_dims = 2>({next_rows}, places{number + 1})
+    skip{number} = Where(index{number} == at{number}, upto{number} - {row}, 0.0)
+    skipped{number} = ReduceSum(skip{number}, [-1], keepdims=1)
+    rest{number + 1} = {rest} - skipped{number}
+    places{number + 1} = {f"Concat(places{number}, int64(at{number}), axis=2)" if number else "int64(at0)"}
+    row{number + 1} = GatherND({next_rows}, places{number + 1}, batch_dims=2)
     """
 
 
@@ -84,31 +75,15 @@ def _search(vocab: int, source: str, bound: str) -> str:
     """Returns statements that compute `index`, where the running sum of `source` exceeds the `rest0` of `bound`."""
     sizes = block_sizes(vocab)
     total = int(np.prod(sizes))
-    text = f"""
-    zero = Constant<value_float = 0.0>()
-    on = Constant<value_float = 1.0>()
-    big = Constant<value_float = {float(_BIG)}>()
-    last = Constant<value_ints = [-1]>()
-    along = Constant<value_int = 2>()
-    """
-    rows = source
+    text, rows = "", source
     if total != vocab:
-        text += f"""
-    pads = Constant<value_ints = [0, {total - vocab}]>()
-    padded_axis = Constant<value_ints = [2]>()
-    padded = Pad({source}, pads, zero, padded_axis)
-    """
-        rows = "padded"
+        text, rows = f"    padded = Pad({source}, [0, {total - vocab}], 0.0, [2])\n", "padded"
     levels = [rows]
     if len(sizes) > 1:
-        shape = ", ".join(map(str, (0, 0, *sizes)))
-        text += f"""
-    shape = Constant<value_ints = [{shape}]>()
-    blocks{len(sizes) - 1} = Reshape({rows}, shape)
-    """
+        text += f"    blocks{len(sizes) - 1} = Reshape({rows}, {[0, 0, *sizes]})\n"
         levels = [f"blocks{i}" for i in range(len(sizes))]
         for level in reversed(range(len(sizes) - 1)):
-            text += f"    blocks{level} = ReduceSum<keepdims = 0>(blocks{level + 1}, last)\n"
+            text += f"    blocks{level} = ReduceSum(blocks{level + 1}, [-1], keepdims=0)\n"
     row = levels[0]
     text += bound.replace("@", row)
     for number, size in enumerate(sizes):
@@ -119,29 +94,21 @@ def _search(vocab: int, source: str, bound: str) -> str:
     position = "at0"
     for number in range(1, len(sizes)):
         text += f"""
-    width{number} = Constant<value_float = {float(sizes[number])}>()
-    start{number} = Mul({position}, width{number})
-    position{number} = Add(start{number}, at{number})
+    position{number} = {position} * {float(sizes[number])} + at{number}
     """
         position = f"position{number}"
     return f"""{text}
-    found = Cast<to = 7>({position})
-    index = Squeeze(found, last)
+    index = Squeeze(int64({position}), [-1])
     """
 
 
 def locate_body(vocab: int) -> str:
-    return _search(vocab, "rows", "    rest0 = Unsqueeze(bound, last)\n")
+    return _search(vocab, "rows", "    rest0 = Unsqueeze(bound, [-1])\n")
 
 
 def draw_body(vocab: int) -> str:
     """Returns the statements of Draw for a vocabulary of `vocab` tokens."""
-    bound = """
-    share = Unsqueeze(uniforms, last)
-    total = ReduceSum<keepdims = 1>(@, last)
-    rest0 = Mul(share, total)
-    """
-    return _search(vocab, "probs", bound)
+    return _search(vocab, "probs", "    rest0 = Unsqueeze(uniforms, [-1]) * ReduceSum(@, [-1], keepdims=1)\n")
 
 
 LOCATE = Op(
@@ -167,113 +134,57 @@ def _narrowed(name: str, weights: str, wanted: str) -> str:
         low, n = f"low_{name}_{number}", f"{name}_{number}"
         text += f"""
     steps_{n} = Constant<value = float[1, 1, {PARTS - 1}, 1] {{{steps}}}>()
-    tried_{n} = Add({low}, steps_{n})
-    is_over_{n} = Greater(scaled4, tried_{n})
-    over_{n} = Where(is_over_{n}, {weights}, zero4)
-    reached_{n} = ReduceSum<keepdims = 1>(over_{n}, last)
-    is_short_{n} = Less(reached_{n}, {wanted})
-    lifted_{n} = Where(is_short_{n}, {low}, tried_{n})
-    low_{name}_{number + 1} = ReduceMax<keepdims = 1>(lifted_{n}, third)
+    tried_{n} = {low} + steps_{n}
+    reached_{n} = ReduceSum(Where(scaled4 > tried_{n}, {weights}, zero4), [-1], keepdims=1)
+    lifted_{n} = Where(reached_{n} < {wanted}, {low}, tried_{n})
+    low_{name}_{number + 1} = ReduceMax(lifted_{n}, [2], keepdims=1)
     """
-    return text + f"    low_{name} = Squeeze(low_{name}_{NUM_ROUNDS}, third)\n"
+    return text + f"    low_{name} = Squeeze(low_{name}_{NUM_ROUNDS}, [2])\n"
 
 
 def warp_body(vocab: int) -> str:
     """Returns the statements of Warp for a vocabulary of `vocab` tokens."""
     return f"""
-    zero = Constant<value_float = 0.0>()
-    on = Constant<value_float = 1.0>()
-    big = Constant<value_float = {float(_BIG)}>()
-    depth = Constant<value_float = {SPAN - PARTS:.1f}>()
-    size = Constant<value_float = {float(vocab)}>()
-    lowest = Constant<value_float = -3.4e38>()
-    highest = Constant<value_float = 3.4e38>()
-    half = Constant<value_float = 0.5>()
     zero4 = Constant<value = float[1, 1, 1, 1] {{0.0}}>()
     on4 = Constant<value = float[1, 1, 1, 1] {{1.0}}>()
-    last = Constant<value_ints = [-1]>()
-    third = Constant<value_ints = [2]>()
-    column = Constant<value_ints = [-1, 1, 1]>()
-    index = Range(zero, size, on)
-    coldest = Constant<value_float = {COLDEST}>()
-    heat = Reshape(temperature, column)
-    is_hot = GreaterOrEqual(heat, coldest)
-    divisor = Where(is_hot, heat, on)
-    scaled = Div(logits, divisor)
-    scaled4 = Unsqueeze(scaled, third)
-    top = ReduceMax<keepdims = 1>(scaled, last)
-    bottom = Sub(top, depth)
-    floor3 = Floor(bottom)
-    floor4 = Unsqueeze(floor3, third)
+    index = Range(0.0, {float(vocab)}, 1.0)
+    heat = Reshape(temperature, [-1, 1, 1])
+    is_hot = heat >= {COLDEST}
+    scaled = logits / Where(is_hot, heat, 1.0)
+    scaled4 = Unsqueeze(scaled, [2])
+    top = ReduceMax(scaled, [-1], keepdims=1)
+    floor4 = Unsqueeze(Floor(top - {SPAN - PARTS:.1f}), [2])
 
-    count0 = Cast<to = 1>(top_k)
-    count1 = Reshape(count0, column)
-    asks_k = Greater(count1, zero)
-    count = Min(count1, size)
-    count4 = Unsqueeze(count, third)
+    count1 = Reshape(float32(top_k), [-1, 1, 1])
+    asks_k = count1 > 0.0
+    count4 = Unsqueeze(Min(count1, {float(vocab)}), [2])
     {_narrowed("k", "on4", "count4")}
-    edge_k = Where(asks_k, low_k, lowest)
-    is_in_k = Greater(scaled, edge_k)
-    below_top = Sub(scaled, top)
-    raised = Exp(below_top)
-    weights = Where(is_in_k, raised, zero)
+    weights = Where(scaled > Where(asks_k, low_k, -3.4e38), Exp(scaled - top), 0.0)
 
-    share = Reshape(top_p, column)
-    asks_p = Less(share, on)
-    total = ReduceSum<keepdims = 1>(weights, last)
-    mass = Mul(share, total)
-    weights4 = Unsqueeze(weights, third)
-    mass4 = Unsqueeze(mass, third)
+    share = Reshape(top_p, [-1, 1, 1])
+    mass = share * ReduceSum(weights, [-1], keepdims=1)
+    weights4 = Unsqueeze(weights, [2])
+    mass4 = Unsqueeze(mass, [2])
     {_narrowed("p", "weights4", "mass4")}
-    is_near = Greater(scaled, low_p)
-    near = Where(is_near, scaled, highest)
-    edge_p = ReduceMin<keepdims = 1>(near, last)
-    is_sure = Greater(scaled, edge_p)
-    sure = Where(is_sure, weights, zero)
-    sure_mass = ReduceSum<keepdims = 1>(sure, last)
-    is_tie = Equal(scaled, edge_p)
-    tie = Cast<to = 1>(is_tie)
-    tie_below = Sub(edge_p, top)
-    tie_weight = Exp(tie_below)
-    missing = Sub(mass, sure_mass)
-    num_ties0 = Div(missing, tie_weight)
-    num_ties1 = Ceil(num_ties0)
-    num_ties2 = Max(num_ties1, on)
-    num_ties = Min(num_ties2, big)
-    under = Sub(num_ties, half)
-    tie_bound = Squeeze(under, last)
-    cut0 = speccompile.Locate(tie, tie_bound)
-    cut1 = Cast<to = 1>(cut0)
-    cut = Unsqueeze(cut1, last)
-    is_early = LessOrEqual(index, cut)
-    is_tie_in = And(is_tie, is_early)
-    is_in_p0 = Or(is_sure, is_tie_in)
-    is_off_p = Not(asks_p)
-    is_in_p = Or(is_in_p0, is_off_p)
-    kept = Where(is_in_p, weights, zero)
-    kept_mass = ReduceSum<keepdims = 1>(kept, last)
-    dist = Div(kept, kept_mass)
+    edge_p = ReduceMin(Where(scaled > low_p, scaled, 3.4e38), [-1], keepdims=1)
+    is_sure = scaled > edge_p
+    is_tie = scaled == edge_p
+    missing = mass - ReduceSum(Where(is_sure, weights, 0.0), [-1], keepdims=1)
+    num_ties = Min(Max(Ceil(missing / Exp(edge_p - top)), 1.0), {float(_BIG)})
+    tie_bound = Squeeze(num_ties - 0.5, [-1])
+    cut = Unsqueeze(float32(speccompile.Locate(float32(is_tie), tie_bound)), [-1])
+    is_in_p = is_sure | is_tie & (index <= cut) | ~(share < 1.0)
+    kept = Where(is_in_p, weights, 0.0)
 
-    is_top = Equal(scaled, top)
-    top_index = Where(is_top, index, big)
-    best = ReduceMin<keepdims = 1>(top_index, last)
-    is_best = Equal(index, best)
-    one_hot = Cast<to = 1>(is_best)
-    probs = Where(is_hot, dist, one_hot)
+    best = ReduceMin(Where(scaled == top, index, {float(_BIG)}), [-1], keepdims=1)
+    probs = Where(is_hot, kept / ReduceSum(kept, [-1], keepdims=1), float32(index == best))
     """
 
 
 _RACE = f"""
     {race_rates("probs", is_fenced=True)}
-    last = Constant<value_ints = [-1]>()
-    big = Constant<value_float = {float(_BIG)}>()
-    best = ReduceMax<keepdims = 1>(rates, last)
-    is_best = Equal(rates, best)
-    places = Cast<to = 1>(numbers)
-    place = Where(is_best, places, big)
-    winner = ReduceMin<keepdims = 0>(place, last)
-    winner64 = Cast<to = 7>(winner)
-    index = Sub(winner64, start)
+    best = ReduceMax(rates, [-1], keepdims=1)
+    index = int64(ReduceMin(Where(rates == best, float32(numbers), {float(_BIG)}), [-1], keepdims=0)) - 1
     """
 
 TRT_RACE = replace(RACE, body=_RACE, uses=())

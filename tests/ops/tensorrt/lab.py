@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-node models with bodies for TensorRT, and plans of them where TensorRT-RTX is installed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,17 +45,6 @@ def body_model(
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     return proto
-
-
-def mutated(model: onnx.ModelProto, function: str, change: Callable[[str], str]) -> onnx.ModelProto:
-    """A copy of the model in which one function's text is changed."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    (body,) = (f for f in made.functions if f.name == function)
-    text = onnx.printer.to_text(body)
-    assert change(text) != text
-    body.CopyFrom(onnx.parser.parse_function(change(text)))
-    return made
 
 
 def random_feeds(vocab: int, batch: int, seed: int) -> dict[str, np.ndarray]:

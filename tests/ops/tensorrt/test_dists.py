@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from speccompile.core.sampling import warp
 from speccompile.ops.sample_token import sample_token
-from speccompile.ops.tensorrt.dists import block_sizes
-from tests.ops.op_lab import check_drawn, draw_case, session_of
-from tests.ops.tensorrt.lab import body_model, mutated, random_feeds
+from speccompile.ops.tensorrt.dists import TRT_WARP, block_sizes
+from tests.ops.op_lab import check_drawn, draw_case, mutated, session_of
+from tests.ops.tensorrt.lab import body_model, random_feeds
 
 pytestmark = pytest.mark.plan
 
@@ -136,6 +136,6 @@ def test_half_logits_are_read_as_they_are():
 def test_a_coarser_search_is_noticed():
     """With the last two rounds left out, logits that lie close to each other are kept together."""
     model = body_model("Warp", {"vocab": 12})
-    lazy = session_of(mutated(model, "Warp", lambda text: text.replace("(low_k_9,", "(low_k_7,")))
+    lazy = session_of(mutated(model, TRT_WARP, "Squeeze(low_k_9,", "Squeeze(low_k_7,", 12))
     with pytest.raises(AssertionError):
         test_neighbouring_floats_are_told_apart(lazy)

@@ -9,10 +9,10 @@ import pytest
 from speccompile.core.acceptance import Verdict
 from speccompile.core.tree import TokenTree
 from speccompile.ops.spec_verify import spec_verify
-from speccompile.ops.tensorrt.bodies import drafts_from_width
+from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
 from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value, spread
-from tests.ops.op_lab import check_unread_parent, is_at_boundary, same, session_of, verify_case
-from tests.ops.tensorrt.lab import body_model, mutated
+from tests.ops.op_lab import check_unread_parent, is_at_boundary, mutated, same, session_of, verify_case
+from tests.ops.tensorrt.lab import body_model
 
 pytestmark = pytest.mark.plan
 
@@ -123,26 +123,38 @@ def test_emitted_tokens_follow_the_target(verify, form, sampled, setting):  # ty
 
 
 MUTANTS = {
-    "accepts without the draft distribution": ("WalkProbs", "= Mul (u_1, draft_at_1)", "= Identity (u_1)"),
-    "does not normalise": ("WalkProbs", "= Div (left_1, mass_1)", "= Identity (left_1)"),
-    "forgets the residual": ("WalkProbs", "= Where (is_rest_1, refused_dist_1, dist_0)", "= Identity (dist_0)"),
-    "keeps the parent's distribution": ("WalkProbs", "= Where (is_kept_1, own_1, rest_1)", "= Identity (rest_1)"),
-    "block does not weigh its residual": ("WalkProbs", "= Mul (weight3, target_probs)", "= Identity (target_probs)"),
+    "accepts without the draft distribution": (
+        "WalkProbs",
+        "Gather(accepts, [1], axis=1) * ",
+        "Gather(accepts, [1], axis=1) + 0.0 * ",
+    ),
+    "does not normalise": ("WalkProbs", "left_1 / mass_1", "left_1"),
+    "forgets the residual": ("WalkProbs", "(mass_1 > 0.0)", "(mass_1 > 9.0)"),
+    "keeps the parent's distribution": (
+        "WalkProbs",
+        "dist_1 = Where(is_kept_1, ",
+        "dist_1 = Where(is_kept_1 & ~is_kept_1, ",
+    ),
+    "block does not weigh its residual": (
+        "WalkProbs",
+        "Unsqueeze(float32(weight), [-1]) * target_probs",
+        "target_probs",
+    ),
     "block does not look ahead": (
         "WalkProbs",
-        "= Where (is_chain_end, weight, pass_inside)",
-        "= Identity (weight)",
+        "Where(nodes == chain_end, weight, pass_inside)",
+        "weight",
     ),
     "block forgets the residual": (
         "WalkProbs",
-        "= Where (is_block_rest, rest_dist, end_dist)",
-        "= Identity (end_dist)",
+        "dist_block = Where(is_rest, ",
+        "dist_block = Where(is_rest & ~is_rest, ",
     ),
-    "weights forget the draft": ("WalkProbs", "= Div (prefix_mass_1, node_draft_1)", "= Identity (prefix_mass_1)"),
-    "top_p drops the token at its edge": ("Warp", "= Or (is_sure, is_tie_in)", "= Identity (is_sure)"),
-    "top_p ignores top_k": ("Warp", "= Where (is_in_k, raised, zero)", "= Identity (raised)"),
-    "no temperature": ("Warp", "= Div (logits, divisor)", "= Identity (logits)"),
-    "draw ignores the mass": ("Draw", "= Mul (share, total)", "= Identity (total)"),
+    "weights forget the draft": ("WalkProbs", "prefix_mass_1 / node_draft_1", "prefix_mass_1"),
+    "top_p drops the token at its edge": ("Warp", "is_sure | is_tie & (index <= cut)", "is_sure"),
+    "top_p ignores top_k": ("Warp", "Where(asks_k, low_k, -3.4e38)", "-3.4e38"),
+    "no temperature": ("Warp", "logits / Where(is_hot, heat, 1.0)", "logits"),
+    "draw ignores the mass": ("Draw", "Unsqueeze(uniforms, [-1]) * ReduceSum", "ReduceSum"),
 }
 
 
@@ -150,7 +162,7 @@ MUTANTS = {
 def test_a_mutated_body_is_noticed(mutant):
     name, right, wrong = MUTANTS[mutant]
     model = body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=len(TREE))
-    session = session_of(mutated(model, name, lambda text: text.replace(right, wrong)))
+    session = session_of(mutated(model, tensorrt_ops("both", len(TREE))[name], right, wrong, VOCAB))
     setting = SETTINGS[4]
     # Gross faults show with a quarter of the draws that the right body gets (p < 1e-21), this one does not (1e-5).
     num = BATCH if mutant == "does not normalise" else MUTANT_BATCH
@@ -160,9 +172,9 @@ def test_a_mutated_body_is_noticed(mutant):
 
 
 TOKEN_MUTANTS = {
-    "keeps a child whose parent was refused": ("= Min (alive_0, above_0)", "= Identity (alive_0)"),
-    "keeps both of two equal siblings": ("= Sub (match, shadowed)", "= Identity (match)"),
-    "keeps any token": ("= Equal (tokens, wanted)", "= Equal (tokens, tokens)"),
+    "keeps a child whose parent was refused": ("Min(alive_0, GatherElements(alive_0, jump_0, axis=1))", "alive_0"),
+    "keeps both of two equal siblings": ("int64(is_match) - ReduceMax(shadow, [-1], keepdims=0)", "int64(is_match)"),
+    "keeps any token": ("tokens == GatherElements(drawn, parent, axis=1)", "tokens == tokens"),
 }
 
 
@@ -170,7 +182,7 @@ TOKEN_MUTANTS = {
 def test_a_mutated_walk_is_noticed(mutant):
     right, wrong = TOKEN_MUTANTS[mutant]
     model = body_model("SpecVerify", {"vocab": VOCAB, "draft_vocab": 1}, max_nodes=10)
-    session = session_of(mutated(model, "Walk", lambda text: text.replace(right, wrong)))
+    session = session_of(mutated(model, tensorrt_ops("tokens", 10)["Walk"], right, wrong))
     rng = np.random.default_rng(4)
     cases = [verify_case(rng, VOCAB, is_chain=False, has_probs=False, heat="greedy") for _ in range(40)]
     assert not all(same(session.run(None, case), spec_verify(**case)) for case in cases)
