@@ -26,12 +26,9 @@ from speccompile.cli.bench import read_categories
 from speccompile.cli.main import main
 from speccompile.cli.prompts import read_requests
 from speccompile.common.chats import read_chats
-from speccompile.core.jobs import MethodContext
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
-from tests.mock_lm import MockEngine, MockLM
+from tests.lab.engines import mock_engine
+from tests.mock_lm import MockLM
 
 CATEGORIES = {"code", "chat", "math", "json", "copy-edit"}
 MODES = ["plain", "speculative"]
@@ -45,11 +42,9 @@ class InProcess:
 
     def __init__(self, prompts: list[list[int]]) -> None:
         target = MockLM(seed=21)
-        context = MethodContext(1, 96, 8)
-        drafts = {"draft": TimedEngine(MockEngine(target.blurred(22, 0.7), "draft", 1, 96))}
-        proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=4), drafts, context)
-        engine = TimedEngine(MockEngine(target, "target", 1, 96, headroom=9))
-        self._decode = decode_with(SpecEngine(engine, drafts, proposer, None, context, ()))
+        sizes = {"slots": 1, "max_seq": 96, "chunk": 128}
+        engine = mock_engine(target, target.blurred(22, 0.7), "draft_model", num_draft_tokens=4, **sizes)
+        self._decode = decode_with(engine)
         self._prompts = prompts
 
     def run(self, mode: str, prompt: int) -> dict[str, Any]:

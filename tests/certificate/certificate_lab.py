@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.core.jobs import MethodContext
 from speccompile.core.specs import TOKENS
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.lab.engines import mock_engine
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=21)
@@ -56,9 +54,13 @@ class WrongFollower(StrictEngine):
 
 def make_engine(kind: type[MockEngine] = StrictEngine, tree: str = "chain", nodes: int = NODES) -> SpecEngine:
     """Returns an engine whose target is of a kind."""
-    context = MethodContext(SLOTS, MAX_SEQ, nodes)
-    target = TimedEngine(kind(TARGET, "target", SLOTS, MAX_SEQ, headroom=nodes + 1))
-    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", SLOTS, MAX_SEQ, nodes + 1, num_candidates=8))
+    target = kind(TARGET, "target", SLOTS, MAX_SEQ, headroom=nodes + 1)
     fields: dict[str, Any] = {"num_draft_tokens": 3} if tree == "chain" else {"tree": tree}
-    proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", **fields), {"draft": draft}, context)
-    return SpecEngine(target, {"draft": draft}, proposer, None, context, chunk=7)
+    sizes: dict[str, Any] = {
+        "slots": SLOTS,
+        "max_seq": MAX_SEQ,
+        "nodes": nodes,
+        "headroom": nodes + 1,
+        "tokenizer": None,
+    }
+    return mock_engine(target, TARGET.blurred(22, 0.7), "draft_model", **sizes, candidates=8, **fields)

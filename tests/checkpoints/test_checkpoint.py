@@ -64,13 +64,6 @@ def split(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def refuse(folder: Path, words: str) -> CheckpointError:
-    with pytest.raises(CheckpointError, match=words) as caught:
-        check_checkpoint(folder, read_dims(folder))
-    assert all((caught.value.where, caught.value.got, caught.value.expected)) and caught.value.todo.endswith(".")
-    return caught.value
-
-
 def export(folder: Path) -> None:
     from speccompile.export.decoder import export_decoder
 
@@ -187,91 +180,84 @@ def test_a_value_of_another_kind_is_taken_as_meant_or_refused_by_name(changes, w
     assert str(path) in caught.value.where
 
 
-def test_no_config(tmp_path):
-    with pytest.raises(CheckpointError, match="no such file"):
-        read_dims(tmp_path)
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("cut_bytes", [1, 5000])
-def test_a_truncated_file(copy, cut_bytes):
-    path = copy / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-cut_bytes])
-    fault = refuse(copy, "the file is truncated")
-    assert fault.where == str(path)
+def cut(end: int) -> Callable[[Path], Any]:
+    return lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:end])
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 4, 8, 100])
-def test_a_file_cut_in_its_header(copy, kept_bytes):
-    path = copy / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept_bytes])
-    refuse(copy, "a whole safetensors file")
+def header(text: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 4)
 
 
-def test_a_file_that_is_too_long(copy):
-    with (copy / "model.safetensors").open("ab") as file:
-        file.write(b"more")
-    refuse(copy, "too long")
+def index(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (split(folder), (folder / INDEX).write_text(text))
 
 
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        (b"no json", "no JSON"),
-        (b"[1]", "no JSON object"),
-        (b'{"a": {"dtype": "F32"}}', "None for shape of a"),
-        (b'{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}', "unknown dtype X9"),
-        (
-            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-            r"4 bytes for a; expected F32 of shape \[2\]",
-        ),
-    ],
-)
-def test_damaged_headers(copy, header, words):
-    (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
-    refuse(copy, words)
+def swap_shards(folder: Path) -> None:
+    """Names for a weight the shard that does not have it."""
+    (name, shard), *others = split(folder).items()
+    other = next(s for _, s in others if s != shard)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**dict(others), name: other}}))
 
 
-def test_a_git_lfs_pointer_instead_of_weights(copy):
-    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    refuse(copy, "a whole safetensors file")
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no such file"),
+    **{f"cut by {num}": (cut(-num), rf"{FILE}: got .*the file is truncated") for num in (1, 5000)},
+    **{f"cut to {num}": (cut(num), "a whole safetensors file") for num in (0, 4, 8, 100)},
+    "too long": (lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes() + b"more"), "too long"),
+    "no JSON": (header(b"no json"), "no JSON"),
+    "no object": (header(b"[1]"), "no JSON object"),
+    "no shape": (header(b'{"a": {"dtype": "F32"}}'), "None for shape of a"),
+    "dtype": (header(b'{"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}'), "unknown dtype X9"),
+    "offsets": (
+        header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'),
+        r"4 bytes for a; expected F32 of shape \[2\]",
+    ),
+    "Git LFS": (
+        lambda folder: (folder / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "a whole safetensors file",
+    ),
+    "no weights": (lambda folder: (folder / FILE).unlink(), "got no weights"),
+    "pickled": (
+        lambda folder: (folder / FILE).rename(folder / "pytorch_model.bin"),
+        "got pytorch_model.bin; expected model.safetensors.*unpickling runs code",
+    ),
+    "no shard": (
+        lambda folder: (folder / next(iter(split(folder).values()))).unlink(),
+        r"-of-00002\.safetensors: got no such file; expected a shard that",
+    ),
+    "swapped shards": (swap_shards, "no lm_head.weight"),
+    **{
+        f"index {text}": (index(text), "weight_map|JSON")
+        for text in ("{", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}')
+    },
+    "no keys": (
+        lambda folder: edit_weights(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight")),
+        "layer 1 without self_attn.k_proj.weight",
+    ),
+    "a layer less": (
+        lambda folder: edit_config(folder, num_hidden_layers=3),
+        "no weights of layer 2; expected layers 0 to 2",
+    ),
+    "a layer more": (
+        lambda folder: edit_config(folder, num_hidden_layers=1),
+        "weights of layer 1; expected layers 0 to 0",
+    ),
+    "vocabulary": (
+        lambda folder: edit_config(folder, vocab_size=VOCAB + 1),
+        rf"model.embed_tokens.weight of shape \[{VOCAB}, 32\]; expected {VOCAB + 1} rows",
+    ),
+}
 
 
-def test_no_weights(copy):
-    (copy / "model.safetensors").unlink()
-    refuse(copy, "got no weights")
-
-
-def test_pickled_weights(copy):
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    fault = refuse(copy, r"got pytorch_model.bin; expected model.safetensors")
-    assert "unpickling runs code" in fault.todo
-
-
-def test_a_missing_shard(copy):
-    shard = next(iter(split(copy).values()))
-    (copy / shard).unlink()
-    fault = refuse(copy, "no such file; expected a shard that")
-    assert fault.where == str(copy / shard)
-
-
-def test_an_index_that_names_weights_its_shard_lacks(copy):
-    weight_map = split(copy)
-    name = next(iter(weight_map))
-    other = next(s for s in weight_map.values() if s != weight_map[name])
-    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**weight_map, name: other}}))
-    refuse(copy, f"no {name}")
-
-
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}'])
-def test_bad_indices(copy, text):
-    split(copy)
-    (copy / "model.safetensors.index.json").write_text(text)
-    refuse(copy, "weight_map|JSON")
-
-
-def test_a_layer_without_a_part(copy):
-    edit_weights(copy, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
-    refuse(copy, "layer 1 without self_attn.k_proj.weight")
+@pytest.mark.parametrize(("damage", "words"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_checkpoint_is_refused(copy, damage, words):
+    damage(copy)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        check_checkpoint(copy, read_dims(copy))
+    assert all((caught.value.where, caught.value.got, caught.value.expected)) and caught.value.todo.endswith(".")
 
 
 def test_a_first_layer_whose_input_is_normed_already(tmp_path):
@@ -286,21 +272,6 @@ def test_a_first_layer_whose_input_is_normed_already(tmp_path):
         else:
             with pytest.raises(CheckpointError, match=words):
                 check_checkpoint(tmp_path, dims)
-
-
-def test_a_missing_layer(copy):
-    edit_config(copy, num_hidden_layers=3)
-    refuse(copy, "no weights of layer 2; expected layers 0 to 2")
-
-
-def test_a_layer_too_many(copy):
-    edit_config(copy, num_hidden_layers=1)
-    refuse(copy, "weights of layer 1; expected layers 0 to 0")
-
-
-def test_another_vocabulary(copy):
-    edit_config(copy, vocab_size=VOCAB + 1)
-    refuse(copy, rf"model.embed_tokens.weight of shape \[{VOCAB}, 32\]; expected {VOCAB + 1} rows")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from speccompile.cli.main import main
-from tests.runtime.test_spec_engine import Letters, make_engine, text
+from tests.lab.engines import Letters
+from tests.runtime.test_spec_engine import make_engine, text
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 

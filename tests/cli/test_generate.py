@@ -12,7 +12,8 @@ import pytest
 from speccompile.backends.machine import num_usable_cores
 from speccompile.cli import options
 from speccompile.cli.main import main
-from tests.runtime.test_spec_engine import Letters, make_engine, text
+from tests.lab.engines import Letters
+from tests.runtime.test_spec_engine import make_engine, text
 
 COLOURS = {"TERM": "xterm-256color", "FORCE_COLOR": "1", "NO_COLOR": None}
 

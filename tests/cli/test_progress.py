@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a long command shows where there is no terminal."""
+"""What a long command shows where there is no terminal, and a stage of a build where there is one."""
 
 import io
 
@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from speccompile.cli.output import text_from_step
 from speccompile.cli.progress import ProgressDisplay, text_from_seconds
 
 ROW = {"train": {"loss": [1.0], "agreement": [0.5], "acceptance_length": 1.5}}
@@ -61,3 +62,15 @@ def test_held_out_measures_are_always_shown_and_checkpoints_kept_in_mind(shown):
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3 s"), (90, "2 min"), (7200, "2.0 h")])
 def test_durations(seconds, text):
     assert text_from_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("message", "filled"), [("s: p 0/4", 0), ("s: p 1/4", 6), ("s: p 4/4", 24), ("s: p 5/4", 24)])
+def test_a_share_is_a_bar(message, filled):
+    text = text_from_step(message)
+    assert text.plain == f"s: p {'━' * 24} {message.split()[-1]}"
+    assert [span.end - span.start for span in text.spans if str(span.style) == "green"] == ([filled] if filled else [])
+
+
+@pytest.mark.parametrize("message", ["export target", "compile target: merge_linears", "a: b/c", "x: 1/0", "done 3"])
+def test_any_other_message_stays_as_it_is(message):
+    assert text_from_step(message).plain == message

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache's folder: what stands in its way is named; what can be done without it is done where nobody chose it."""
+"""The cache's folder and what stands in its way; messages about missing packages; the package's conversations."""
 
+import importlib.metadata
 import logging
 import os
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from speccompile.common import extras
 from speccompile.common.cache_root import cache_root, find_cache_folder, make_cache_folder
+from speccompile.common.chats import read_chats
 from speccompile.errors import BuildError
 
 
@@ -69,3 +74,44 @@ def test_a_user_without_a_home_folder(monkeypatch):
     monkeypatch.setattr(Path, "home", refuse)
     with pytest.raises(BuildError, match="SPECCOMPILE_CACHE: got no value, and no home folder"):
         cache_root()
+
+
+WHEEL = "speccompile-0.1.0-py3-none-any.whl"
+
+
+def test_in_a_clone_it_is_the_clone():
+    assert extras.install_command("serve") == f"pip install -e '{Path(__file__).parents[2]}[serve]'"
+
+
+@pytest.mark.parametrize(
+    ("record", "source"),
+    [
+        (f'{{"url": "file:///a%20b/{WHEEL}", "archive_info": {{}}}}', f"/a b/{WHEEL}"),
+        ('{"url": "file:///src", "dir_info": {}}', "/src"),
+        (f'{{"url": "https://host/{WHEEL}"}}', f"https://host/{WHEEL}"),
+        *((text, "speccompile") for text in (None, "", "{", "[]", "null", "{}")),
+    ],
+)
+def test_elsewhere_it_is_what_pip_has_recorded(record, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages/speccompile/common/extras.py"))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: record))
+    assert extras.install_command("ort") == f"pip install '{source}[ort]'"
+
+
+KINDS = ("code", "dialogue", "maths", "rewriting", "languages")
+
+
+def test_each_conversation_is_there_once_and_waits_for_an_answer():
+    chats = read_chats()
+    assert len({chat.messages[-1]["content"] for chat in chats}) == len(chats) == 80
+    for chat in chats:
+        roles = [message["role"] for message in chat.messages]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        assert all(message["content"].strip() and set(message) == {"role", "content"} for message in chat.messages)
+    assert any(len(chat.messages) > 1 for chat in chats)
+
+
+def test_the_kinds_take_turns():
+    chats = read_chats()
+    assert [chat.category for chat in chats] == list(KINDS) * 16
+    assert Counter(chat.category for chat in chats[:20]) == dict.fromkeys(KINDS, 4)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of decoders whose layers keep different things: K and V of several sizes, recurrent states, or nothing."""
+"""Specs of decoders whose layers keep different things, and caches whose rows change slots with their number."""
 
 import json
 from dataclasses import replace
 from math import prod
 
+import numpy as np
 import pytest
 
 from speccompile.core.dims import LayerDims, ModelDims, RecurrentDims, dims_from_json, json_from_dims
+from speccompile.core.proposer import CacheRows
 from speccompile.core.specs import (
     LENGTHS,
     LOGITS,
@@ -109,3 +111,29 @@ def test_a_probe_keeps_all_nodes_of_steps_that_cannot_wait():
     few, many = (probe_inputs(spec, num_nodes=n, length=6) for n in (4, 5))
     assert few[SURE_NODES].tolist() == [0] and many[SURE_NODES].tolist() == [5]
     assert few["state_lengths"].tolist() == [6]
+
+
+class Engine:
+    def __init__(self):
+        self.calls = []
+
+    def move_slot(self, source, dest, rows=None):
+        self.calls.append(("move", source, dest, rows))
+
+    def swap_slots(self, first, second, rows):
+        self.calls.append(("swap", first, second, rows))
+
+
+@pytest.mark.parametrize("make", [list, lambda lengths: np.array(lengths, dtype=np.int64)])
+def test_lengths_go_with_rows(make):
+    engine, lengths = Engine(), make([5, 2, 9])
+    cache = CacheRows(engine, lengths)
+    cache.move(2, 1)
+    assert list(lengths) == [5, 9, 9]
+    cache.swap(0, 2)
+    assert list(lengths) == [9, 9, 5]
+    cache.copy(2, 0, 3)
+    cache.copy(2, 1, 7)  # more than there are
+    assert list(lengths) == [3, 5, 5]
+    assert engine.calls == [("move", 2, 1, 9), ("swap", 0, 2, 9), ("move", 2, 0, 3), ("move", 2, 1, 5)]
+    assert all(type(rows) is int for *_, rows in engine.calls)

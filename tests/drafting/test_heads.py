@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of one run of heads: the likeliest products, given parents, fixed shapes, and which engine drafts which."""
+"""Trees of one run of heads: the likeliest products, given parents, fixed shapes, grammars, engines that draft them."""
 
 import itertools
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ import pytest
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
+from speccompile.drafting.grammars import NO_TOKEN, paths_after
 from speccompile.drafting.heads import HeadsProposer, add_products, put_drafts, tree_from_shape
 from speccompile.drafting.tree import DraftTrees
 from speccompile.errors import RecipeError
@@ -134,3 +135,10 @@ def test_an_engine_refuses_a_tree_that_it_was_not_built_for(spec, shape, fault):
         return
     with pytest.raises(RecipeError, match=fault):
         HeadsProposer(Built(spec), budget, shape, 0.0)
+
+
+def test_a_refused_candidate_has_no_path():
+    trees = DraftTrees([7], 2)
+    trees.add(np.array([[0]]), np.array([[[5, NO_TOKEN]]]), np.array([[[0.6, 0.0]]]), 2)
+    batch = SimpleNamespace(sequences=[SimpleNamespace(grammar=object())])
+    assert paths_after(batch, trees, np.array([[0, 1, 2, -1]])) == [[[], [5], None, None]]

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from examples import demo, real_model
 from examples.side_by_side import Recording, record, show
-from tests.runtime.test_spec_engine import ALPHABET, make_engine, text
+from tests.lab.engines import ALPHABET
+from tests.runtime.test_spec_engine import make_engine, text
 
 DEMO = Path(demo.__file__)
 QUESTION = "Why?"

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step by hand and the notebook of trees run as they stand, and say what is true."""
+"""A step by hand and the notebook of trees run as they stand; the client says that there is no server."""
 
 import contextlib
 import importlib.util
 import io
 import json
 import re
+import runpy
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,19 @@ def test_the_notebook_runs_and_its_text_has_the_targets_distribution():
     expected = float(re.search(r"([\d.]+) by the target", texts[2])[1])
     assert abs(expected - float(re.search(r"accepted draft tokens: ([\d.]+)", texts[-1])[1])) < 0.03
     assert texts[1].count("└─") == 3 and "*" in texts[3]
+
+
+CLIENT = Path(__file__).parents[2] / "examples/openai_client.py"
+
+
+def test_no_server_is_one_line(monkeypatch, capsys):
+    pytest.importorskip("openai")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+        monkeypatch.setattr(sys, "argv", [str(CLIENT), "def add(a, b):", "--url", url])
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(CLIENT), run_name="__main__")
+    # Python prints a text on stderr and exits with 1.
+    assert stop.value.code == f"no server answers at {url}; start a server: speccompile serve bundles/pycode"
+    assert capsys.readouterr() == ("", "")

@@ -12,7 +12,9 @@ from speccompile.drafting.proposer import DraftProposer
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
+from tests.lab.engines import Letters
 from tests.mock_lm import MockEngine, MockLM
+from tests.speculators.borrower_lab import lab_of
 from tests.speculators.feature_lm import FusedTarget, MockFeatureDraft, MockFusion
 from tests.speculators.hidden_lm import MockCandidateHeads, MockHeads, MockTarget, MockTreeHeads
 from tests.speculators.test_dflash import MockBlocks
@@ -20,25 +22,12 @@ from tests.speculators.test_dflash import MockBlocks
 TARGET = MockLM(seed=1)
 DRAFT = TARGET.blurred(seed=2, blur=0.7)
 SLOTS, MAX_SEQ, MAX_NODES, HEADROOM, CHUNK = 3, 64, 8, 9, 7
-ALPHABET = "abcdefghijklmnopqrstuvwx"
 # At these costs a tree is worth its time, so that a budget decides and does so alike everywhere.
 COSTS = {"target": StepCosts(((1, 10.0), (16, 11.0)))} | {
     name: StepCosts(((1, 0.1), (16, 0.15))) for name in ("draft", "heads")
 }
 
 Parts = tuple[Any, dict[str, Any], Any]  # target, the method's engines, proposer
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
-        """Returns an encoding."""
-        return type("Encoding", (), {"ids": [ALPHABET.index(c) for c in text]})()
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text."""
-        return "".join(ALPHABET[i] for i in ids)
 
 
 def _context() -> MethodContext:
@@ -95,12 +84,8 @@ def _blocks(**config: Any) -> Parts:
 
 def _borrowing(name: str, **config: Any) -> Parts:
     """A drafter on the target's own caches."""
-    from tests.speculators import test_early_exit, test_glide, test_self_draft
-
-    labs = {"glide": test_glide.lab, "early_exit": test_early_exit.lab, "self_draft": test_self_draft.lab}
-    lab = labs[name](**config)
     target = MockEngine(TARGET, "target", SLOTS, MAX_SEQ, HEADROOM)
-    return target, {}, lab.make(target, DRAFT, SLOTS)
+    return target, {}, lab_of(name, **config).make(target, DRAFT, SLOTS)
 
 
 HYBRID = ({"method": "suffix", "depth": 5}, {"method": "draft_model", "model": "draft"})

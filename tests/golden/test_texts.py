@@ -15,7 +15,8 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
-from tests.golden.method_fakes import MAKERS, TARGET, Letters, make_engine
+from tests.golden.method_fakes import MAKERS, TARGET, make_engine
+from tests.lab.engines import Letters
 
 pytestmark = pytest.mark.export
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts, the decode loop to its end over a verifier and a proposer, and engines that fail once."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
+from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
@@ -19,6 +22,20 @@ def sequences_of(prompts, params, stop_ids=frozenset()):
     """Returns a sequence for each prompt; `params` is one for all, or one for each."""
     params = params if isinstance(params, list) else [params] * len(prompts)
     return [TokenSequence(i, list(p), s, stop_ids, None) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+
+
+def warped(max_new_tokens=25):
+    """Returns six ways to draw a token, greedy among them, with seeds of their own."""
+    ways = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
+    seeds = (0, 1, 2, 3, 4, 2**63)
+    return [SamplingParams(max_new_tokens, t, k, p, seed=s) for s, (t, k, p) in zip(seeds, ways, strict=True)]
+
+
+def greedy_batch(*texts, max_drafts=9):
+    """Returns a batch of greedy texts as a proposer sees it."""
+    common = {"sampling": SamplingParams(), "max_drafts": max_drafts, "grammar": None}
+    fields = {"may_draw": False, "is_greedy": True, "is_forced": False, "least_drafts": 0, "warp_feeds": dict}
+    return SimpleNamespace(sequences=[SimpleNamespace(tokens=list(t), **common) for t in texts], **fields)
 
 
 def finished(verifier, proposer, prompts, params, batch, **options):

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading recipes: defaults, overrides, folders, and the message of every kind of fault."""
+"""Reading recipes: defaults, overrides, folders, hostile texts, paths of other things, the message of every fault."""
 
+import json
+import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speccompile.errors import RecipeError
+from speccompile.bundle.bundle import read_bundle
+from speccompile.checkpoints.folders import resolve_checkpoint
+from speccompile.errors import BundleError, CheckpointError, RecipeError
+from speccompile.prepare import is_model
 from speccompile.recipe import Recipe, load_recipe
 
 GOOD = """\
@@ -209,3 +216,127 @@ def test_an_unreadable_file_is_refused(tmp_path):
 def test_a_misspelt_key_comes_before_the_one_that_is_missing(folder):
     with pytest.raises(RecipeError, match=r"modle.*Did you mean.*model"):
         load(folder, GOOD.replace("  model: models/big", "  modle: models/big"))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "words"),
+    [
+        ('target:\n  model: "a\x01b"\n', "r.yaml", "special characters are not allowed"),
+        ("target: {model: \x7f}", "r.yaml", "special characters"),
+        (BOMB + "target: {model: x}", "r.yaml:", "more than 10000 values"),
+        ("target: &t [*t]", "r.yaml:1", "nested more than 32"),
+        ("[" * 100_000, "r.yaml:1", "nested more than 32"),
+        ("target: {model: " + "[" * 40 + "]" * 40 + "}", "r.yaml:1", "nested more than 32"),
+        ("x: 2001-99-99", "r.yaml", "cannot be read"),
+        ("#" * 300_000, "r.yaml", "300000 characters"),
+        (r'target: {model: "\uD800"}', "r.yaml:1", "no Unicode"),
+        (r'target: {model: "a\0b"}', "r.yaml:1 (target.model)", "names of at most 255 bytes"),
+        ("target: {model: " + "x" * 5000 + "/y}", "r.yaml:1 (target.model)", "names of at most 255 bytes"),
+        ("target: {model: ~no-such-user/x}", "r.yaml:1 (target.model)", "a user that exists"),
+    ],
+)
+def test_a_hostile_recipe_is_refused_at_once(tmp_path, text, where, words):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    assert where in caught.value.where
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("value", ["a\x01b", "[" * 10_000, "&a [*a]", "2001-99-99", '"\\ud800"'])
+def test_a_hostile_override_is_refused(tmp_path, value):
+    (tmp_path / "r.yaml").write_text("target: {model: .}")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml", [f"target.model={value}"])
+    assert caught.value.where.startswith("--set target.model=")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "it's a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def test_a_checkpoint_given_as_a_recipe_is_named(checkpoint):
+    with pytest.raises(RecipeError, match=r"got a checkpoint's folder; expected a recipe") as caught:
+        load_recipe(checkpoint)
+    assert "speccompile build " in caught.value.todo
+
+
+def test_the_config_of_a_checkpoint_is_no_recipe(checkpoint):
+    with pytest.raises(RecipeError, match=r"got a checkpoint's config; expected a recipe") as caught:
+        load_recipe(checkpoint / "config.json")
+    assert "speccompile build " in caught.value.todo
+
+
+def test_a_checkpoint_given_as_a_bundle_is_named(checkpoint):
+    with pytest.raises(BundleError, match=r"got a checkpoint .*; expected the folder of a bundle") as caught:
+        read_bundle(checkpoint)
+    command = shlex.split(caught.value.todo.partition(": ")[2].removesuffix("."))
+    assert command == ["speccompile", "build", str(checkpoint), "-o", "bundle"]
+
+
+def test_another_folder_given_as_a_recipe_is_no_checkpoint(tmp_path):
+    with pytest.raises(RecipeError, match=r"got a folder; .* Give the recipe's file"):
+        load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["model.Q4_K_M.gguf", "./m.GGUF", "absent/m.gguf", "/absent/m.gguf"])
+def test_a_gguf_file_that_is_not_there_is_named(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
+    with pytest.raises(
+        CheckpointError, match=r"got no such file; expected a checkpoint folder, a GGUF file or a hub id"
+    ):
+        resolve_checkpoint(model)
+    with pytest.raises(RecipeError, match=r"does not exist.*; expected a checkpoint folder, a GGUF file or a hub id"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "model", ["m.gguf", "sha256-of-ollama", "OWNER/NAME/m.gguf", "OWNER/NAME/Q4/m-00001-of-00002.GGUF"]
+)
+def test_a_recipe_names_a_gguf_file(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sha256-of-ollama").write_bytes(b"GGUF\xff")
+    (tmp_path / "m.gguf").symlink_to("sha256-of-ollama")  # as in the hub's cache; the name says the part
+    (tmp_path / "r.yaml").write_text(f"target: {{model: {model}}}")
+    expected = model if model.startswith("OWNER") else str(tmp_path / model)
+    assert load_recipe(tmp_path / "r.yaml").target.model == expected
+    assert is_model(model)
+
+
+def test_a_gguf_file_where_a_bundle_or_a_recipe_is_expected_is_named(tmp_path):
+    (tmp_path / "blob").write_bytes(b"GGUF\xff")
+    readers: list[tuple[Callable[[str], Any], type[Exception]]] = [
+        (read_bundle, BundleError),
+        (load_recipe, RecipeError),
+    ]
+    for read, kind in readers:
+        with pytest.raises(kind, match=r"got a GGUF file; .*speccompile build .*blob -o bundle"):
+            read(str(tmp_path / "blob"))
+
+
+def test_a_hub_id_without_its_owner_is_distinguished_from_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("target: {model: gpt2}")
+    with pytest.raises(RecipeError, match=r"A hub id has an owner before the name: .* OWNER/gpt2"):
+        load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(CheckpointError, match="OWNER/gpt2"):
+        resolve_checkpoint("gpt2")
+
+
+@pytest.mark.parametrize("model", ["/nope", "./nope", "~no-such-user/x"])
+def test_a_path_that_is_not_there_is_not_called_a_key_of_the_recipe(model):
+    with pytest.raises(CheckpointError, match="Check the path") as caught:
+        resolve_checkpoint(model)
+    assert "target.model" not in str(caught.value)

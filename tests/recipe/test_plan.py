@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolving a recipe: a frozen plan, contradictions refused."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import yaml
 from speccompile.backends.tensorrt.config import Config, ProfileConfig
 from speccompile.core.jobs import DecoderOptions, GraphJob
 from speccompile.errors import RecipeError
-from speccompile.recipe import BuildPlan, Device, find_device, load_recipe, resolve
+from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 from speccompile.recipe.models import engine_section
 
 CPU = Device("cpu", 4)
@@ -48,11 +47,6 @@ def test_the_backend_decides_the_weights_of_drafts_that_leave_them_open(tmp_path
     made = plan(tmp_path, "speculator.quantization=auto", *overrides)
     assert [draft.quantization for draft in made.drafts] == [expected]
     assert made.recipe_from_plan()["speculator"]["quantization"] == ("int8" if expected == "int8" else "auto")
-
-
-def test_the_plan_is_frozen(tmp_path):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan(tmp_path).method = "none"  # type: ignore[misc]
 
 
 def test_the_plan_as_a_recipe_gives_the_same_plan(tmp_path):
@@ -99,10 +93,6 @@ def test_logits_are_kept_where_that_costs_nothing_or_is_asked_for(tmp_path, over
     made = plan(tmp_path, *overrides)
     assert made.engine.logits is keeps
     assert made.target.options.keep_logits is keeps
-
-
-def test_this_machine_has_a_core():
-    assert find_device("cpu").num_cores >= 1
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,3 @@ def test_their_fields_are_checked_as_others_are(tmp_path, override, where, words
     with pytest.raises(RecipeError) as caught:
         resolve(load_recipe(path, [override]), Device("cpu", 2))
     assert where in caught.value.where and words in str(caught.value)
-
-
-def test_a_section_of_a_backend_that_is_not_named_is_unknown(tmp_path):
-    path = tmp_path / "r.yaml"
-    path.write_text(TEXT.replace("backend: table, ", ""))
-    with pytest.raises(RecipeError, match="unknown key 'table'"):
-        load_recipe(path)

@@ -12,11 +12,11 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as MlpConfig
-from tests.mock_lm import VOCAB, MockEngine
-from tests.runtime.test_spec_engine import TARGET, Letters, make_engine
+from tests.lab.engines import Letters, mock_engine
+from tests.mock_lm import VOCAB
+from tests.runtime.test_spec_engine import TARGET, make_engine
 from tests.speculators.hidden_lm import MockHeads, MockTarget
 
 
@@ -30,14 +30,9 @@ class Clock:
         return self.now
 
 
-def make_tree_engine(slots=3, max_seq=64, chunk=7):
+def make_tree_engine(**sizes):
     """Trees of a draft that keeps a cache."""
-    context = MethodContext(slots, max_seq, 8)
-    target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
-    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq, headroom=9))
-    config = DraftModelConfig("d", tree={"widths": [2, 1]})
-    proposer = DraftModelMethod().make_proposer(config, {"draft": draft}, context)
-    return SpecEngine(target, {"draft": draft}, proposer, Letters(), context, chunk=chunk)
+    return mock_engine(TARGET, TARGET.blurred(22, 0.7), "draft_model", tree={"widths": [2, 1]}, **sizes)
 
 
 def make_heads_engine(slots=3, max_seq=64, chunk=7):

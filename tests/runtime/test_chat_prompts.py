@@ -13,7 +13,8 @@ from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.chat_body import ChatBody
-from tests.runtime.test_spec_engine import Letters, make_engine, text
+from tests.lab.engines import Letters
+from tests.runtime.test_spec_engine import make_engine, text
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ more }}{% if add_generation_prompt %}d{% endif %}"
 ABC = [{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}]

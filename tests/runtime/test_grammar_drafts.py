@@ -22,11 +22,9 @@ from speccompile.runtime import grammar_drafts
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.none.proposer import NoneProposer
-from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
-from tests.mock_lm import MockEngine, MockLM
+from tests.lab.engines import mock_engine, mock_proposer
+from tests.mock_lm import MockLM
 from tests.runtime import grammar_lab
 from tests.runtime.test_logits_processors import RIGHT, WRONG, kept_warps, naive_dist  # noqa: F401
 
@@ -129,13 +127,11 @@ KINDS = {
 
 
 def make_engine(kind: str, slots: int = 100) -> SpecEngine:
-    context, config = MethodContext(slots, 16, 6), KINDS[kind]
-    target = TimedEngine(MockEngine(TARGET, "target", slots, 16, headroom=7))
-    draft = MockEngine(DRAFT, "draft", slots, 16, headroom=7, num_candidates=2)
-    proposer = OneRun()
-    if config is not None:
-        proposer = DraftModelMethod().make_proposer(DraftModelConfig("draft", **config), {"draft": draft}, context)
-    engine = SpecEngine(target, {"draft": TimedEngine(draft)}, proposer, None, context, [0])
+    name, config = ("none", {}) if KINDS[kind] is None else ("draft_model", KINDS[kind])
+    sizes = {"slots": slots, "max_seq": 16, "nodes": 6, "headroom": 7, "candidates": 2}
+    engine = mock_engine(TARGET, DRAFT, name, eos=[0], **sizes, **config)
+    if kind == "one run":
+        engine.proposer = OneRun()
     engine.grammars = GRAMMARS
     return engine
 
@@ -306,7 +302,7 @@ def test_forced_tokens_come_before_a_chains_own_and_in_place_of_a_lookups():
     candidates, confidences = np.array([[2, 5], [3, 1]]), np.array([[0.7, 0.2]] * 2)
     drafting.force_candidates(sequence.grammar, candidates, confidences)
     assert candidates.tolist() == [[5, -1], [3, 1]] and confidences.tolist() == [[1.0, 0.0], [0.7, 0.2]]
-    proposer = SuffixMethod().make_proposer(SuffixConfig(depth=5), {}, MethodContext(1, 32, 6))
+    proposer = mock_proposer("suffix", None, MethodContext(1, 32, 6))
     proposer.start(0, sequence)
     batch = SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)
     assert proposer.propose(batch).tokens.tolist() == [[1, 5]]

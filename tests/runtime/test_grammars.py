@@ -42,20 +42,6 @@ def test_a_mask_follows_the_path_and_leaves_the_text_where_it_was(grammars):
         matcher.read([5, *IDS("abx")])
 
 
-def test_every_path_has_the_mask_of_the_text_that_was_read(grammars):
-    for length in range(4):
-        for at in np.ndindex(*(3,) * length):
-            path = [IDS("abc")[i] for i in at]
-            walked, read = grammars.matcher(CODE, []), grammars.matcher(CODE, [])
-            mask = walked.allowed(path)
-            if mask is None:
-                with pytest.raises(GrammarFault):
-                    read.read(path)
-                continue
-            read.read(path)
-            np.testing.assert_array_equal(mask, read.allowed([]))
-
-
 def test_after_its_end_a_text_goes_on_with_its_end_alone(grammars):
     matcher = grammars.matcher(CODE, [])
     ends = matcher.allowed([*IDS("ab"), EOS])
@@ -64,17 +50,6 @@ def test_after_its_end_a_text_goes_on_with_its_end_alone(grammars):
     matcher.read([*IDS("ab"), EOS])
     assert tokens_of(matcher.allowed([EOS])) == {"</s>"} and matcher.allowed(IDS("c")) is None
     assert matcher.forced() == []
-
-
-def test_forced_tokens_are_those_that_follow_whatever_is_chosen(grammars):
-    schema = {"type": "object", "properties": {"name": {"type": "boolean"}}, "required": ["name"]}
-    matcher = grammars.matcher(StructuredOutputs(json=schema), [])
-    matcher.read(IDS('{"'))
-    assert tokens_of(matcher.allowed([])) <= {"n", "name"}
-    path = matcher.forced()
-    assert IDS.decode(path).startswith("name")
-    for end in range(len(path)):
-        assert matcher.allowed(path[:end])[path[end]]
 
 
 def test_the_grammar_begins_after_the_reasoning(grammars):

@@ -12,7 +12,7 @@ from speccompile.core.sampling import SamplingParams, tree_uniforms
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import logits_processors as processors
 from speccompile.runtime.host_verify import verify_on_host
-from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs, keep_likely
+from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
 from speccompile.runtime.sequences import TokenSequence
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, propose, tables
 
@@ -236,16 +236,6 @@ def test_distributions_are_those_of_transformers():
         np.testing.assert_allclose(logits_processor.probs(logits, tokens[9:]), wanted, atol=2e-6)
 
 
-def test_openai_penalties_count_the_text_alone():
-    params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
-    logits_processor = LogitsProcessor(params, 2, 5)
-    logits_processor.read([0, 1, 2, 2, 3])
-    zeros = np.zeros(5, dtype=np.float32)
-    np.testing.assert_allclose(logits_processor.logits(zeros, []), [0, 0, -1.0, -0.75, 0])
-    np.testing.assert_allclose(logits_processor.logits(zeros, [3, 4]), [0, 0, -1.0, -1.0, -0.75])
-    np.testing.assert_allclose(logits_processor.logits(zeros, []), [0, 0, -1.0, -0.75, 0])  # a path is not taken in
-
-
 def test_only_nodes_on_the_path_are_processed():
     logits_processor = LogitsProcessor(SamplingParams(temperature=1.0, presence_penalty=2.0), 1, 6)
     logits_processor.read([0])
@@ -254,15 +244,6 @@ def test_only_nodes_on_the_path_are_processed():
     )
     assert probs[3][[3, 4]] == pytest.approx(probs[3][0] * np.exp(-2)) and probs[3][5] == probs[3][0]
     assert len(probs._probs) == 1
-
-
-def test_min_p_keeps_what_is_near_the_top():
-    probs = np.array([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]], dtype=np.float32)
-    np.testing.assert_allclose(
-        keep_likely(probs, 0.3), [[0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0], [0.25] * 4], rtol=1e-6
-    )
-    np.testing.assert_array_equal(keep_likely(probs, 1.0), [[1, 0, 0, 0], [0.25] * 4])
-    assert keep_likely(probs, 0.0) is probs
 
 
 def test_a_bias_is_named_once_and_in_order():

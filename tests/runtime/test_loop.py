@@ -11,13 +11,10 @@ from speccompile.runtime.control import FixedLength
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
-from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
-from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
-from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.decode_one import decode_one
-from tests.lab.decoding import random_prompts, sequences_of
+from tests.lab.decoding import random_prompts, sequences_of, warped
+from tests.lab.engines import mock_proposer
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 
 TARGET = MockLM(seed=1)
@@ -53,22 +50,9 @@ class TreeProposer(NoneProposer):
 
 
 def make_proposer(kind, slots=4, max_seq=MAX_SEQ, draft_seq=None, **config):
+    draft = MockEngine(DRAFT, "draft", slots, draft_seq or max_seq)
     context = MethodContext(slots, max_seq, 8, COSTS, {"draft": draft_seq or max_seq})
-    if kind == "none":
-        return NoneProposer()
-    if kind == "tree":
-        return TreeProposer()
-    if kind == "ngram":
-        return NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3, **config), {}, context)
-    if kind == "suffix":
-        return SuffixMethod().make_proposer(SuffixConfig(depth=5, **config), {}, context)
-    engine = MockEngine(DRAFT, "draft", slots, draft_seq or max_seq)
-    if kind == "hybrid":
-        draft = {"method": "draft_model", "model": "draft", **config}
-        both = HybridConfig(({"method": "suffix", "depth": 5}, draft))
-        return HybridMethod().make_proposer(both, {"draft": engine}, context)
-    config = DraftModelConfig("draft", **config)
-    return DraftModelMethod().make_proposer(config, {"draft": engine}, context)
+    return TreeProposer() if kind == "tree" else mock_proposer(kind, draft, context, **config)
 
 
 def make_verifier(slots=4, max_seq=MAX_SEQ, chunk=5):
@@ -119,17 +103,7 @@ def test_greedy_text_is_the_targets_own(kind, config, batch):
 @pytest.mark.parametrize(("kind", "config"), KINDS)
 def test_same_seed_gives_same_text_in_any_batch(kind, config):
     prompts = some_prompts(6, seed=5)
-    params = [
-        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=s)
-        for t, k, p, s in [
-            (1.0, 0, 1.0, 1),
-            (0.7, 5, 1.0, 2),
-            (0.0, 0, 1.0, 3),
-            (1.3, 0, 0.8, 4),
-            (1.0, 4, 0.9, 5),
-            (0.5, 0, 1.0, 2**63),
-        ]
-    ]
+    params = warped()
     alone = [
         run([p], s, make_verifier(), make_proposer(kind, **config), 1)[0][0]
         for p, s in zip(prompts, params, strict=True)
@@ -186,19 +160,6 @@ def test_a_draft_with_a_shorter_cache_falls_back_to_plain_decoding(drafts):
     assert any(sequence.stats.num_draft_tokens > 0 for sequence in sequences)
 
 
-def test_an_abandoned_run_leaves_engines_that_work():
-    verifier, proposer = make_verifier(), make_proposer("draft_model", num_draft_tokens=3)
-    prompts = some_prompts(5)
-    params = SamplingParams(max_new_tokens=30)
-    for num_steps in (0, 1, 3):
-        waiting = sequences_of(prompts, params)
-        steps = decode(verifier, proposer, SequenceBatch(waiting, 3))
-        for _ in range(num_steps):
-            next(steps)
-        steps.close()
-        assert run(prompts, params, verifier, proposer, 3)[0] == [TARGET.greedy(p, 30) for p in prompts]
-
-
 def test_stop_tokens_end_a_sequence_inside_a_draft():
     prompts = some_prompts(6)
     wanted = [TARGET.greedy(p, 40) for p in prompts]
@@ -234,18 +195,11 @@ class Alternating(FixedLength):
 
 
 def decode_with(planner, temperature):
-    proposer = make_proposer("draft", num_draft_tokens=3)
+    proposer = make_proposer("draft_model", num_draft_tokens=3)
     params = SamplingParams(max_new_tokens=20, temperature=temperature, seed=5)
     waiting = sequences_of(some_prompts(3), params)
     list(decode(make_verifier(), proposer, SequenceBatch(waiting, 4), planner=planner))
     return [sequence.tokens for sequence in waiting]
-
-
-def test_a_planner_switches_drafts_on_and_off_and_greedy_text_stays():
-    planner = Alternating()
-    assert decode_with(planner, 0.0) == decode_with(None, 0.0)
-    assert {nodes for _, nodes, _ in planner.seen[::2][:3]} == {4}
-    assert {nodes for _, nodes, _ in planner.seen[1::2]} == {1}
 
 
 def test_no_planner_is_asked_where_text_depends_on_drafts():

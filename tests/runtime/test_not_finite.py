@@ -4,18 +4,12 @@
 import numpy as np
 import pytest
 
-from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, TOKENS
-from speccompile.runtime.requests import Request
-from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import DraftEngine, TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
-from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
-from tests.mock_lm import MockEngine
+from tests.lab.engines import Letters, mock_engine
 from tests.runtime.scheduler_lab import Bench, greedy, make_tree_engine
 from tests.runtime.test_service import Sink, serve  # noqa: F401
-from tests.runtime.test_spec_engine import TARGET, Letters
+from tests.runtime.test_spec_engine import TARGET
 
 SEED = 27
 BAD = 15  # with SEED, none of the clean texts below has it
@@ -27,30 +21,27 @@ SAMPLINGS = {
 }
 
 
-def make_engine(kind, bad_target=True, bad_draft=False, slots=3, max_seq=64):
-    context = MethodContext(slots, max_seq, 8)
-    target = MockEngine(TARGET, "target", slots, max_seq, headroom=9)
-    draft = MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq, headroom=9)
-    target.bad, draft.bad = BAD if bad_target else None, BAD if bad_draft else None
-    drafts = {"draft": DraftEngine(draft)} if kind in ("chain", "tree") else {}
-    if kind == "plain":
-        from speccompile.speculators.none.config import NoneMethod
+KINDS = {
+    "plain": ("none", {}),
+    "ngram": ("ngram", {}),
+    "chain": ("draft_model", {"num_draft_tokens": 4}),
+    "tree": ("draft_model", {"tree": {"widths": [2, 1]}}),
+}
 
-        proposer = NoneMethod().make_proposer(None, {}, context)
-    elif kind == "ngram":
-        proposer = NgramMethod().make_proposer(NgramConfig(), {}, context)
-    else:
-        fields = {"tree": {"widths": [2, 1]}} if kind == "tree" else {"num_draft_tokens": 4}
-        config = DraftModelConfig("d", **fields)
-        proposer = DraftModelMethod().make_proposer(config, drafts, context)
-    return SpecEngine(TimedEngine(target), drafts, proposer, Letters(), context, chunk=7)
+
+def make_engine(kind, bad_target=True, bad_draft=False):
+    name, config = KINDS[kind]
+    engine = mock_engine(TARGET, TARGET.blurred(22, 0.7), name, **config)
+    for timed, is_bad in zip(engine.engines, (bad_target, bad_draft), strict=False):
+        timed.engine.bad = BAD if is_bad else None
+    return engine
 
 
 CLEAN = [[0, 1, 2], [3, 0, 1, 5, 5, 5, 9, 9, 2], [4]]
 SPOILT = [2, BAD, 1, 7]
 
 
-@pytest.fixture(params=["plain", "chain", "tree", "ngram"])
+@pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
 
@@ -158,21 +149,6 @@ def test_a_spoilt_prompt_that_is_cancelled_while_it_is_read_leaves_nothing():
     bench.take(bench.scheduler.cancel(handle))
     assert not (bench.target.cache == BAD).any()
     assert bench.ask([1, 2, 3])[0] == greedy([1, 2, 3], 8)
-
-
-def test_a_service_answers_the_others(serve):  # noqa: F811
-    service = serve()
-    service.engine.verifier.engine.engine.bad = BAD
-    sinks = [Sink() for _ in range(6)]
-    for i, sink in enumerate(sinks):
-        service.submit(Request(SPOILT if i % 2 else CLEAN[0], SAMPLINGS["greedy"]), sink)
-    for i, sink in enumerate(sinks):
-        step_outputs = sink.wait()
-        if i % 2:
-            assert step_outputs[-1].finish_reason == "error" and "not finite" in step_outputs[-1].error
-        else:
-            assert [t for p in step_outputs for t in p.tokens] == greedy(CLEAN[0], 12)
-    assert service.stats()["is_open"]
 
 
 def test_a_fault_in_making_a_text_ends_that_request_alone():

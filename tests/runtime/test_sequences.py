@@ -121,24 +121,3 @@ def test_only_sampling_parameters_that_change_something_are_fed(batch):
         "top_k": [3],
         "top_p": [pytest.approx(0.9)],
     }
-
-
-@pytest.mark.parametrize(
-    ("max_new_tokens", "max_seq_len", "max_drafts"), [(1, 99, 0), (5, 99, 4), (50, 12, 8), (50, 4, 0)]
-)
-def test_drafts_are_bounded_by_the_limit_and_the_room(max_new_tokens, max_seq_len, max_drafts):
-    sequence = TokenSequence(0, [1, 2, 3, 4], SamplingParams(max_new_tokens=max_new_tokens), frozenset(), None)
-    sequence.plan(max_seq_len)
-    assert sequence.max_drafts == max_drafts
-
-
-def test_roots_are_the_last_tokens_of_the_present_sequences(batch):
-    for sequence in batch.sequences:
-        sequence.tokens.append(100 + sequence.index)
-    assert batch.roots().tokens.tolist() == [[100], [101], [102]]
-    batch.sequences[0].tokens.append(7)
-    tree = batch.roots()
-    assert tree.tokens.tolist() == [[7], [101], [102]] and tree.is_chain and tree.num_nodes.tolist() == [1, 1, 1]
-    batch.sequences.pop(1)
-    batch.changed()
-    assert batch.roots().tokens.tolist() == [[7], [102]]

@@ -6,35 +6,17 @@ import numpy as np
 import pytest
 
 from speccompile.bundle.bundle import Bundle
-from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.lab.decoding import fail_once
-from tests.mock_lm import VOCAB, MockEngine, MockLM
+from tests.lab.engines import LETTERS, Letters, mock_engine
+from tests.mock_lm import VOCAB, MockLM
 
 TARGET = MockLM(seed=21)
-ALPHABET = "abcdefghijklmnopqrstuvwx"
 
 
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def encode(self, text, add_special_tokens=True):
-        return type("Encoding", (), {"ids": [ALPHABET.index(c) for c in text]})()
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(ALPHABET[i] for i in ids)
-
-
-def make_engine(tokenizer=None, slots=3, max_seq=64, eos=(), chunk=7):
-    context = MethodContext(slots, max_seq, 8)
-    target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
-    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
-    proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=4), {"draft": draft}, context)
-    return SpecEngine(target, {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=chunk)
+def make_engine(tokenizer=LETTERS, **sizes):
+    return mock_engine(TARGET, TARGET.blurred(22, 0.7), "draft_model", num_draft_tokens=4, tokenizer=tokenizer, **sizes)
 
 
 def text(prompt, num):
@@ -147,18 +129,30 @@ def test_an_error_inside_a_run_leaves_an_engine_that_works(engine, monkeypatch):
     assert [g.text for g in engine.generate(["abc", "dab"], params)] == [text("abc", 20), text("dab", 20)]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        (["a", "a" * 65], r"prompt 1: got 65 tokens; expected at most 64"),
-        (["a", ""], r"prompt 1: got no tokens; expected at least one"),
-        ([[1], [2, VOCAB]], rf"prompt 1: got token {VOCAB}; expected ids from 0 to {VOCAB - 1}"),
-        ([[1], [-1]], r"prompt 1: got token -1"),
-    ],
-)
+NO_PROMPT = "; expected a text, or token ids"
+WRONG_PROMPTS = [
+    (["a", "a" * 65], r"prompt 1: got 65 tokens; expected at most 64"),
+    (["a", ""], r"prompt 1: got no tokens; expected at least one"),
+    ([[1], [2, VOCAB]], rf"prompt 1: got token {VOCAB}; expected ids from 0 to {VOCAB - 1}"),
+    ([[1], [-1]], r"prompt 1: got token -1"),
+    (["abc", "ab\udcff"], "prompt 1: got text with half of a surrogate pair; expected Unicode text"),
+    ([None], f"prompt 0: got a NoneType{NO_PROMPT}"),
+    (["abc", None], f"prompt 1: got a NoneType{NO_PROMPT}"),
+    (None, f"prompt 0: got a NoneType{NO_PROMPT}"),
+    ([1.5], f"prompt 0: got a float{NO_PROMPT}"),
+    ([["a", "b"]], f"prompt 0: got a list{NO_PROMPT}"),
+    ([b"abc"], f"prompt 0: got a bytes{NO_PROMPT}"),
+    ((text for text in ("abc",)), f"prompt 0: got a generator{NO_PROMPT}"),
+    ({"prompt": "abc"}, f"prompt 0: got a dict{NO_PROMPT}"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "message"), WRONG_PROMPTS, ids=range(len(WRONG_PROMPTS)))
 def test_a_wrong_prompt_is_named_before_anything_runs(engine, prompts, message):
     with pytest.raises(RuntimeFault, match=message):
         engine.generate(prompts)
+    with pytest.raises(RuntimeFault, match=f"prompt 0: got a list{NO_PROMPT}"):
+        engine.stream(["a", "b"])
     assert engine.verifier.engine.num_runs == 0
 
 
@@ -209,30 +203,6 @@ def test_sampling_of_another_type_is_named(engine, sampling):
             call("abc", sampling)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "where"),
-    [
-        ([None], "prompt 0: got a NoneType"),
-        (["abc", None], "prompt 1: got a NoneType"),
-        (None, "prompt 0: got a NoneType"),
-        ([1.5], "prompt 0: got a float"),
-        ([["a", "b"]], "prompt 0: got a list"),
-        ([b"abc"], "prompt 0: got a bytes"),
-        ((text for text in ("abc",)), "prompt 0: got a generator"),
-        ({"prompt": "abc"}, "prompt 0: got a dict"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_prompts_of_another_type_are_named(engine, prompts, where):
-    with pytest.raises(RuntimeFault, match=f"{where}; expected a text, or token ids"):
-        engine.generate(prompts)
-
-
-def test_a_text_that_is_no_unicode_is_named(engine):
-    with pytest.raises(RuntimeFault, match="prompt 1: got text with half of a surrogate pair; expected Unicode text"):
-        engine.generate(["abc", "ab\udcff"])
-
-
 def test_a_closed_engine_frees_its_engines_and_refuses_every_call():
     with make_engine() as engine:
         begun = engine.stream("abc", SamplingParams(max_new_tokens=30))
@@ -251,11 +221,6 @@ def test_a_stop_string_may_be_given_alone(engine):
     whole = text("abc", 12)
     [result] = engine.generate("abc", SamplingParams(max_new_tokens=12, stop=whole[5]))
     assert (result.text, result.finish_reason) == (whole[: whole.index(whole[5])], "stop")
-
-
-def test_a_stream_takes_one_prompt(engine):
-    with pytest.raises(RuntimeFault, match="prompt 0: got a list; expected a text, or token ids"):
-        engine.stream(["a", "b"])
 
 
 def test_arrays_are_prompts(engine):

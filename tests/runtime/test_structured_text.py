@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 
 from speccompile.common.structured_outputs import StructuredOutputs
-from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.grammars import GrammarMatcher, Grammars
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
-from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
-from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
-from speccompile.speculators.none.proposer import NoneProposer
-from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, tables
-from tests.mock_lm import MockEngine
+from tests.lab.engines import mock_engine
 from tests.runtime import grammar_lab
 from tests.runtime.grammar_lab import (
     FREE_BONUS_TOKEN,
@@ -141,35 +134,23 @@ def _reads_anything(self, tokens):
 
 
 KINDS = {
-    "none": {},
-    "ngram": {},
-    "suffix": {"depth": 5},
-    "suffix tree": {"depth": 5, "tree": "auto"},
-    "draft chain": {"num_draft_tokens": 3},
-    "draft tree": {"tree": {"widths": [2, 1]}},
-    "grown tree": {"tree": "auto", "drafts": "greedy", "num_candidates": 4},
-    "hybrid": {"num_draft_tokens": 3},
+    "none": ("none", {}),
+    "ngram": ("ngram", {}),
+    "suffix": ("suffix", {}),
+    "suffix tree": ("suffix", {"tree": "auto"}),
+    "draft chain": ("draft_model", {"num_draft_tokens": 3}),
+    "draft tree": ("draft_model", {"tree": {"widths": [2, 1]}}),
+    "grown tree": ("draft_model", {"tree": "auto", "drafts": "greedy"}),
+    "hybrid": ("hybrid", {"num_draft_tokens": 3}),
 }
 TARGET = make_target()
 SLOTS, MAX_SEQ = 8, 320
 
 
 def make_engine(kind: str) -> SpecEngine:
-    context, config = MethodContext(SLOTS, MAX_SEQ, 8), KINDS[kind]
-    target = TimedEngine(MockEngine(TARGET, "target", SLOTS, MAX_SEQ, headroom=9))
-    draft = MockEngine(TARGET.blurred(9, 0.8), "draft", SLOTS, MAX_SEQ, headroom=9, num_candidates=4)
-    if kind == "none":
-        proposer = NoneProposer()
-    elif kind == "ngram":
-        proposer = NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=3), {}, context)
-    elif kind.startswith("suffix"):
-        proposer = SuffixMethod().make_proposer(SuffixConfig(**config), {}, context)
-    elif kind == "hybrid":
-        parts = ({"method": "suffix", "depth": 5}, {"method": "draft_model", "model": "draft", **config})
-        proposer = HybridMethod().make_proposer(HybridConfig(parts), {"draft": draft}, context)
-    else:
-        proposer = DraftModelMethod().make_proposer(DraftModelConfig("draft", **config), {"draft": draft}, context)
-    return SpecEngine(target, {"draft": TimedEngine(draft)}, proposer, Pieces(), context, [grammar_lab.EOS])
+    name, config = KINDS[kind]
+    sizes = {"slots": SLOTS, "max_seq": MAX_SEQ, "tokenizer": Pieces(), "eos": [grammar_lab.EOS], "chunk": 128}
+    return mock_engine(TARGET, TARGET.blurred(9, 0.8), name, **sizes, **config)
 
 
 def asked(temperature: float) -> list[SamplingParams]:

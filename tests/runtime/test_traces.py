@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from speccompile.cli.main import app
 from speccompile.core.sampling_params import SamplingParams
-from tests.golden.method_fakes import Letters, make_engine
+from tests.golden.method_fakes import make_engine
+from tests.lab.engines import Letters
 from tests.pipeline import fakes
 from tests.runtime.call_trace import traced
 

@@ -6,29 +6,23 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from speccompile.core.jobs import MethodContext
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.serving.openai.app import make_app
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 from speccompile.serving.page.routes import page_routes
-from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.lab.engines import ALPHABET, Letters, mock_engine
 from tests.mock_lm import MockEngine, MockLM
 
 TARGET = MockLM(seed=21)
-ALPHABET = "abcdefghijklmnopqrstuvwx"
 
 
-class Letters:
+class LettersAfterA(Letters):
     """A tokenizer of one letter a token; `a` goes in front where special tokens are wanted."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Any:
         ids = [ALPHABET.index(c) for c in text if c in ALPHABET]
         return SimpleNamespace(ids=[0, *ids] if add_special_tokens else ids)
-
-    def decode(self, ids, skip_special_tokens=True) -> str:
-        return "".join(ALPHABET[i] for i in ids)
 
 
 class GatedEngine(MockEngine):
@@ -48,18 +42,17 @@ class GatedEngine(MockEngine):
 
 
 def make_engine(slots: int = 3, max_seq: int = 64, eos=(), tokenizer=None) -> tuple[SpecEngine, GatedEngine]:
-    context = MethodContext(slots, max_seq, 8)
     gated = GatedEngine(TARGET, "target", slots, max_seq, headroom=9)
-    draft = TimedEngine(MockEngine(TARGET.blurred(22, 0.7), "draft", slots, max_seq))
-    gated.voids_moved = draft.engine.voids_moved = False  # prompts that begin alike share caches: these are copied
-    proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=4), {"draft": draft}, context)
-    engine = SpecEngine(TimedEngine(gated), {"draft": draft}, proposer, tokenizer or Letters(), context, eos, chunk=7)
+    sizes = {"slots": slots, "max_seq": max_seq, "eos": eos, "tokenizer": tokenizer or LettersAfterA()}
+    engine = mock_engine(gated, TARGET.blurred(22, 0.7), "draft_model", num_draft_tokens=4, **sizes)
+    for timed in engine.engines:  # prompts that begin alike share caches: these are copied
+        timed.engine.voids_moved = False
     return engine, gated
 
 
 def text_of(prompt: str, num: int) -> str:
     """Returns the text that greedy decoding must give."""
-    letters = Letters()
+    letters = LettersAfterA()
     return letters.decode(TARGET.greedy(letters.encode(prompt).ids, num))
 
 

@@ -10,7 +10,7 @@ from speccompile.core import registry, specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.verifier import Verifier
-from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts
+from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts, warped
 from tests.mock_lm import MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 
@@ -81,6 +81,32 @@ def sharing_lab(name: str, **config: Any) -> Lab:
     return Lab(make)
 
 
+class WatchedDraft(MockEngine):
+    """Checks that no more rows are read than the target holds of each slot."""
+
+    def run(self, feeds, first_slot=0):
+        for b, told in enumerate(feeds[specs.TARGET_LENGTHS]):
+            row = self.target.cache[first_slot + b]
+            assert told <= len(row) and (row[:told] >= 0).all()
+        # A slot that does not draft may stand further back: its last rows hold padding.
+        assert (feeds[specs.TARGET_LENGTHS] <= feeds[specs.LENGTHS] + feeds[specs.TOKENS].shape[1]).any()
+        return super().run({k: v for k, v in feeds.items() if k != specs.TARGET_LENGTHS}, first_slot)
+
+
+def lab_of(name: str, **config: Any) -> Lab:
+    """Returns a lab of a method that shares the target's caches, or of `glide`, which reads them."""
+    if name != "glide":
+        return sharing_lab(name, **config)
+
+    def make(target, draft, slots):
+        engine = WatchedDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
+        engine.target, method = target, registry.method(name)
+        context = MethodContext(slots, MAX_SEQ, 8, config.pop("costs", {}))
+        return method.make_proposer(method.Config("glide", **config), {"draft": engine}, context)
+
+    return Lab(make)
+
+
 def check_greedy(lab: Lab, batch: int) -> int:
     """Greedy text is the target's own, to the end of the cache; returns accepted drafts."""
     prompts = [*random_prompts(9), [3]]
@@ -93,10 +119,7 @@ def check_greedy(lab: Lab, batch: int) -> int:
 def check_seeds(make: Callable[[], Lab]) -> None:
     """The same seed gives the same text in any batch, with any chunks."""
     prompts = random_prompts(6, seed=5)
-    asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
-    params = [
-        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
-    ]
+    params = warped()
     texts = [[s.tokens for s in make().run(prompts, params, b, c)] for b, c in ((1, 3), (4, 5), (3, 128))]
     assert texts[0] == texts[1] == texts[2]
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.sampling import SamplingParams, warp
+from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, GraphSpec
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.drawn_length import DrawnRecord
-from speccompile.errors import RecipeError
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.lab.decoding import greedy_batch
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, decode_many, fit_p_value
 
@@ -155,13 +155,9 @@ def verdict(num_accepted):
 
 def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
     proposer = make_proposer(num_draft_tokens=3)
-    sequence = SimpleNamespace(
-        tokens=[int(t) for t in np.arange(40) % VOCAB], sampling=SamplingParams(), max_drafts=9, grammar=None
-    )
+    batch = greedy_batch([int(t) for t in np.arange(40) % VOCAB])
+    [sequence] = batch.sequences
     proposer.start(0, sequence)
-    batch = SimpleNamespace(
-        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-    )
     tree = proposer.propose(batch)
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert widths == [39, 1, 1, 1]
@@ -171,10 +167,8 @@ def test_a_draft_that_missed_tokens_catches_up_and_then_reads_little():
 
 def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
     proposer = make_proposer(num_draft_tokens=3)
-    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(
-        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-    )
+    batch = greedy_batch([1, 2, 3])
+    [sequence] = batch.sequences
     proposer.start(0, sequence)
     for num_accepted, widths in ((3, [2, 1, 1]), (1, [1, 1, 1]), (0, [1, 1, 1])):
         tree = proposer.propose(batch)
@@ -188,35 +182,14 @@ def test_after_a_whole_path_two_tokens_are_read_after_a_refusal_one():
 
 def test_rows_of_refused_drafts_are_read_again_even_after_steps_without_drafts():
     proposer = make_proposer(num_draft_tokens=3)
-    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(
-        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-    )
+    batch = greedy_batch([1, 2, 3])
+    [sequence] = batch.sequences
     proposer.start(0, sequence)
     tree = proposer.propose(batch)
     proposer.commit(batch, tree, verdict(0), {})
     sequence.tokens += [9, 8, 7, 6]  # longer than the refused path: its rows look as if they were the slot's own
     tree = proposer.propose(batch)
     assert tree.tokens[0].tolist() == [6, *DRAFT.greedy(sequence.tokens, 3)]
-
-
-def test_sampled_drafts_carry_the_warped_distribution_they_were_drawn_from():
-    proposer = make_proposer(num_draft_tokens=2)
-    params = [SamplingParams(temperature=0.8, top_k=5, seed=3), SamplingParams()]
-    batch = SequenceBatch([], 2)
-    batch.sequences = [TokenSequence(i, [4, 5 + i], p, frozenset(), None) for i, p in enumerate(params)]
-    batch.changed()
-    for slot, sequence in enumerate(batch.sequences):
-        sequence.plan(96)
-        proposer.start(slot, sequence)
-    tree = proposer.propose(batch)
-    tree.validate(VOCAB)
-    dist = warp(DRAFT.logits(np.array([4, 5]))[None, None], [0.8], [5], [1.0])[0, 0]
-    np.testing.assert_allclose(tree.draft_probs[0, 1], dist, rtol=1e-6)
-    assert np.count_nonzero(tree.draft_probs[0, 2]) == 5
-    assert tree.draft_probs[1, 1, tree.tokens[1, 1]] == 1  # a greedy slot: one-hot
-    greedy = make_proposer(num_draft_tokens=2, drafts="greedy")
-    assert greedy.drawn is greedy.likeliest
 
 
 def test_a_sequence_that_draws_drafts_as_if_it_were_alone():
@@ -282,11 +255,3 @@ def test_an_adaptive_stop_keeps_the_targets_distribution_and_dropping_drawn_toke
     wrong = Dropping(make_proposer(costs, 60))
     assert fit_p_value(decode_many(engine, wrong, HEAT, 1500, 96), TARGET, HEAT) < LEAST
     assert wrong.num_dropped > 1000
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("num_draft_tokens", 0), ("drafts", "beam"), ("min_confidence", 1.0), ("confidence_odds", 0)]
-)
-def test_bad_fields_are_refused(field, value):
-    with pytest.raises(RecipeError, match=rf"speculator\.{field}: got"):
-        DraftModelConfig("draft", **{field: value})

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of a small model over mock engines: the target's text and distribution, the draft's cache, and refusals."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -16,7 +14,7 @@ from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.core.distribution_lab import spread
-from tests.lab.decoding import finished
+from tests.lab.decoding import finished, greedy_batch
 from tests.mock_lm import VOCAB, MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 
@@ -70,17 +68,11 @@ def test_a_draft_with_fewer_rows_than_the_target_drafts_as_long_as_it_can(tree, 
 def test_every_node_is_the_drafts_own_candidate_after_its_path(tree):
     """The draft sees all ancestors of a node, and nothing of other branches or slots."""
     proposer = make_proposer(tree, slots=3)
-    sequences = [
-        SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=9, grammar=None) for t in PROMPTS[1:4]
-    ]
-    for slot, sequence in enumerate(sequences):
+    batch = greedy_batch(*PROMPTS[1:4])
+    for slot, sequence in enumerate(batch.sequences):
         proposer.start(slot, sequence)
-    made = proposer.propose(
-        SimpleNamespace(
-            sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-        )
-    )
-    for slot, sequence in enumerate(sequences):
+    made = proposer.propose(batch)
+    for slot, sequence in enumerate(batch.sequences):
         depths = made.depths()[slot]
         assert depths.max() >= 3
         for node in range(1, int(made.num_nodes[slot])):
@@ -110,31 +102,6 @@ def test_the_draft_reads_little_again(tree):
     run(proposer, 1, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
     widths = [seen["tokens"][1] for seen in proposer.rows.engine.feeds_seen]
     assert max(widths[1:]) <= 60 and np.mean(widths) < 6
-    chain = make_proposer({"widths": [1, 1, 1, 1]})
-    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(
-        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-    )
-    chain.start(0, sequence)
-    chain.propose(batch)
-    assert [seen["tokens"][1] for seen in chain.rows.engine.feeds_seen] == [3, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("num_accepted", "reads"), [(3, 2), (2, 1), (0, 1)])
-def test_rows_of_accepted_drafts_are_kept(num_accepted, reads):
-    proposer = make_proposer({"widths": [1, 1, 1]})
-    sequence = SimpleNamespace(tokens=[1, 2, 3], sampling=SamplingParams(), max_drafts=9, grammar=None)
-    batch = SimpleNamespace(
-        sequences=[sequence], may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-    )
-    proposer.start(0, sequence)
-    tree = proposer.propose(batch)
-    path = np.array([[*range(num_accepted + 1), *[-1] * (3 - num_accepted)]])
-    proposer.commit(batch, tree, SimpleNamespace(num_accepted=np.array([num_accepted]), path=path), {})
-    sequence.tokens += [*tree.tokens[0, 1 : num_accepted + 1].tolist(), 7]
-    proposer.rows.engine.feeds_seen.clear()
-    proposer.propose(batch)
-    assert proposer.rows.engine.feeds_seen[0]["tokens"][1] == reads
 
 
 @pytest.mark.distribution
@@ -252,14 +219,6 @@ def test_trees_that_the_draft_cannot_make_are_refused():
         DraftModelMethod().make_proposer(
             DraftModelConfig("d", tree="auto"), {"draft": chains}, MethodContext(1, ROWS, NODES)
         )
-
-
-def test_a_draft_for_trees_drafts_chains_too():
-    done = run(make_proposer("chain", 2, num_draft_tokens=3), 2, [SamplingParams(max_new_tokens=36)] * len(PROMPTS))
-    for sequence, prompt in zip(done, PROMPTS, strict=True):
-        assert sequence.tokens[len(prompt) :] == TARGET.greedy(prompt, 36)
-        assert {depth for depth, _ in sequence.stats.outcomes} <= {0, 1, 2, 3}
-    assert done[0].stats.num_draft_tokens > 0
 
 
 def test_the_draft_is_built_for_what_the_tree_needs():

@@ -225,27 +225,6 @@ def test_fusion_follows_the_variants_of_the_config(folder, tmp_path, variant):
     assert_close(got, joined @ heads.tensors["fc.weight"].T)
 
 
-def test_eagle_3_1_gives_the_next_draft_what_its_head_reads(folder):
-    from speccompile.checkpoints.target_tables import read_tables
-    from speccompile.speculators.eagle3.model import make_body
-
-    heads = lab.random_eagle3(lab.config_of(draft_vocab_size=lab.VOCAB))
-    bodies, embeddings = [], read_tables(context(folder)).embeddings
-    for name, config in (("before_norm", {}), ("after_norm", {"norm_output": True})):
-        lab.write_eagle3(folder / name, heads, **config)
-        source = eagle3_source(folder, name)
-        source.check()
-        bodies.append(make_body(source.config, source.dims, source.read_weights(), embeddings))
-    tokens = torch.tensor([[5, 1, 33]])
-    features = torch.randn(1, 3, lab.HIDDEN, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        for body in bodies:
-            patch.setattr(body.midlayer, "forward", lambda embedded, features, angles: embedded + features)
-        plain, normed = (body.advance(tokens, features, None) for body in bodies)
-        assert torch.equal(normed, bodies[0].norm(plain)) and not torch.equal(normed, plain)
-        assert torch.equal(bodies[1].logits(normed), bodies[0].logits(plain))
-
-
 @pytest.mark.parametrize("rank", [0, 8])
 def test_eagle_3_1_drafts_as_it_is_trained(folder, tmp_path, rank):
     from speccompile.checkpoints.target_tables import read_tables

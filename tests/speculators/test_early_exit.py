@@ -19,7 +19,6 @@ from speccompile.speculators.early_exit.checkpoint import ExitSource
 from speccompile.speculators.early_exit.config import DRAFT, ExitOptions
 from speccompile.speculators.early_exit.config import ExitConfig as Config
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, replace_norm
-from tests.speculators.borrower_lab import check_dist, check_greedy, check_seeds, sharing_lab
 
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
 NUM_LAYERS = 2
@@ -102,35 +101,6 @@ def test_random_layers_are_those_of_the_random_target(folders):
     for name, array in held.items():
         want = theirs[name.removesuffix(".transposed")].numpy()
         assert any(np.array_equal(form, want) for form in (array, array.T))
-
-
-def lab(**config):
-    return sharing_lab("early_exit", **config)
-
-
-CONFIGS = [
-    {"num_draft_tokens": 3},
-    {"drafts": "greedy"},
-    {"tree": {"widths": [2, 2]}},
-    {"tree": "auto", "num_candidates": 3, "tree_width": 2},
-]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_greedy_text_is_the_targets_own(config, batch):
-    assert check_greedy(lab(**config), batch) > 40
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_same_seed_gives_same_text_in_any_batch(config):
-    check_seeds(lambda: lab(**config))
-
-
-@pytest.mark.distribution
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
-def test_sampled_text_follows_the_targets_distribution(config):
-    check_dist(lab(**config))
 
 
 def test_layers_that_cannot_draft_are_refused(folders, tmp_path):

@@ -12,22 +12,19 @@ import torch
 from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry, specs
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, SourceContext
+from speccompile.core.jobs import CandidateOptions, GraphJob, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.tree import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.runtime.sequences import TokenSequence
 from speccompile.speculators.glide.checkpoint import GlideSource
-from speccompile.speculators.glide.config import DRAFT, GlideMethod
-from speccompile.speculators.glide.config import GlideConfig as Config
+from speccompile.speculators.glide.config import DRAFT
 from speccompile.speculators.glide.model import Glide
 from speccompile.speculators.glide.proposer import GlideRows
 from speccompile.speculators.glide.sizes import GlideDims
 from speccompile.speculators.glide.trainer import TrainableGlide
 from speccompile.training_contract import TrainingBatch
-from tests.mock_lm import MockEngine
-from tests.speculators.borrower_lab import MAX_SEQ, Lab, check_dist, check_greedy, check_seeds
 
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
 TARGET = ModelDims("llama", 61, 48, 3, 4, 2, 12, 128)
@@ -148,57 +145,6 @@ def test_a_chain_is_the_one_that_training_drafts(trainable, graph, text, backend
         outputs = rows.expand(SimpleNamespace(sequences=[sequence]), level)
         drafts.append(int(np.asarray(outputs[specs.CANDIDATES])[0, 0, 0]))
     assert drafts == want
-
-
-class WatchedDraft(MockEngine):
-    """Checks that no more rows are read than the target holds of each slot."""
-
-    def run(self, feeds, first_slot=0):
-        for b, told in enumerate(feeds[specs.TARGET_LENGTHS]):
-            row = self.target.cache[first_slot + b]
-            assert told <= len(row) and (row[:told] >= 0).all()
-        # A slot that does not draft may stand further back: its last rows hold padding.
-        assert (feeds[specs.TARGET_LENGTHS] <= feeds[specs.LENGTHS] + feeds[specs.TOKENS].shape[1]).any()
-        return super().run({k: v for k, v in feeds.items() if k != specs.TARGET_LENGTHS}, first_slot)
-
-
-def lab(**config):
-    """Returns a mock target and drafter with the method's proposer."""
-
-    def make(target, draft, slots):
-        engine = WatchedDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
-        engine.target = target
-        sizes = MethodContext(slots, MAX_SEQ, 8, config.pop("costs", {}))
-        return GlideMethod().make_proposer(Config("glide", **config), {DRAFT: engine}, sizes)
-
-    return Lab(make)
-
-
-CONFIGS = [
-    {"num_draft_tokens": 3},
-    {"drafts": "greedy"},
-    {"tree": {"widths": [2, 2]}},
-    {"tree": [[0], [1], [0, 0], [0, 0, 0]]},
-    {"tree": "auto", "num_candidates": 3, "tree_width": 2},
-]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_greedy_text_is_the_targets_own(config, batch):
-    accepted = check_greedy(lab(**config), batch)
-    assert accepted > 40
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_same_seed_gives_same_text_in_any_batch(config):
-    check_seeds(lambda: lab(**config))
-
-
-@pytest.mark.distribution
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2], CONFIGS[4]])
-def test_sampled_text_follows_the_targets_distribution(config):
-    check_dist(lab(**config))
 
 
 def test_a_drafter_of_another_target_is_refused(trainable):

@@ -12,7 +12,7 @@ from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.verifier import Verifier
-from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts, sequences_of
+from tests.lab.decoding import check_texts, finished, num_accepted, random_prompts, sequences_of, warped
 from tests.mock_lm import MockLM
 from tests.speculators.distribution_check import LEAST, PROMPT, fit_p_value
 from tests.speculators.hidden_lm import MockCandidateHeads, MockTarget, MockTreeHeads, OnDevice
@@ -59,10 +59,7 @@ def test_greedy_text_is_the_targets_own(method, tree, batch):
 def test_sampled_text_depends_on_the_seed_alone(method, tree):
     """Deterministic drafts leave the text as plain decoding makes it, draw for draw."""
     prompts = random_prompts(6, seed=5)
-    asked = [(1.0, 0, 1.0), (0.7, 5, 1.0), (0.0, 0, 1.0), (1.3, 0, 0.8), (1.0, 4, 0.9), (0.5, 0, 1.0)]
-    params = [
-        SamplingParams(max_new_tokens=25, temperature=t, top_k=k, top_p=p, seed=i) for i, (t, k, p) in enumerate(asked)
-    ]
+    params = warped()
     verifier, _, _ = make(method, tree)
     plain = registry.method("none")
     nothing = plain.make_proposer(plain.Config(), {}, MethodContext(8, MAX_SEQ, MAX_DRAFTS))

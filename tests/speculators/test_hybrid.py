@@ -23,9 +23,10 @@ from speccompile.speculators.hybrid.choice import DrafterCosts, Offer
 from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
 from speccompile.speculators.hybrid.proposer import Drafter, HybridProposer, merge_trees
 from speccompile.speculators.none.proposer import NoneProposer
+from tests.lab.engines import Letters
 from tests.mock_lm import MockEngine, MockLM
 from tests.runtime import scheduler_lab
-from tests.runtime.test_spec_engine import TARGET, Letters
+from tests.runtime.test_spec_engine import TARGET
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 from tests.speculators.hidden_lm import MockHeads, MockTarget
 

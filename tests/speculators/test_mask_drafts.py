@@ -18,6 +18,7 @@ from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.lab.decoding import greedy_batch, num_accepted
 from tests.mock_lm import MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, decode_many, fit_p_value
 
@@ -70,19 +71,6 @@ def make_proposer(slots=2, costs=None, built=5, **config):
     return DraftModelMethod().make_proposer(asked, {"draft": engine}, context)
 
 
-def batch_of(*texts, max_drafts=9):
-    sequences = [
-        SimpleNamespace(tokens=list(t), sampling=SamplingParams(), max_drafts=max_drafts, grammar=None) for t in texts
-    ]
-    return SimpleNamespace(
-        sequences=sequences, may_draw=False, is_greedy=True, is_forced=False, least_drafts=0, warp_feeds=dict
-    )
-
-
-def num_accepted(sequences):
-    return sum(num * count for sequence in sequences for (_, num), count in sequence.stats.outcomes.items())
-
-
 def commit(proposer, batch, tree, num):
     """Accepts so many drafts of one sequence, and emits a token that is none of them."""
     verdict = SimpleNamespace(num_accepted=np.array([num]), path=np.arange(num + 1)[None])
@@ -93,7 +81,7 @@ def commit(proposer, batch, tree, num):
 @pytest.mark.parametrize("tree", ["chain", {"widths": [1, 1, 1, 1]}])
 def test_one_run_reads_the_new_tokens_then_the_masks_and_gives_all_drafts(tree):
     proposer = make_proposer(num_draft_tokens=4, tree=tree)
-    engine, batch = proposer.rows.engine, batch_of([1, 2, 3])
+    engine, batch = proposer.rows.engine, greedy_batch([1, 2, 3])
     proposer.start(0, batch.sequences[0])
     read = 0
     for num in (4, 0, 2, 4, 1):
@@ -111,7 +99,7 @@ def test_one_run_reads_the_new_tokens_then_the_masks_and_gives_all_drafts(tree):
 def test_slots_that_missed_different_numbers_of_tokens_have_masks_after_their_own_roots():
     proposer = make_proposer(num_draft_tokens=3)
     texts = ([5, 6, 7, 8, 9], [4, 2])
-    batch = batch_of(*texts)
+    batch = greedy_batch(*texts)
     for slot, sequence in enumerate(batch.sequences):
         proposer.start(slot, sequence)
     tree = proposer.propose(batch)
@@ -125,7 +113,7 @@ def test_there_are_no_more_masks_than_the_longest_path_needs():
     proposer = make_proposer(num_draft_tokens=5)
     engine = proposer.rows.engine
     for max_drafts, num_masks in ((2, 1), (1, 0), (9, 4)):
-        batch = batch_of([1, 2, 3], max_drafts=max_drafts)
+        batch = greedy_batch([1, 2, 3], max_drafts=max_drafts)
         proposer.start(0, batch.sequences[0])
         assert proposer.propose(batch).num_nodes.tolist() == [min(max_drafts, 5) + 1]
         assert (engine.read.pop()[0] == MASK).sum() == num_masks
@@ -133,7 +121,7 @@ def test_there_are_no_more_masks_than_the_longest_path_needs():
 
 def test_a_tree_is_the_product_of_the_candidates_of_its_depths():
     proposer = make_proposer(tree={"widths": [2, 2]})
-    batch = batch_of([3, 1, 4])
+    batch = greedy_batch([3, 1, 4])
     proposer.start(0, batch.sequences[0])
     tree = proposer.propose(batch)
     [first, second] = [proposer.rows.engine.model.after((3, 1, 4, *[MASK] * n)).argsort()[::-1][:2] for n in (0, 1)]

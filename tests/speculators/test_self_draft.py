@@ -11,7 +11,6 @@ from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.errors import RecipeError
 from speccompile.speculators.self_draft.checkpoint import SelfDraftSource, spread
 from speccompile.speculators.self_draft.config import DRAFT, SelfDraftConfig, SelfDraftOptions
-from tests.speculators.borrower_lab import check_dist, check_greedy, check_seeds, sharing_lab
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
@@ -80,29 +79,6 @@ def test_layers_left_out_are_spread_between_the_first_and_the_last():
         for num in range(2, num_layers + 1):
             kept = spread(num_layers, num)
             assert len(kept) == num and {0, num_layers - 1} <= set(kept) and list(kept) == sorted(kept)
-
-
-def lab(**config):
-    return sharing_lab("self_draft", **config)
-
-
-CONFIGS = [{"num_draft_tokens": 3}, {"tree": "auto", "num_candidates": 3, "tree_width": 2}]
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_greedy_text_is_the_targets_own(config, batch):
-    assert check_greedy(lab(**config), batch) > 40
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_same_seed_gives_same_text_in_any_batch(config):
-    check_seeds(lambda: lab(**config))
-
-
-@pytest.mark.distribution
-def test_sampled_text_follows_the_targets_distribution():
-    check_dist(lab(num_draft_tokens=3))
 
 
 def test_a_draft_that_cannot_be_made_or_is_no_cheaper_is_refused(target):

@@ -67,25 +67,6 @@ def test_an_answer_to_messages(app):
     assert choice["finish_reason"] == "length"
 
 
-def test_a_stream_opens_with_the_role(app):
-    body = {"messages": [{"role": "user", "content": "bc"}], "max_tokens": 8, "n": 2}
-    whole = post(app, PATH, body).json()
-    *events, done = post(app, PATH, {**body, "stream": True}).events()
-    assert done == "[DONE]" and {event["object"] for event in events} == {"chat.completion.chunk"}
-    choices = [choice for event in events for choice in event["choices"]]
-    assert [choice["delta"] for choice in choices[:2]] == [{"role": "assistant", "content": ""}] * 2
-    texts = ["", ""]
-    for choice in choices:
-        texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
-
-
-def test_an_answer_may_be_sent_back_as_it_came(app):
-    message = post(app, PATH, {"messages": [{"role": "user", "content": "b"}], "max_tokens": 2}).json()["choices"][0]
-    messages = [{"role": "user", "content": "b"}, message["message"], {"role": "user", "content": "c"}]
-    assert post(app, PATH, {"messages": messages, "max_tokens": 2}).status == 200
-
-
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [

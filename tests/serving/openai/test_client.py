@@ -34,13 +34,6 @@ def client(live):
         yield client
 
 
-def test_the_models(client):
-    [model] = client.models.list().data
-    assert model.id == "pycode-chat" and client.models.retrieve("pycode-chat").id == model.id
-    with pytest.raises(openai.NotFoundError, match="`other` is not served here; `pycode-chat` is"):
-        client.models.retrieve("other")
-
-
 def test_a_completion_is_the_offline_one(client, offline):
     extra = {"speculation": "on"}
     answer = client.completions.create(model="pycode-chat", prompt=PROMPTS[0], max_tokens=NUM, extra_body=extra)
@@ -67,10 +60,10 @@ def test_sixteen_streams_at_once_are_the_offline_ones(live, offline):
     assert asyncio.run(run()) == offline
 
 
-def test_thirty_two_clients_get_texts_of_their_schemas(live):
-    """Every schema at temperature 0 and 1: all texts that end are valid, and all end."""
+def test_thirty_clients_get_texts_of_their_schemas(live):
+    """Every schema, at temperatures of 0 and 1 in turn: all texts that end are valid, and all end."""
     pytest.importorskip("llguidance")
-    jobs = [(schema, heat) for heat in (0.0, 1.0) for schema in SCHEMAS]
+    jobs = [(schema, float(at % 2)) for at, schema in enumerate(SCHEMAS)]
     results = list[tuple[dict, str, str]]()
 
     async def work(client):
@@ -90,10 +83,10 @@ def test_thirty_two_clients_get_texts_of_their_schemas(live):
 
     async def run():
         async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-            await asyncio.gather(*(work(client) for _ in range(32)))
+            await asyncio.gather(*(work(client) for _ in range(30)))
 
     asyncio.run(run())
-    assert len(results) == 60
+    assert len(results) == 30
     for schema, reason, text in results:
         assert reason == "stop" and is_valid(json.loads(text), schema), (schema, reason, text)
 
@@ -110,13 +103,6 @@ def test_a_chat_is_the_completion_of_its_template(client):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == answer.choices[0].message.content
-
-
-def test_fields_of_ours_go_in_the_extra_body(client, offline):
-    extra = {"speculation": "off", "return_stats": True, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0}
-    answer = client.completions.create(model="pycode-chat", prompt=PROMPTS[0], max_tokens=NUM, extra_body=extra)
-    assert answer.choices[0].text == offline[0]
-    assert answer.choices[0].stats["num_draft_tokens"] == 0 and answer.choices[0].stats["num_steps"] == NUM - 1
 
 
 def test_penalties_and_biases_are_those_of_the_offline_engine(client, pair):

@@ -141,27 +141,6 @@ def test_a_stream_gives_the_same_text_and_its_usage(app):
     assert plain[-1] == "[DONE]" and all("usage" not in event for event in plain[:-1])
 
 
-def test_continuous_usage_stats(app):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": "bcd", "max_tokens": 12, "stream": True, "stream_options": options}
-    *events, usage, done = post(app, PATH, body).events()
-    assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 12
-    counts = [event["usage"]["completion_tokens"] for event in events]
-    assert len(counts) > 3 and counts == sorted(counts) and counts[0] < counts[-1] == 12
-    assert {event["usage"]["prompt_tokens"] for event in events} == {usage["usage"]["prompt_tokens"]}
-    alone = {**body, "stream_options": {"continuous_usage_stats": True}}
-    assert all("usage" not in event for event in post(app, PATH, alone).events()[:-1])
-
-
-def test_a_stream_of_several_choices(app):
-    events = post(app, PATH, {"prompt": ["bcd", "dab"], "n": 2, "max_tokens": 6, "stream": True}).events()
-    texts = [""] * 4
-    for event in events[:-1]:
-        for choice in event["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert texts == [text_of(p, 6) for p in ("bcd", "bcd", "dab", "dab")]
-
-
 @pytest.mark.parametrize(
     ("change", "param", "code"),
     [

@@ -59,14 +59,6 @@ def test_chat_logprobs_whole_and_streamed(app):
     assert [entry["top_logprobs"] for entry in plain["logprobs"]["content"]] == [[]] * 3
 
 
-def test_offsets_go_on_through_a_stream(app):
-    body = {"prompt": "bcd", "max_tokens": 9, "logprobs": 0, "stream": True, "n": 2, "temperature": 0.9, "seed": 2}
-    *events, _ = post(app, COMPLETION, body).events()
-    for index in range(2):
-        parts = [c["logprobs"] for e in events for c in e["choices"] if c["index"] == index and c["logprobs"]]
-        assert [offset for part in parts for offset in part["text_offset"]] == list(range(9))
-
-
 def test_processed_logprobs_mode(app):
     body = {"prompt": "b", "max_tokens": 3, "logprobs": 1, "top_k": 1, "temperature": 1.0}
     raw = post(app, COMPLETION, body).json()["choices"][0]["logprobs"]["token_logprobs"]

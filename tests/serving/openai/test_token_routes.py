@@ -7,11 +7,11 @@ import speccompile
 from speccompile.serving.openai.tools import ChatFormats
 from tests.lab.servers import chat_server
 from tests.serving.asgi_lab import get, post
-from tests.serving.mock_service import ALPHABET, Letters, make_engine
+from tests.serving.mock_service import ALPHABET, LettersAfterA, make_engine
 from tests.serving.openai.test_tools import TEMPLATE
 
 
-class Named(Letters):
+class Named(LettersAfterA):
     def id_to_token(self, token: int) -> str:
         return f"<{ALPHABET[token]}>"
 

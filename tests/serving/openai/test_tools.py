@@ -84,20 +84,6 @@ def test_a_named_function_is_called(app):
     assert (call.function.name, call.function.arguments, call.type) == ("clock", "{}", "function")
 
 
-def test_calls_are_streamed_as_openai_streams_them(app):
-    [whole] = ask(app, tool_choice="required", seed=4).choices
-    chunks = ask(app, tool_choice="required", seed=4, stream=True)
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "tool_calls"
-    calls = []
-    for part in (part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []):
-        if part.id is not None:
-            assert part.index == len(calls) and part.function.arguments == ""
-            calls.append([part.function.name, ""])
-        else:
-            calls[part.index][1] += part.function.arguments
-    assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
-
-
 def test_with_auto_the_model_decides_and_with_none_it_has_no_tools(app):
     for choice in ("auto", "none"):
         [answer] = ask(app, tool_choice=choice, max_tokens=20, seed=1).choices
@@ -178,13 +164,6 @@ def test_required_call_overrides_response_format(app, choice):
     assert made.finish_reason == "tool_calls" and made.message.content is None
     [free] = ask(app, tool_choice="none", response_format=FORMAT).choices
     assert set(json.loads(free.message.content)) == {"ok"} and not free.message.tool_calls
-
-
-def test_an_answer_and_a_result_are_sent_back(app):
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "bonn"}'}}
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages.append({"role": "tool", "tool_call_id": "c1", "content": "b"})
-    assert ask(app, messages=messages, max_tokens=3, tool_choice="none").usage.prompt_tokens > 3
 
 
 def test_reasoning_is_content_of_its_own_and_the_grammar_begins_after_it(server, app, monkeypatch):

@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suffix tree as a proposer: limits, learning, one tree of all requests, states that travel, the distribution."""
+"""Drafts found in the text: limits, learning, one suffix tree of all requests, states that travel, the distribution."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from speccompile.core import registry
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.errors import RecipeError
-from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
-from speccompile.speculators.suffix.config import SuffixConfig, SuffixMethod
-from speccompile.speculators.suffix.proposer import FIRST_RATES
+from speccompile.speculators.ngram import proposer as ngram
+from speccompile.speculators.ngram.proposer import NgramIndex
+from speccompile.speculators.suffix import proposer as suffix
+from tests.lab.engines import mock_engine
 from tests.mock_lm import MockEngine, MockLM
 from tests.runtime import scheduler_lab
-from tests.runtime.test_spec_engine import TARGET, Letters
+from tests.runtime.test_spec_engine import TARGET
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 
 BOTH = [{}, {"tree": "auto"}]
+ALL = [("ngram", {}), *(("suffix", config) for config in BOTH)]
+FIRST_RATES = {"ngram": ngram.FIRST_RATES, "suffix": suffix.FIRST_RATES}
 
 
-def make(slots=3, costs=None, nodes=16, **config):
-    context = MethodContext(slots, 512, nodes, {"target": costs or StepCosts()})
-    return SuffixMethod().make_proposer(SuffixConfig(**config), {}, context)
+def make(name="suffix", slots=3, costs=None, nodes=16, **config):
+    context, method = MethodContext(slots, 512, nodes, {"target": costs or StepCosts()}), registry.method(name)
+    return method.make_proposer(method.Config(**config), {}, context)
 
 
 def batch_of(proposer, texts, max_drafts=99, is_forced=False):
@@ -33,9 +37,44 @@ def batch_of(proposer, texts, max_drafts=99, is_forced=False):
     return SimpleNamespace(sequences=sequences, is_forced=is_forced, least_drafts=0)
 
 
-def propose(sequences, max_drafts=99, costs=None, nodes=16, **config):
-    proposer = make(costs=costs, nodes=nodes, **config)
+def propose(sequences, max_drafts=99, costs=None, nodes=16, name="suffix", **config):
+    proposer = make(name, costs=costs, nodes=nodes, **config)
     return proposer.propose(batch_of(proposer, sequences, max_drafts))
+
+
+def longest_match(tokens, low, high):
+    """The definition, by scanning."""
+    for size in range(high, low - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[len(tokens) - size :]:
+                return end, size
+    return 0, 0
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 7))
+@settings(max_examples=300, deadline=None)
+def test_the_index_finds_what_a_scan_finds(tokens, low, more, step):
+    index = NgramIndex(low, low + more)
+    for end in range(1, len(tokens) + 1, step):
+        assert index.find(tokens[:end]) == longest_match(tokens[:end], low, low + more)
+
+
+def test_the_latest_occurrence_wins_and_length_grows_with_the_match():
+    tokens = [1, 2, 7, 8, 9, 4, 1, 2, 5, 6, 0, 3, 1, 2]
+    assert propose([tokens], name="ngram", min_match=2, max_match=4, tokens_per_match=2).tokens.tolist() == [
+        [2, 5, 6, 0, 3]
+    ]
+    longer = [9, 1, 2, 7, 8, 9, 4, 6, 1, 2, 5, 5, 5, 9, 1, 2]
+    assert propose([longer], name="ngram", min_match=2, max_match=4, tokens_per_match=2).tokens.tolist() == [
+        [2, 7, 8, 9, 4, 6, 1]
+    ]
+
+
+def test_a_match_that_overlaps_its_draft_repeats_the_loop():
+    tree = propose(
+        [[5, 1, 2, 3, 1, 2, 3]], name="ngram", min_match=2, max_match=2, num_draft_tokens=8, tokens_per_match=8
+    )
+    assert tree.tokens.tolist() == [[3, 1, 2, 3, 1, 2, 3, 1, 2]]
 
 
 def test_a_longer_match_gives_a_longer_draft_and_the_most_frequent_wins():
@@ -54,31 +93,32 @@ def test_a_tree_has_the_likeliest_paths_in_the_order_of_their_share():
     assert propose([tokens], tree="auto", tokens_per_match=1.0, nodes=2).tokens.tolist() == [[1, 5, 7]]
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_ragged_batches_are_padded_and_limits_hold(config):
-    tree = propose([[1, 2, 3, 1, 2], [7, 8, 9]], max_drafts=2, **config)
+@pytest.mark.parametrize(("name", "config"), ALL)
+def test_ragged_batches_are_padded_and_limits_hold(name, config):
+    tree = propose([[1, 2, 3, 1, 2], [7, 8, 9]], max_drafts=2, name=name, **config)
     assert tree.num_nodes.tolist() == [3, 1]
     assert tree.tokens[0].tolist() == [2, 3, 1]
     assert tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
     tree.validate()
-    assert propose([[1, 2, 3, 1, 2]], max_drafts=0, **config).tokens.tolist() == [[2]]
+    assert propose([[1, 2, 3, 1, 2]], max_drafts=0, name=name, **config).tokens.tolist() == [[2]]
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_measured_costs_bound_the_drafts_of_every_slot(config):
+@pytest.mark.parametrize(("name", "config"), ALL)
+def test_measured_costs_bound_the_drafts_of_every_slot(name, config):
     sequences = [[1, 2, 3, 1, 2], [7, 8, 9], [4, 4, 4, 4, 4, 4]]
     cheap, dear = StepCosts(((1, 10.0), (64, 11.0))), StepCosts(((1, 1.0), (64, 90.0)))
-    assert propose(sequences, costs=cheap, **config).num_nodes.tolist()[1:] == [1, 16]
-    assert propose(sequences, costs=dear, **config).num_nodes.tolist() == [1, 1, 1]
-    proposer = make(costs=dear, **config)
-    forced = proposer.propose(batch_of(proposer, sequences, max_drafts=3, is_forced=True))
-    assert forced.num_nodes.tolist() == [4, 1, 4]
+    assert propose(sequences, costs=cheap, name=name, **config).num_nodes.tolist()[1:] == [1, 16]
+    assert propose(sequences, costs=dear, name=name, **config).num_nodes.tolist() == [1, 1, 1]
+    if name == "suffix":
+        proposer = make(name, costs=dear, **config)
+        forced = proposer.propose(batch_of(proposer, sequences, max_drafts=3, is_forced=True))
+        assert forced.num_nodes.tolist() == [4, 1, 4]
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_rates_are_learned_by_match_length(config):
-    costs = StepCosts(((1, 1.0), (64, 1.1)))
-    proposer = make(costs=costs, num_draft_tokens=2, **config)
+@pytest.mark.parametrize(("name", "config"), ALL)
+def test_rates_are_learned_by_match_length(name, config, monkeypatch):
+    first_rates = FIRST_RATES[name]
+    proposer = make(name, costs=StepCosts(((1, 1.0), (64, 1.1))), num_draft_tokens=2, **config)
     batch = batch_of(proposer, [[9, 1, 2, 3, 7, 8, 4, 1, 2, 3]])
     estimate = batch.sequences[0].draft_state.estimate
 
@@ -89,17 +129,25 @@ def test_rates_are_learned_by_match_length(config):
         return tree.nodes - 1
 
     def rate(size):
-        return estimate.prob(FIRST_RATES[size - 1], size - 1)
+        return estimate.prob(first_rates[size - 1], size - 1)
 
     first = [rate(size) for size in (2, 3)]
-    assert first == pytest.approx(FIRST_RATES[1:3], abs=1e-6)
+    assert first == pytest.approx(first_rates[1:3], abs=1e-6)
     assert step(0) == 2 and rate(3) < first[1]
     for _ in range(60):
         step(2)
     assert rate(3) > 0.92 and rate(2) == first[0]
-    # The next sequence begins with what this one taught.
-    estimate = batch_of(proposer, [[1, 2]]).sequences[0].draft_state.estimate
-    assert first[1] < rate(3) < 0.92 and rate(2) == first[0]
+    if name == "suffix":  # the next sequence begins with what this one taught
+        estimate = batch_of(proposer, [[1, 2]]).sequences[0].draft_state.estimate
+        assert first[1] < rate(3) < 0.92 and rate(2) == first[0]
+    else:
+        monkeypatch.setattr(proposer.budget, "best", lambda gains, num_slots: (0, 0.0, 0.0))  # no draft gains time
+        assert [step(0) for _ in range(300)] == [0] * 300
+        assert rate(3) == pytest.approx(first[1], abs=0.02)
+
+
+def lone(sequence):
+    return SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)
 
 
 def read_all(proposer, tokens, parts):
@@ -110,7 +158,7 @@ def read_all(proposer, tokens, parts):
     for num in parts:
         proposer.prefill(0, sequence, np.zeros((1, num), dtype=np.int64), start, {})
         start += num
-    return proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)).tokens.tolist()
+    return proposer.propose(lone(sequence)).tokens.tolist()
 
 
 def test_a_prompt_read_in_parts_is_read_once():
@@ -124,10 +172,7 @@ def test_a_prompt_read_in_parts_is_read_once():
     sequence = SimpleNamespace(tokens=tokens, max_drafts=9, grammar=None)
     assert proposer.resume(0, sequence, 5) == 5
     proposer.prefill(0, sequence, np.zeros((1, 2), dtype=np.int64), 5, {})
-    assert (
-        proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0)).tokens.tolist()
-        == wanted
-    )
+    assert proposer.propose(lone(sequence)).tokens.tolist() == wanted
 
 
 def test_drafts_that_were_refused_are_never_counted():
@@ -155,7 +200,7 @@ def test_requests_share_outputs_only_where_the_recipe_says_so():
             sequence = SimpleNamespace(tokens=list(tokens[:prompt]), max_drafts=9, grammar=None)
             proposer.start(0, sequence)
             sequence.tokens = list(tokens)
-            tree = proposer.propose(SimpleNamespace(sequences=[sequence], is_forced=False, least_drafts=0))
+            tree = proposer.propose(lone(sequence))
         return tree.tokens.tolist()
 
     assert drafts_of(told, asked) == [[3]]
@@ -173,7 +218,7 @@ def test_text_follows_the_targets_distribution(config, heat):
     model = MockLM(seed=5)
     target = MockEngine(model, "target", 8, 64, headroom=17)
     is_greedy = heat[0] == 0
-    sequences = decode_many(target, make(8, nodes=8, depth=4, **config), heat, 40 if is_greedy else 1500, 64, 12)
+    sequences = decode_many(target, make(slots=8, nodes=8, depth=4, **config), heat, 40 if is_greedy else 1500, 64, 12)
     assert sum(sequence.stats.num_draft_tokens for sequence in sequences) > len(sequences)
     if is_greedy:
         assert {tuple(sequence.tokens) for sequence in sequences} == {(3, 1, 4, *model.greedy([3, 1, 4], 12))}
@@ -183,19 +228,9 @@ def test_text_follows_the_targets_distribution(config, heat):
 
 @pytest.mark.parametrize("config", [*BOTH, {"shared_bytes": 10**6}])
 def test_moving_sequences_keep_the_targets_text(monkeypatch, config):
-    def make_engine(slots=3, max_seq=64, chunk=7):
-        target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=17))
-        context = MethodContext(slots, max_seq, 16)
-        return SpecEngine(target, {}, make(slots, depth=5, **config), Letters(), context, chunk=chunk)
+    def make_engine(**sizes):
+        return mock_engine(TARGET, TARGET, "suffix", nodes=16, headroom=17, **sizes, **config)
 
     monkeypatch.setitem(scheduler_lab.ENGINES, "suffix", make_engine)
     bench, prompts = scheduler_lab.Bench(kind="suffix"), scheduler_lab.mixed_prompts()
     scheduler_lab.check_moving(bench, [*prompts, [*prompts[0], 1, 2], prompts[2][:20]])
-
-
-@pytest.mark.parametrize(
-    "bad", [{"depth": 1}, {"min_match": 24}, {"min_prob": 0}, {"tree": "wide"}, {"max_bytes": 5}, {"shared_bytes": 5}]
-)
-def test_bad_fields_are_refused(bad):
-    with pytest.raises(RecipeError, match=rf"speculator\.{list(bad)[-1]}: got"):
-        SuffixConfig(**bad)
