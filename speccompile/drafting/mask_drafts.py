@@ -64,7 +64,7 @@ class MaskDraftCache(DraftCache):
 
 
 class MaskFeatureCache(FeatureCache):
-    """See `FeatureCache`; the draft has a feature of its own for masks."""
+    """A `FeatureCache`; the draft has a feature of its own for masks."""
 
     def __init__(
         self,

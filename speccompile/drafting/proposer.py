@@ -83,9 +83,7 @@ class Drafts(Protocol):
 
     def propose(self, batch: Batch) -> TokenTree: ...
 
-    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None:
-        """See `speccompile.core.proposer.Proposer`."""
-        ...
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
 
     def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Updates the estimates; returns by slot how many accepted drafts have their rows in the draft's cache."""

@@ -72,7 +72,6 @@ class FusionGraph(SpeculatorSource):
         return fusion_spec(self.job.name, self.dims)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.feature_draft import export_fusion
 
         progress("load weights")

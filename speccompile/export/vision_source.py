@@ -26,7 +26,7 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 
 
 class VisionSource:
-    """See `speccompile.core.protocols.GraphSource`."""
+    """A `speccompile.core.protocols.GraphSource`."""
 
     role = "vision"
     max_rows = 0
@@ -67,7 +67,6 @@ class VisionSource:
         return model, replace(self.dims, num_params=num_params)
 
     def check_compiled(self, engine: Engine, max_nodes: int) -> dict[str, Any]:
-        """Runs one image; see `core.protocols.GraphSource`."""
         pixels = np.sin(np.arange(np.prod(self._shape), dtype=np.float32)).reshape(self._shape)
         rows = np.asarray(engine.run({PIXELS: pixels})[IMAGE_EMBEDDING])
         if not np.isfinite(rows).all():

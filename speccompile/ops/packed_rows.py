@@ -49,10 +49,8 @@ _PLACES = f"""
 def _gathered(source: str, name: str, count: str, inner: tuple[int, ...]) -> str:
     """Returns the statements for `name` [tokens, count, ...]: what `source` has at the tokens' panels and columns.
 
-    Args:
-        source: [panels, ..., 32, ...], `inner` dims before the 32 beside the first two, which `count` has all of.
-        count: name of [1], how many entries there are within a column.
-        inner: sizes of the dims between the second one and the 32.
+    `source` is [panels, ..., 32, ...] with `inner` dims before the 32, besides the first two; `count` names [1], the
+    number of entries within a column.
     """
     size = inner[0] if inner else 1
     parts = ("panels", f"{name}_steps", *((f"{name}_inner",) if inner else ()), "columns")

@@ -105,7 +105,7 @@ def controller_of(proposer: Proposer) -> Controller:
 
 
 class Controller:
-    """See `Planner`. `weighs`: the proposer, where its budget decides whether to draft."""
+    """A `Planner`. `weighs`: the proposer, where its budget decides whether to draft."""
 
     def __init__(self, weighs: Weighs | None = None) -> None:
         self._weighs = weighs

@@ -313,7 +313,6 @@ class SequenceBatch:
         return draws
 
     def sibling_uniforms(self, depth: int, num: int) -> Floats:
-        """See `Batch.sibling_uniforms`."""
         draws = np.zeros((len(self.sequences), num), dtype=np.float32)
         draws[:, 0] = self.draft_uniforms(depth)
         for slot, sequence in enumerate(self.sequences):

@@ -33,7 +33,6 @@ class TimedEngine:
         self.num_runs = 0
 
     def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        """Runs one step, timed."""
         start = perf_counter()
         outputs = self.engine.run(feeds, first_slot)
         self.seconds += perf_counter() - start

@@ -54,7 +54,6 @@ class BundleTarget(Target):
 
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
-        """Returns what `Target.run` does, window by window."""
         rows = [self._row(row, needs) for row in tokens.cpu().numpy()]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 

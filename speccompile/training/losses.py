@@ -124,7 +124,7 @@ class TrainedModule(nn.Module):
 def judge(
     drafted: Drafted, batch: TrainingBatch, options: LossOptions, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `TrainedModule.forward`."""
+    """Returns the loss of drafts, and its measures as [7, positions] float64."""
     rows, depth = drafted.labels.shape
     device = drafted.states.device
     decay = torch.tensor([options.decay**i for i in range(depth)], device=device)

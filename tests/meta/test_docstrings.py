@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Docstrings say what the signature does not.
 
-An entry of `Args` has a unit, a shape, a range or five useful words; an override has its base's docstring; a long
-function has one.
+An entry of `Args` has a unit, a shape, a range or five useful words. An override and a short private function have no
+docstring but for a result, a shape or a reason. A long function has one.
 """
 
 import ast
@@ -14,6 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "speccompile").rglob("*.py"))
 LONG = 12  # lines of a public function that needs a docstring
+SHORT = 15  # lines below which a private function needs none: one line may give a shape or a reason
+MOST_LINES = 8_000  # of docstrings in the package
+MOST_SHORT = 60  # private functions below `SHORT` that have one
 USEFUL = 5
 FACT = re.compile(
     r"\[|\d|\bms\b|bytes|seconds|None|default|float|int64|int32|dtype|bool|=|<|>|at most|at least|True|False|empty"
@@ -67,10 +70,78 @@ def undescribed(source):
     ]
 
 
-@pytest.mark.parametrize("rule", [useless, undescribed], ids=lambda rule: rule.__name__)
+def documented(tree):
+    """Yields (node, lines of its docstring, its text) of everything that has a docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
+            yield node, node.body[0].end_lineno - node.body[0].lineno + 1, text
+
+
+def short_private(source):
+    """Returns (name, lines of the docstring) of private functions below `SHORT` lines with a docstring."""
+    for node, lines, _ in documented(ast.parse(source)):
+        is_private = isinstance(node, FUNCTIONS) and node.name.startswith("_") and not node.name.startswith("__")
+        if is_private and node.end_lineno - node.lineno + 1 - lines < SHORT:
+            yield node.name, lines
+
+
+def talkative(source):
+    """Returns the names of short private functions with a docstring of a summary and more than two other lines."""
+    return [name for name, lines in short_private(source) if lines > 5]
+
+
+def empty(source):
+    """Returns the docstrings that only name another object."""
+    return [text for *_, text in documented(ast.parse(source)) if re.fullmatch(r"See `[^`]+`\.", text)]
+
+
+def bases_of(name, classes, seen=()):
+    """Yields the class definitions of the package that a class inherits from, by their names alone."""
+    for base in classes[name].bases:
+        base = base.value if isinstance(base, ast.Subscript) else base
+        other = getattr(base, "id", getattr(base, "attr", ""))
+        if other in classes and other not in (name, *seen):
+            yield classes[other]
+            yield from bases_of(other, classes, (*seen, name))
+
+
+def overrides(classes):
+    """Returns "Class.method" of overrides with a docstring, without a result of its own, beside their base's."""
+    found = []
+    for name, node in classes.items():
+        inherited = {
+            method.name
+            for base in bases_of(name, classes)
+            for method in base.body
+            if isinstance(method, FUNCTIONS) and ast.get_docstring(method)
+        }
+        for method in node.body:
+            text = isinstance(method, FUNCTIONS) and ast.get_docstring(method)
+            if text and method.name in inherited and "Returns:" not in text:
+                found.append(f"{name}.{method.name}")
+    return found
+
+
+def classes_of(sources):
+    """Returns the class definitions by name; of one name the last counts."""
+    trees = map(ast.parse, sources)
+    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("rule", [useless, undescribed, talkative, empty], ids=lambda rule: rule.__name__)
 def test_docstrings_help(rule):
     found = {str(path.relative_to(ROOT)): rule(path.read_text()) for path in PACKAGE}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_overrides_inherit_docstrings():
+    assert overrides(classes_of(path.read_text() for path in PACKAGE)) == []
+
+
+def test_docstrings_stay_few():
+    sources = [path.read_text() for path in PACKAGE]
+    assert sum(lines for source in sources for _, lines, _ in documented(ast.parse(source))) <= MOST_LINES
+    assert sum(1 for source in sources for _ in short_private(source)) <= MOST_SHORT
 
 
 def test_rules_find_what_they_are_for():
@@ -87,3 +158,17 @@ def test_rules_find_what_they_are_for():
     assert useless(says_range) == []
     assert undescribed("def f():\n" + "    x = 1\n" * (LONG + 1)) == ["f"]
     assert undescribed("def f():\n" + "    x = 1\n" * LONG) == []
+
+
+def test_rules_find_needless_docstrings():
+    private = 'def _f():\n    """One.\n\n    Two.\n    Three.\n    Four.\n    """\n    return 1\n'
+    assert talkative(private) == ["_f"]
+    assert talkative(private.replace("_f", "f")) == talkative('def _f():\n    """One."""\n') == []
+    assert talkative(private + "    x = 1\n" * SHORT) == []
+    assert empty('class A:\n    """See `B`."""\n') == ["See `B`."]
+    assert empty('class A:\n    """See `B`; it is large."""\n') == []
+    base = 'class A:\n    def f(self):\n        """Run."""\n'
+    override = base.replace("class A", "class B(A)")
+    assert overrides(classes_of([base, override])) == ["B.f"]
+    assert overrides(classes_of([base, override.replace("Run.", "Run.\n\n        Returns:\n            1.")])) == []
+    assert overrides(classes_of([base, override.replace("def f", "def g")])) == []

@@ -43,7 +43,7 @@ class GrowingCaches(Caches):
 
 
 class OrtCudaEngine(CudaEngine[SessionPlan, GrowingCaches]):
-    """See `CudaEngine`: the caches' view grows with the rows in use."""
+    """A `CudaEngine`; the caches' view grows with the rows in use."""
 
     alignment = 1  # ONNX Runtime accepts any address
 

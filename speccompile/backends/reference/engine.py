@@ -20,7 +20,7 @@ from speccompile.ops.row_products import row_ops
 
 
 class ReferenceEngine(EngineBase[Callable[..., Any]]):
-    """See `speccompile.core.protocols.Engine`. Borrowed caches without an owner are allocated here."""
+    """An `speccompile.core.protocols.Engine`. Borrowed caches without an owner are allocated here."""
 
     states: HostStates | None
 

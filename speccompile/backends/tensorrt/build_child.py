@@ -113,8 +113,6 @@ def make_writer(trt: ModuleType, file: Any) -> Any:
     """
 
     class FileWriter(trt.IStreamWriter):  # type: ignore[name-defined]
-        """See `make_writer`."""
-
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
             self.num_bytes = 0
@@ -145,8 +143,6 @@ def make_monitor(trt: ModuleType, send: Send) -> Any:
         send({"progress": [phase, step, totals.get(phase, 0)]})
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined]
-        """See `make_monitor`."""
-
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
 

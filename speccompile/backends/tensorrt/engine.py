@@ -21,7 +21,7 @@ KV = "kv"  # the dim of `kv_rows`
 
 
 class TrtEngine(CudaEngine[Plan, Caches]):
-    """See `CudaEngine`: caches keep their layout, and `kv_rows` gives the rows to which a step attends."""
+    """A `CudaEngine`; caches keep their layout, and `kv_rows` gives the rows to which a step attends."""
 
     def __init__(self, job: LoadJob, plan: Plan, rollback: Plan | None = None) -> None:
         def allocate(spec: GraphSpec) -> Caches:

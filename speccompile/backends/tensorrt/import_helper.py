@@ -121,8 +121,6 @@ def make_logger(trt: ModuleType) -> Any:
     """
 
     class KeptLines(trt.ILogger):  # type: ignore[name-defined]
-        """See `make_logger`."""
-
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.lines: deque[tuple[int, str]] = deque(maxlen=MAX_LOG_LINES)

@@ -110,7 +110,7 @@ class _BlockSource(SpeculatorSource):
 
 
 class DraftSource(_BlockSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `BlockOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `BlockOptions`."""
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
@@ -172,7 +172,6 @@ class DraftSource(_BlockSource):
         return replace(counts, num_params=linear + plain, num_linear=linear, num_plain=plain)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return block_draft_spec(
             self.job.name,
             self.dims,
@@ -201,7 +200,6 @@ class DraftSource(_BlockSource):
         return {"num_tokens": engine.spec.num_drafts}
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.cached_draft import export_cached_draft
         from speccompile.export.decoder import cleanup_table
@@ -270,7 +268,7 @@ class StepSource(DraftSource):
 
 
 class FusionSource(FusionGraph, _BlockSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
     def make_fusion(self) -> torch.nn.Module:
         from speccompile.speculators.dflash.model import make_fusion

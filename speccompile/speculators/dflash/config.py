@@ -121,7 +121,7 @@ class DflashTraining:
 
 
 class DflashMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `DflashConfig`."""
 
     name = "dflash"
     Config = DflashConfig

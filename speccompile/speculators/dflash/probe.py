@@ -35,7 +35,7 @@ _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")  # tokens that texts
 
 
 class DflashProbe:
-    """See `speccompile.doctor.probe.Probe`."""
+    """A `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         self.folder, self.shared = case.folder, {EMBEDDINGS: parts.embeddings, LM_HEAD: parts.lm_head}
@@ -98,7 +98,6 @@ class DflashProbe:
         return make_draft(config, drafter, dims, spec, weights, self.shared), make_fusion(config, dims, weights)
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
-        """See `speccompile.doctor.probe.Probe`."""
         check_windows(self.folder, self.drafter.windows, text.tokens.shape[1])
         draft, fusion = self._network(reading, num)
         features = fusion([text.layers[i].float() for i in reading["layers"]])

@@ -270,7 +270,7 @@ def _begin_selector(selector: CandidateSelector, parts: TargetParts, rank: int) 
 
 
 class DflashTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: DflashTraining, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))

@@ -83,7 +83,7 @@ class DraftModelTraining:
 
 
 class DraftModelMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `DraftModelConfig`."""
 
     name = "draft_model"
     Config = DraftModelConfig

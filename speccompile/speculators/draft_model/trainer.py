@@ -93,7 +93,7 @@ def make_model(config: DraftModelTraining, parts: TargetParts, start: Path | Non
 
 
 class DraftModelTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     reads_sizes = True
 

@@ -91,7 +91,7 @@ FORMATS = (
 
 
 class DraftSource(FeatureSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `CandidateOptions`."""
 
     formats = FORMATS
 
@@ -105,7 +105,6 @@ class DraftSource(FeatureSource):
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle.model import make_body

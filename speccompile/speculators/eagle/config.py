@@ -29,7 +29,7 @@ class EagleConfig(FeatureFields):
 
 
 class EagleMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `EagleConfig`."""
 
     name = "eagle"
     Config = EagleConfig

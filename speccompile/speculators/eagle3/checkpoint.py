@@ -116,7 +116,7 @@ class _Eagle3Source(FeatureSource):
 
 
 class DraftSource(_Eagle3Source):
-    """See `speccompile.core.protocols.GraphSource`. The job has `DraftOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `DraftOptions`."""
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)
@@ -138,7 +138,6 @@ class DraftSource(_Eagle3Source):
         return count_weights(self.dims, 2 * self.dims.hidden_size, 2 + 2 * self.dims.num_layers)
 
     def spec(self) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         options: DraftOptions = self.job.options
         num = min(options.num_candidates, self.dims.draft_vocab_size)
         made = feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows, self.windows)
@@ -149,7 +148,6 @@ class DraftSource(_Eagle3Source):
         )
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle3.model import make_body
@@ -164,7 +162,7 @@ class DraftSource(_Eagle3Source):
 
 
 class FusionSource(FusionGraph, _Eagle3Source):
-    """See `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
     def make_fusion(self) -> torch.nn.Module:
         from speccompile.speculators.eagle3.model import make_fusion

@@ -102,7 +102,7 @@ class Eagle3Training:
 
 
 class Eagle3Method(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `Eagle3Config`."""
 
     name = "eagle3"
     Config = Eagle3Config

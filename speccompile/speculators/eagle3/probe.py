@@ -37,7 +37,7 @@ _MIXED = tuple(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")
 
 
 class Eagle3Probe:
-    """See `speccompile.doctor.probe.Probe`."""
+    """A `speccompile.doctor.probe.Probe`."""
 
     max_drafts = _MOST_DRAFTS
 
@@ -86,7 +86,6 @@ class Eagle3Probe:
         return weights
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
-        """See `speccompile.doctor.probe.Probe`."""
         switches = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
         config: dict[str, Any] = {**self.config, **{name: reading[name] for name in switches if name in reading}}
         if "rope_theta" in reading:

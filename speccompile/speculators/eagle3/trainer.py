@@ -162,7 +162,7 @@ def best_rows(matrix: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 class Eagle3Trainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: Eagle3Training, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(layers=config.chosen_layers(int(target["num_hidden_layers"])))

@@ -67,7 +67,7 @@ class ExitDims(ModelDims):
 
 
 class ExitSource(TargetLayersSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `ExitOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `ExitOptions`."""
 
     dims: ExitDims
 

@@ -58,7 +58,7 @@ class ExitTraining:
 
 
 class EarlyExitMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `ExitConfig`."""
 
     name = "early_exit"
     Config = ExitConfig

@@ -60,7 +60,7 @@ class TrainableExit(nn.Module):
 
 
 class EarlyExitTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ExitTraining, target: Mapping[str, Any]) -> TargetNeeds:
         """Returns the needs: the stream after the last layer that runs."""

@@ -227,7 +227,6 @@ class AssistantSource(SpeculatorSource):
         return replace(reading_spec(plain, self.target, caches), max_rows=self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, AssistantSizes]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form

@@ -32,7 +32,7 @@ class Gemma4AssistantConfig(HeadsFields):
 
 
 class Gemma4AssistantMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `Gemma4AssistantConfig`."""
 
     name = "gemma4_assistant"
     Config = Gemma4AssistantConfig
@@ -52,7 +52,7 @@ class Gemma4AssistantMethod(Method):
 
 
 class AssistantProposer(HeadsProposer):
-    """See `HeadsProposer`. While drafts are made the target has read the tokens before the root, and no more."""
+    """A `HeadsProposer`. While drafts are made the target has read the tokens before the root, and no more."""
 
     def feeds_of(self, sequences: Sequence[TokenSequence]) -> Outputs:
         lengths = [

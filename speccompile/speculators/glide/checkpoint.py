@@ -215,7 +215,6 @@ class GlideSource(SpeculatorSource):
         return replace(self.dims.decoder_spec(self.job.name, self.target), max_rows=self.max_rows)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.cached_draft import export_cached_draft
         from speccompile.speculators.glide.model import make_drafter
 

@@ -44,7 +44,7 @@ class GlideTraining:
 
 
 class GlideMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `GlideConfig`."""
 
     name = "glide"
     Config = GlideConfig

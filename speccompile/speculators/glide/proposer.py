@@ -66,7 +66,7 @@ class TargetReader:
 
 
 class GlideRows(DraftCache):
-    """See `DraftCache`. While drafts are made the target has read the tokens before the root, and no more."""
+    """A `DraftCache`. While drafts are made the target has read the tokens before the root, and no more."""
 
     def __init__(self, engine: Engine, max_seq_len: int, max_nodes: int) -> None:
         self.reader = TargetReader(engine)

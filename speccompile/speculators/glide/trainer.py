@@ -19,7 +19,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableGlide(nn.Module):
-    """See `speccompile.training_contract.Trainable`."""
+    """A `speccompile.training_contract.Trainable`."""
 
     def __init__(self, drafter: Glide, block: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def begin_drafter(sizes: GlideDims, parts: TargetParts) -> Glide:
 
 
 class GlideTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: GlideTraining, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(caches=True)

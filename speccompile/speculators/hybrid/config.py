@@ -76,7 +76,7 @@ def _part(index: int, section: Any) -> tuple[Method, Any]:
 
 
 class HybridMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `HybridConfig`."""
 
     name = "hybrid"
     Config = HybridConfig

@@ -233,7 +233,6 @@ class HeadsSource(SpeculatorSource):
         return self.dims.spec(self.job.name)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.speculators.medusa.model import MedusaDrafter, make_heads
 

@@ -68,7 +68,7 @@ class MedusaTraining:
 
 
 class MedusaMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `MedusaConfig`."""
 
     name = "medusa"
     Config = MedusaConfig
@@ -90,12 +90,11 @@ class MedusaMethod(Method):
     def make_proposer(
         self, config: MedusaConfig, engines: Mapping[str, Engine], context: MethodContext
     ) -> HeadsProposer:
-        """Returns the proposer over the heads' engine; heads built for trees may draft a chain of first candidates."""
         engine, costs = engines[HEADS], context.costs
         num_heads, num_candidates = engine.spec.output(CANDIDATES).dims[1:]
         assert isinstance(num_heads, int) and isinstance(num_candidates, int)
         depth = num_heads if config.tree != "auto" else min(num_heads, config.tree_depth)
-        num_candidates = 1 if config.tree == "chain" else num_candidates
+        num_candidates = 1 if config.tree == "chain" else num_candidates  # of heads that were built for trees
         run_costs = costs.get(HEADS) or StepCosts()
         budget = Budget(context.max_draft_nodes, depth, num_candidates, costs.get("target"), run_costs, num_runs=1)
         odds = math.log(config.confidence_odds)

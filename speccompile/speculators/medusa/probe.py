@@ -14,7 +14,7 @@ from speccompile.training_contract import TargetParts, TrainingBatch
 
 
 class MedusaProbe:
-    """See `speccompile.doctor.probe.Probe`."""
+    """A `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         _, weights = read_case(case)
@@ -31,7 +31,6 @@ class MedusaProbe:
         self.max_drafts = max(1, sizes.num_heads - 1)  # of either first head
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
-        """See `speccompile.doctor.probe.Probe`."""
         hidden = hidden_of(text, reading["target_hidden"], self.num_layers)[0, roots - 1]
         first = reading.get("first_head", 0)
         states, projections = self.heads.states(hidden), self.heads.projections(self.lm_head)

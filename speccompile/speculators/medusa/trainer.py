@@ -18,7 +18,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableMedusa(nn.Module):
-    """See `speccompile.training_contract.Trainable`. `lm_head`: [vocab, hidden], the target's."""
+    """A `speccompile.training_contract.Trainable`. `lm_head`: [vocab, hidden], the target's."""
 
     def __init__(self, heads: MedusaHeads, lm_head: torch.Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TrainableMedusa(nn.Module):
 
 
 class MedusaTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MedusaTraining, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(hidden=True)

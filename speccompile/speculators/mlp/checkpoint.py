@@ -170,7 +170,6 @@ class HeadsSource(SpeculatorSource):
         return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.mlp.model import MlpExpander, heads_from_weights, random_heads

@@ -42,7 +42,7 @@ class MlpTraining:
 
 
 class MlpMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `MlpConfig`."""
 
     name = "mlp"
     Config = MlpConfig

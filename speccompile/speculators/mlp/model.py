@@ -82,7 +82,7 @@ class MlpHeads(nn.Module):
 
 
 class MlpExpander(nn.Module):
-    """See `export.tree_drafters.Expander`: the state of a node is that of its path."""
+    """An `export.tree_drafters.Expander`; the state of a node is that of its path."""
 
     def __init__(self, heads: MlpHeads) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ _SCALE = "scale_input"
 
 
 class MlpProbe:
-    """See `speccompile.doctor.probe.Probe`."""
+    """A `speccompile.doctor.probe.Probe`."""
 
     def __init__(self, case: Case, parts: TargetParts) -> None:
         _, self.weights = read_case(case)
@@ -30,7 +30,6 @@ class MlpProbe:
         self.conventions = (scale, hidden_convention(case))
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
-        """See `speccompile.doctor.probe.Probe`."""
         heads = heads_from_weights(replace(self.sizes, scales_input=reading[_SCALE]), self.weights)
         state = heads.begin(hidden_of(text, reading["target_hidden"], self.num_layers)[:, roots - 1])
         drafts, last = [], text.tokens.shape[1] - 1

@@ -36,7 +36,6 @@ class HeadsSizes:
     num_params: int = 0
 
     def spec(self, name: str) -> GraphSpec:
-        """Returns the inputs and outputs of the graph."""
         return heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts)
 
     def weights(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableMlp(nn.Module):
-    """See `speccompile.training_contract.Trainable`."""
+    """A `speccompile.training_contract.Trainable`."""
 
     def __init__(self, heads: MlpHeads) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
 
 
 class MlpTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MlpTraining, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(hidden=True)

@@ -300,7 +300,6 @@ class DraftSource(SpeculatorSource):
         return super().digests() | kept
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.checkpoints.target_tables import read_tables
         from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.mtp.model import make_body

@@ -88,7 +88,7 @@ class MtpTraining:
 
 
 class MtpMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `MtpConfig`."""
 
     name = "mtp"
     Config = MtpConfig

@@ -15,7 +15,7 @@ from speccompile.training_contract import TargetParts, TrainingBatch
 
 
 class MtpProbe:
-    """See `speccompile.doctor.probe.Probe`."""
+    """A `speccompile.doctor.probe.Probe`."""
 
     max_drafts = 4
 
@@ -37,7 +37,6 @@ class MtpProbe:
         self.conventions = tuple(found)
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
-        """See `speccompile.doctor.probe.Probe`."""
         config = {**self.config, **reading}
         with torch.device("meta"):
             module = MtpModule(config, IMPLEMENTATION)

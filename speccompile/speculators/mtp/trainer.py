@@ -30,7 +30,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableMtp(nn.Module):
-    """See `speccompile.training_contract.Trainable`. `parts`: the target's embeddings, LM head and folder."""
+    """A `speccompile.training_contract.Trainable`. `parts`: the target's embeddings, LM head and folder."""
 
     def __init__(self, module: MtpModule, config: Mapping[str, Any], parts: TargetParts, training: MtpTraining) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def begin_module(config: Mapping[str, Any], parts: TargetParts) -> MtpModule:
 
 
 class MtpTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: MtpTraining, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(hidden=True)

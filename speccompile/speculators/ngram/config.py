@@ -43,7 +43,7 @@ class NgramConfig:
 
 
 class NgramMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `NgramConfig`."""
 
     name = "ngram"
     Config = NgramConfig

@@ -70,7 +70,7 @@ class NgramState:
 
 
 class NgramProposer:
-    """See `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
+    """A `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = looks_up = True
     caches = ()
@@ -97,7 +97,6 @@ class NgramProposer:
 
     @property
     def offered(self) -> DraftTrees:
-        """See `speccompile.drafting.acceptance.Foreseeing`."""
         made = DraftTrees([row[0] for row in self._rows], self.max_drafts)
         for slot, (prob, row) in enumerate(zip(self._probs, self._rows, strict=True)):
             made.put(slot, row[1:], range(len(row) - 1), [prob] * (len(row) - 1))

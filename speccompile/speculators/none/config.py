@@ -20,7 +20,7 @@ class NoneConfig:
 
 
 class NoneMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `NoneConfig`."""
 
     name = "none"
     Config = NoneConfig

@@ -9,7 +9,7 @@ from speccompile.core.tree import Ints, TokenTree
 
 
 class NoneProposer:
-    """See `speccompile.core.proposer.Proposer`."""
+    """A `speccompile.core.proposer.Proposer`."""
 
     catches_up = True
     caches = ()

@@ -112,7 +112,6 @@ class ProphetSource(SpeculatorSource):
         return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ProphetSizes]:
-        """Reads or makes the weights, and traces the graph."""
         from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.prophet.model import make_expander

@@ -51,7 +51,7 @@ class ProphetTraining:
 
 
 class ProphetMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `ProphetConfig`."""
 
     name = "prophet"
     Config = ProphetConfig

@@ -122,7 +122,7 @@ class Seen:
 
 
 class ProphetExpander(nn.Module):
-    """See `export.tree_drafters.Expander`. `embeddings`: [vocab, hidden]. `lm_head`: [vocab, hidden]."""
+    """An `export.tree_drafters.Expander`. `embeddings`: [vocab, hidden]. `lm_head`: [vocab, hidden]."""
 
     def __init__(self, heads: Prophet, embeddings: torch.Tensor, lm_head: torch.Tensor) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, Tra
 
 
 class TrainableProphet(nn.Module):
-    """See `speccompile.training_contract.Trainable`. `parts`: the target's embeddings and LM head."""
+    """A `speccompile.training_contract.Trainable`. `parts`: the target's embeddings and LM head."""
 
     def __init__(self, heads: Prophet, parts: TargetParts, starts: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def begin_prophet(sizes: ProphetSizes, parts: TargetParts) -> Prophet:
 
 
 class ProphetTrainer:
-    """See `speccompile.training_contract.Trainer`."""
+    """A `speccompile.training_contract.Trainer`."""
 
     def needs(self, config: ProphetTraining, target: Mapping[str, Any]) -> TargetNeeds:
         return TargetNeeds(hidden=True)

@@ -12,7 +12,7 @@ from speccompile.speculators.self_draft.config import SelfDraftOptions
 
 
 class SelfDraftSource(TargetLayersSource):
-    """See `speccompile.core.protocols.GraphSource`. The job has `SelfDraftOptions`."""
+    """A `speccompile.core.protocols.GraphSource`. The job has `SelfDraftOptions`."""
 
     def __init__(self, job: GraphJob, context: SourceContext) -> None:
         super().__init__(job, context)

@@ -46,7 +46,7 @@ class SelfDraftOptions(CandidateOptions):
 
 
 class SelfDraftMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `SelfDraftConfig`."""
 
     name = "self_draft"
     Config = SelfDraftConfig

@@ -59,7 +59,7 @@ def section_for_target(folder: Path) -> dict[str, Any]:
 
 
 class SuffixMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """The speculation method of a `SuffixConfig`."""
 
     name = "suffix"
     Config = SuffixConfig

@@ -42,7 +42,7 @@ class SuffixState:
 
 
 class SuffixProposer:
-    """See `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
+    """A `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = looks_up = True
     caches = ()
