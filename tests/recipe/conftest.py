@@ -55,6 +55,15 @@ class CandidateMethod(Method):
         return TargetOutputs(hidden=True, hidden_layers=(1,))
 
 
+REAL = dict(registry.METHODS)
+
+
+@pytest.fixture
+def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the real methods back."""
+    monkeypatch.setattr(registry, "METHODS", REAL)
+
+
 @pytest.fixture(autouse=True)
 def methods(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("methods_of_the_recipe_tests")

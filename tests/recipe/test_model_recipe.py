@@ -14,13 +14,7 @@ from speccompile.recipe import model_recipe
 from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model, sampling_defaults
 from tests.pipeline import fakes
 
-ALL = dict(registry.METHODS)
-
-
-@pytest.fixture(autouse=True)
-def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the real methods back."""
-    monkeypatch.setattr(registry, "METHODS", ALL)
+pytestmark = pytest.mark.usefixtures("real_methods")
 
 
 @pytest.fixture

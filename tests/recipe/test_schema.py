@@ -5,17 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.core import registry
 from speccompile.recipe.json_schema import schema_from_registry, text_from_schema
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "recipe.schema.json"
-REGISTERED = dict(registry.METHODS)
-
-
-@pytest.fixture(autouse=True)
-def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real registry, not that of the other tests of this folder."""
-    monkeypatch.setattr(registry, "METHODS", REGISTERED)
+pytestmark = pytest.mark.usefixtures("real_methods")
 
 
 def test_the_committed_schema_is_current():

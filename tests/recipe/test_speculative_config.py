@@ -10,13 +10,7 @@ from speccompile.errors import RecipeError
 from speccompile.recipe.speculative_config import find_method_of, read_speculative_config, section_from_config
 from tests.pipeline import fakes
 
-ALL = dict(registry.METHODS)
-
-
-@pytest.fixture(autouse=True)
-def real_methods(methods: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the real methods back."""
-    monkeypatch.setattr(registry, "METHODS", ALL)
+pytestmark = pytest.mark.usefixtures("real_methods")
 
 
 @pytest.mark.parametrize(

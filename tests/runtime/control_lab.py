@@ -3,10 +3,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.runtime.control import FixedLength, Planner
-from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.control import FixedLength
 from speccompile.runtime.sequences import TokenSequence
 
 
@@ -15,11 +13,6 @@ def sequences(num: int, speculation: str = "auto") -> list[TokenSequence]:
     for sequence in made:
         sequence.speculation = speculation
     return made
-
-
-def tell(planner: Planner, active: list[TokenSequence], steps: list[StepOutput], times: StepTimes) -> None:
-    """Tells of a step, as the loop does."""
-    planner.observe(active, steps, times)
 
 
 class Limits(FixedLength):

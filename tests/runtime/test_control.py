@@ -20,7 +20,7 @@ from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength, bucket_of
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
-from tests.runtime.control_lab import sequences, tell
+from tests.runtime.control_lab import sequences
 from tests.runtime.test_scheduler import Bench
 
 pytestmark = pytest.mark.distribution
@@ -78,7 +78,7 @@ class Sim:
         for num in kept:
             self.known.learn_length(self.num_runs > 0, num)
         steps = [StepOutput(i, "", [0] * (k + 1), length, k) for i, k in enumerate(kept)]
-        tell(self.controller, active, steps, times)
+        self.controller.observe(active, steps, times)
         return sum(times_ms), length
 
     def choose(self, most: int) -> int:
@@ -149,7 +149,7 @@ class Ways:
             took = 1.0 if is_plain else cost(at)
             step_s = 0.002 * took * float(np.exp(self.noise * self.rng.normal()))
             steps = [PLAIN_STEP] * self.batch if is_plain else [DRAFTED[k] for k in kept]
-            tell(self.controller, active, steps, StepTimes(0.0, step_s, step_s))
+            self.controller.observe(active, steps, StepTimes(0.0, step_s, step_s))
             total, tokens = total + took, tokens + (1 if is_plain else tokens_of(share, 3))
             drafted.append(not is_plain)
         return tokens / total, drafted
@@ -193,7 +193,7 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
         kept = 0 if controller.plan(sequences(1)) == PLAIN else 1
         step_s = cost if kept else 1.0
         step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
-        tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
         drafted.append(kept > 0)
     return drafted
 
@@ -233,7 +233,7 @@ def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down
         kept = 0 if is_plain or at % 10 else 1
         step_s = 1.0 if is_plain else 4.0 if kept else 1.05
         step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
-        tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
     assert num_plain > 3000
 
 
@@ -252,7 +252,7 @@ def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom():
         step_s = 1.0 if is_plain else 204.0 if was_plain else 4.0
         was_plain, kept = is_plain, 0 if is_plain else 1
         step = StepOutput(0, "", [7] * (1 + kept), kept, kept)
-        tell(controller, sequences(1), [step], StepTimes(0.0, step_s, step_s))
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
         total_s += step_s
     assert total_s < 1.05 * 20_000
 
@@ -271,11 +271,11 @@ def test_steps_with_forced_requests_alone_are_not_learnt_from():
     steps = [StepOutput(i, "", [7], 0, 0) for i in range(3)]
     for _ in range(20):
         assert controller.plan(sequences(3, "off")) is None
-        tell(controller, sequences(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
+        controller.observe(sequences(3, "off"), steps, StepTimes(0.0, 1.0, 1.0))
     assert controller.decisions() == {}
     some = [*sequences(1, "on"), *sequences(2)]
     controller.plan(some)
-    tell(controller, some, steps, StepTimes(0.0, 1.0, 1.0))
+    controller.observe(some, steps, StepTimes(0.0, 1.0, 1.0))
     assert list(controller.decisions()) == ["3, some forced"]
 
 
@@ -291,7 +291,7 @@ def step_of(controller: Controller, active: list[TokenSequence], slow: float = 2
     limit = controller.plan(active)
     kept = [int(limit != PLAIN and sequence.has_draft) for sequence in active]
     steps = [StepOutput(i, "", [7] * (1 + num), num, num) for i, num in enumerate(kept)]
-    tell(controller, active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
+    controller.observe(active, steps, StepTimes(0.0, 1.0, slow if any(kept) else 1.0))
     return limit
 
 

@@ -10,7 +10,7 @@ from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
 from speccompile.runtime.control import Controller, FixedLength
 from speccompile.runtime.draft_report import report_from_planner
 from speccompile.runtime.requests import StepOutput
-from tests.runtime.control_lab import sequences, tell
+from tests.runtime.control_lab import sequences
 
 NUM_DRAFTS = 2
 
@@ -33,7 +33,7 @@ def run(controller: Controller, num_steps: int, cost: float, share: float, *, is
         new = int(drafted * share) - kept
         kept += new
         step = StepOutput(0, "", [7] * (1 + new), num, new)
-        tell(controller, sequences(1), [step], StepTimes(0.0, 1 + cost * num, 1 + cost * num))
+        controller.observe(sequences(1), [step], StepTimes(0.0, 1 + cost * num, 1 + cost * num))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.sequences import TokenSequence
 from speccompile.runtime.verifier import Verifier
@@ -124,17 +121,3 @@ def test_drawn_drafts_are_verified_on_the_host_as_in_the_graph():
     drawn, num_drafts = text_of("draft_model", 4, asked, is_invariant=False, num_draft_tokens=4)
     assert drawn != plain and num_drafts > 0, "these drafts are not drawn"
     assert text_of("draft_model", 4, on_host, is_invariant=False, num_draft_tokens=4) == (drawn, num_drafts)
-
-
-def test_a_drawn_draft_that_the_target_gives_less_often_is_refused_by_its_own_draw():
-    """Drawn from [1, 0, 0] where the target has [1/2, 1/2, 0]: kept in half the cases, else the second token comes."""
-    params = SamplingParams(temperature=1.0, min_p=1e-30)
-    sequence = TokenSequence(0, [2], params, frozenset(), None)
-    tree = TokenTree.chain(np.array([[2, 0]]))
-    logits = np.log(np.array([[[0.5, 0.5, 1e-30], [1e-30, 1e-30, 1.0]]], dtype=np.float32))
-    dists = np.array([[[0, 0, 0], [1, 0, 0]]], dtype=np.float32)
-    nothing = Verdict(np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
-    for accept_draw, accepted, following in ((0.4, 1, 2), (0.6, 0, 1)):
-        draws = np.array([[[0, 0.1], [accept_draw, 0.1]]], dtype=np.float32)
-        verdict = verify_on_host(nothing, tree, [sequence], [0], logits, draws, dists)
-        assert (verdict.num_accepted[0], verdict.next_token[0]) == (accepted, following)

@@ -85,6 +85,7 @@ KINDS = [
     ("draft_model", {"num_draft_tokens": "auto"}),
     ("draft_model", {"num_draft_tokens": 5, "min_confidence": 0.3}),
     ("draft_model", {"num_draft_tokens": 4, "drafts": "greedy"}),
+    ("draft_model", {"tree": {"widths": [2, 1]}}),
     ("hybrid", {}),
     ("hybrid", {"tree": "auto", "num_candidates": 4}),
 ]

@@ -6,35 +6,16 @@ import json
 import pytest
 
 from speccompile.common.chat_template import ChatTemplate
-from speccompile.serving.openai.server import ServerOptions
 from speccompile.serving.openai.tools import ChatFormats
-from tests.lab.servers import ask_openai, chat_server
-from tests.runtime.test_structured_text import make_engine
+from tests.lab.servers import ask_openai
 from tests.serving.asgi_lab import get, post
-from tests.serving.openai.test_tools import PATH, TEMPLATE, WEATHER
+from tests.serving.openai.test_tools import PATH, WEATHER
 
 pytest.importorskip("llguidance")
 openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
 FLAT = [{"type": "function", **WEATHER}]
 SAID = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 CLAUDE_TOOLS = [{"name": "weather", "description": "w", "input_schema": WEATHER["parameters"]}]
-
-
-@pytest.fixture(scope="module")
-def served():
-    options = ServerOptions("mock", tool_call_parser="hermes", request_metrics=True, vllm_metrics=True)
-    with chat_server(make_engine("draft chain"), TEMPLATE, options) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def app(served):
-    return served[0]
-
-
-@pytest.fixture(scope="module")
-def server(served):
-    return served[1]
 
 
 def respond(app, **fields):

@@ -8,11 +8,9 @@ import pytest
 from speccompile.common.chat_template import ChatTemplate
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.chat_body import ChatBody, Message
-from speccompile.serving.openai.server import ServerOptions
 from speccompile.serving.openai.tool_formats import HERMES, LLAMA, MISTRAL, TOOL_FORMATS
 from speccompile.serving.openai.tools import ChatFormats, formats_from_options, plan_chat
-from tests.lab.servers import ask_openai, chat_server
-from tests.runtime.test_structured_text import make_engine
+from tests.lab.servers import ask_openai
 from tests.serving.asgi_lab import post
 from tests.serving.openai.test_message import message_from_deltas
 
@@ -35,22 +33,6 @@ WEATHER = {
 CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": CLOCK}]
 ASK = {"model": "mock", "messages": [USER], "tools": TOOLS, "max_tokens": 250, "temperature": 1.0}
-
-
-@pytest.fixture(scope="module")
-def served():
-    with chat_server(make_engine("draft chain"), TEMPLATE, ServerOptions("mock", tool_call_parser="hermes")) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def app(served):
-    return served[0]
-
-
-@pytest.fixture(scope="module")
-def server(served):
-    return served[1]
 
 
 def ask(app, **fields):
