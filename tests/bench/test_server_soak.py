@@ -68,10 +68,7 @@ def test_the_faults_of_a_bad_server_are_reported(server, fault):
 
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [
-        ({"active": 1.0}, "left in the server: {'active': 1.0}"),
-        ({"finished": 4.0}, "5 requests were taken, 4 ended"),
-    ],
+    [({"active": 1.0}, "left in the server: {'active': 1.0}"), ({"finished": 4.0}, "5 requests were taken, 4 ended")],
 )
 def test_leaks_are_reported(change, fault):
     assert faults_from_phase(soak(FakeServer()), {**FakeServer().counts(), **change}) == [fault]

@@ -79,11 +79,7 @@ def test_nemotrons_number_of_layers_is_that_of_their_kinds(tmp_path):
         ("granitemoehybrid", {**_BAMBA, "mamba_expand": "x"}, "got None; expected a multiple of the 8 heads"),
         ("bamba", {**_BAMBA, "mamba_n_groups": 3}, "got 3 groups with 8 heads; expected a divisor"),
         ("bamba", {**_BAMBA, "mamba_d_state": -1}, "mamba_d_state"),
-        (
-            "granitemoehybrid",
-            {**_BAMBA, "layer_types": ["mamba"]},
-            r"layer_types\): got 1 kinds; expected a list of 4",
-        ),
+        ("granitemoehybrid", {**_BAMBA, "layer_types": ["mamba"]}, r"layer_types\): got 1 kinds; expected a list of 4"),
         ("nemotron_h", {**_NEMOTRON, "hybrid_override_pattern": "MX"}, "got .*'X'"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),
     ],

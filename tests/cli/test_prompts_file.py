@@ -35,15 +35,9 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
         (r'{"prompt": "\ud800"}', r"p\.jsonl:2: got text with half of a surrogate pair"),
         ("[" * 9999, r"p\.jsonl:2: got values nested more than"),
         ('"text"', r"p\.jsonl:2: got .*expected an object with `prompt`"),
-        (
-            '{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
-            r":2: got .*with `prompt`, .* or with",
-        ),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', r":2: got .*with `prompt`, .* or with"),
         ('{"messages": []}', r"p\.jsonl:2 \(messages\): got \[\]; expected a list of messages"),
-        (
-            '{"messages": [{"role": "user"}]}',
-            r"jsonl:2 \(messages\[0\]\.content\): got None; expected a text, or a",
-        ),
+        ('{"messages": [{"role": "user"}]}', r"jsonl:2 \(messages\[0\]\.content\): got None; expected a text, or a"),
         (
             '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 3}',
             r"\(chat_template_kwargs\): got 3; expected an object of variables",

@@ -26,9 +26,7 @@ from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, rollba
 PLAIN = ModelDims("llama", 97, 64, 3, 4, 2, 16, 512)
 RECURRENT = RecurrentDims(2, 4, 8, 16, 2 * 16 + 64, 4)
 MIXED = replace(
-    PLAIN,
-    num_layers=4,
-    layer_dims=(LayerDims(recurrent=RECURRENT), LayerDims(2, 16), LayerDims(), LayerDims(1, 32)),
+    PLAIN, num_layers=4, layer_dims=(LayerDims(recurrent=RECURRENT), LayerDims(2, 16), LayerDims(), LayerDims(1, 32))
 )
 
 

@@ -14,13 +14,7 @@ from speccompile.drafting.grammars import NO_TOKEN, paths_after
 from speccompile.drafting.heads import HeadsProposer, add_products, put_drafts, tree_from_shape
 from speccompile.drafting.tree import DraftTrees
 from speccompile.errors import RecipeError
-from speccompile.graph_kinds.heads import (
-    DraftForm,
-    candidate_heads_spec,
-    grown_depth,
-    grown_drafts,
-    tree_heads_spec,
-)
+from speccompile.graph_kinds.heads import DraftForm, candidate_heads_spec, grown_depth, grown_drafts, tree_heads_spec
 
 CHOICES = TreeShape.from_choices([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 

@@ -72,12 +72,7 @@ def make_grammars() -> Grammars:
 
 
 def make_object(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 TEXT, WORD = {"type": "string", "maxLength": 8}, {"type": "string", "pattern": "^[a-z]{1,6}$"}

@@ -365,13 +365,7 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
             reasons[step_outputs[-1].finish_reason] += 1
     scheduler = bench.scheduler
     assert reasons == scheduler.counters.finished
-    assert set(reasons) == {
-        "length",
-        "stop",
-        "cancelled",
-        "timeout",
-        "error",
-    }
+    assert set(reasons) == {"length", "stop", "cancelled", "timeout", "error"}
     assert min(reasons.values()) > num_turns // 500 and scheduler.counters.num_prefix_hits > num_turns // 50
     assert not (scheduler.queue or scheduler.allocator.active or scheduler.allocator.reading or scheduler.num_waiting)
     assert not scheduler._handles and len(scheduler._deadlines) < 60

@@ -77,11 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
         "moe_latent_size": 12,
     },
-    "qwen3_5_text": {
-        **LINEAR,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "qwen3_5_text": {**LINEAR, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "qwen3_next": {
         **EXPERTS,
         **LINEAR,

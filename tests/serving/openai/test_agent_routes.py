@@ -129,18 +129,10 @@ def events_of(reply):
         *(
             ("/v1/messages", {**SAID, "messages": [{"role": role, "content": [block]}]}, message)
             for role, block, message in [
-                (
-                    "user",
-                    {"type": "image"},
-                    "`messages.0.content.0`: expected an object whose `type` is text or",
-                ),
+                ("user", {"type": "image"}, "`messages.0.content.0`: expected an object whose `type` is text or"),
                 ("user", {"type": "tool_use", "id": "a", "name": "b", "input": {}}, "`messages.0.content.0`: expected"),
                 ("user", {"type": "text", "text": "a", "mood": 1}, "Unknown field `messages.0.content.0.mood`"),
-                (
-                    "user",
-                    {"type": "text", "text": "a", "citations": [1]},
-                    "content.0.citations`: it is not",
-                ),
+                ("user", {"type": "text", "text": "a", "citations": [1]}, "content.0.citations`: it is not"),
                 ("user", {"type": "text"}, "`messages.0.content.0.text` is missing"),
                 ("user", {"type": "tool_result", "tool_use_id": "a", "is_wrong": True}, "0.content.0.is_wrong`"),
                 ("assistant", {"type": "tool_use", "id": "a", "name": "b"}, "`messages.0.content.0.input` is missing"),

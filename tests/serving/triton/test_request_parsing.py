@@ -177,9 +177,7 @@ def test_rows_of_a_batch():
     assert {"batch_index", "sequence_index"} <= asked.wanted
     with pytest.raises(RuntimeFault, match="other values in other rows"):
         call(
-            has_batch=True,
-            text_input=np.array([[b"a"], [b"bc"]], dtype=np.object_),
-            stream=np.array([[True], [False]]),
+            has_batch=True, text_input=np.array([[b"a"], [b"bc"]], dtype=np.object_), stream=np.array([[True], [False]])
         )
 
 
