@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`speccompile::TopTokens` and `speccompile::NodeProbs` as torch ops, for heads with candidates in their graph."""
+"""`speccompile::TopTokens`, `NodeProbs` and `SampleToken` as torch ops, for drafts with them in their graph."""
 
 from __future__ import annotations
 
 import torch
 
 from speccompile.ops import candidates as twins
+from speccompile.ops.sample_token import sample_token as sample_token_twin
 
 
 @torch.library.custom_op("speccompile::top_tokens", mutates_args=())
@@ -36,3 +37,21 @@ def node_probs(
 @node_probs.register_fake
 def _(logits, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
     return logits.new_empty(logits.shape)
+
+
+@torch.library.custom_op("speccompile::sample_token", mutates_args=())
+def sample_token(
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a draft's next token, confidence and distribution; see `speccompile.ops.sample_token.sample_token`."""
+    arrays = [t.detach().numpy() for t in (logits, uniforms, temperature, top_k, top_p)]
+    token, confidence, dist = (torch.from_numpy(a) for a in sample_token_twin(*arrays))
+    # Tracing needs one shape: the dummy distribution of a greedy batch is widened.
+    return token, confidence, dist.expand(-1, logits.shape[2]).clone()
+
+
+@sample_token.register_fake
+def _(logits, uniforms, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    batch, _, vocab = logits.shape
+    token = uniforms.new_empty(batch, dtype=torch.int64)
+    return token, uniforms.new_empty(batch), uniforms.new_empty(batch, vocab)

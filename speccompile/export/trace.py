@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from speccompile.core.specs import GraphSpec, TensorSpec
 from speccompile.errors import ExportError
-from speccompile.export import attention, candidates, recurrent, sampling
+from speccompile.export import attention, candidates, recurrent
 from speccompile.export.decompose import decompose_if_needed, promote_without_running, without_grad
 from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
@@ -31,12 +31,7 @@ from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
 
 IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
-OUR_TORCH_OPS = (
-    attention,
-    candidates,
-    recurrent,
-    sampling,
-)  # modules whose import registers the torch ops translated below
+OUR_TORCH_OPS = (attention, candidates, recurrent)  # modules whose import registers the torch ops translated below
 
 
 def trace_module(

@@ -14,8 +14,7 @@ from torch import nn
 
 from speccompile.core.tree_shape import TreeShape
 from speccompile.export.attention import gather_nodes
-from speccompile.export.candidates import top_tokens
-from speccompile.export.sampling import sample_token
+from speccompile.export.candidates import sample_token, top_tokens
 from speccompile.graph_kinds.heads import DraftForm
 
 Above: TypeAlias = tuple[int, ...] | torch.Tensor

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speccompile.backends.cuda.arrays import DeviceArray
-from speccompile.backends.cuda.profile import Profile
-from speccompile.backends.cuda.steps import Bound, Executable, Step, StepMemory
+from speccompile.backends.cuda.steps import Bound, Executable, Profile, Step, StepMemory
 from speccompile.errors import RuntimeFault
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 
 from speccompile.backends.cuda.arrays import DeviceArray, host_dtype, item_bytes
 from speccompile.backends.cuda.device import Device, Graph, Memory, PinnedMemory, aligned
-from speccompile.backends.cuda.profile import Profile
 from speccompile.backends.feeds import neutral_value, shape_from_dims
 from speccompile.core import specs
 from speccompile.core.specs import GraphSpec, TensorSpec, compacted_cache_name, updated_cache_name
@@ -48,6 +48,22 @@ def comes_to_host(tensor: TensorSpec) -> bool:
     is_small = all(dim != "draft_vocab" and (isinstance(dim, str) or dim <= MAX_HOST_DIM) for dim in tensor.dims)
     is_float = tensor.dtype.startswith(("float", "bfloat"))
     return is_small and (not is_float or len(tensor.dims) <= 2 or tensor.name == specs.CANDIDATE_PROBS)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile: the shapes that it accepts."""
+
+    index: int
+    bounds: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def find_fault(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """Returns None where all shapes fit, otherwise the first that does not."""
+        for name, shape in shapes.items():
+            low, high = self.bounds[name]
+            if len(shape) != len(low) or any(not a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
+                return f"{name} {list(shape)} (profile {self.index} takes {list(low)} to {list(high)})"
+        return None
 
 
 class Executable(Protocol):

@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime as ort
 
 from speccompile.backends.cuda.device import Device
-from speccompile.backends.cuda.profile import Profile
+from speccompile.backends.cuda.steps import Profile
 from speccompile.backends.onnxruntime.engine import FAULTS, check_io, open_session
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BundleError, RuntimeFault

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from speccompile.backends.cuda.device import LOWER_MEMORY, Device
-from speccompile.backends.cuda.profile import Profile
+from speccompile.backends.cuda.steps import Profile
 from speccompile.backends.tensorrt.import_helper import text_from_lines
 from speccompile.backends.tensorrt.variants import DTYPE_NAMES, Variant
 from speccompile.common.code_cache import find_code_file, write_file
