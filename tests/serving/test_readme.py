@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 
 
 # As `real_wait_share` of tests/conftest.py: beside another worker each measurement would be taken three times.
-MEASURE_ONCE = "from speccompile.backends import machine\nmemory.MAX_WAIT_SHARE = 1.0\n"
+MEASURE_ONCE = "from speccompile.backends import machine\nmachine.MAX_WAIT_SHARE = 1.0\n"
 
 
 def commands(heading):
