@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.certificate.decoding import Prompts, gives_logits, make_sequences, root_logits
-from speccompile.certificate.distances import logits_of
+from speccompile.certificate.distances import CHUNK, logits_of
 from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.planted_drafts import FullChains, FullTrees
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
@@ -34,7 +34,7 @@ def check_caches(
     """Decodes with full trees or chains of right and wrong drafts, and reads the same tokens anew.
 
     All rows of the target's caches are compared, where its engine shows them, and if logits are an output, those after
-    the last token and of chains of 16 with single steps.
+    the last token and of chains of 16 with single steps, along all texts.
 
     Args:
         prompts: token ids; as many as there are slots are used.
@@ -63,11 +63,10 @@ def check_caches(
         for _ in verifier.prefill(slot, tokens):
             pass
     fresh = _contents(engine, texts)
-    single = {"": logits_of(engine, texts[0], 1)} if gives_logits(engine) else None
-    chains = {"": logits_of(engine, texts[0])} if gives_logits(engine) else None
     if held[0] is None and held[1] is None:
         return not_run(CACHES, "the engine shows neither its caches nor its logits")
-    rows, logits, chain = (_deviation(*pair) for pair in (*zip(held, fresh, strict=True), (chains, single)))
+    rows, logits = (_deviation(*pair) for pair in zip(held, fresh, strict=True))
+    chain = max(_chain_deviation(engine, *pair) for pair in known.items()) if held[1] is not None else 0.0
     most = MAX_LOGIT_DEVIATIONS.get(dtype, 0.01)
     is_right = rows <= MAX_DEVIATIONS.get(dtype, 0.01) and max(logits, chain) <= most
     facts = {
@@ -87,9 +86,9 @@ def check_caches(
         f"{facts['num_rows']} rows after {num_steps} steps of {num} sequences with {drafts}, {num_accepted} drafts "
         f"kept, against a fresh prefill: {told} (in standard deviations)"
     )
-    if chains is not None:
+    if held[1] is not None:
         same = "those of single steps in bits" if chain == 0 else f"those of single steps but for {chain:.1e}"
-        summary += f"; the logits of chains are {same}"
+        summary += f"; the logits of chains along {len(known)} texts are {same}"
     return check_of(CACHES, is_right, summary, facts, DraftCounts({f"full {drafts}": (num_drafts, num_steps * num)}))
 
 
@@ -106,6 +105,12 @@ def _contents(engine: SpecEngine, texts: list[list[int]]) -> tuple[Any, Any]:
     if gives_logits(engine):  # last, as these steps write rows
         logits = {str(slot): root_logits(engine, slot, tokens[-1]) for slot, tokens in enumerate(texts)}
     return rows, logits
+
+
+def _chain_deviation(engine: SpecEngine, prompt: Sequence[int], text: Sequence[int]) -> float:
+    """Returns the deviation of logits of chains along a text from those of single steps."""
+    tokens, start = [*prompt, *text], len(prompt) - 1
+    return _deviation(*({"": logits_of(engine, tokens, chunk, start)} for chunk in (CHUNK, 1)))
 
 
 def _deviation(held: Mapping[str, NDArray[Any]] | None, fresh: Mapping[str, NDArray[Any]] | None) -> float:

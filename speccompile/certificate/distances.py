@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,15 @@ MAX_KL = 0.5  # of any form: beyond it is another model
 CHUNK = 16  # tokens of a step
 
 
-def logits_of(engine: SpecEngine, tokens: Sequence[int], chunk: int = CHUNK) -> NDArray[np.float64]:
-    """Returns the engine's logits after each token, [tokens, vocab] float64."""
+def logits_of(engine: SpecEngine, tokens: Sequence[int], chunk: int = CHUNK, start: int = 0) -> NDArray[np.float64]:
+    """Returns the engine's logits after each token from `start` on, in steps of `chunk`: [tokens, vocab] float64."""
     target, rows = engine.verifier.engine, []
     engine.reset(len(tokens))
-    for at in range(0, len(tokens), chunk):
-        part = np.array([tokens[at : at + chunk]], dtype=np.int64)
+    for at, end in pairwise((*range(0, start, CHUNK), *range(start, len(tokens), chunk), len(tokens))):
+        part = np.array([tokens[at:end]], dtype=np.int64)
         feeds = {TOKENS: part, LENGTHS: np.array([at], np.int64), **all_sure(target.spec, 1, part.shape[1])}
-        rows.append(np.array(np.asarray(target.run(feeds)[LOGITS])[0], dtype=np.float64))
+        logits = np.asarray(target.run(feeds)[LOGITS])[0]
+        rows += [np.array(logits, dtype=np.float64)] if at >= start else []
     return np.concatenate(rows)
 
 

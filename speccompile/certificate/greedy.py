@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,13 @@ from speccompile.certificate.ties import (
     find_divergences,
     text_from_divergences,
 )
+from speccompile.core.proposer import Proposer
 from speccompile.core.sampling_params import SamplingParams
+from speccompile.runtime.requests import Speculation
 from speccompile.runtime.spec_engine import SpecEngine
 
 GREEDY, REFERENCE = "greedy", "reference"
+TEMPERATURE, TOP_P = 0.9, 0.95  # of sampled texts
 
 
 def plain_texts(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> list[list[int]]:
@@ -41,22 +45,31 @@ def check_greedy(
 ) -> Check:
     """Compares greedy texts with drafts with those of plain decoding, alone and in the largest batch.
 
-    Drafts are forced in every step, and once as the method's budget decides. `dtype` of the activations bounds ties.
+    Drafts are forced in every step, and once as the method's budget decides. Texts sampled with seeds are compared
+    too, where activations are float32, as draws have no ties. `dtype` of the activations bounds ties of greedy texts.
     """
     params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-    most, none = engine.context.max_slots, plain_proposer()
-    batch = min(most, len(prompts))
-    runs: list[tuple[str, Any, int, Any]] = [
+    seeded = [replace(params, temperature=TEMPERATURE, top_p=TOP_P, seed=seed) for seed in range(len(prompts))]
+    batch, none = min(engine.context.max_slots, len(prompts)), plain_proposer()
+    runs: list[tuple[str, Proposer, int, Speculation]] = [
         ("drafts, batch 1", engine.proposer, 1, "on"),
         (f"drafts, batch {batch}", engine.proposer, batch, "on"),
         (f"drafts by the method's budget, batch {batch}", engine.proposer, batch, "auto"),
         (f"plain, batch {batch}", none, batch, "auto"),
     ]
-    logits_after: LogitsAfter | None = partial(next_logits, engine) if gives_logits(engine) else None
+    sampled = f"drafts, sampled with seeds, batch {batch}"
+    runs += [(sampled, engine.proposer, batch, "on")] if dtype == "float32" else []
+    greedy_after: LogitsAfter | None = partial(next_logits, engine) if gives_logits(engine) else None
     rows, found, counts = [], [], dict[str, tuple[int, int]]()
     for name, proposer, batch_size, speculation in runs:
-        decoded = decode_with(engine, proposer, prompts, params, batch_size=batch_size, speculation=speculation)
-        parted = find_divergences(prompts, plain, decoded.texts, logits_after, MAX_TIE_GAPS.get(dtype, MAX_TIE_GAP))
+        asked, wanted, logits_after = [params] * len(prompts), plain, greedy_after
+        if name == sampled:
+            asked, logits_after = seeded, None
+            wanted = decode_with(engine, none, prompts, seeded, batch_size=batch).texts
+        decoded = decode_with(
+            engine, proposer, prompts, asked, batch_size=batch_size, is_invariant=True, speculation=speculation
+        )
+        parted = find_divergences(prompts, wanted, decoded.texts, logits_after, MAX_TIE_GAPS.get(dtype, MAX_TIE_GAP))
         found += parted
         if speculation == "on" and not drafts_nothing(engine):
             counts[name] = decoded.counts

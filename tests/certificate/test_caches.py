@@ -35,7 +35,10 @@ def test_rows_are_those_of_a_fresh_prefill(kind):
     assert found.facts["num_sequences"] == 3 and found.facts["num_accepted"] > 20
     assert found.facts["row_deviation"] == found.facts["logit_deviation"] == 0
     assert ("not shown" in found.summary) == (kind is HiddenRows)
-    assert found.facts["chain_deviation"] == 0 and "chains are those of single steps in bits" in found.summary
+    assert (
+        found.facts["chain_deviation"] == 0
+        and f"chains along {len(PROMPTS)} texts are those of single steps in bits" in found.summary
+    )
 
 
 def test_a_step_of_one_row_with_other_numbers_is_stated_and_fails_where_it_is_far_off():
@@ -53,7 +56,7 @@ def test_a_step_of_one_row_with_other_numbers_is_stated_and_fails_where_it_is_fa
         engine = make_engine(OtherSingles)
         found = check_caches(engine, PROMPTS, plain_texts(make_engine(), PROMPTS, NUM))
         assert found.status == status and found.facts["chain_deviation"] > share / 10
-        assert "chains are those of single steps but for" in found.summary
+        assert "along 4 texts are those of single steps but for" in found.summary
 
 
 @pytest.mark.parametrize("kind", [StaleRow, HiddenStale])

@@ -24,16 +24,19 @@ def test_texts_with_drafts_equal_plain_ones(tree):
     check = greedy(tree=tree)
     assert check.status == "passed" and "all equal" in check.summary
     runs = check.facts["runs"]
-    assert [run["num_equal"] for run in runs] == [len(PROMPTS)] * 4
+    assert [run["num_equal"] for run in runs] == [len(PROMPTS)] * 5
     assert runs[0]["num_accepted"] > 10 and runs[3]["num_draft_tokens"] == 0
+    assert runs[4]["run"].startswith("drafts, sampled") and runs[4]["num_draft_tokens"] > 10
 
 
 def test_a_wrong_token_after_drafts_fails():
     check = greedy(WrongFollower)
     assert check.status == "failed"
     assert "no tie: prompt" in check.summary
-    shown = [d for run in check.facts["runs"] for d in run["divergences"]]
-    assert shown and all(d["gap"] is not None and not d["is_tie"] for d in shown)
+    shown = [d for run in check.facts["runs"][:4] for d in run["divergences"]]
+    assert (
+        check.facts["runs"][4]["divergences"] and shown and all(d["gap"] is not None and not d["is_tie"] for d in shown)
+    )
 
 
 def test_a_stale_cache_row_fails():
