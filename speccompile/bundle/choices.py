@@ -24,7 +24,7 @@ from speccompile.core.jobs import STORED, GraphJob
 from speccompile.core.protocols import GraphSource
 from speccompile.errors import BundleError, CheckpointError, RecipeError, RuntimeFault
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS
-from speccompile.recipe.plan import AUTO, TARGET, BuildPlan
+from speccompile.recipe.plan import AUTO, TARGET, BuildPlan, draft_form
 
 
 def complete_plan(plan: BuildPlan) -> BuildPlan:
@@ -33,17 +33,26 @@ def complete_plan(plan: BuildPlan) -> BuildPlan:
 
 
 def choose_stored(plan: BuildPlan) -> BuildPlan:
-    """Returns the plan with weights as they are stored, in graphs whose quantisation is `auto` and that have such."""
+    """Returns the plan with weights as they are stored, where that or `auto` is asked for: levels, or else floats."""
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     if plan.weights != "checkpoint" or STORED not in backend.quantizations:
         return plan
-    target = _stored(plan.target) if plan.target.quantization == AUTO else plan.target
-    drafts = [_stored(job) if job.name in plan.open_drafts else job for job in plan.drafts]
+    target, asked = _stored(plan.target), dict(plan.open_drafts)
+    drafts = []
+    for job in plan.drafts:
+        if (form := asked.get(job.name)) is not None:
+            job = replace(job, quantization=draft_form(form, target.quantization, backend))
+            job = _stored(job, is_open=form == AUTO and job.model != plan.target.model)
+        drafts.append(_stored(job))
     return replace(plan, target=target, drafts=tuple(drafts), open_drafts=())
 
 
-def _stored(job: GraphJob) -> GraphJob:
-    return replace(job, quantization=STORED) if has_grids(find_config(job)) else job
+def _stored(job: GraphJob, *, is_open: bool = False) -> GraphJob:
+    if job.quantization not in (AUTO, STORED) and not is_open:
+        return job
+    if has_grids(find_config(job)):
+        return replace(job, quantization=STORED)
+    return replace(job, quantization="none") if job.quantization == STORED else job
 
 
 def choose_dtype(plan: BuildPlan) -> BuildPlan:

@@ -150,20 +150,10 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "sources": digest_from_sources((*SOURCES, *backend.graph_sources)),
         "method": digest_from_package(job.source.partition(":")[0], leave_out=NOT_OF_GRAPHS),
     }
-    if job.quantization == STORED:
-        _check_stored(plan, job, source)
     sample = sample_of(plan, job, source, backend)
     if sample is not None:
         depends_on["sample"] = digest_from_json(asdict(sample))
     return Graph(job, source, source.dims, digest_from_json(depends_on), sample)
-
-
-def _check_stored(plan: BuildPlan, job: GraphJob, source: GraphSource) -> None:
-    if plan.weights == "checkpoint" and not has_grids(source.folder):
-        where = "target.quantization" if job.name == TARGET else "speculator.quantization"
-        expected = "quantised weights: GGUF, AWQ, GPTQ, or compressed-tensors of 4 or 8 bits"
-        todo = "Choose none, or a form that the build quantises to; with auto it chooses."
-        raise RecipeError(where, f"stored of {job.model}, whose weights are floats", expected, todo)
 
 
 def _check_states(plan: BuildPlan, job: GraphJob, spec: GraphSpec, backend: Backend, *, is_draft: bool) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.checkpoints.folders import find_config, resolve_checkpoint
-from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.common.json_reader import read_json_object
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import STORED, GraphJob
+from speccompile.core.jobs import GraphJob
 from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import CheckpointError
@@ -81,8 +80,6 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
     backend: Backend = registry.backend(str(engine.get("backend", EngineSection.model_fields["backend"].default)))
     if not is_random and AUTO in backend.quantizations:
         target.setdefault("quantization", AUTO)
-    elif has_weights and STORED in backend.quantizations and has_grids(folder):
-        target.setdefault("quantization", STORED)
     if "method" not in sections["speculator"]:
         chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=has_weights)
         sections["speculator"] = chosen | sections["speculator"]

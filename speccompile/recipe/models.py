@@ -46,9 +46,9 @@ class TargetSection(Section):
         description="Type of activations and caches; 'auto' is the backend's own, with TensorRT the checkpoint's.",
     )
     quantization: Quantization = Field(
-        "none",
-        description="Form of the weights of linear layers: 'stored' keeps those of a quantised checkpoint as they are; "
-        "'auto' does so too, and keeps the fastest form that is close to float32 of any other.",
+        "stored",
+        description="Form of the weights of linear layers: 'stored' keeps them as they are, floats or levels; 'auto' "
+        "does so with levels, and keeps the fastest form that is close to float32 of floats.",
     )
     calibration: str = Field(
         AUTO_TEXTS,

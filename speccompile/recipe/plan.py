@@ -67,7 +67,7 @@ class BuildPlan:
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
         vision: the target's vision tower as a graph job; None: its prompts have no images.
         chooses_dtype: the recipe left the dtype open, and the backend has several: see `bundle.choices`.
-        open_drafts: names of drafts whose quantisation is `auto`: see `bundle.choices`.
+        open_drafts: (name, `auto` or `target`) of drafts whose quantisation is open: see `bundle.choices`.
     """
 
     target: GraphJob
@@ -81,7 +81,7 @@ class BuildPlan:
     calibration: str = AUTO_TEXTS
     vision: GraphJob | None = None
     chooses_dtype: bool = False
-    open_drafts: tuple[str, ...] = ()
+    open_drafts: tuple[tuple[str, str], ...] = ()
 
     @property
     def jobs(self) -> tuple[GraphJob, ...]:
@@ -146,6 +146,8 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     backend: Backend = registry.backend(engine.backend)
     engine_plan = _engine_plan(engine, backend)
     on_device: Backend = registry.backend(engine.backend, engine_plan.device)
+    if recipe.target.weights == "random" or STORED not in on_device.quantizations:  # floats are as they are
+        recipe = _without_stored(recipe)
     jobs = method.graph_jobs(config)
     drafts = tuple(_decided(job, recipe, on_device) for job in jobs)
     _check_forms(on_device, recipe, drafts)
@@ -167,8 +169,14 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         decoding=SamplingParams(**recipe.decoding.model_dump()),
         calibration=recipe.target.calibration,
         vision=_vision_job(recipe),
-        open_drafts=tuple(job.name for job in jobs if job.quantization == AUTO and job.model != AS_TARGET),
+        open_drafts=tuple((job.name, job.quantization) for job in jobs if job.quantization in (AUTO, AS_TARGET)),
     )
+
+
+def _without_stored(recipe: Recipe) -> Recipe:
+    if recipe.target.quantization != STORED:
+        return recipe
+    return recipe.model_copy(update={"target": recipe.target.model_copy(update={"quantization": "none"})})
 
 
 def _vision_job(recipe: Recipe) -> GraphJob | None:
@@ -180,11 +188,13 @@ def _decided(job: GraphJob, recipe: Recipe, backend: Backend) -> GraphJob:
     target = recipe.target
     if job.model == AS_TARGET:
         job = replace(job, model=target.model, config=job.config or target.config)
-    if job.quantization == AS_TARGET:
-        return replace(job, quantization=target.quantization)
-    if job.quantization == AUTO:
-        return replace(job, quantization=backend.draft_quantizations.get(target.quantization, "none"))
-    return job
+    return replace(job, quantization=draft_form(job.quantization, target.quantization, backend))
+
+
+def draft_form(asked: str, target: str, backend: Backend) -> str:
+    """Returns the quantisation of a draft, by that of the target where it is left to it."""
+    forms = {AS_TARGET: target, AUTO: backend.draft_quantizations.get(target, "none")}
+    return forms.get(asked, asked)
 
 
 def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
@@ -210,9 +220,6 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
     forms += [("speculator.quantization", job.quantization, named) for job in drafts]
     if recipe.target.dtype != "auto":
         forms.append(("target.dtype", recipe.target.dtype, backend.dtypes))
-    if STORED in {form for _, form, _ in forms} and recipe.target.weights == "random":
-        todo = "Leave target.quantization out, or build from the checkpoint."
-        raise RecipeError("target.quantization", "stored with target.weights: random", "a checkpoint's weights", todo)
     for where, got, known in forms:
         if got not in known:
             expected = f"one of {', '.join(known)} with engine.backend: {backend.name}"
