@@ -126,3 +126,9 @@ def _read_steal() -> tuple[int, int]:
 def num_usable_cores() -> int:
     """Returns the cores that this process may run on, at least 1."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def give_back_memory() -> None:
+    """Gives memory that was freed back to the system, where it is glibc's, which keeps it otherwise."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from speccompile.bundle.choices import complete_plan
 from speccompile.recipe import Device, load_recipe, resolve
 from tests import store
 
@@ -31,7 +32,7 @@ def test_a_shipped_recipe_resolves(path, tmp_path, monkeypatch):
 
 
 def test_the_demo_recipe_is_the_pair_on_onnxruntime():
-    plan = resolve(load_recipe(ROOT / "recipes/pycode.yaml"), Device("cpu", 2))
+    plan = complete_plan(resolve(load_recipe(ROOT / "recipes/pycode.yaml"), Device("cpu", 2)))
     assert plan.engine.backend == "onnxruntime"
     assert plan.method == "draft_model"
     assert [Path(job.model).name for job in plan.jobs] == ["pycode-16m", "pycode-16m-draft"]

@@ -57,7 +57,7 @@ def test_caches_take_a_quarter_of_the_memory(model, monkeypatch):
 
 def test_a_backend_that_measures_no_forms_has_none_to_choose(model):
     recipe = recipe_from_model(str(model), ModelOptions(settings=("engine.backend=reference",)))
-    assert recipe.target.quantization == "none"
+    assert recipe.target.quantization == "stored"
 
 
 def test_a_module_in_the_targets_files_drafts_beside_its_text(model, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_wrong_sampling_default_names_its_key(model):
 def test_random_weights_need_a_config_alone(model):
     (model / "model.safetensors").unlink()
     recipe = recipe_from_model(str(model), ModelOptions(settings=("target.weights=random",)))
-    assert (recipe.target.quantization, recipe.speculator.method) == ("none", "none")
+    assert (recipe.target.quantization, recipe.speculator.method) == ("stored", "none")
 
 
 def test_a_hub_id_stays_the_models_name(model, monkeypatch):
