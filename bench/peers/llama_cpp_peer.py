@@ -20,6 +20,19 @@ FTYPES = {"16bit": "LLAMA_FTYPE_MOSTLY_BF16", "int8": "LLAMA_FTYPE_MOSTLY_Q8_0",
 NGRAM_SIZE = 3
 
 
+def _library() -> Any:
+    """Returns llama_cpp; on a CPU with AMX without extra layouts of weights: its AMX kernels crash there (0.3.36)."""
+    import llama_cpp
+
+    cpu = Path("/proc/cpuinfo")
+    if cpu.is_file() and "amx_int8" in cpu.read_text(encoding="utf-8"):
+        names = llama_cpp.llama_cpp  # where its `Llama` looks them up
+        params = names.llama_model_default_params()
+        params.use_extra_bufts = False
+        names.llama_model_default_params = lambda: params
+    return llama_cpp
+
+
 def _head_pairs(weight: Any, num_heads: int) -> Any:
     """Reorders the rows of a query or key weight: halves of a head, as Hugging Face rotates, to neighbouring pairs."""
     rows, columns = weight.shape
@@ -90,8 +103,7 @@ def convert(source: Path, dest: Path, form: str) -> None:
 
 def logits(job: Job) -> Iterator[Any]:
     """Yields the logits of each text."""
-    import llama_cpp
-
+    llama_cpp = _library()
     longest = max(map(len, job["texts"])) + 1
     settings = {"n_ctx": longest, "n_batch": longest, "n_threads": job["threads"], "n_threads_batch": job["threads"]}
     model = llama_cpp.Llama(str(Path(job["target"]) / FILE), logits_all=True, verbose=False, **settings)
@@ -103,10 +115,10 @@ def logits(job: Job) -> Iterator[Any]:
 
 def load(job: Job) -> dict[str, Decode]:
     """Returns a decoder, with a model, for each mode."""
-    import llama_cpp
     import numpy as np
     from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
+    llama_cpp = _library()
     longest = max(len(prompt) for prompt in job["prompts"]) + job["max_new_tokens"]
     # Its caches are float16 otherwise.
     caches = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32} if job["form"] == "fp32" else {}
