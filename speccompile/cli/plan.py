@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from speccompile.cli.forecast import print_forecast, read_batches, write_recipe
 from speccompile.cli.model_options import prepare_source, with_model_options
 from speccompile.cli.options import MAX_THREADS, usable_threads
-from speccompile.cli.output import errors_as_json, print_json, print_warning, quiet_libraries
+from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
 from speccompile.cli.prompts import check_results
 
 if TYPE_CHECKING:
     from speccompile.errors import SpecCompileError
+    from speccompile.planner.acceptance import Acceptance
     from speccompile.planner.candidates import Candidate
+    from speccompile.planner.machine import Machine
     from speccompile.recipe.model_recipe import ModelOptions
 
 
@@ -27,10 +30,27 @@ def register(app: typer.Typer) -> None:
 
 def plan_command(
     source: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, an id of the hub or a recipe.")
-    ],
-    model: Any,
+        str | None,
+        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, an id of the hub or a recipe."),
+    ] = None,
     *,
+    model: Any,
+    machine: Annotated[
+        str, typer.Option(help="Predict for `this` machine, as measured, or a published one, e.g. H100-SXM.")
+    ] = "this",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew, in under a minute.")] = False,
+    acceptance: Annotated[
+        list[str] | None,
+        typer.Option(help="Accepted share by position, 0.8,0.7, or a file of generate --json; METHOD=... for one."),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = "1,8,32",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 512,
+    latency: Annotated[
+        float | None, typer.Option(min=0.0, help="Most milliseconds between two tokens; then the highest throughput.")
+    ] = None,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Choose the most tokens/s over all batches.")
+    ] = False,
     tries: Annotated[
         bool, typer.Option("--try", help="Build every candidate (kept in the cache) and decode prompts with it.")
     ] = False,
@@ -55,29 +75,64 @@ def plan_command(
 ) -> None:
     """Find the speculation method that pays.
 
-    With --try: plain decoding, the methods that need no other model, and each --speculator, alone and beside lookups,
-    are built and decode the same prompts in turn, greedily, at batch 1.
+    Candidates are plain decoding, the methods that need no other model, and each --speculator, alone and beside
+    lookups. Their speed is predicted from sizes and a machine's rates, as a range; nothing is built. With --try they
+    are built, and decode the same prompts in turn, greedily, at batch 1.
     """
-    if not tries:
-        raise typer.BadParameter("give --try, which measures on prompts")
+    if source is None and not measure:
+        raise typer.BadParameter("give a MODEL, or --measure")
     if model.speculative:
         raise typer.BadParameter("give drafters as --speculator, and methods as --methods")
+    if tries and (machine != "this" or acceptance or latency is not None or throughput):
+        raise typer.BadParameter("--try measures here; leave --machine, --acceptance, --latency and --throughput out")
     check_results(out)
     quiet_libraries()
     left_out: dict[str, str] = {}
+    chosen = (speculators or [], methods)
     with errors_as_json(as_json):
-        report, candidates = _try(
-            source, model, speculators or [], methods, left_out, _samples(prompts, categories, limit),
-            {"max_new_tokens": max_new_tokens, "repeats": repeats, "threads": usable_threads(threads)},
-        )  # fmt: skip
+        if source is None or not tries:
+            rates = _read_machine(machine, measure, threads)
+            if source is None:
+                typer.echo(f"this machine: {rates.source}, {rates.launch_s * 1e6:.1f} us a launch")
+                return
+            wanted = (_read_acceptance(acceptance or []), read_batches(batches), context, *chosen)
+            print_forecast(source, model, rates, wanted, (latency, throughput), left_out, out, as_json)
+            return
+        settings = {"max_new_tokens": max_new_tokens, "repeats": repeats, "threads": usable_threads(threads)}
+        report, candidates = _try(source, model, *chosen, left_out, _samples(prompts, categories, limit), settings)
         best = next(one for one in candidates if one.name == report["rows"][0]["name"])
         if out is not None:
-            _write_recipe(out, source, best.options(model), report["reason"])
+            write_recipe(out, source, best.options(model), f"plan --try: {report['reason']}")
     if as_json:
         print_json({**report, "left_out": left_out})
         return
     _print(report, left_out)
     typer.echo(f"recipe: {out}" if out is not None else "--out FILE writes the recipe of the first row.")
+
+
+def _read_machine(name: str, is_anew: bool, threads: int | None) -> Machine:
+    from speccompile.backends.machine import num_usable_cores
+    from speccompile.planner.machine import THIS, find_machine
+    from speccompile.planner.measuring import kept_machine, measure_machine
+
+    if name != THIS and not is_anew:
+        return find_machine(name)
+    num = usable_threads(threads) or num_usable_cores()
+    kept = None if is_anew else kept_machine(num)
+    if kept is not None:
+        return kept
+    with live_stages() as progress:
+        return measure_machine(num, lambda what: progress(f"measure this machine: {what}"))
+
+
+def _read_acceptance(given: list[str]) -> dict[str, Acceptance]:
+    from speccompile.planner.acceptance import assumed, read_acceptance
+
+    found = {"": assumed()}
+    for text in given:
+        name, equals, rates = text.rpartition("=")
+        found[name if equals else ""] = read_acceptance(rates)
+    return found
 
 
 def _samples(prompts: Path | None, categories: str, limit: int | None) -> Callable[[Any], Any]:
@@ -117,17 +172,6 @@ def _try(
             built, samples, Settings(**settings), leave_out, lambda n, all_: display.stage(f"measure: texts {n}/{all_}")
         )
     return report, candidates
-
-
-def _write_recipe(path: Path, source: str, options: ModelOptions, reason: str) -> None:
-    import yaml
-
-    from speccompile.bundle.files import write_file
-    from speccompile.prepare import plan_from_source
-
-    recipe = plan_from_source(source, options).recipe_from_plan()
-    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-    write_file(path, f"# Chosen by speccompile plan --try: {reason}\n{text}")
 
 
 def _print(report: dict[str, Any], left_out: dict[str, str]) -> None:

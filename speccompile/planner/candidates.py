@@ -31,15 +31,19 @@ class Candidate:
     section: Mapping[str, Any]  # the recipe's `speculator`
 
     @property
+    def is_several(self) -> bool:
+        return any(field.metadata.get(SECTIONS) for field in fields(registry.method(self.section[METHOD]).Config))
+
+    @property
     def needs_graphs(self) -> bool:
         """Whether a bundle of the target alone lacks what it reads."""
         method = registry.method(self.section[METHOD])
         config = method.Config(**{key: value for key, value in self.section.items() if key != METHOD})
         return bool(method.graph_jobs(config)) or method.target_outputs(config) != TargetOutputs()
 
-    def options(self, model: ModelOptions) -> ModelOptions:
-        """Returns the options with which this method is built."""
-        return replace(model, settings=(*model.settings, f"speculator={json.dumps(dict(self.section))}"))
+    def options(self, model: ModelOptions, *settings: str) -> ModelOptions:
+        """Returns the options with which this method is built, with more settings."""
+        return replace(model, settings=(*model.settings, *settings, f"speculator={json.dumps(dict(self.section))}"))
 
 
 def candidates_of_source(

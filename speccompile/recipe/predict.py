@@ -75,6 +75,14 @@ def predict(
     max_pending: int = 1,
 ) -> Prediction:
     """Predict a decoder. `backend`: whose `predict` is used; None: float32 ONNX graphs."""
+    counts = count_weights(config, dims, rows)
+    state_bytes = (2 if backend is None else backend.state_copies) * dims.state_bytes(max_pending)
+    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + state_bytes)
+    return predict_counts(counts, quantization, cache_bytes, backend, dtype)
+
+
+def count_weights(config: Mapping[str, Any], dims: ModelDims, rows: int = 0) -> WeightCounts:
+    """Returns how many weights a decoder's graph has, with tables of positions for `rows` rows."""
     head = dims.vocab_size * dims.hidden_size
     feed_forward = _feed_forward(config, dims)
     layers = _attention(dims) + feed_forward.num_dense + feed_forward.num_experts
@@ -88,12 +96,7 @@ def predict(
     num_params = layers + embedding + norms + (0 if is_tied else head)
     # Sine and cosine of every position are tables in the graph.
     tables = 0 if dims.model_type in _LEARNED_POSITIONS else rows * dims.head_dim
-    counts = WeightCounts(
-        num_params, layers + head, embedding + norms + tables, head, is_tied, feed_forward.num_experts
-    )
-    state_bytes = (2 if backend is None else backend.state_copies) * dims.state_bytes(max_pending)
-    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + state_bytes)
-    return predict_counts(counts, quantization, cache_bytes, backend, dtype)
+    return WeightCounts(num_params, layers + head, embedding + norms + tables, head, is_tied, feed_forward.num_experts)
 
 
 def predict_counts(

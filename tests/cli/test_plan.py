@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speccompile plan --try over the fakes of the pipeline and processes that only say how long they took."""
+"""speccompile plan over the fakes of the pipeline and processes that only say how long they took."""
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from speccompile.backends.onnxruntime import kernel_library
 from speccompile.errors import RuntimeFault
-from speccompile.planner import trial
+from speccompile.planner import measuring, trial
 from tests.pipeline import fakes
 
 DRAFTED = {"ngram": (1.5, 1.6), "suffix": (2.0, 1.25), "small": (3.0, 1.5)}
@@ -111,7 +113,7 @@ def test_a_recipe_is_a_candidate_itself_and_plain_decoding_may_win(run, recipe, 
         (("--try", "--methods", "eagle9"), 2, "some of none, self_draft, ngram, suffix, suffix+self_draft"),
         (("--try", "--methods", "none"), 2, "a method to compare it with"),
         (("--try", "--spec-method", "ngram"), 2, "give drafters as --speculator"),
-        ((), 2, "give --try"),
+        (("--try", "--machine", "H100-SXM"), 2, "--try measures here"),
         (("--try", "--out", "no/best.yaml"), 6, "no folder"),
     ],
 )
@@ -129,3 +131,42 @@ def test_noise_is_called_noise():
     )
     with pytest.raises(RuntimeFault, match="one beside plain decoding"):
         trial.reason_from_rows(rows[2:])
+
+
+def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, models):
+    target, small = models
+    flags = ("--speculator", small, "--machine", "EPYC-9654", "--acceptance", "0.3", "--acceptance", "ngram=0.9,0.8")
+    code, out, err = run("plan", target, *flags, "--batches", "4,1", "--out", "best.yaml")
+    assert code == 0, err
+    assert "predicted for EPYC-9654 (AMD EPYC 9004 data sheet" in out and "not measured by us" in out
+    assert "acceptance of every method: stated, within 5%" in out and "acceptance of ngram: stated" in out
+    methods = {line.split()[0] for line in out.splitlines() if re.search(" (int8|float32|int4) +[14] ", line)}
+    assert {"none", "ngram", "small", "self_draft"} >= methods > {"ngram"}
+    assert re.search(r"^best: ngram, up to \d drafts, \w+, batch 1: ", out, re.MULTILINE)
+    recipe = yaml.safe_load(Path("best.yaml").read_text())
+    assert recipe["speculator"]["method"] == "ngram" and recipe["engine"]["max_batch_size"] == 1
+    assert run("build", "best.yaml", "-o", "made")[0] == 0
+    code, out, _ = run("plan", target, *flags, "--json", "--throughput", "--quantization", "int8")
+    report = json.loads(out)
+    assert report["best"]["batch"] == 32 and {row["precision"] for row in report["rows"]} == {"int8"}
+    for wrong in (("--machine", "H1"), ("--batches", "0"), ("--acceptance", "2"), ("--latency", "1e-9")):
+        assert run("plan", target, "--machine", "EPYC-9654", *wrong)[0] == 2
+
+
+def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):
+    calls = []
+
+    def time_stack(shapes, precision, threads, rows):
+        calls.append(precision)
+        return {count: 1e-3 * (1 + count / 8) for count in rows}
+
+    monkeypatch.setattr(measuring, "_time_stack", time_stack)
+    monkeypatch.setattr(kernel_library, "find_library", lambda: Path("kernels.so"))
+    for num in (9, 9):
+        code, out, err = run("plan", models[0], "--threads", 1, "--methods", "self_draft")
+        assert code == 0, err
+        assert "predicted for this (measured on " in out and "not measured by us" not in out and len(calls) == num
+    assert run("plan", "--measure", "--threads", 1)[0] == 0 and len(calls) == 18
+    monkeypatch.setattr(kernel_library, "find_library", lambda: None)
+    code, _, err = run("plan", "--measure", "--threads", 1)
+    assert code == 6 and "no library of CPU kernels" in err

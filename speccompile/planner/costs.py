@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: seconds of a step of each graph of a plan, from sizes alone.
+
+A step of n nodes in b sequences with c cache rows each has r = b n rows of activations and takes
+
+    dense products + experts + attention + recurrent states + logits + launches:
+
+- dense products: all linear weights, with r rows (`Machine.product_s`).
+- experts: of E experts each row reads k, so of r rows E (1 - (1 - k/E)^r) distinct ones are expected (the coupon
+  collector with k coupons a draw), each with r k / distinct rows.
+- attention: the K and V rows of a sequence are weights of its own, c times the columns of all layers, which n nodes of
+  every query head of their group are multiplied with.
+- recurrent states: read and written for every node, float32.
+- logits: written by the head and read by the verification, float32.
+- launches: operators of the fused graph, `OPS_PER_LAYER` a layer and `OPS_BESIDE` (counted in graphs of this package).
+
+Prompts are steps of `PREFILL_CHUNK` nodes. A draft of K tokens takes ceil(K / d) runs of a graph that gives d tokens a
+run. `LOOP_S` is what a step takes outside of the engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speccompile.backends.base import Backend
+from speccompile.bundle.graphs import open_source
+from speccompile.checkpoints.checkpoint import read_text_config
+from speccompile.core import registry
+from speccompile.core.dims import ModelDims
+from speccompile.core.jobs import PREFILL_CHUNK, GraphJob, WeightCounts
+from speccompile.planner.machine import BITS, Machine
+from speccompile.recipe import BuildPlan
+from speccompile.recipe.predict import count_weights, own_cache_bytes, predict_counts
+
+OPS_PER_LAYER, OPS_BESIDE = 6, 12
+LOOP_S = 0.15e-3  # docs/lab/2026-11-26-benchmarks.md: 0.13 ms a step of the example pair
+_PRECISIONS = {"none": "float32", "bf16": "bf16", "fp8": "int8", "int8": "int8", "int4": "int4"}
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class GraphCosts:
+    """What a step of a graph reads and multiplies."""
+
+    name: str
+    precision: str  # of its weights, a key of `machine.BITS`
+    counts: WeightCounts
+    num_experts: int  # E; 0: none
+    num_chosen: int  # k, of each row
+    cache_columns: int  # of K and V, all layers
+    group: int  # query heads that read one K and V head
+    num_layers: int
+    vocab_size: int
+    state_values: int  # of the recurrent states of one sequence
+    num_drafts: int  # d; 0: one, or none of a target
+    weights_bytes: int
+    slot_bytes: int  # caches and states of one sequence
+
+    @property
+    def set_bytes(self) -> float:
+        return self.counts.num_linear * BITS[self.precision] / 8
+
+    def step_s(self, machine: Machine, nodes: int, batch: int = 1, context: int = 0) -> float:
+        """Returns the seconds of a step; see the module."""
+        rows = nodes * batch
+        num_dense = self.counts.num_linear - self.counts.num_experts
+        seconds = machine.product_s(self.precision, num_dense, rows, self.set_bytes)
+        if self.num_experts:
+            distinct = distinct_experts(self.num_experts, self.num_chosen, rows)
+            num_read = self.counts.num_experts * distinct / self.num_experts
+            rows_each = rows * self.num_chosen / distinct
+            seconds += machine.product_s(self.precision, num_read, rows_each, self.set_bytes)
+        caches = "bf16" if machine.kind == "gpu" else "float32"
+        held = context * self.cache_columns
+        set_bytes = batch * held * BITS[caches] / 8
+        seconds += batch * machine.product_s(caches, held, nodes * self.group, set_bytes)
+        seconds += machine.bytes_s(4 * 2 * (self.state_values + self.vocab_size) * rows)
+        return seconds + (OPS_PER_LAYER * self.num_layers + OPS_BESIDE) * machine.launch_s
+
+    def prompt_s(self, machine: Machine, num_tokens: int) -> float:
+        """Returns the seconds in which a prompt of one sequence is read."""
+        starts = range(0, num_tokens, PREFILL_CHUNK)
+        return sum(self.step_s(machine, min(PREFILL_CHUNK, num_tokens - at), 1, at) for at in starts)
+
+    def drafts_s(self, machine: Machine, num: int, batch: int, context: int) -> float:
+        """Returns the seconds in which `num` tokens are drafted for each sequence."""
+        return math.ceil(num / max(self.num_drafts, 1)) * self.step_s(machine, 1, batch, context)
+
+
+Graphs = Mapping[str, GraphCosts]  # of a method, by name; the target is the first
+
+
+def distinct_experts(num: int, num_chosen: int, rows: float) -> float:
+    """Returns how many of `num` experts are expected to be read by `rows` rows, each of which chooses `num_chosen`."""
+    return num * (1.0 - math.pow(1.0 - num_chosen / num, rows))
+
+
+def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
+    """Returns the costs of all graphs of a plan by their names; the target is the first."""
+    backend: Backend = registry.backend(plan.engine.backend)
+    found: dict[str, GraphCosts] = {}
+    target: ModelDims | None = None
+    for job in plan.jobs:
+        source = open_source(plan, job, target, weights="random")
+        if job.is_optional and not source.is_needed:
+            continue
+        counts, config = source.counts(), {}
+        dims = source.dims if isinstance(source.dims, ModelDims) else None
+        if counts is None:
+            config = read_text_config(source.folder)
+            counts = count_weights(config, source.dims)
+        slot_bytes = own_cache_bytes(source.spec(), 1, source.max_rows, plan.dtype)
+        slot_bytes += 0 if dims is None else 2 * dims.state_bytes(plan.engine.max_draft_nodes + 1)
+        found[job.name] = GraphCosts(
+            name=job.name,
+            precision=_precision(plan, job),
+            counts=counts,
+            num_experts=_first(config, ("num_local_experts", "num_experts", "n_routed_experts"), 0)
+            if counts.num_experts
+            else 0,
+            num_chosen=_first(config, _CHOSEN, 1),
+            cache_columns=0 if dims is None else dims.cache_row_bytes // 4,
+            group=1 if dims is None else max(dims.num_heads // max(dims.num_kv_heads, 1), 1),
+            num_layers=1 if dims is None else dims.num_layers,
+            vocab_size=(target or source.dims).vocab_size,
+            state_values=0 if dims is None else dims.state_bytes(0) // 4,
+            num_drafts=source.spec().num_drafts,
+            weights_bytes=predict_counts(counts, job.quantization, 0, backend, plan.dtype).weights_bytes,
+            slot_bytes=slot_bytes,
+        )
+        target = target or source.dims
+    return found
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> int:
+    return int(next((config[key] for key in keys if config.get(key)), default))
+
+
+def _precision(plan: BuildPlan, job: GraphJob) -> str:
+    """Returns the precision of a job's weights; of stored ones it is taken to be int4, as most have about 4 bits."""
+    form = _PRECISIONS.get(job.quantization, "int4" if job.quantization == "stored" else "int8")
+    return "bf16" if form == "float32" and plan.dtype != "float32" else form

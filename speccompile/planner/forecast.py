@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts every candidate in every form of the weights that its backend has, and the settings of the chosen one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from speccompile.backends.base import Backend
+from speccompile.checkpoints.folders import find_config
+from speccompile.checkpoints.tensor_files import has_grids
+from speccompile.core import registry
+from speccompile.core.jobs import STORED
+from speccompile.errors import SpecCompileError
+from speccompile.planner.acceptance import Acceptance
+from speccompile.planner.candidates import PLAIN, Candidate, candidates_of_source
+from speccompile.planner.costs import Graphs, graphs_of_plan
+from speccompile.planner.machine import Machine
+from speccompile.planner.outlook import Row, rows_of
+from speccompile.prepare import plan_from_source
+from speccompile.recipe.model_recipe import ModelOptions
+from speccompile.recipe.plan import AUTO
+
+_QUANTIZATION = "target.quantization"
+GPU_BACKEND = "engine.backend=tensorrt"
+
+
+def settings_for(machine: Machine, model: ModelOptions) -> ModelOptions:
+    """Returns the options with the backend of a GPU, unless the user names one."""
+    if machine.kind != "gpu" or any(setting.startswith("engine.backend=") for setting in model.settings):
+        return model
+    return replace(model, settings=(*model.settings, GPU_BACKEND))
+
+
+def forecast(
+    source: str,
+    model: ModelOptions,
+    machine: Machine,
+    acceptance: Mapping[str, Acceptance],
+    batches: Sequence[int],
+    context: int,
+    speculators: Sequence[str] = (),
+    names: str | None = None,
+    leave_out: Callable[[str, SpecCompileError], None] = lambda name, fault: None,
+) -> list[tuple[Row, ModelOptions]]:
+    """Returns the rows by batch and speed, each with the options that build it.
+
+    Methods without a graph, and several drafters in one bundle, are predicted only where their acceptance is given.
+
+    Args:
+        acceptance: by the candidate's name; the empty name is that of all others.
+        context: number of cache rows in use of each sequence.
+        leave_out: is called with the name of a candidate that this target cannot have, and why.
+    """
+    model = settings_for(machine, model)
+    # A lookup drafts where the text repeats itself, which no assumption covers; of several drafters in one bundle each
+    # step uses another one.
+    candidates = [
+        one
+        for one in candidates_of_source(source, model, speculators, names)
+        if one.name in (PLAIN, *acceptance) or (one.needs_graphs and not one.is_several)
+    ]
+    rows: list[tuple[Row, ModelOptions]] = []
+    for form in _forms(source, model):
+        setting = f"{_QUANTIZATION}={form}"
+        graphs: dict[str, Graphs] = {}
+        for one in candidates:
+            try:
+                graphs[one.name] = graphs_of_plan(plan_from_source(source, one.options(model, setting)))
+            except SpecCompileError as fault:
+                leave_out(f"{one.name} ({form})", fault)
+        by_name = {one.name: one for one in candidates}
+        for row in rows_of(graphs, machine, acceptance, batches, context):
+            sizes = f"engine.max_batch_size={row.batch}"
+            rows.append((row, by_name[row.method].options(model, setting, sizes)))
+    return sorted(rows, key=lambda found: (found[0].batch, -found[0].speed))
+
+
+def _forms(source: str, model: ModelOptions) -> list[str]:
+    """Returns the quantisations to compare: the user's, that of quantised weights, or all that the backend has."""
+    given = [setting.partition("=")[2] for setting in model.settings if setting.startswith(f"{_QUANTIZATION}=")]
+    if given:
+        return given[-1:]
+    plan = plan_from_source(source, Candidate(PLAIN, {"method": PLAIN}).options(model))
+    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
+    if plan.weights == "checkpoint" and has_grids(find_config(plan.target)):
+        return [STORED]
+    return [form for form in backend.quantizations if form not in (STORED, AUTO)]

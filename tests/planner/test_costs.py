@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model by hand-made figures, the table of machines, acceptance and the choice."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from speccompile.core.jobs import WeightCounts
+from speccompile.errors import RecipeError
+from speccompile.planner.acceptance import Acceptance, assumed, expected_length, read_acceptance
+from speccompile.planner.costs import LOOP_S, OPS_BESIDE, OPS_PER_LAYER, GraphCosts, distinct_experts, graphs_of_plan
+from speccompile.planner.machine import BITS, EFFICIENCY, Machine, find_machine, published_machines
+from speccompile.planner.measuring import machine_from_json
+from speccompile.planner.outlook import Row, best_row, choose
+from speccompile.prepare import plan_from_source
+from speccompile.recipe.model_recipe import ModelOptions
+from tests.pipeline import fakes
+
+# 1e9 bytes/s, 1e10 operations/s of int8; 1e-6 s a launch.
+MACHINE = Machine("m", "cpu", 1, 1e12, 1e9, 1e-6, "made up", {"int8": 1e10, "float32": 2e9})
+GRAPH = GraphCosts("target", "int8", WeightCounts(10**6, 10**6, 0), 0, 1, 100, 2, 3, 1000, 50, 0, 10**6, 4096)
+
+
+def test_a_step_is_the_sum_of_what_it_reads_and_multiplies():
+    beside = (OPS_PER_LAYER * 3 + OPS_BESIDE) * 1e-6
+    for nodes, batch, context in ((1, 1, 0), (4, 1, 200), (8, 8, 200)):
+        rows = nodes * batch
+        products = max(1e6 / 1e9, 2e6 * rows / 1e10)
+        held = 100 * context
+        attention = batch * max(4 * held / 1e9, 2 * held * nodes * 2 / 2e9)
+        moved = 8 * (50 + 1000) * rows / 1e9
+        assert GRAPH.step_s(MACHINE, nodes, batch, context) == pytest.approx(products + attention + moved + beside)
+    assert GRAPH.drafts_s(MACHINE, 5, 1, 0) == pytest.approx(5 * GRAPH.step_s(MACHINE, 1))
+    assert replace(GRAPH, num_drafts=3).drafts_s(MACHINE, 5, 1, 0) == pytest.approx(2 * GRAPH.step_s(MACHINE, 1))
+    assert GRAPH.prompt_s(MACHINE, 130) == pytest.approx(GRAPH.step_s(MACHINE, 128) + GRAPH.step_s(MACHINE, 2, 1, 128))
+
+
+def test_rows_read_as_many_experts_as_draws_say():
+    rng = np.random.default_rng(0)
+    for rows in (1, 3, 10):
+        drawn = [len({e for _ in range(rows) for e in rng.choice(16, 4, replace=False)}) for _ in range(4000)]
+        assert distinct_experts(16, 4, rows) == pytest.approx(np.mean(drawn), abs=0.1)
+    mixture = replace(GRAPH, counts=WeightCounts(10**7, 10**7, 0, num_experts=9 * 10**6), num_experts=16, num_chosen=4)
+    beside = GRAPH.step_s(MACHINE, 1) - 1e6 / 1e9  # GRAPH has a million weights
+    assert mixture.step_s(MACHINE, 1) == pytest.approx(beside + (1e6 + 9e6 * 4 / 16) / 1e9)
+    assert mixture.step_s(MACHINE, 64) > 1e6 * 2 * 64 / 1e10 + 9e6 / 1e9
+
+
+def test_measured_products_are_read_off_between_rows_and_sizes():
+    points = (((1, 1e-9), (4, 2e-9)), ((1, 3e-9), (4, 4e-9)))
+    measured = {"int8": tuple(zip((1e3, 1e5), points, strict=True))}
+    machine = replace(MACHINE, measured=measured)
+    assert machine.product_s("int8", 1000, 1, 10.0) == pytest.approx(1e-6)
+    assert machine.product_s("int8", 1000, 4, 1e9) == pytest.approx(4e-6)
+    assert machine.product_s("int8", 1000, 2, 1e4) == pytest.approx(1e-6 * (4 / 3 + 10 / 3) / 2)
+    assert machine.product_s("int8", 1000, 8, 10.0) == pytest.approx(4e-6)  # in proportion above the last row
+    assert machine.at(0) is machine and machine.product_s("int4", 1000, 1, 10.0) == pytest.approx(1e-6)
+    with pytest.raises(RecipeError, match="no rate of float32"):
+        machine.product_s("float32", 1, 1, 1.0)
+    record = {**vars(machine), "measured": json.loads(json.dumps(measured))}
+    assert machine_from_json(record) == machine
+
+
+def test_every_published_machine_has_a_source_and_sane_figures():
+    machines = published_machines()
+    assert len(machines) >= 20
+    for machine in machines.values():
+        assert machine.source and machine.kind in ("cpu", "gpu") and set(machine.rates) <= set(BITS)
+        assert 50e9 < machine.bandwidth < 1e13 and 16 <= machine.num_units <= 304
+        assert machine.rates["float32"] < machine.rates["bf16"] < machine.rates.get("int8", 1e18)
+    slow, fast = machine.at(0), machine.at(1)
+    ratio = EFFICIENCY["bandwidth"][1] / EFFICIENCY["bandwidth"][0]
+    assert slow.bytes_s(1e9) / fast.bytes_s(1e9) == pytest.approx(ratio)
+    with pytest.raises(RecipeError, match="H100-SXM"):
+        find_machine("H1000")
+
+
+def test_sizes_come_from_the_plan(tmp_path):
+    model = fakes.make_checkpoint(tmp_path / "big")
+    options = ModelOptions(settings=("target.quantization=int8", "speculator.method=none"))
+    [(name, graph)] = graphs_of_plan(plan_from_source(str(model), options)).items()
+    attention, feed_forward, head = 8 * 8 * 2 + 2 * 8 * 4, 3 * 8 * 16, 32 * 8
+    assert name == "target" and graph.precision == "int8" and graph.num_experts == 0
+    assert graph.counts.num_linear == 2 * (attention + feed_forward) + head
+    assert (graph.cache_columns, graph.group, graph.num_layers, graph.vocab_size) == (2 * 2 * 4, 2, 2, 32)
+
+
+def test_acceptance_is_a_range_by_position(tmp_path):
+    assert expected_length((0.5,), 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert expected_length((0.8, 0.5), 2) == pytest.approx(1 + 0.8 + 0.4) and expected_length((0.8,), 0) == 1.0
+    stated = read_acceptance("0.8,1")
+    assert stated.low == pytest.approx((0.75, 0.95)) and stated.high == pytest.approx((0.85, 1.0))
+    results = [{"stats": {"acceptance_by_position": [0.8, 0.5], "num_steps": 100}},
+               {"stats": {"acceptance_by_position": [0.4], "num_steps": 100}}]  # fmt: skip
+    file = tmp_path / "out.json"
+    file.write_text(json.dumps(results))
+    counted = read_acceptance(str(file))
+    assert counted.low[0] < 0.6 < counted.high[0] and counted.high[0] - counted.low[0] == pytest.approx(0.136, abs=1e-3)
+    assert counted.low[1] < 0.5 < counted.high[1] and len(counted.low) == 2
+    for wrong in ("1.5", "high", ""):
+        with pytest.raises(RecipeError, match="rates from 0 to 1"):
+            read_acceptance(wrong)
+    file.write_text('{"no": 1}')
+    with pytest.raises(RecipeError, match="acceptance_by_position"):
+        read_acceptance(str(file))
+
+
+def test_the_best_chain_and_the_batch_to_which_it_pays():
+    draft = replace(GRAPH, name="draft", counts=WeightCounts(10**5, 10**5, 0), num_layers=1, cache_columns=0)
+    graphs = {"target": GRAPH, "draft": draft}
+    row = best_row("drafted", graphs, MACHINE, Acceptance((0.8,), (0.8,), "stated"), 1, 0)
+
+    def speed(k):
+        step_s = GRAPH.step_s(MACHINE, k + 1) + draft.drafts_s(MACHINE, k, 1, 0) + LOOP_S
+        return expected_length((0.8,), k) / step_s
+
+    assert row.tokens_per_s[0] < row.tokens_per_s[1] < speed(row.num_drafts) and row.of_plain[0] > 1
+    assert row.break_even_batch in (2, 4, 8, 16) and row.memory_bytes == 2 * (10**6 + 4096)
+    plain = best_row("none", graphs, MACHINE, assumed(), 4, 0)
+    assert plain.num_drafts == 0 and plain.of_plain == (1.0, 1.0) and plain.break_even_batch is None
+
+
+def row(method, batch, speed, token_ms):
+    return Row(method, "int8", batch, 1, (speed, speed), (1.0, 1.0), token_ms, 1.0, 1.0, None)
+
+
+def test_the_choice_follows_latency_or_throughput():
+    rows = [row("a", 1, 100, 10.0), row("b", 1, 90, 11.0), row("c", 8, 400, 20.0)]
+    assert [choose(rows, *goal).method for goal in ((None, False), (None, True), (15.0, False), (25.0, False))] == [
+        "a", "c", "a", "c",
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match=r"at least 10\.00 ms"):
+        choose(rows, 5.0, False)
+    with pytest.raises(RecipeError, match="fits into the memory"):
+        choose([], None, False)
