@@ -156,17 +156,17 @@ def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, mod
 def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):
     calls = []
 
-    def time_stack(shapes, precision, threads, rows):
+    def time_stack(shapes, precision, threads, rows, clock):
         calls.append(precision)
         return {count: 1e-3 * (1 + count / 8) for count in rows}
 
     monkeypatch.setattr(measuring, "_time_stack", time_stack)
     monkeypatch.setattr(kernel_library, "find_library", lambda: Path("kernels.so"))
-    for num in (9, 9):
+    for num in (13, 13):
         code, out, err = run("plan", models[0], "--threads", 1, "--methods", "self_draft")
         assert code == 0, err
         assert "predicted for this (measured on " in out and "not measured by us" not in out and len(calls) == num
-    assert run("plan", "--measure", "--threads", 1)[0] == 0 and len(calls) == 18
+    assert run("plan", "--measure", "--threads", 1)[0] == 0 and len(calls) == 26
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     code, _, err = run("plan", "--measure", "--threads", 1)
     assert code == 6 and "no library of CPU kernels" in err
