@@ -222,7 +222,7 @@ class FeatureCache:
         counts = [self.pending.count(sequence) for sequence in sequences]
         width = max(counts) + num_masks
         features, held = self.pending.take(sequences, max(counts))
-        rows: Ints = np.pad(held, ((0, 0), (0, num_masks)))
+        rows: Ints = np.pad(held, ((0, 0), (0, num_masks))) if num_masks else held
         tokens: Ints = np.zeros((len(sequences), width), dtype=np.int64)
         for slot in range(len(sequences)):
             self.rows.make_room(slot, rows_of_step(self.max_nodes))
@@ -231,7 +231,8 @@ class FeatureCache:
         for slot, (sequence, num) in enumerate(zip(sequences, counts, strict=True)):
             start = self.lengths[slot] + 1
             tokens[slot, : num + num_masks] = [*sequence.tokens[start : start + num], *masks]
-            rows[slot, num : num + num_masks] = NO_FEATURE
+            if num_masks:
+                rows[slot, num : num + num_masks] = NO_FEATURE
             self.lengths[slot] += num
         feeds: dict[str, Any] = {TOKENS: tokens, **starts, FEATURES: features, FEATURE_NODES: rows, **warp}
         if width > 1:

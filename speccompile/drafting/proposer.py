@@ -198,11 +198,11 @@ class TreeGrower:
         if not self._able or not budget.begins(accepted / len(roots), len(roots)):
             return TokenTree.roots(roots)
         self._trees = trees = DraftTrees(roots, budget.max_depth * budget.max_nodes)
-        gains = self._grow(batch, trees, np.array(last_depths), is_masked)
+        gains = self._grow(batch, trees, last_depths, is_masked)
         tree, self._chosen = trees.best(budget.size(gains, len(roots)))
         return tree
 
-    def _grow(self, batch: Batch, trees: DraftTrees, last_depths: Ints, is_masked: bool) -> list[float]:
+    def _grow(self, batch: Batch, trees: DraftTrees, last_depths: Sequence[int], is_masked: bool) -> list[float]:
         """Adds candidates level by level, as long as they are worth their time; returns their gains.
 
         Args:
@@ -215,7 +215,7 @@ class TreeGrower:
         outputs = self.scorer.begin(batch, self._able, warp)
         num = min(self._num_candidates or most, np.shape(outputs[CANDIDATES])[2])
         factors = np.array([sequence.draft_state.estimate.factors(num) for sequence in batch.sequences])
-        scored, depth, width = np.where(last_depths < 0, -1, 0)[:, None], 1, 1
+        scored, depth, width = np.array([[0 if last >= 0 else -1] for last in last_depths]), 1, 1
         while True:
             paths = paths_after(batch, trees, scored) if is_masked else ()
             outputs = restrict(batch, paths, outputs) if is_masked else outputs
@@ -227,9 +227,9 @@ class TreeGrower:
                 sure = refuse(batch, paths, tokens, sure)
             start = trees.add(scored, tokens, acceptance_probs(factors, sure), most, floor)
             ranked = trees.ranked(most)
-            gains: list[float] = ranked.sum(axis=0).tolist()
-            can_grow = (last_depths >= depth).tolist()
-            nodes, reach = trees.frontier(start, budget.width, can_grow, ranked[:, most - 1 :].tolist())
+            gains: list[float] = list(map(sum, zip(*ranked, strict=True)))
+            can_grow = [last >= depth for last in last_depths]
+            nodes, reach = trees.frontier(start, budget.width, can_grow, [paths[most - 1 :] for paths in ranked])
             if not budget.goes_on(gains, num_slots, depth, reach, width):
                 return gains
             parents = trees.parents[:, : trees.num_nodes]

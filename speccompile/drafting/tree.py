@@ -8,7 +8,6 @@ form a chain, need no mask, and are not fed again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,15 +83,13 @@ class DraftTrees:
         self.probs[slot, new], self.paths[slot, new] = probs, paths[1:]
         self.num_nodes = max(self.num_nodes, len(paths))
 
-    def ranked(self, most: int) -> Probs:
-        """Returns the probabilities of the most probable paths of each sequence, falling, [slots, at most `most`]."""
-        falling: Probs = np.sort(self.paths[:, 1 : self.num_nodes], axis=1)[:, ::-1][:, :most]
-        return falling
+    def ranked(self, most: int) -> list[list[float]]:
+        """Returns the probabilities of the most probable paths of each sequence, falling, `most` of them at most."""
+        return [sorted(paths, reverse=True)[:most] for paths in self.paths[:, 1 : self.num_nodes].tolist()]
 
     def gains(self, most: int) -> list[float]:
         """Returns the tokens that the first, the second ... draft token brings, all sequences together."""
-        gains: list[float] = self.ranked(most).sum(axis=0).tolist()
-        return gains
+        return list(map(sum, zip(*self.ranked(most), strict=True)))
 
     def frontier(
         self, start: int, width: int, can_grow: Sequence[bool], least: Sequence[Sequence[float]]
@@ -116,7 +113,8 @@ class DraftTrees:
 
     def count(self, slot: int) -> int:
         """Returns the number of candidates of a sequence."""
-        return int(np.count_nonzero(self.paths[slot])) - 1
+        paths: list[float] = self.paths[slot, 1 : self.num_nodes].tolist()
+        return len(paths) - paths.count(0.0)
 
     def path(self, slot: int, node: int) -> list[int]:
         """Returns the draft tokens from the root's child to a node."""
@@ -132,12 +130,11 @@ class DraftTrees:
         The path of the most probable children comes first: its rows need not move in the target's cache. The others
         follow by index.
         """
-        order = (-self.paths[:, 1 : self.num_nodes]).argsort(axis=1, kind="stable")[:, :num] + 1
-        exists, parents = (self.paths[self._slots, order] > 0).tolist(), self.parents[:, : self.num_nodes].tolist()
+        held, parents = self.paths[:, : self.num_nodes].tolist(), self.parents[:, : self.num_nodes].tolist()
         kept = []
-        for slot, nodes in enumerate(order.tolist()):
-            chosen = sorted(itertools.compress(nodes, exists[slot]))
-            kept.append(_first_path_first(chosen, parents[slot]))
+        for slot, paths in enumerate(held):
+            order = sorted(range(1, len(paths)), key=paths.__getitem__, reverse=True)[:num]
+            kept.append(_first_path_first(sorted(node for node in order if paths[node] > 0), parents[slot]))
         return self.tree_of(kept), kept
 
     def tree_of(self, kept: Sequence[Sequence[int]], draft_probs: Floats | None = None) -> TokenTree:
@@ -149,7 +146,8 @@ class DraftTrees:
         """
         nums = list(map(len, kept))
         size, num_nodes = max(nums), np.array(nums, dtype=np.int64)
-        known, above = self.tokens.tolist(), self.parents.tolist()
+        end = 1 + max(map(max, kept))
+        known, above = self.tokens[:, :end].tolist(), self.parents[:, :end].tolist()
         tokens, parents, is_chain = list[list[int]](), list[list[int]](), draft_probs is None
         for slot, chosen in enumerate(kept):
             node_of = dict(zip(chosen, range(size), strict=False))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -20,8 +21,6 @@ SHARED = (specs.LOGITS, specs.IMAGE_ROWS)  # large ones that all bindings of an 
 
 class Binding:
     """Inputs and outputs of one combination of shapes.
-
-    `fed` are the inputs for which it was last chosen, empty where the choice depends on their values.
 
     Args:
         first_slot: the slot of batch row 0.
@@ -40,7 +39,6 @@ class Binding:
     ) -> None:
         self.io, self.first_slot, self.cost_size = io, first_slot, cost_size
         self.views, self.max_length = views, max_length
-        self.fed: frozenset[str] = frozenset()
         self.arrays: dict[str, np.ndarray] = {}
         self.neutral: dict[str, np.ndarray] = {}
         self.changed: set[str] = set()
@@ -62,13 +60,8 @@ class Binding:
         named = (*self.arrays.items(), *self.outputs.items())
         return sum(array.nbytes for name, array in named if name not in SHARED)
 
-    def fits(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> bool:
-        """Returns whether a step has the inputs and shapes of the one before, and its rows are within the views."""
-        if feeds.keys() != self.fed or first_slot != self.first_slot:
-            return False
-        for name, value in feeds.items():
-            if value.shape != self.arrays[name].shape:
-                return False
+    def holds(self, feeds: Mapping[str, np.ndarray]) -> bool:
+        """Returns whether the views are the present ones and the rows of a step of these shapes are within them."""
         for buffers, rows in self.views:
             if buffers.rows != rows:
                 return False
@@ -127,9 +120,14 @@ class Compaction:
 
 
 class Bindings:
-    """Bindings by their shapes; where there would be too many, all are made anew."""
+    """Bindings by their shapes; where there would be too many, all are made anew.
+
+    Attributes:
+        latest: by the names and shapes of what was fed, the one that such a step used last.
+    """
 
     def __init__(self) -> None:
+        self.latest: dict[tuple[Any, ...], Binding] = {}
         self._held: dict[tuple[int, ...], Binding] = {}
         self._num_bytes = 0
 
@@ -153,4 +151,5 @@ class Bindings:
 
     def clear(self) -> None:
         self._held.clear()
+        self.latest.clear()
         self._num_bytes = 0

@@ -72,7 +72,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         self.cache_values = CacheValues(self.bound)
         self._bindings = Bindings()
         self._compactions: dict[tuple[int, ...], Compaction] = {}  # by shape of the path, and rows of the view
-        self._last: Binding | None = None
         self._logits: np.ndarray = np.zeros(0, np.float32)
         self._image_rows: np.ndarray = np.zeros(0, np.float32)
         self._crowding: Crowding | None = None
@@ -94,9 +93,12 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self._unbind()
 
     def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
-        binding = self._last
-        if binding is None or not binding.fits(feeds, first_slot):
-            binding = self._last = self._binding(feeds, first_slot)
+        key = (first_slot, *feeds, *[value.shape for value in feeds.values()])
+        binding = self._bindings.latest.get(key)
+        if binding is None or not binding.holds(feeds):
+            binding = self._binding(feeds, first_slot)
+            if not (self.spec.gives_probs and specs.TEMPERATURE in feeds):  # its values are part of the choice
+                self._bindings.latest[key] = binding
         binding.fill(feeds)
         start = perf_counter()
         try:
@@ -118,8 +120,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bindings.add(key, self._bind(sizes, first_slot))
-        depends_on_values = self.spec.gives_probs and specs.TEMPERATURE in feeds
-        binding.fed = frozenset() if depends_on_values else frozenset(feeds)
         return binding
 
     def _bind(self, sizes: dict[str, int], first_slot: int) -> Binding:
@@ -145,7 +145,6 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 
     def _unbind(self) -> None:
         self._bindings.clear()
-        self._last = None
 
     def _max_length(self, nodes: int) -> int | None:
         if not self._written:
@@ -178,7 +177,8 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
         return self.caches.rows
 
     def reset(self, rows: int = 1) -> None:
-        self.caches.num_used, self._last = 0, None
+        self.caches.num_used = 0
+        self._bindings.latest.clear()  # a step uses its slots again
         super().reset(rows)
 
     def shrink(self, rows: int) -> None:
