@@ -14,6 +14,7 @@ from speccompile.core.protocols import Engine
 from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.shared_rows import SharedRows
+from speccompile.drafting.tree_config import MAX_DEPTH
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.self_draft.checkpoint:SelfDraftSource"
@@ -29,6 +30,7 @@ class SelfDraftConfig(CachedDraftFields):
             fewer layers, so that they are shared.
         num_layers: decoder layers of the target that run; those left out are spread evenly between the first and the
             last one. `all`: every layer.
+        confidence_odds: see `CachedDraftFields`; the same weights agree more often than their confidences say.
 
     Raises:
         RecipeError: a value is out of range.
@@ -36,6 +38,8 @@ class SelfDraftConfig(CachedDraftFields):
 
     quantization: str = "int4"
     num_layers: int | Literal["all"] = parameter("all", ge=2, words=("all",))
+    tree_depth: int = parameter(10, ge=1, le=MAX_DEPTH)
+    confidence_odds: float = parameter(8.0, ge=0.02, le=50)
 
 
 @dataclass(frozen=True)
