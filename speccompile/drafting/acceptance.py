@@ -139,7 +139,8 @@ def acceptance_probs(factors: Probs, confidences: NDArray[Any]) -> Probs:
     """
     odds = factors[:, None] * confidences
     probs: Probs = odds / (odds + (ALMOST_ONE - confidences))
-    probs /= np.maximum(probs.sum(axis=2, keepdims=True), 1)
+    if probs.shape[2] > 1:
+        probs /= np.maximum(probs.sum(axis=2, keepdims=True), 1)
     return probs
 
 

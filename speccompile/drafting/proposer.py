@@ -215,7 +215,7 @@ class TreeGrower:
         outputs = self.scorer.begin(batch, self._able, warp)
         num = min(self._num_candidates or most, np.shape(outputs[CANDIDATES])[2])
         factors = np.array([sequence.draft_state.estimate.factors(num) for sequence in batch.sequences])
-        scored, depth, width = np.array([[0 if last >= 0 else -1] for last in last_depths]), 1, 1
+        scored, depth, width = np.array(last_depths)[:, None].clip(-1, 0), 1, 1
         while True:
             paths = paths_after(batch, trees, scored) if is_masked else ()
             outputs = restrict(batch, paths, outputs) if is_masked else outputs
@@ -228,8 +228,7 @@ class TreeGrower:
             start = trees.add(scored, tokens, acceptance_probs(factors, sure), most, floor)
             ranked = trees.ranked(most)
             gains: list[float] = list(map(sum, zip(*ranked, strict=True)))
-            can_grow = [last >= depth for last in last_depths]
-            nodes, reach = trees.frontier(start, budget.width, can_grow, [paths[most - 1 :] for paths in ranked])
+            nodes, reach = trees.frontier(start, budget.width, depth, last_depths, ranked, most)
             if not budget.goes_on(gains, num_slots, depth, reach, width):
                 return gains
             parents = trees.parents[:, : trees.num_nodes]

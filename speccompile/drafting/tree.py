@@ -48,6 +48,14 @@ class DraftTrees:
             floor: children whose path has a probability below this are left out.
         """
         num_slots, num_parents, num = tokens.shape
+        if num_parents * num == 1:  # as chains grow: for one number of each sequence, arrays take ten times as long
+            start, self.num_nodes = self.num_nodes, self.num_nodes + 1
+            rows = zip(parents.ravel().tolist(), tokens.ravel().tolist(), probs.ravel().tolist(), strict=True)
+            for slot, (parent, token, prob) in enumerate(rows):
+                path = self.paths.item(slot, parent) * prob
+                self.paths[slot, start] = path if path >= max(floor, LEAST) else 0
+                self.tokens[slot, start], self.parents[slot, start], self.probs[slot, start] = token, parent, prob
+            return start
         paths = (self.paths[self._slots, parents][:, :, None] * probs).reshape(num_slots, -1)
         paths = np.where(paths >= max(floor, LEAST), paths, 0)  # also where a sequence takes no part and has NaN
         order = (-paths).argsort(axis=1, kind="stable")[:, :most]
@@ -85,26 +93,36 @@ class DraftTrees:
 
     def ranked(self, most: int) -> list[list[float]]:
         """Returns the probabilities of the most probable paths of each sequence, falling, `most` of them at most."""
-        return [sorted(paths, reverse=True)[:most] for paths in self.paths[:, 1 : self.num_nodes].tolist()]
+        rows: list[list[float]] = self.paths[:, 1 : self.num_nodes].tolist()
+        for row in rows:
+            row.sort(reverse=True)
+            del row[most:]
+        return rows
 
     def gains(self, most: int) -> list[float]:
         """Returns the tokens that the first, the second ... draft token brings, all sequences together."""
         return list(map(sum, zip(*self.ranked(most), strict=True)))
 
     def frontier(
-        self, start: int, width: int, can_grow: Sequence[bool], least: Sequence[Sequence[float]]
+        self,
+        start: int,
+        width: int,
+        depth: int,
+        last_depths: Sequence[int],
+        falling: Sequence[Sequence[float]],
+        most: int,
     ) -> tuple[list[list[int]], float]:
         """Returns by slot the nodes of the last level to expand, and the sum of their probabilities.
 
         Args:
             width: nodes that each sequence expands, at most.
-            can_grow: by slot; False: none of its nodes is expanded.
-            least: by slot, what its path must have at least so that a child could be scored; empty: no bound.
+            depth: of that level; a sequence whose last depth is less expands none.
+            falling: see `ranked`; a child could not be scored after a path that is not among the first `most`.
         """
         frontiers, reach = [], 0.0
         for slot, paths in enumerate(self.paths[:, start : min(start + width, self.num_nodes)].tolist()):
-            nodes, bound = list[int](), max(least[slot], default=0.0)
-            for node, path in enumerate(paths if can_grow[slot] else (), start):
+            nodes, bound = list[int](), falling[slot][-1] if len(falling[slot]) == most else 0.0
+            for node, path in enumerate(paths if last_depths[slot] >= depth else (), start):
                 if path > 0 and path >= bound:
                     nodes.append(node)
                     reach += path
@@ -134,7 +152,9 @@ class DraftTrees:
         kept = []
         for slot, paths in enumerate(held):
             order = sorted(range(1, len(paths)), key=paths.__getitem__, reverse=True)[:num]
-            kept.append(_first_path_first(sorted(node for node in order if paths[node] > 0), parents[slot]))
+            while order and paths[order[-1]] <= 0:
+                order.pop()
+            kept.append(_first_path_first(sorted(order), parents[slot]))
         return self.tree_of(kept), kept
 
     def tree_of(self, kept: Sequence[Sequence[int]], draft_probs: Floats | None = None) -> TokenTree:
@@ -289,7 +309,7 @@ def make_expansion(
     level = Expansion(
         depth,
         np.array(fed_tokens, dtype=np.int64),
-        mask_from_bits(bits, width).reshape(len(feds), width, width),
+        mask_from_bits(bits, width).reshape(len(feds), width, width) if width > 1 else chain_mask(len(feds), 1),
         np.array(columns, dtype=np.int64),
         list(map(len, layout.chains)),
         feds,

@@ -17,9 +17,9 @@ from tests.pipeline import fakes
 from tests.runtime.call_trace import traced
 
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
-STEPS = {"none": (10, 37), "draft_model": (14, 124), "eagle3": (15, 195)}
+STEPS = {"none": (10, 37), "draft_model": (14, 118), "eagle3": (15, 195)}
 # (files, calls) of a prompt and eight tokens; and files of a build from the command line, its export a fake.
-GENERATE = {"none": (21, 451), "draft_model": (26, 540), "eagle3": (27, 662)}
+GENERATE = {"none": (21, 451), "draft_model": (26, 534), "eagle3": (27, 660)}
 BUILD = 60
 COMPLETION = (35, 970)  # calls vary by a few with the turns of two threads
 
