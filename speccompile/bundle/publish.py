@@ -117,6 +117,7 @@ def card_from_manifest(
     rows = [
         ("target", Path(model).name if isinstance(model, str) and os.path.isabs(model) else model),
         *([("LoRA adapter", target["lora"])] if target.get("lora") else []),
+        *_change_rows(manifest["graphs"]["target"].get("lora") or {}),
         ("speculation method", method),
         ("weights", form),
         ("backend", f"{engine['backend']} on {engine.get('device', 'cpu')}"),
@@ -134,6 +135,14 @@ def card_from_manifest(
         _measured(manifest, bench),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _change_rows(lora: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what the adapter of joint training costs the target."""
+    if not (cost := lora.get("change")):
+        return []
+    perplexity = f"perplexity {cost['base_perplexity']} -> {cost['perplexity']}"
+    return [("change of the target", f"KL {cost['kl']} nats a token, {perplexity} on held-out text")]
 
 
 def _measured(manifest: Mapping[str, Any], bench: Mapping[str, Any] | None) -> str:

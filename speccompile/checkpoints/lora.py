@@ -29,6 +29,7 @@ from speccompile.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
+CHANGE = "change.json"  # of joint training: what the adapter costs the target on held-out text
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _FLOATS = ("F16", "BF16", "F32")
@@ -151,7 +152,9 @@ class LoraAdapter:
         ranks = sorted({change.rank for change in self.changes.values()})
         digests = digests_from_lora(self.folder)
         counts = {"modules": len(self.changes), "replaced": len(self.replaced), "ranks": ranks}
-        return {"model": name, **counts, "sha256": digests}
+        change = self.folder / CHANGE
+        cost = {"change": read_json_object(change, CheckpointError, _AGAIN)} if change.is_file() else {}
+        return {"model": name, **counts, "sha256": digests, **cost}
 
     def _sort_tensors(self) -> None:
         parts: dict[str, dict[str, str]] = {}

@@ -95,6 +95,14 @@ def _print_result(result: dict[str, Any], output: Path) -> None:
         cells = (" ".join(f"{value:.2f}" for value in row[key]) for key in ("loss", "agreement"))
         table.add_row(name, f"{result['seconds'][name]:.0f}", *cells, f"{row['acceptance_length']:.2f}")
     console.print(table)
+    if result.get("frontier"):
+        rows = Table("stage", "step", "length", "sampled length", "KL", "perplexity", box=None, header_style="dim")
+        for row in result["frontier"]:
+            lengths = (f"{row[name]:.2f}" for name in ("acceptance_length", "sampled_length"))
+            perplexity = f"{row['perplexity']:.3f} ({row['base_perplexity']:.3f} before)"
+            rows.add_row(row["stage"], str(row["step"]), *lengths, f"{row['kl']:.4f}", perplexity)
+        console.print(rows)
+        console.print(f"The changed target: target.lora: {output / 'adapter'}")
     if "chains" in result:
         chains = result["chains"]
         console.print(f"greedy chains: mean acceptance length {chains['mean_acceptance_length']:.2f}")

@@ -57,6 +57,18 @@ class GeneratedSection(TrainingBase):
     batch_slots: int = Field(32, ge=1, le=1024, description="Sequences that the engine decodes at once.")
 
 
+class JointSection(TrainingBase):
+    """Low-rank changes (LoRA) of the target, trained beside the drafter and written as a PEFT adapter."""
+
+    kl: float = Field(0.01, gt=0.0, description="Bound of KL(target || changed target), in nats a token.")
+    cross_entropy: float = Field(0.1, ge=0.0, description="Weight of the changed target's cross-entropy with the text.")
+    rank: int = Field(16, ge=1, le=1024, description="Rank of the changes.")
+    alpha: float = Field(16.0, gt=0.0, description="Changes are scaled by alpha / rank.")
+    modules: tuple[str, ...] = Field(
+        (), description="Endings of the linear layers' names, such as q_proj; [] is all in decoder layers."
+    )
+
+
 class TrainingSection(TrainingBase):
     """How a speculator is trained for the target."""
 
@@ -75,6 +87,7 @@ class TrainingSection(TrainingBase):
         description="'kl': cross-entropy with the label. 'lk': -log of the probability that a drawn draft is accepted; "
         "'lk_hybrid': from KL divergence to that probability as it grows.",
     )
+    joint: JointSection | None = Field(None, description="Changes the target too; by default it stays as it is.")
     chain_weights: bool = Field(
         False, description="A draft's weight is also the probability that all drafts before it are accepted."
     )

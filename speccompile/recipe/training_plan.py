@@ -60,6 +60,8 @@ def resolve_training(recipe: Recipe, output: Path | None = None) -> TrainingPlan
     if recipe.target.lora is not None:
         todo = "Merge it with PEFT (merge_and_unload, save_pretrained) and train for the merged checkpoint."
         raise RecipeError("target.lora", "an adapter in a training run", "a target as it is", todo)
+    if section.joint is not None and section.outputs == "bundle":
+        raise RecipeError("training.joint", "training.outputs: bundle", "outputs: weights", "Change one of them.")
     method = registry.trained_method(section.method)
     assert method.TrainingConfig is not None
     with naming_defaults(section):

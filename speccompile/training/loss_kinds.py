@@ -29,6 +29,7 @@ class LossTerms(NamedTuple):
     alphas: torch.Tensor  # [rows], the probability that a drawn draft is accepted
     on_draft: torch.Tensor  # [rows]
     on_kept: torch.Tensor  # [rows, kept]
+    on_label: torch.Tensor  # [rows, kept], gradients by the label's probabilities
 
 
 def loss_terms(kind: str, probs: torch.Tensor, log_draft: torch.Tensor) -> LossTerms:
@@ -45,14 +46,17 @@ def loss_terms(kind: str, probs: torch.Tensor, log_draft: torch.Tensor) -> LossT
     alphas, share = torch.minimum(probs, draft).sum(-1), rising.sum(-1)
     cross = -(probs * log_draft).sum(-1)
     if kind == "kl":
-        return LossTerms(cross, alphas, probs.sum(-1), -probs)
+        return LossTerms(cross, alphas, probs.sum(-1), -probs, -log_draft)
+    is_least = (draft >= probs).float()  # where the label bounds alpha
     if kind == "lk":
         least = alphas.clamp(min=_LEAST)
-        return LossTerms(-least.log(), alphas, share / least, -rising / least[:, None])
+        return LossTerms(-least.log(), alphas, share / least, -rising / least[:, None], -is_least / least[:, None])
     weight = (-_ETA * alphas).exp()
     losses = weight * (cross + torch.xlogy(probs, probs).sum(-1)) + (1 - weight) * (1 - alphas)
     on_draft = weight * probs.sum(-1) + (1 - weight) * share
-    return LossTerms(losses, alphas, on_draft, -weight[:, None] * probs - (1 - weight)[:, None] * rising)
+    weight = weight[:, None]
+    on_label = weight * (probs.clamp(min=_LEAST).log() + 1 - log_draft) - (1 - weight) * is_least
+    return LossTerms(losses, alphas, on_draft, -weight * probs - (1 - weight) * rising, on_label)
 
 
 def losses_by_autograd(kind: str, probs: torch.Tensor, log_draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,13 +36,14 @@ class _DistributionLoss(torch.autograd.Function):
         options: LossOptions,
         num: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        wants_states, wants_projection = ctx.needs_input_grad[:2]
+        wants_states, wants_projection, _, wants_probs = ctx.needs_input_grad[:4]
         dtype = options.dtype
         cast = projection.to(dtype)
         losses, best = states.new_empty(len(states), dtype=torch.float32), ids.new_empty(len(states), num)
         alphas = torch.empty_like(losses)
         grad_states = torch.empty_like(states, dtype=torch.float32) if wants_states else None
         grad_projection = torch.zeros_like(projection, dtype=torch.float32) if wants_projection else None
+        grad_probs = torch.empty_like(probs) if wants_probs else None
         size = BLOCK_ROWS[states.device.type]
         for first in range(0, len(states), size):
             part = slice(first, first + size)
@@ -57,7 +58,9 @@ class _DistributionLoss(torch.autograd.Function):
             soft = logits.sub_(top[:, None]).exp_()
             total = soft.sum(-1, dtype=torch.float32)
             log_draft = kept - (total.log() + top.float())[:, None]
-            losses[part], alphas[part], on_draft, on_kept = loss_terms(options.kind, probs[part], log_draft)
+            losses[part], alphas[part], on_draft, on_kept, on_label = loss_terms(options.kind, probs[part], log_draft)
+            if grad_probs is not None:
+                grad_probs[part] = on_label * weights[part][:, None]
             if grad_states is None:
                 continue
             grad = soft.mul_((on_draft * weights[part] / total).to(dtype)[:, None])
@@ -65,18 +68,14 @@ class _DistributionLoss(torch.autograd.Function):
             grad_states[part] = (grad @ cast).float()
             if grad_projection is not None:
                 grad_projection += (grad.T @ rows).float()
-        ctx.save_for_backward(grad_states, grad_projection)
+        ctx.save_for_backward(grad_states, grad_projection, grad_probs)
         ctx.mark_non_differentiable(losses, alphas, best)
         return (losses * weights).sum(), losses, alphas, best
 
     @staticmethod
     def backward(ctx: Any, total: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        grad_states, grad_projection = ctx.saved_tensors
-        return (
-            None if grad_states is None else grad_states * total,
-            None if grad_projection is None else grad_projection * total,
-            *(None,) * 5,
-        )
+        states, projection, probs = (None if grad is None else grad * total for grad in ctx.saved_tensors)
+        return states, projection, None, probs, None, None, None
 
 
 @dataclass(frozen=True)

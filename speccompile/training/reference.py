@@ -15,6 +15,7 @@ from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.common.chat_prompts import tokens_of_messages
 from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
+from speccompile.training.joint import ADAPTER
 from speccompile.training.states import batch_from_outputs, first_nodes
 from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import read_tokenizer
@@ -44,10 +45,12 @@ def measure_chains(
     keep_pages()
     source = resolve_checkpoint(plan.target)
     device = plan.section.device
-    target = Target(source, torch.float32, device)
+    folder = folder or plan.output
+    lora = None if plan.section.joint is None else str(folder / ADAPTER)
+    target = Target(source, torch.float32, device, lora)
     needs = plan.trainer.needs(plan.heads, target.config)
     parts = target.parts(torch.zeros(target.dims.vocab_size, dtype=torch.int64))
-    trainable = plan.trainer.make(plan.heads, parts, folder or plan.output).eval().to(device)
+    trainable = plan.trainer.make(plan.heads, parts, folder).eval().to(device)
     rows = _read_prompts(prompts, source)[:num_prompts]
     num_drafts = num_drafts or trainable.num_positions
     tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0

@@ -34,6 +34,7 @@ from speccompile.training.checkpoints import (
     save_record,
 )
 from speccompile.training.distributed import Team, join_team
+from speccompile.training.joint import ADAPTER, JointModule, NoStates
 from speccompile.training.losses import LossOptions, TrainedModule
 from speccompile.training.plots import write_curves
 from speccompile.training.stage import Stage, StageRunner, make_optimizer, measures_from_sums
@@ -111,7 +112,7 @@ class _Run:
         trainable, parts = self._make(target, self._windows(book, stages[0]))
         kind, is_chained = self.section.loss, self.section.chain_weights
         options = LossOptions(self.section.kl_share, self.section.decay, self.precision, kind, is_chained)
-        trained = TrainedModule(trainable, options, target.dims.vocab_size).to(self.section.device)
+        trained = self._wrap(trainable, options, target, needs).to(self.section.device)
         module = self.team.shard(trained)
         optimizer = make_optimizer(module, self.section.weight_decay)
         record, change = self._open_record(stages, [book.digest(name) for name in stages])
@@ -125,11 +126,16 @@ class _Run:
         state = self.team.model_state(module)
         if self.team.is_first:
             # Sharded parameters are no plain tensors: the result is written from a module of its own.
-            fresh = TrainedModule(self.plan.trainer.make(self.plan.heads, parts, None), options, target.dims.vocab_size)
+            fresh = self._wrap(self.plan.trainer.make(self.plan.heads, parts, None), options, target, needs)
             fresh.load_state_dict(state)
-            self._write(fresh.trainable, record)
+            self._write(fresh, record)
         self.team.wait()
         return self._summary(record)
+
+    def _wrap(self, trainable: Any, options: LossOptions, target: Target, needs: TargetNeeds) -> Any:
+        if self.section.joint is not None:
+            return JointModule(trainable, options, target, needs, self.section.joint)
+        return TrainedModule(trainable, options, target.dims.vocab_size)
 
     def _target(self, source: Path, book: TextBook, needs: TargetNeeds, stages: list[str]) -> Target:
         if self.section.outputs == "weights":
@@ -155,6 +161,8 @@ class _Run:
 
     def _stage(self, name: str, windows: Windows, digest: str, target: Target, needs: TargetNeeds) -> Stage:
         section = getattr(self.section, name)
+        if self.section.joint is not None:
+            return Stage(name, section, windows, NoStates(), self.section.seed, self.section.device)
         kept = digest_from_json(digest_record(target, digest, self.section.precision))
         folder = cache_folder() / "states" / kept
         passes = section.steps * section.batch_size / windows.counts[TRAIN]
@@ -229,13 +237,23 @@ class _Run:
             "seconds": {name: round(value, 1) for name, value in record.seconds.items()},
             "cpu_seconds": {name: round(value, 1) for name, value in record.cpu_seconds.items()},
             "held_out": last,
+            **({"frontier": self._frontier(record)} if self.section.joint is not None else {}),
         }
 
-    def _write(self, trainable: Any, record: RunRecord) -> None:
+    def _frontier(self, record: RunRecord) -> list[dict[str, Any]]:
+        names = ("acceptance_length", "sampled_length", "kl", "perplexity", "base_perplexity")
+        rows = [row for row in record.rows if "held_out" in row]
+        return [{"stage": row["stage"], "step": row["step"], **{n: row["held_out"][n] for n in names}} for row in rows]
+
+    def _write(self, trained: Any, record: RunRecord) -> None:
         self.listener.stage("write")
         with staged_folder(self.claim.path, self.claim.hold) as folder:
-            trainable.save(folder)
-            text = json.dumps(self._summary(record), indent=1) + "\n"
+            trained.trainable.save(folder)
+            summary = self._summary(record)
+            if self.section.joint is not None:
+                last = list(summary["held_out"].values())[-1]
+                trained.save_adapter(folder / ADAPTER, Path(self.plan.target).name, last)
+            text = json.dumps(summary, indent=1) + "\n"
             (folder / "training.json").write_text(text, encoding="utf-8")
             write_curves(record.rows, folder / "training.png", self.folder / EVENTS, self.plan.section.method)
             write_record(folder, SPECULATOR)
@@ -257,6 +275,8 @@ def _check_batches(section: TrainingSection, stages: list[str], num_processes: i
         if size % num_processes:
             expected = f"a multiple of the {num_processes} processes"
             raise RecipeError(f"training.{name}.batch_size", f"{size}", expected, "Change it, or their number.")
+    if section.joint is not None and num_processes > 1:
+        raise RecipeError("training.joint", f"{num_processes} processes", "one process", "Start it without torchrun.")
 
 
 def _check_extras() -> None:

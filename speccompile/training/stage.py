@@ -13,6 +13,7 @@ import torch
 
 from speccompile.recipe.training import GeneratedSection, PlainSection
 from speccompile.training.distributed import Team
+from speccompile.training.joint import NoStates
 from speccompile.training.states import CachedStates, LiveStates, batch_from_outputs
 from speccompile.training.windows import HELD_OUT, TRAIN, Windows
 from speccompile.training_contract import TrainingBatch
@@ -28,7 +29,7 @@ class Stage:
     name: str
     section: PlainSection | GeneratedSection
     windows: Windows
-    states: LiveStates | CachedStates
+    states: LiveStates | CachedStates | NoStates
     seed: int
     device: str = "cpu"
 
@@ -129,7 +130,7 @@ class StageRunner:
 
 def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
     """Returns measures by position and the estimated acceptance lengths, greedy and at temperature 1, JSON-ready."""
-    losses, hits, tried, kept, chains, alphas, reached = sums.cpu()  # one wait for the device, not one a figure
+    losses, hits, tried, kept, chains, alphas, reached, *joint = sums.cpu()  # one wait for the device, not one a figure
     tried, chains = tried.clamp(min=1), chains.clamp(min=1)
     kept_share = (kept / chains).tolist()
     return {
@@ -139,4 +140,12 @@ def measures_from_sums(sums: torch.Tensor) -> dict[str, Any]:
         "acceptance_length": round(1.0 + sum(kept_share), 5),
         "acceptance": [round(v, 5) for v in (alphas / tried).tolist()],
         "sampled_length": round(1.0 + float((reached / chains).sum()), 5),
+        **_cost_of_joint(*(float(row[0]) for row in joint)),
     }
+
+
+def _cost_of_joint(kl: float = 0.0, base: float = 0.0, changed: float = 0.0, count: float = 0.0) -> dict[str, float]:
+    if not count:
+        return {}
+    perplexities = {"base_perplexity": base, "perplexity": changed}
+    return {"kl": round(kl / count, 6), **{name: round(math.exp(v / count), 4) for name, v in perplexities.items()}}

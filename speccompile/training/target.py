@@ -62,6 +62,11 @@ class Target:
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
         """Returns the outputs of tokens [batch, nodes] int64 in `needs`, and the distributions: `TrainingBatch`."""
+        held = self.outputs(tokens, needs)
+        return held | dist_from_logits(held.pop("logits"))
+
+    def outputs(self, tokens: torch.Tensor, needs: TargetNeeds) -> dict[str, torch.Tensor]:
+        """Returns the outputs in `needs`, and `logits` [batch, nodes, vocab]; gradients flow where they are enabled."""
         held: dict[str, torch.Tensor] = {}
         head = self.model.get_output_embeddings()
         layers = find_layers(self.model, self.dims.num_layers)
@@ -75,10 +80,9 @@ class Target:
         if needs.caches:
             last = out.past_key_values.layers[self.dims.num_layers - 1]
             held |= {"k_cache": last.keys, "v_cache": last.values}
-        held |= dist_from_logits(out.logits)
         if not needs.hidden:
             held.pop("hidden")
-        return held
+        return {**held, "logits": out.logits}
 
 
 def dist_from_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:

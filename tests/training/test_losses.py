@@ -174,6 +174,17 @@ def test_the_written_gradients_are_those_of_autograd_for_any_label(kind):
     torch.testing.assert_close(got, grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_written_gradients_by_the_label_are_those_of_autograd(kind):
+    generator = torch.Generator().manual_seed(9)
+    logits, draft = (torch.randn(40, 12, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
+    probs = logits.softmax(-1).requires_grad_()
+    wanted, _ = losses_by_autograd(kind, probs, draft.log_softmax(-1))
+    [grad] = torch.autograd.grad(wanted.sum(), probs)
+    terms = loss_terms(kind, probs.detach(), draft.log_softmax(-1))
+    torch.testing.assert_close(terms.on_label, grad, rtol=1e-10, atol=1e-12)
+
+
 def test_the_likelihood_of_acceptance_has_finite_gradients_where_nothing_is_accepted():
     probs, log_draft = torch.tensor([[1.0, 0.0]]), torch.tensor([[-200.0, 0.0]])
     terms = loss_terms("lk", probs, log_draft)
