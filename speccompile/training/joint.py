@@ -94,7 +94,7 @@ class JointModule(nn.Module):
         loss, sums = judge(self.trainable(batch), batch, self.options, logits.shape[-1])
         divergence, before, after, count = tether_terms(base, logits, batch.tokens, batch.is_label)
         mean = divergence / count
-        loss = loss + self.joint.cross_entropy * after / count + self.strength * mean
+        loss = loss + self.joint.cross_entropy * after / count + self.strength.clone() * mean
         if torch.is_grad_enabled():
             self._adapt(float(mean.detach()))
         rows = torch.stack([value.detach().double() for value in (divergence, before, after, count)])
