@@ -114,8 +114,11 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+PROPOSAL = {"speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}  # vLLM's defaults
+
+
 def speculators_format(
-    kind: str, version: str, target: Target | None, method: Mapping[str, Any], name: str | None = None
+    kind: str, version: str, target: Target | None, method: Mapping[str, Any] = PROPOSAL, name: str | None = None
 ) -> dict[str, Any]:
     """Returns what a config in the speculators format (vLLM project) has beside the layers."""
     name = name if target is None else target.name

@@ -6,7 +6,6 @@ Only headers and index maps are read unless the caller asks for values; an unrea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from speccompile.core.dims import ModelDims
 from speccompile.core.registry import load_formats
 from speccompile.doctor.config_keys import unread_keys
 from speccompile.doctor.findings import Finding, Report, raise_first
-from speccompile.doctor.layouts import Case, Format, Target, lookup, resolve_sizes
+from speccompile.doctor.layouts import ANY, Case, Format, Target, resolve_sizes
 from speccompile.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -276,43 +275,30 @@ def canonical_from_case(case: Case) -> tuple[dict[str, Any], dict[str, torch.Ten
     return config, tensors
 
 
-@dataclass(frozen=True)
-class KnownFormat:
-    """A layout that is recognised by name only."""
-
-    name: str
-    label: str
-    marks: tuple[str, ...] = ()
-    config_marks: tuple[str, ...] = ()
-    config_values: tuple[tuple[str, tuple[str, ...]], ...] = ()
+def _by_name(name: str, label: str, marks: tuple[str, ...], *config_marks: tuple[str, Any]) -> Format:
+    return Format(name, label, "", (), (), (), marks=marks, config_marks=config_marks)
 
 
+# Layouts that are recognised by name only.
 KNOWN = (
-    KnownFormat("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
-    KnownFormat(
+    _by_name("mimo", "MiMo: layers of multi-token prediction in a list of their own", (r"^model\.mtp_layers\.",)),
+    _by_name(
         "hydra",
         "Hydra: heads that depend on each other's tokens",
         (r"^hydra_mlp\.", r"^hydra_lm_head\.", r"^hydra_head\."),
-        ("hydra_num_heads",),
+        ("hydra_num_heads", ANY),
     ),
-    KnownFormat(
+    _by_name(
         "redrafter",
         "ReDrafter: a recurrent drafter",
         (r"(^|\.)rnn_[uw](\.|$)", r"^lm_head\.\d+\.linear\."),
-        (),
-        (("model_type", ("redrafter", "recurrent_drafting")),),
+        ("model_type", "redrafter"),
+        ("model_type", "recurrent_drafting"),
     ),
 )
 
 
-def known_format(config: Mapping[str, Any], keys: Iterable[str]) -> KnownFormat | None:
+def known_format(config: Mapping[str, Any], keys: Iterable[str]) -> Format | None:
     """Returns the layout of a checkpoint that is not supported yet; None when it is none of these."""
     names = list(keys)
-    for known in KNOWN:
-        if any(config.get(key) is not None for key in known.config_marks):
-            return known
-        if any(lookup(config, key) in values for key, values in known.config_values):
-            return known
-        if any(re.search(mark, key) for mark in known.marks for key in names):
-            return known
-    return None
+    return next((known for known in KNOWN if known.is_in(config, names)), None)

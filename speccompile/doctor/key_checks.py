@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +40,14 @@ def check_missing(case: Case) -> Iterator[Finding]:
         if want.key not in case.files.headers and not has_other and not _stands_in(case, want):
             lacking[row.key].append(want)
     for wants in lacking.values():
-        more = f" and {len(wants) - 1} more of its kind" if len(wants) > 1 else ""
-        shape = _text(wants[0].shape)
+        first = wants[0]
         todo = "Fetch the folder again; others fill the gap with random or zero weights in silence."
-        yield finding(
-            "error", case.where(wants[0].key), f"no such key{more}", f"{wants[0].row.dtypes[0]} {shape}", todo
-        )
+        expected = f"{first.row.dtypes[0]} {_text(first.shape)}"
+        yield finding("error", case.where(first.key), f"no such key{_more(wants)}", expected, todo)
+
+
+def _more(alike: Sequence[Any]) -> str:
+    return f" and {len(alike) - 1} more of its kind" if len(alike) > 1 else ""
 
 
 def _stands_in(case: Case, want: Expected) -> bool:
@@ -74,8 +77,7 @@ def check_shapes(case: Case) -> Iterator[Finding]:
             wrong[want.row.key].append(want)
     for wants in wrong.values():
         first = wants[0]
-        more = f" and {len(wants) - 1} more of its kind" if len(wants) > 1 else ""
-        got = _text(case.files.headers[first.key].shape) + more
+        got = _text(case.files.headers[first.key].shape) + _more(wants)
         names = " x ".join(str(d) for d in first.row.dims)
         todo = "Config and weights are of different speculators: fetch the folder again, or correct config.json."
         yield finding("error", case.where(first.key), got, f"{_text(first.shape)} = {names}", todo)
@@ -89,10 +91,9 @@ def check_dtypes(case: Case) -> Iterator[Finding]:
         if header is not None and header.dtype not in want.row.dtypes:
             wrong[want.row.key, header.dtype].append(want.key)
     for (_, dtype), keys in wrong.items():
-        more = f" and {len(keys) - 1} more of its kind" if len(keys) > 1 else ""
         allowed = case.expected[keys[0]].row.dtypes
         todo = "Use the checkpoint before it was quantised or converted."
-        yield finding("error", case.where(keys[0]), dtype + more, " or ".join(allowed), todo)
+        yield finding("error", case.where(keys[0]), dtype + _more(keys), " or ".join(allowed), todo)
 
 
 def check_finite(case: Case) -> Iterator[Finding]:

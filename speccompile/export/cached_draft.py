@@ -10,15 +10,10 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from speccompile.core.specs import SHARED_ROWS, GraphSpec, TensorSpec
+from speccompile.core.specs import GraphSpec
 from speccompile.export.heads import HEADS_CLEANUP
-from speccompile.export.trace import trace_module
-from speccompile.export.weights import name_weights, names_by_address, share_weights
-from speccompile.graph_kinds.features import STATES
-from speccompile.passes.base import Pass, run_pipeline
-
-# None is 0 or 1, which torch would treat as constants.
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, SHARED_ROWS: 12, STATES: 4}
+from speccompile.export.trace import trace_draft
+from speccompile.passes.base import Pass
 
 
 def export_cached_draft(
@@ -29,23 +24,7 @@ def export_cached_draft(
     Args:
         module: takes the inputs of `spec` in order, its caches as one list, and returns its outputs.
     """
-    progress("trace")
-    num = len(spec.inputs) - len(spec.caches)
-    example = [_example(tensor) for tensor in spec.inputs]
-    sizes = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
-    shapes = [{i: sizes[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs]
-    names = names_by_address(module)
-    graph = trace_module(module.eval(), (*example[:num], example[num:]), (*shapes[:num], shapes[num:]), spec, spec.name)
-    share_weights(graph)
-    name_weights(graph, names)
-    run_pipeline(graph, cleanup, progress)
-    return graph
-
-
-def _example(tensor: TensorSpec) -> torch.Tensor:
-    shape = [d if isinstance(d, int) else _EXAMPLE_SIZES[d] for d in tensor.dims]
-    made = torch.ones if tensor.dtype == "bool" else torch.zeros
-    return made(shape, dtype=getattr(torch, tensor.dtype))
+    return trace_draft(module, spec, progress, cleanup, (len(spec.caches),))
 
 
 class RotaryTables(nn.Module):

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speccompile.checkpoints.model_config import config_errors
-from speccompile.core.specs import GraphSpec, TensorSpec, cache_names
+from speccompile.core.specs import GraphSpec, cache_names
 from speccompile.doctor.decoder_rows import decoder_config
 from speccompile.errors import ExportError
 from speccompile.export import attention
@@ -25,14 +25,10 @@ from speccompile.export.attention import Frame, cache_pairs, forward_pass, gathe
 from speccompile.export.candidates import node_probs, top_tokens
 from speccompile.export.decoder import cleanup_table
 from speccompile.export.draft_vocab import spread, spread_index
-from speccompile.export.trace import trace_module
-from speccompile.export.weights import name_weights, names_by_address, share_weights
+from speccompile.export.trace import trace_draft
 from speccompile.graph_kinds.features import NO_FEATURE
-from speccompile.passes.base import run_pipeline
 
 RANDOM_SEED = 0
-# Neither 0 nor 1, which torch would treat as constants.
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "states": 4, "max_seq": 16}
 
 
 class FeatureBody(nn.Module):
@@ -179,6 +175,7 @@ def fill_weights(
     module: nn.Module,
     weights: Mapping[str, torch.Tensor] | None,
     shared: Mapping[str, torch.Tensor] | None = None,
+    std: float = 0.02,
 ) -> None:
     """Loads a module on the meta device with float32 weights by name; None: random ones with a fixed seed."""
     module.to_empty(device="cpu")
@@ -190,7 +187,7 @@ def fill_weights(
             if name in held or weights is not None:
                 parameter.data = held[name].to(torch.float32)
             elif parameter.dim() > 1:
-                parameter.normal_(0, 0.02, generator=generator)
+                parameter.normal_(0, std, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
@@ -199,45 +196,19 @@ def export_feature_draft(
     body: FeatureBody, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]
 ) -> ir.Model:
     """Trace a draft and clean the trace. Returns the neutral graph; its weights refer to torch's memory."""
+    dims = {"draft_vocab": spec.dist_width}
+    whole = tuple(replace(t, dims=tuple(dims.get(str(d), d) for d in t.dims)) for t in spec.outputs)
+    groups = (3 if spec.gives_probs else 0, len(spec.caches))
+
+    def name_dims(graph: ir.Model) -> None:
+        for value, tensor in zip(graph.graph.outputs, spec.outputs, strict=True):
+            value.shape = ir.Shape(list(tensor.dims))
+
     draft = SlidingFeatureDraft if spec.window else FeatureDraft
-    return _export(draft(body, spec).eval(), spec, max_rows, progress)
+    table = cleanup_table(max_rows)
+    return trace_draft(draft(body, spec), spec, progress, table, groups, replace(spec, outputs=whole), name_dims)
 
 
 def export_fusion(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
     """Trace the network that computes features from a list of target states -> [batch, nodes, hidden]."""
-    return _export(module.eval(), spec, 1, progress)
-
-
-def _export(module: nn.Module, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]) -> ir.Model:
-    progress("trace")
-    sizes = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
-    tensors = [_example(t) for t in spec.inputs]
-    shapes = [{i: sizes[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs]
-    names = names_by_address(module)
-    graph = trace_module(module, _grouped(tensors, spec), _grouped(shapes, spec), _with_whole_dists(spec), spec.name)
-    for value, tensor in zip(graph.graph.outputs, spec.outputs, strict=True):
-        value.shape = ir.Shape(list(tensor.dims))
-    share_weights(graph)
-    name_weights(graph, names)
-    run_pipeline(graph, cleanup_table(max_rows), progress)
-    return graph
-
-
-def _with_whole_dists(spec: GraphSpec) -> GraphSpec:
-    dims = {"draft_vocab": spec.dist_width}
-    outputs = tuple(replace(t, dims=tuple(dims.get(str(d), d) for d in t.dims)) for t in spec.outputs)
-    return replace(spec, outputs=outputs)
-
-
-def _grouped(values: list[Any], spec: GraphSpec) -> tuple[Any, ...]:
-    if not spec.caches:
-        return (values,)
-    num, num_warp = len(spec.caches), 3 if spec.gives_probs else 0
-    first = len(values) - num - num_warp
-    return (*values[:first], values[first : len(values) - num], values[len(values) - num :])
-
-
-def _example(tensor: TensorSpec) -> torch.Tensor:
-    shape = [d if isinstance(d, int) else _EXAMPLE_SIZES[d] for d in tensor.dims]
-    made = torch.ones if tensor.dtype == "bool" else torch.zeros
-    return made(shape, dtype=getattr(torch, tensor.dtype))
+    return trace_draft(module, spec, progress, cleanup_table(1), (len(spec.inputs),))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,9 @@ class FeatureSource(SpeculatorSource):
         self.dims: FeatureDims = dims_from_config(self.folder, self.config, method, context.max_seq_len)
         self.check_target("target states of {}", self.dims.target_hidden_size)
 
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
+        return trace_features(module, self.spec(), self.max_rows, progress)
+
 
 class FusionGraph(SpeculatorSource):
     """The source of the graph that fuses residual streams of the target, beside a method's own base class.
@@ -60,10 +62,6 @@ class FusionGraph(SpeculatorSource):
         super().__init__(job, context)
         self.max_rows = 0
 
-    def make_fusion(self) -> torch.nn.Module:
-        """Returns the module: a list of states [batch, nodes, target_hidden] -> [batch, nodes, hidden]."""
-        raise NotImplementedError
-
     def counts(self) -> WeightCounts | None:
         num = len(self.dims.layers) * self.dims.target_hidden_size * self.dims.hidden_size
         return WeightCounts(num, num, 0)
@@ -71,13 +69,17 @@ class FusionGraph(SpeculatorSource):
     def spec(self) -> GraphSpec:
         return fusion_spec(self.job.name, self.dims)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
         from speccompile.export.feature_draft import export_fusion
 
-        progress("load weights")
-        fusion = self.make_fusion()
-        graph = export_fusion(fusion, self.spec(), progress)
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in fusion.parameters()))
+        return export_fusion(module, self.spec(), progress)
+
+
+def trace_features(module: Any, spec: GraphSpec, max_rows: int, progress: Callable[[str], None]) -> ir.Model:
+    """Traces a `FeatureBody`."""
+    from speccompile.export.feature_draft import export_feature_draft
+
+    return export_feature_draft(module, spec, max_rows, progress)
 
 
 def check_window(folder: Path, config: Mapping[str, Any]) -> None:
@@ -121,20 +123,3 @@ def dims_from_config(folder: Path, config: Mapping[str, Any], model_type: str, m
         draft_vocab_size=size("draft_vocab_size", size("vocab_size")),
         head_rank=size("head_rank") if config.get("head_rank") else 0,
     )
-
-
-def count_weights(dims: FeatureDims, first_inputs: int, num_norms: int, extra_linear: int = 0) -> WeightCounts:
-    """Counts the weights of a draft's graph, without biases.
-
-    Args:
-        first_inputs: width from which the first layer's queries, keys and values are projected.
-        extra_linear: weights of linear layers besides decoder layers and LM head.
-    """
-    hidden, queries = dims.hidden_size, dims.num_heads * dims.head_dim
-    keys = dims.num_kv_heads * dims.head_dim
-    inputs = first_inputs + (dims.num_layers - 1) * hidden
-    layers = inputs * (queries + 2 * keys) + dims.num_layers * hidden * (queries + 3 * dims.intermediate_size)
-    rank = dims.head_rank
-    head = rank * (dims.draft_vocab_size + hidden) if rank else dims.draft_vocab_size * hidden
-    linear, plain = layers + head + extra_linear, dims.vocab_size * hidden + num_norms * hidden
-    return WeightCounts(linear + plain, linear, plain, head)

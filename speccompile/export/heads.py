@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import onnx_ir as ir
-import torch
 from torch import nn
 
-from speccompile.core.specs import CHAIN_PROBS, SHARED_ROWS, GraphSpec, TensorSpec
-from speccompile.export.trace import trace_module
-from speccompile.export.weights import name_weights, names_by_address, share_weights
-from speccompile.passes.base import Pass, run_pipeline
+from speccompile.core.specs import CHAIN_PROBS, GraphSpec, TensorSpec
+from speccompile.export.trace import trace_draft
+from speccompile.passes.base import Pass
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.edit import Editor
 from speccompile.passes.fold_weights import FOLD_WEIGHTS
@@ -32,7 +29,6 @@ HEADS_CLEANUP: tuple[Pass, ...] = (
     SHARE_COMMON,
     REMOVE_DEAD,
 )
-_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, SHARED_ROWS: 12}  # neither 0 nor 1, which torch would treat as constants
 
 
 def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], None]) -> ir.Model:
@@ -43,27 +39,13 @@ def export_heads(module: nn.Module, spec: GraphSpec, progress: Callable[[str], N
             distribution of each draft [batch, vocab] one by one. Caches of the target come as one list.
         spec: a `heads_spec`, or one of `graph_kinds.heads`; the graph's inputs and outputs.
     """
-    progress("trace")
-    example: tuple[Any, ...] = tuple(_example(tensor) for tensor in spec.inputs)
-    dims = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
-    dynamic: tuple[Any, ...] = tuple(
-        {i: dims[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs
-    )
-    names, num = names_by_address(module), len(spec.inputs) - len(spec.borrowed)
-    if spec.borrowed:
-        example, dynamic = (*example[:num], list(example[num:])), (*dynamic[:num], list(dynamic[num:]))
-    graph = trace_module(module, example, dynamic, _apart(spec), spec.name)
-    share_weights(graph)
-    name_weights(graph, names)
-    if _num_drafts(spec):
-        _join_dists(graph, spec)
-    run_pipeline(graph, HEADS_CLEANUP, progress)
-    return graph
+    groups = (len(spec.borrowed),) if spec.borrowed else ()
 
+    def finish(graph: ir.Model) -> None:
+        if _num_drafts(spec):
+            _join_dists(graph, spec)
 
-def _example(tensor: TensorSpec) -> torch.Tensor:
-    shape = [d if isinstance(d, int) else _EXAMPLE_SIZES[d] for d in tensor.dims]
-    return torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
+    return trace_draft(module, spec, progress, HEADS_CLEANUP, groups, _apart(spec), finish)
 
 
 def _num_drafts(spec: GraphSpec) -> int:

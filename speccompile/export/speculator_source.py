@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.target_tables import digests_from_target
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import (
     check_kind,
     check_method,
@@ -21,11 +24,12 @@ from speccompile.doctor.doctor import (
     open_known,
     read_speculator,
 )
-from speccompile.doctor.layouts import Case, Format
+from speccompile.doctor.layouts import FLOATS, Case, Format
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_candidates
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
     import torch
 
     from speccompile.core.protocols import Engine
@@ -36,7 +40,7 @@ _log = logging.getLogger(__name__)
 class SpeculatorSource:
     """The part of `core.protocols.GraphSource` that does not depend on the method.
 
-    A method's source sets `dims` and `formats`, and adds `spec` and `export`.
+    A method's source sets `dims` and `formats`, and adds `spec`, `make_module` and, unless it is of heads, `trace`.
 
     Raises:
         CheckpointError: it is of another method, or, without weights, its config of a kind that is not supported yet.
@@ -47,6 +51,7 @@ class SpeculatorSource:
     has_tokenizer = False
     shares_weights = False
     is_needed = True
+    is_tied = False  # its LM head is its own table of embeddings
     dims: Any
     formats: Sequence[Format] = ()  # the method's layouts on disk
     config_layout: Format | None = None  # of a config without weights that names no layout; None: the canonical one
@@ -85,6 +90,25 @@ class SpeculatorSource:
         """Returns the tensors by the names of our layout; None where weights are random."""
         return None if self.is_random else read_speculator(self.folder, self.formats, overrides=self.overrides)[1]
 
+    def spec(self) -> GraphSpec:
+        raise NotImplementedError
+
+    def make_module(self) -> torch.nn.Module:
+        """Returns the module that is traced, with the checkpoint's weights or random ones."""
+        raise NotImplementedError
+
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
+        from speccompile.export.heads import export_heads
+
+        return export_heads(module.eval(), self.spec(), progress)
+
+    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, Any]:
+        """Reads or makes the weights, and traces the graph."""
+        progress("load weights")
+        module = self.make_module()
+        graph = self.trace(module, progress)
+        return graph, replace(self.dims, num_params=sum(p.numel() for p in module.parameters()))
+
     def check(self) -> None:
         """Checks every key and shape by the files' headers, and warns of what else the doctor finds in them."""
         job = self.context.target_job
@@ -101,9 +125,22 @@ class SpeculatorSource:
         own = digests_from_checkpoint(self.folder, self.context.weights, SPECULATOR_FILES)
         return own | (digests_from_target(self.context) if self.needs_tables else {})
 
+    def part_of(self, name: str) -> str:
+        """Returns what a weight of the canonical layout is in the graph: "linear", "table"; empty: not in it."""
+        return "table" if name.endswith("embed_tokens.weight") else "linear"
+
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the graph's tables that the layout does not have, by their names."""
+        return {}
+
     def counts(self) -> WeightCounts | None:
-        counts: WeightCounts = self.dims.counts()
-        return counts
+        """Returns the weights of the graph: of the layout's rows, shared ones once, and of its further tables."""
+        rows = [e for e in self.case.expected.values() if e.row.dtypes == FLOATS]
+        shapes = {e.name: e.shape for e in rows if not e.fallback or e.row.may_differ} | self.tables()
+        sizes = {name: math.prod(d or 0 for d in shape) for name, shape in shapes.items() if self.part_of(name)}
+        linear = sum(n for name, n in sizes.items() if len(shapes[name]) > 1 and self.part_of(name) == "linear")
+        head, total = sum(n for name, n in sizes.items() if name.startswith("lm_head")), sum(sizes.values())
+        return WeightCounts(total - (head if self.is_tied else 0), linear, total - linear, head, self.is_tied)
 
 
 def check_agreement(

@@ -18,10 +18,11 @@ from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules import common as rules
 from torch import fx, nn
 
-from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.core.specs import SHARED_ROWS, GraphSpec, TensorSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention, candidates, recurrent
 from speccompile.export.decompose import decompose_if_needed, promote_without_running, without_grad
+from speccompile.export.weights import name_weights, names_by_address, share_weights
 from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.candidates import NODE_PROBS_OP, TOP_TOKENS
 from speccompile.ops.conv_rows import CONV_ROWS
@@ -29,9 +30,56 @@ from speccompile.ops.cross_attention import CROSS_ATTENTION
 from speccompile.ops.gated_delta import GATED_DELTA
 from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.sample_token import SAMPLE_TOKEN
+from speccompile.passes.base import Pass, run_pipeline
 
 IR_VERSION = 12  # of ONNX 1.19, the first with opset 24
 OUR_TORCH_OPS = (attention, candidates, recurrent)  # modules whose import registers the torch ops translated below
+
+
+# Neither 0 nor 1, which torch would treat as constants.
+_EXAMPLE_SIZES = {"batch": 2, "nodes": 3, "scored": 2, "max_seq": 16, "states": 4, SHARED_ROWS: 12}
+
+
+def trace_draft(
+    module: nn.Module,
+    spec: GraphSpec,
+    progress: Callable[[str], None],
+    cleanup: Sequence[Pass],
+    groups: Sequence[int] = (),
+    outputs: GraphSpec | None = None,
+    finish: Callable[[ir.Model], None] = lambda graph: None,
+) -> ir.Model:
+    """Traces a drafter and cleans the trace; the neutral graph's weights refer to torch's memory.
+
+    Args:
+        module: takes the inputs of `spec` in order, the last ones as lists of so many as `groups` says.
+        outputs: with what the module returns, where it is not what `spec` says; `finish` makes one of the other.
+    """
+
+    def grouped(each: list[Any]) -> tuple[Any, ...]:
+        lists: list[Any] = []
+        for num in reversed(groups):
+            each, last = each[: len(each) - num], each[len(each) - num :]
+            lists.insert(0, last)
+        return (*each, *lists)
+
+    progress("trace")
+    dims = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
+    example = [_example(tensor) for tensor in spec.inputs]
+    dynamic = [{i: dims[d] for i, d in enumerate(t.dims) if isinstance(d, str)} for t in spec.inputs]
+    names = names_by_address(module)
+    graph = trace_module(module.eval(), grouped(example), grouped(dynamic), outputs or spec, spec.name)
+    share_weights(graph)
+    name_weights(graph, names)
+    finish(graph)
+    run_pipeline(graph, tuple(cleanup), progress)
+    return graph
+
+
+def _example(tensor: TensorSpec) -> torch.Tensor:
+    shape = [d if isinstance(d, int) else _EXAMPLE_SIZES[d] for d in tensor.dims]
+    made = torch.ones if tensor.dtype == "bool" else torch.zeros
+    return made(shape, dtype=getattr(torch, tensor.dtype))
 
 
 def trace_module(

@@ -48,8 +48,9 @@ TOP_TOKENS = Op(
     (TensorSpec(CANDIDATES, _CANDIDATE_ROWS, "int64"), TensorSpec(CANDIDATE_PROBS, _CANDIDATE_ROWS, "float32")),
     top_tokens,
     """
-    tops, candidates = TopK(logits, Reshape(attr.num_candidates, [1]), axis=2)
-    candidate_probs = GatherND(Softmax(logits, axis=-1), Unsqueeze(candidates, [-1]), batch_dims=2)
+    scores = float32(logits)
+    tops, candidates = TopK(scores, Reshape(attr.num_candidates, [1]), axis=2)
+    candidate_probs = GatherND(Softmax(scores, axis=-1), Unsqueeze(candidates, [-1]), batch_dims=2)
     """,
     attributes={"num_candidates": 8},
 )

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from speccompile.export.heads_file import write_heads
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes
+from speccompile.speculators.glide.config import GlideDims
 from speccompile.speculators.glide.model import Glide
-from speccompile.speculators.glide.sizes import GlideDims
 from tests.speculators.eagle_lab import HIDDEN, VOCAB, texts_of
 
 NUM_EXIT_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 8  # heads of `eagle_lab.write_target`

@@ -99,8 +99,8 @@ def write_medusa(folder: Path, target: Path, num_heads: int = 3) -> None:
     from torch.nn.functional import cross_entropy
     from transformers import LlamaForCausalLM
 
+    from speccompile.speculators.medusa.config import HeadsSizes
     from speccompile.speculators.medusa.model import MedusaHeads
-    from speccompile.speculators.medusa.sizes import HeadsSizes
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 
     model, states, labels = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), [], []
@@ -130,8 +130,8 @@ def write_prophet(folder: Path, target: Path) -> None:
     from transformers import LlamaForCausalLM
 
     from speccompile.export.heads_file import write_heads
+    from speccompile.speculators.prophet.config import ProphetSizes
     from speccompile.speculators.prophet.model import Prophet
-    from speccompile.speculators.prophet.sizes import ProphetSizes
     from tests.speculators.eagle_lab import HIDDEN, PROMPTS, VOCAB
 
     model, counts = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval(), torch.zeros(VOCAB, VOCAB)

@@ -271,6 +271,14 @@ def test_what_cannot_be_built_is_refused_by_name(folder, tmp_path):
         METHOD.Config("d", slot_candidates=65)
 
 
+@pytest.mark.parametrize("kind", lab.KINDS)
+def test_weights_are_counted_before_they_are_read(folder, kind):
+    for weights, least in (("checkpoint", 1.0), ("random", 0.9)):  # a config alone does not say the corrector's biases
+        draft = sources(folder, kind, weights=weights)[0]
+        num = sum(p.numel() for p in draft.make_module().parameters())
+        assert least * num <= draft.counts().num_params <= num
+
+
 def test_a_config_alone_is_enough_for_random_weights(folder, tmp_path):
     """Also with layers of a larger target, and for a target of fewer layers than are read."""
     for kind in ("two", "spark", "other"):
@@ -281,8 +289,7 @@ def test_a_config_alone_is_enough_for_random_weights(folder, tmp_path):
             made["dflash_config"]["target_layer_ids"] = [1, 9, 17, 25, 33]
         (checkpoints / "config.json").write_text(json.dumps(made))
         draft, fusion = sources(folder, checkpoints, weights="random")
-        counts = draft.counts()
-        assert draft.drafter == sources(folder, kind)[0].drafter and counts.num_params > 1000
+        assert draft.drafter == sources(folder, kind)[0].drafter
         assert len(fusion.dims.layers) == (5 if kind == "two" else 3) and max(fusion.dims.layers) < 7
     draft, _ = sources(folder, tmp_path / "two", weights="random")
     assert sum(t.name.endswith("_cache.1") for t in draft.spec().inputs) == 2

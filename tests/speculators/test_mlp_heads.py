@@ -2,6 +2,7 @@
 """The heads against a twin written from the published formula, in torch, on ONNX Runtime and the reference."""
 
 import gc
+import itertools
 import json
 import math
 import weakref
@@ -22,9 +23,9 @@ from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
 from speccompile.export.heads import export_heads  # noqa: E402
 from speccompile.export.tree_drafters import Chain  # noqa: E402
 from speccompile.speculators.mlp.checkpoint import FORMATS, PREFIX, HeadsSource, sizes_of  # noqa: E402
+from speccompile.speculators.mlp.config import WEIGHTS, HeadsSizes  # noqa: E402
 from speccompile.speculators.mlp.config import MlpConfig as Config  # noqa: E402
-from speccompile.speculators.mlp.model import MlpExpander, MlpHeads, random_heads  # noqa: E402
-from speccompile.speculators.mlp.sizes import HeadsSizes  # noqa: E402
+from speccompile.speculators.mlp.model import MlpExpander, MlpHeads, make_heads  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
 VOCAB, HIDDEN, INNER = 97, 20, 12
@@ -55,8 +56,9 @@ def config(variant="plain", **changed):
 def random_state(variant, seed=0):
     """Weights of the published names, norms included, none of them trivial."""
     rng = np.random.default_rng(seed)
-    made = {}
-    for kind, head, shape in sizes(variant).weights():
+    made, known = {}, {"vocab": VOCAB, "inner": INNER}
+    for head, (kind, dims, least) in itertools.product(range(VARIANTS[variant][0]), WEIGHTS):
+        shape = tuple(known[d] for d in dims) if head >= least else (INNER, HIDDEN)
         first = made.get(kind.format(sizes(variant).shares(kind, head)))
         scale = 1.0 if len(shape) == 1 else 0.4
         fresh = (rng.normal(size=shape) * scale).astype(np.float32)
@@ -162,7 +164,8 @@ def test_a_checkpoint_becomes_a_graph_that_computes_the_formula(variant, form, t
     weights = random_state(variant)
     is_tied = VARIANTS[variant][1]
     # In safetensors no two names may share memory; there a tied speculator holds the first copies.
-    own = {k.format(h) for k, h, _ in sizes(variant).weights() if sizes(variant).shares(k, h) == h}
+    all_heads = itertools.product(range(VARIANTS[variant][0]), WEIGHTS)
+    own = {k.format(h) for h, (k, _, _) in all_heads if sizes(variant).shares(k, h) == h}
     held = {n: w for n, w in weights.items() if n in own} if is_tied and form == "safetensors" else weights
     source = open_source(save(tmp_path / "in", held, config(variant), form))
     source.check()
@@ -243,20 +246,20 @@ def test_published_configs_give_their_sizes(name, tmp_path):
     assert source.spec().output(specs.CHAIN_PROBS).dims == ("batch", num + 1, "draft_vocab")
     tables, projections = (1, 2) if tied else (num, num)
     linear = tables * vocab * inner + inner * hidden + (projections - 1) * inner * inner
-    assert made.counts().num_linear == linear
-    assert made.counts().num_params == linear + tables * (vocab * inner + 2 * inner)
+    assert source.counts().num_linear == linear
+    assert source.counts().num_params == linear + tables * (vocab * inner + 2 * inner)
     # The same with a tiny inner size goes through torch, forwards.
     small = HeadsSizes("mlp_speculator", 64, 16, 8, num, num, tied, scaled)
     spec = small.spec("heads")
     shapes = {"batch": 2, "nodes": 3}
     feeds = [torch.zeros([shapes.get(d, d) for d in t.dims], dtype=getattr(torch, t.dtype)) for t in spec.inputs]
     feeds[-1] += 1  # top_p: off
-    assert Chain(MlpExpander(random_heads(small)), num)(*feeds)[0].shape == (2, num)
+    assert Chain(MlpExpander(make_heads(small)), num)(*feeds)[0].shape == (2, num)
 
 
 def test_an_export_that_is_over_holds_no_weights():
     """Globals of torch and onnxscript keep the last export; a second large one would not fit beside it."""
-    heads = random_heads(sizes("scaled"))
+    heads = make_heads(sizes("scaled"))
     held = [weakref.ref(parameter) for parameter in heads.parameters()]
     graph = export_heads(Chain(MlpExpander(heads), 2), sizes("scaled").spec("heads"), lambda stage: None)
     del heads, graph
@@ -265,7 +268,7 @@ def test_an_export_that_is_over_holds_no_weights():
 
 
 def test_random_heads_are_the_same_every_time():
-    first, second = (random_heads(sizes("both")).state_dict() for _ in range(2))
+    first, second = (make_heads(sizes("both")).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert float(first["emb.0.weight"].std()) == pytest.approx(INNER**-0.5, rel=0.1)
 

@@ -28,12 +28,6 @@ _SAMPLE_TOKEN = """
     sampled_probs = Squeeze(probs, [1])
     """
 
-_TOP_TOKENS = """
-    scores = float32(logits)
-    tops, candidates = TopK(scores, Reshape(attr.num_candidates, [1]), axis=2)
-    candidate_probs = GatherElements(Softmax(scores, axis=-1), candidates, axis=2)
-    """
-
 _NODE_PROBS = """
     node_probs = speccompile.Warp(float32(logits), temperature, top_k, top_p)
     """
@@ -99,7 +93,7 @@ def tensorrt_ops(drafts: Drafts, max_nodes: int) -> dict[str, Op]:
     ops = (
         replace(SPEC_VERIFY, body=verify, uses=uses),
         replace(SAMPLE_TOKEN, outputs=outputs, body=_SAMPLE_TOKEN, uses=("Warp", "Draw")),
-        replace(TOP_TOKENS, body=_TOP_TOKENS),
+        TOP_TOKENS,
         replace(NODE_PROBS_OP, outputs=dists, body=_NODE_PROBS),
         FINITE_TOKEN,
         KV_ROLLBACK,

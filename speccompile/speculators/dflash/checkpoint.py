@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from speccompile.core.protocols import Engine
 from speccompile.core.specs import CANDIDATES, GraphSpec, probe_inputs
 from speccompile.doctor.doctor import open_config, open_known
 from speccompile.errors import BuildError, CheckpointError, RecipeError
-from speccompile.export.feature_source import FusionGraph, count_weights, dims_from_config
+from speccompile.export.feature_source import FusionGraph, dims_from_config
 from speccompile.export.speculator_source import SpeculatorSource
 from speccompile.graph_kinds.blocks import (
     NEXT_STATES,
@@ -109,6 +110,11 @@ class _BlockSource(SpeculatorSource):
         self.check_target("target states of {}", dims.target_hidden_size)
 
 
+# Weights of the other graphs, or of none; tables, of which rows are gathered, and biases.
+_ELSEWHERE = re.compile(r"^(fc|hidden_norm)\.weight$|^confidence_head\.|^prefix_gru\.|^embed_proj\.0\.")
+_TABLES = re.compile(r"embed_tokens\.weight$|_codebook$|markov_w\d\.weight$|^embed_proj\.2\.|base_kernel$|_bias$")
+
+
 class DraftSource(_BlockSource):
     """A `speccompile.core.protocols.GraphSource`. The job has `BlockOptions`."""
 
@@ -157,19 +163,20 @@ class DraftSource(_BlockSource):
         options: BlockOptions = self.job.options
         return options
 
-    def counts(self) -> WeightCounts | None:
-        dims, drafter = self.dims, self.drafter
-        hidden, groups = dims.hidden_size, dims.hidden_size // max(drafter.group_size, 1)
-        convs = 2 * dims.num_layers * 2 * drafter.taps
-        counts = count_weights(dims, hidden, 1 + 2 * dims.num_layers, convs * groups * hidden)
-        tables = (drafter.selector_rank + drafter.markov_rank) * (dims.vocab_size + dims.draft_vocab_size)
-        plain = counts.num_plain + tables + convs * hidden
-        linear = counts.num_linear + drafter.selector_rank * hidden
-        if drafter.corrector:
-            linear += corrector_weights(drafter.corrector, hidden)
-        if drafter.path:
-            linear, plain = linear + drafter.path.width * hidden, plain + drafter.path.width * dims.vocab_size
-        return replace(counts, num_params=linear + plain, num_linear=linear, num_plain=plain)
+    def part_of(self, name: str) -> str:
+        if _ELSEWHERE.search(name):
+            return ""
+        return "table" if _TABLES.search(name) else "linear"
+
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        """Returns what no row of the layout is: the path head's columns for states, layers that only weights show."""
+        drafter, hidden, made = self.drafter, self.dims.hidden_size, dict[str, tuple[int, ...]]()
+        if drafter.path is not None:
+            made["of_states"] = (drafter.path.width, hidden)
+            made["embed_proj.2.weight"] = (self.dims.vocab_size, drafter.path.width)
+        if drafter.corrector is not None and self.is_random:
+            made["of_corrector"] = (1, corrector_weights(drafter.corrector, hidden))
+        return made
 
     def spec(self) -> GraphSpec:
         return block_draft_spec(
@@ -199,20 +206,21 @@ class DraftSource(_BlockSource):
             raise BuildError(where, "scores that are not finite", "numbers", todo)
         return {"num_tokens": engine.spec.num_drafts}
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+    def make_module(self) -> torch.nn.Module:
         from speccompile.checkpoints.target_tables import read_tables
-        from speccompile.export.cached_draft import export_cached_draft
-        from speccompile.export.decoder import cleanup_table
         from speccompile.speculators.dflash.model import make_draft
 
-        progress("load weights")
         tables = read_tables(self.context) if self.needs_tables else None
         shared: Mapping[str, Any] = {} if tables is None else {EMBEDDINGS: tables.embeddings, LM_HEAD: tables.lm_head}
+        return make_draft(self.config, self.drafter, self.dims, self.spec(), self.read_weights(), shared)
+
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
+        from speccompile.export.cached_draft import export_cached_draft
+        from speccompile.export.decoder import cleanup_table
+
         spec = self.spec()
-        draft = make_draft(self.config, self.drafter, self.dims, spec, self.read_weights(), shared)
         # A block may begin at the last row that a sequence can use.
-        graph = export_cached_draft(draft, spec, progress, cleanup_table(self.max_rows + spec.rows_written_ahead))
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in draft.parameters()))
+        return export_cached_draft(module, spec, progress, cleanup_table(self.max_rows + spec.rows_written_ahead))
 
 
 def corrector_weights(corrector: Corrector, width: int) -> int:
@@ -256,21 +264,22 @@ class StepSource(DraftSource):
             raise BuildError(where, "scores that are not finite", "numbers", todo)
         return {"num_tokens": 2}
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
-        from speccompile.export.feature_draft import export_fusion
+    def make_module(self) -> torch.nn.Module:
         from speccompile.speculators.dflash.path_head import make_step
 
-        progress("load weights")
         assert self.drafter.path is not None
-        step = make_step(self.drafter.path, self.dims.hidden_size, self.read_weights())
-        graph = export_fusion(step, self.spec(), progress)
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in step.parameters()))
+        return make_step(self.drafter.path, self.dims.hidden_size, self.read_weights())
+
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
+        from speccompile.export.feature_draft import export_fusion
+
+        return export_fusion(module, self.spec(), progress)
 
 
 class FusionSource(FusionGraph, _BlockSource):
     """A `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
-    def make_fusion(self) -> torch.nn.Module:
+    def make_module(self) -> torch.nn.Module:
         from speccompile.speculators.dflash.model import make_fusion
 
         return make_fusion(self.config, self.dims, self.read_weights())

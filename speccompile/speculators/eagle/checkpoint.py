@@ -6,12 +6,11 @@ The first layer has no norm before its attention, and there is no LM head: the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.target_tables import EMBEDDINGS
-from speccompile.core.jobs import CandidateOptions, WeightCounts
+from speccompile.core.jobs import CandidateOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import (
     decoder_config,
@@ -24,11 +23,11 @@ from speccompile.doctor.decoder_rows import (
 from speccompile.doctor.findings import Finding
 from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, config_of_sizes, finding, flag, unchanged
-from speccompile.export.feature_source import FeatureSource, count_weights
-from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
+from speccompile.export.feature_source import FeatureSource
+from speccompile.graph_kinds.features import feature_draft_spec
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    import torch
 
 _LAYER = "layers.{layer}"
 _FIRST_NORM = "layers.0.input_layernorm.weight"
@@ -95,21 +94,16 @@ class DraftSource(FeatureSource):
 
     formats = FORMATS
 
-    def counts(self) -> WeightCounts | None:
-        hidden = self.dims.hidden_size
-        return count_weights(self.dims, hidden, 2 * self.dims.num_layers - 1, 2 * hidden * hidden)
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        return {"lm_head.weight": (self.dims.vocab_size, self.dims.hidden_size)}
 
     def spec(self) -> GraphSpec:
         options: CandidateOptions = self.job.options
         num = min(options.num_candidates, self.dims.vocab_size)
         return feature_draft_spec(self.job.name, self.dims, num, options.gives_probs, self.max_rows)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+    def make_module(self) -> torch.nn.Module:
         from speccompile.checkpoints.target_tables import read_tables
-        from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle.model import make_body
 
-        progress("load weights")
-        body = make_body(self.config, self.dims, self.read_weights(), read_tables(self.context).lm_head)
-        graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))
+        return make_body(self.config, self.dims, self.read_weights(), read_tables(self.context).lm_head)

@@ -7,7 +7,8 @@ The streams after layers, counted from 0, are read; the published choice for n l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.export.feature_source import FeatureSource, FusionGraph, count_weights, holds
+from speccompile.export.feature_source import FeatureSource, FusionGraph, holds
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 from speccompile.speculators.eagle3.layouts import (
     EMBEDDINGS,
     FORMATS,
     IDS,
+    MASK_HIDDEN,
     MASK_TOKENS,
     NUM_STREAMS,
     OUTPUTS,
@@ -33,7 +35,6 @@ from speccompile.speculators.eagle3.layouts import (
 from speccompile.speculators.eagle3.speculators_config import layer_of, windows_of
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     import torch
 
     from speccompile.speculators.eagle3.config import DraftOptions
@@ -94,6 +95,9 @@ def default_layers(num_layers: int, *, is_random: bool = False) -> tuple[int, ..
     raise RecipeError("speculator.layers", f"a target of {num_layers} layers", expected, "Name three layers.")
 
 
+_OF_FUSION = re.compile(rf"^(fc|input_norm|fc_norm\.\d+)\.weight$|^{MASK_HIDDEN}$")
+
+
 class _Eagle3Source(FeatureSource):
     """Base of the sources of both graphs."""
 
@@ -134,8 +138,8 @@ class DraftSource(_Eagle3Source):
             raise CheckpointError(where, repr(token), f"a token of the {self.dims.vocab_size} that it reads", todo)
         return token
 
-    def counts(self) -> WeightCounts | None:
-        return count_weights(self.dims, 2 * self.dims.hidden_size, 2 + 2 * self.dims.num_layers)
+    def part_of(self, name: str) -> str:
+        return "" if _OF_FUSION.search(name) else super().part_of(name)
 
     def spec(self) -> GraphSpec:
         options: DraftOptions = self.job.options
@@ -147,24 +151,19 @@ class DraftSource(_Eagle3Source):
             made, num_drafts=min(options.max_parallel, self.context.max_draft_nodes), mask_token=self.mask_token
         )
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+    def make_module(self) -> torch.nn.Module:
         from speccompile.checkpoints.target_tables import read_tables
-        from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.eagle3.model import make_body
 
-        progress("load weights")
-        weights = self.read_weights()
         embeddings: Any = read_tables(self.context).embeddings if self.needs_tables else None
         has_masks = self.mask_token is not None
-        body = make_body(self.config, self.dims, weights, embeddings, has_masks=has_masks)
-        graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))
+        return make_body(self.config, self.dims, self.read_weights(), embeddings, has_masks=has_masks)
 
 
 class FusionSource(FusionGraph, _Eagle3Source):
     """A `speccompile.core.protocols.GraphSource`. The job has `FusionOptions`."""
 
-    def make_fusion(self) -> torch.nn.Module:
+    def make_module(self) -> torch.nn.Module:
         from speccompile.speculators.eagle3.model import make_fusion
 
         return make_fusion(self.config, self.dims, self.read_weights())

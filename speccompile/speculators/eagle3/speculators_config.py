@@ -12,7 +12,6 @@ from speccompile.doctor.layouts import Case, Sizes, Target, finding, lookup
 from speccompile.errors import CheckpointError
 
 SCOPE = "transformer_layer_config."
-PROPOSAL = {"speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}  # vLLM's defaults
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 PEAGLE = "peagle"  # of `speculators_model_type`
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -107,7 +106,7 @@ def config_from_canonical(config: Mapping[str, Any], target: Target | None) -> d
     kind, architecture = ("eagle3", "Eagle3Speculator") if token is None else (PEAGLE, "PEagleSpeculator")
     return {
         "architectures": [architecture],
-        **speculators_format(kind, "0.3.0", target, PROPOSAL, config.get("base_model_name_or_path")),
+        **speculators_format(kind, "0.3.0", target, name=config.get("base_model_name_or_path")),
         "transformer_layer_config": {**layer, "model_type": "llama", "tie_word_embeddings": False},
         "draft_vocab_size": config["draft_vocab_size"],
         "norm_before_residual": bool(config.get("norm_before_residual", False)),

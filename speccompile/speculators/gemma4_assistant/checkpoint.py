@@ -7,7 +7,7 @@ embeddings the LM head computes the logits of the tokens of the most probable ce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from speccompile.graph_kinds.borrowed import reading_spec
 from speccompile.graph_kinds.heads import DraftForm
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    import torch
 
 MODEL_TYPE = "gemma4_assistant"
 NUM_DRAFTS = 4  # of a chain whose length the recipe leaves open
@@ -226,9 +226,11 @@ class AssistantSource(SpeculatorSource):
         caches = tuple(name for layer in self.layers.values() for name in cache_names(layer))
         return replace(reading_spec(plain, self.target, caches), max_rows=self.max_rows)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, AssistantSizes]:
+    def counts(self) -> WeightCounts:
+        return self.dims.counts()
+
+    def make_module(self) -> torch.nn.Module:
         from speccompile.checkpoints.target_tables import read_tables
-        from speccompile.export.heads import export_heads
         from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.gemma4_assistant.model import (
             AssistantExpander,
@@ -237,11 +239,7 @@ class AssistantSource(SpeculatorSource):
             make_assistant,
         )
 
-        progress("load weights")
         assistant = make_assistant(str(self.folder), self.config, self.read_weights())
         expander = AssistantExpander(assistant, read_tables(self.context).embeddings)
-        spec = self.spec()
-        reader = ReadingChain if spec.gives_probs else ReadingTree
-        module = reader(drafter_from_form(expander, self.form), tuple(self.layers)).eval()
-        num_params = sum(p.numel() for p in module.parameters())
-        return export_heads(module, spec, progress), replace(self.dims, num_params=num_params)
+        reader = ReadingChain if self.spec().gives_probs else ReadingTree
+        return reader(drafter_from_form(expander, self.form), tuple(self.layers))

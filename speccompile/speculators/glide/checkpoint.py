@@ -39,10 +39,11 @@ from speccompile.doctor.layouts import (
 )
 from speccompile.export.speculator_source import SpeculatorSource, check_agreement
 from speccompile.graph_kinds.decoder import candidate_spec
-from speccompile.speculators.glide.sizes import PUBLISHED_THETA, GlideDims
+from speccompile.speculators.glide.config import PUBLISHED_THETA, GlideDims
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
 _LAYER, _OVER = "model.layers.{layer}", (("layer", "num_layers", 0),)
 _OWN_KEYS = r"cross_attn\.(k|v)_proj\."
@@ -197,6 +198,7 @@ class GlideSource(SpeculatorSource):
         super().__init__(job, context)
         self.options: CandidateOptions = job.options
         self.dims: GlideDims = dims_for_target(self.case, self.target)
+        self.is_tied = self.dims.is_tied
         # As many as the target has: its rows are read in place.
         self.max_rows = min(context.max_seq_len, self.target.max_positions)
         stated = {} if self.is_random else self.case.sizes
@@ -214,13 +216,16 @@ class GlideSource(SpeculatorSource):
     def _plain_spec(self) -> GraphSpec:
         return replace(self.dims.decoder_spec(self.job.name, self.target), max_rows=self.max_rows)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, GlideDims]:
-        from speccompile.export.cached_draft import export_cached_draft
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        return {"lm_head.weight": (self.dims.vocab_size, self.dims.hidden_size)}
+
+    def make_module(self) -> torch.nn.Module:
         from speccompile.speculators.glide.model import make_drafter
 
-        progress("load weights")
         # Padding comes after the last row that a sequence may use.
-        num_positions = self.max_rows + self.context.max_draft_nodes + 1
-        drafter = make_drafter(self.dims, self.read_weights(), num_positions)
-        graph = export_cached_draft(drafter, self._plain_spec(), progress)
-        return graph, replace(self.dims, num_params=self.dims.counts().num_params)
+        return make_drafter(self.dims, self.read_weights(), self.max_rows + self.context.max_draft_nodes + 1)
+
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
+        from speccompile.export.cached_draft import export_cached_draft
+
+        return export_cached_draft(module, self._plain_spec(), progress)

@@ -25,7 +25,7 @@ from speccompile.export.layers import (
     rotate,
     split_heads,
 )
-from speccompile.speculators.glide.sizes import GlideDims
+from speccompile.speculators.glide.config import GlideDims
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import copy_weights
-from speccompile.speculators.glide.config import GlideTraining
+from speccompile.speculators.glide.config import GlideDims, GlideTraining
 from speccompile.speculators.glide.model import Glide, WholeText
-from speccompile.speculators.glide.sizes import GlideDims
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 

@@ -7,7 +7,7 @@ blocks x + SiLU(W x + b) and an LM head. Old releases repeat one block: copies m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,17 @@ from speccompile.doctor.layouts import Case, Check, Format, Row, Size, Sizes, Ta
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_head_candidates
 from speccompile.export.speculator_source import SpeculatorSource
-from speccompile.speculators.medusa.sizes import HeadsSizes
+from speccompile.speculators.medusa.config import HeadsSizes
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    import torch
 
     from speccompile.speculators.medusa.config import HeadsOptions
 
 _OVER_HEADS = (("head", "num_heads", 0),)
 _LATER = (*_OVER_HEADS, ("layer", "num_layers", 1))
 _TARGET_HEAD = "lm_head.weight"  # the target's, not one of the heads
+_OF_TARGET = "target.lm_head.weight"  # its copy in the graph
 _NAMES = "{head}.{layer}.linear."  # of a block in the canonical layout
 
 
@@ -232,12 +233,15 @@ class HeadsSource(SpeculatorSource):
     def spec(self) -> GraphSpec:
         return self.dims.spec(self.job.name)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
-        from speccompile.export.heads import export_heads
+    def part_of(self, name: str) -> str:
+        head = name.partition(".")[0]
+        return "linear" if name == _OF_TARGET or (head.isdigit() and int(head) < self.dims.num_drafts) else ""
+
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        return {_OF_TARGET: (self.dims.vocab_size, self.dims.hidden_size)} if self.needs_tables else {}
+
+    def make_module(self) -> torch.nn.Module:
         from speccompile.speculators.medusa.model import MedusaDrafter, make_heads
 
-        progress("load weights")
         lm_head = read_tables(self.context).lm_head if self.needs_tables else None
-        drafter = MedusaDrafter(make_heads(self.dims, self.read_weights()), self.dims.num_candidates, lm_head).eval()
-        graph = export_heads(drafter, self.spec(), progress)
-        return graph, replace(self.dims, num_params=self.dims.counts().num_params)
+        return MedusaDrafter(make_heads(self.dims, self.read_weights()), self.dims.num_candidates, lm_head)

@@ -6,19 +6,49 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, StepCosts, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.core.specs import CANDIDATES
+from speccompile.core.specs import CANDIDATES, GraphSpec
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.tree_config import Tree, TreeFields
+from speccompile.graph_kinds.heads import candidate_heads_spec
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.medusa.checkpoint:HeadsSource"
+
+
+@dataclass(frozen=True)
+class HeadsSizes:
+    """Sizes of the heads."""
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int
+    uses_target_lm_head: bool  # all heads end in the target's LM head, which is not in the checkpoint
+    num_drafts: int = 0  # heads in the graph; 0: all of the checkpoint
+    num_candidates: int = 0
+    num_params: int = 0  # parameters in the graph; 0 before the export
+    model_type: str = "medusa"
+
+    def spec(self, name: str) -> GraphSpec:
+        return candidate_heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts, self.num_candidates)
+
+    def config(self) -> dict[str, Any]:
+        """Returns the config.json of a checkpoint, with the published names."""
+        return {
+            "model_type": self.model_type,
+            "medusa_num_heads": self.num_heads,
+            "medusa_num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "original_lm_head": self.uses_target_lm_head,
+        }
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from speccompile.export.attention import gather_nodes
 from speccompile.export.candidates import top_tokens
-from speccompile.speculators.medusa.sizes import HeadsSizes
+from speccompile.speculators.medusa.config import HeadsSizes
 
 RANDOM_SEED = 0
 

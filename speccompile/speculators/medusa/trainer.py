@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from speccompile.export.heads_file import read_heads, write_heads
-from speccompile.speculators.medusa.config import MedusaTraining
+from speccompile.speculators.medusa.config import HeadsSizes, MedusaTraining
 from speccompile.speculators.medusa.model import MedusaHeads
-from speccompile.speculators.medusa.sizes import HeadsSizes
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 

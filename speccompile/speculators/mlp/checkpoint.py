@@ -6,7 +6,7 @@ With `tie_weights` the heads share all weights but the first projection; files m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_room
 from speccompile.graph_kinds.heads import DraftForm
-from speccompile.speculators.mlp.sizes import MODEL_TYPE, WEIGHTS, HeadsSizes
+from speccompile.speculators.mlp.config import MODEL_TYPE, WEIGHTS, HeadsSizes
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    import torch
 
 PREFIX = "speculator."
 
@@ -169,13 +169,15 @@ class HeadsSource(SpeculatorSource):
     def spec(self) -> GraphSpec:
         return self.form.spec(self.job.name, self.dims.hidden_size, self.dims.vocab_size)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, HeadsSizes]:
-        from speccompile.export.heads import export_heads
-        from speccompile.export.tree_drafters import drafter_from_form
-        from speccompile.speculators.mlp.model import MlpExpander, heads_from_weights, random_heads
+    def part_of(self, name: str) -> str:
+        kind, head, _ = name.split(".")
+        return "" if int(head) >= self.dims.num_drafts else "table" if kind == "emb" else "linear"
 
-        progress("load weights")
-        weights = self.read_weights()
-        heads = random_heads(self.dims) if weights is None else heads_from_weights(self.dims, weights)
-        graph = export_heads(drafter_from_form(MlpExpander(heads), self.form), self.spec(), progress)
-        return graph, replace(self.dims, num_params=self.dims.counts().num_params)
+    def make_module(self) -> torch.nn.Module:
+        from speccompile.export.tree_drafters import drafter_from_form
+        from speccompile.speculators.mlp.model import MlpExpander, make_heads
+
+        heads = make_heads(self.dims, self.read_weights())
+        for part in (heads.emb, heads.proj, heads.head, heads.ln):
+            del part[self.dims.num_drafts :]
+        return drafter_from_form(MlpExpander(heads), self.form)

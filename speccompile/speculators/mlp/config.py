@@ -11,10 +11,46 @@ from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
 from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
+from speccompile.core.specs import GraphSpec
 from speccompile.drafting.heads_config import HeadsFields
+from speccompile.graph_kinds.heads import heads_spec
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.mlp.checkpoint:HeadsSource"
+
+MODEL_TYPE = "mlp_speculator"
+# (template, dims of all heads but the first of the projections, the first head of those that may share it)
+WEIGHTS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("emb.{}.weight", ("vocab", "inner"), 0),
+    ("proj.{}.weight", ("inner", "inner"), 1),
+    ("head.{}.weight", ("vocab", "inner"), 0),
+    ("ln.{}.weight", ("inner",), 0),
+    ("ln.{}.bias", ("inner",), 0),
+)
+
+
+@dataclass(frozen=True)
+class HeadsSizes:
+    """Sizes and switches of a speculator."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    inner_size: int  # of the heads' own state (`inner_dim`)
+    num_heads: int  # heads in the checkpoint (`n_predict`); the state's weight depends on it
+    num_drafts: int
+    is_tied: bool  # heads share embedding, LM head and norm; projections from the second on are one
+    scales_input: bool  # the target's state is normalised first
+    num_params: int = 0
+
+    def spec(self, name: str) -> GraphSpec:
+        """Returns the inputs and outputs of the graph."""
+        return heads_spec(name, self.hidden_size, self.vocab_size, self.num_drafts)
+
+    def shares(self, kind: str, head: int) -> int:
+        """Returns the head whose weight of that kind `head` uses."""
+        first = 1 if kind.startswith("proj") else 0
+        return first if self.is_tied and head > first else head
 
 
 @dataclass(frozen=True)

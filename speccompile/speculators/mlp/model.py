@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from speccompile.export.feature_draft import fill_weights
 from speccompile.export.tree_drafters import Above, take
-from speccompile.speculators.mlp.sizes import HeadsSizes
+from speccompile.speculators.mlp.config import HeadsSizes
 
 EPSILON = 1e-6
-RANDOM_SEED = 0
 
 
 class RmsNorm(nn.Module):
@@ -97,25 +97,12 @@ class MlpExpander(nn.Module):
         return self.heads.step(depth, take(state, above), tokens)
 
 
-def random_heads(sizes: HeadsSizes) -> MlpHeads:
-    """Returns heads with the same random weights every time, scaled as before training."""
+def make_heads(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor] | None = None) -> MlpHeads:
+    """Returns heads in float32 of weights by published name without prefix, shared ones under their first name.
+
+    None: random ones, the same every time, scaled as before training.
+    """
     with torch.device("meta"):
         heads = MlpHeads(sizes)
-    heads.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(RANDOM_SEED)
-    with torch.no_grad():
-        for name, parameter in heads.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, sizes.inner_size**-0.5, generator=generator)
-            else:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-    return heads.eval()
-
-
-def heads_from_weights(sizes: HeadsSizes, weights: Mapping[str, torch.Tensor]) -> MlpHeads:
-    """Returns heads in float32 of weights by published name without prefix, shared ones under their first name."""
-    with torch.device("meta"):
-        heads = MlpHeads(sizes)
-    own = {n: nn.Parameter(weights[n].to(torch.float32), requires_grad=False) for n, _ in heads.named_parameters()}
-    heads.load_state_dict(own, strict=False, assign=True)
+    fill_weights(heads, weights, std=sizes.inner_size**-0.5)
     return heads.eval()

@@ -11,7 +11,7 @@ from speccompile.doctor.layouts import Case
 from speccompile.doctor.probe import Convention, Reading
 from speccompile.export.probes import hidden_convention, hidden_of, read_case
 from speccompile.speculators.mlp.checkpoint import sizes_of
-from speccompile.speculators.mlp.model import heads_from_weights
+from speccompile.speculators.mlp.model import make_heads
 from speccompile.training_contract import TargetParts, TrainingBatch
 
 _SCALE = "scale_input"
@@ -30,7 +30,7 @@ class MlpProbe:
         self.conventions = (scale, hidden_convention(case))
 
     def draft(self, reading: Reading, text: TrainingBatch, roots: torch.Tensor, num: int) -> torch.Tensor:
-        heads = heads_from_weights(replace(self.sizes, scales_input=reading[_SCALE]), self.weights)
+        heads = make_heads(replace(self.sizes, scales_input=reading[_SCALE]), self.weights)
         state = heads.begin(hidden_of(text, reading["target_hidden"], self.num_layers)[:, roots - 1])
         drafts, last = [], text.tokens.shape[1] - 1
         for i in range(num):

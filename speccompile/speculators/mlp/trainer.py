@@ -12,9 +12,8 @@ from torch import nn
 
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.speculators.mlp.checkpoint import PREFIX
-from speccompile.speculators.mlp.config import MlpTraining
-from speccompile.speculators.mlp.model import MlpHeads, heads_from_weights, random_heads
-from speccompile.speculators.mlp.sizes import MODEL_TYPE, HeadsSizes
+from speccompile.speculators.mlp.config import MODEL_TYPE, HeadsSizes, MlpTraining
+from speccompile.speculators.mlp.model import MlpHeads, make_heads
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
@@ -76,7 +75,7 @@ def config_from_sizes(sizes: HeadsSizes) -> dict[str, Any]:
 
 def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
     """Returns heads with the target's embeddings and LM heads, cut to the LM head's leading directions."""
-    heads = random_heads(sizes)
+    heads = make_heads(sizes)
     _, _, directions = torch.linalg.svd(parts.lm_head, full_matrices=False)
     basis = directions[: sizes.inner_size].T  # [hidden, inner]
     width = min(sizes.inner_size, basis.shape[1])
@@ -89,9 +88,9 @@ def begin_heads(sizes: HeadsSizes, parts: TargetParts) -> MlpHeads:
 
 
 def load_heads(sizes: HeadsSizes, folder: Path) -> MlpHeads:
-    heads = random_heads(sizes)
+    heads = make_heads(sizes)
     tensors = read_heads(folder, {PREFIX + name: tensor for name, tensor in heads.named_parameters()})
-    return heads_from_weights(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+    return make_heads(sizes, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
 
 
 class MlpTrainer:

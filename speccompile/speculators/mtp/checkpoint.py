@@ -22,7 +22,7 @@ from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent
 from speccompile.core.dims import LayerDims
-from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
+from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec
 from speccompile.doctor.decoder_rows import speculators_format
@@ -31,7 +31,7 @@ from speccompile.doctor.key_checks import COMMON
 from speccompile.doctor.layouts import Case, Check, Format, Target, unchanged
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.checks import check_candidates
-from speccompile.export.feature_source import check_window, dims_from_config
+from speccompile.export.feature_source import check_window, dims_from_config, trace_features
 from speccompile.export.speculator_source import SpeculatorSource
 from speccompile.graph_kinds.features import FeatureDims, feature_draft_spec
 from speccompile.speculators.mtp.block_rows import (
@@ -62,6 +62,7 @@ from speccompile.speculators.mtp.layer_rows import (
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    import torch
 
     from speccompile.speculators.mtp.config import MtpOptions
 
@@ -69,7 +70,6 @@ _log = logging.getLogger(__name__)
 METHOD = "mtp"
 PREFIX = f"{METHOD}."
 SCOPE, SPECULATORS_SCOPE = "layer_config", "transformer_layer_config"
-_PROPOSAL = {"speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}  # vLLM's defaults
 _CHECKS = (
     *COMMON,
     Check("mtp.layer", check_layer),
@@ -111,7 +111,7 @@ def _speculators_config(config: Mapping[str, Any], target: Target | None) -> dic
             raise CheckpointError(where, repr(config[name]), f"{usual[name]}, as readers of the format assume", todo)
     return {
         "architectures": ["MTPDraftModel"],
-        **speculators_format(METHOD, "0.3.0", target, _PROPOSAL),
+        **speculators_format(METHOD, "0.3.0", target),
         SPECULATORS_SCOPE: dict(config[SCOPE]),
         "num_nextn_predict_layers": 1,
     }
@@ -265,18 +265,6 @@ class DraftSource(SpeculatorSource):
             todo = "Correct the recipe; drafts from the other state are accepted less often."
             raise RecipeError("speculator.target_hidden", got, expected, todo)
 
-    def counts(self) -> WeightCounts | None:
-        layer = self.config[SCOPE]
-        hidden, vocab = self.dims.hidden_size, self.dims.vocab_size
-        queries, keys = self.dims.num_heads * self.dims.head_dim, self.dims.num_kv_heads * self.dims.head_dim
-        if self.dims.latent_layers:
-            queries = self.dims.num_heads * (int(layer["qk_nope_head_dim"]) + int(layer["v_head_dim"]))
-        num_experts = self.case.sizes.get("num_experts") or 0
-        inner = int(layer.get("moe_intermediate_size") or 0) * num_experts or self.dims.intermediate_size
-        linear = hidden * (2 * hidden + 2 * queries + 2 * keys + 3 * inner + num_experts) + vocab * hidden
-        plain = vocab * hidden + 5 * hidden
-        return WeightCounts(linear + plain, linear, plain, vocab * hidden)
-
     def spec(self) -> GraphSpec:
         options = self._options
         num = min(options.num_candidates, self.dims.vocab_size)
@@ -299,15 +287,15 @@ class DraftSource(SpeculatorSource):
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
         return super().digests() | kept
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, FeatureDims]:
+    def make_module(self) -> torch.nn.Module:
         from speccompile.checkpoints.target_tables import read_tables
-        from speccompile.export.feature_draft import export_feature_draft
         from speccompile.speculators.mtp.model import make_body
 
-        progress("load weights")
         tables = read_tables(self.context) if self.needs_tables else None
         body = make_body(str(self.folder), self.config, self.dims, self.read_weights(), tables)
         if self.draft_tokens is not None:
             body.keep_tokens(self.draft_tokens.ids)
-        graph = export_feature_draft(body, self.spec(), self.max_rows, progress)
-        return graph, replace(self.dims, num_params=sum(p.numel() for p in body.parameters()))
+        return body
+
+    def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
+        return trace_features(module, self.spec(), self.max_rows, progress)

@@ -7,8 +7,8 @@ A small causal transformer with Llama's keys; its first input is the target's hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.target_tables import read_tables
@@ -22,10 +22,10 @@ from speccompile.errors import CheckpointError
 from speccompile.export.checks import check_heads
 from speccompile.export.speculator_source import SpeculatorSource, check_room
 from speccompile.graph_kinds.heads import DraftForm
-from speccompile.speculators.prophet.sizes import MODEL_TYPE, ProphetSizes
+from speccompile.speculators.prophet.config import MODEL_TYPE, ProphetSizes
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    import torch
 
 
 def _derive(sizes: Sizes) -> None:
@@ -104,6 +104,7 @@ class ProphetSource(SpeculatorSource):
         super().__init__(job, context)
         self.dims: ProphetSizes = sizes_of(self.case)
         self.needs_tables = self.dims.uses_target_embeddings
+        self.is_tied = self.dims.tie_word_embeddings and not self.needs_tables
         self.form = DraftForm.from_options(job.options, context.max_draft_nodes)
         self.check_target("a target of hidden size {}", self.dims.target_hidden_size)
         check_room(self.form.depth, context)
@@ -111,14 +112,13 @@ class ProphetSource(SpeculatorSource):
     def spec(self) -> GraphSpec:
         return self.form.spec(self.job.name, self.dims.target_hidden_size, self.dims.vocab_size)
 
-    def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, ProphetSizes]:
-        from speccompile.export.heads import export_heads
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        shape = (self.dims.vocab_size, self.dims.hidden_size)
+        return {"embed_tokens.weight": shape, "lm_head.weight": shape}
+
+    def make_module(self) -> torch.nn.Module:
         from speccompile.export.tree_drafters import drafter_from_form
         from speccompile.speculators.prophet.model import make_expander
 
-        progress("load weights")
-        weights = self.read_weights()
         tables = read_tables(self.context) if self.needs_tables else None
-        expander = make_expander(self.dims, weights, tables)
-        graph = export_heads(drafter_from_form(expander, self.form), self.spec(), progress)
-        return graph, replace(self.dims, num_params=self.dims.counts().num_params)
+        return drafter_from_form(make_expander(self.dims, self.read_weights(), tables), self.form)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
@@ -17,6 +18,33 @@ from speccompile.graph_kinds.heads import FormOptions
 
 HEADS = "heads"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.prophet.checkpoint:ProphetSource"
+
+MODEL_TYPE = "prophet"
+
+
+@dataclass(frozen=True)
+class ProphetSizes:
+    """Sizes; the fields are those of config.json."""
+
+    vocab_size: int
+    target_hidden_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    horizon: int
+    rope_theta: float = 10000.0  # base of its positions; the target's state stands at position 0
+    rms_norm_eps: float = 1e-5
+    uses_target_embeddings: bool = True  # embeddings and LM head are the target's, and not in the checkpoint
+    tie_word_embeddings: bool = False  # otherwise, whether its LM head is its embeddings
+    model_type: str = MODEL_TYPE
+    num_params: int = 0  # parameters in the graph; 0 before the export
+
+    def config_from_sizes(self) -> dict[str, Any]:
+        """Returns the config.json of a checkpoint."""
+        return {name: value for name, value in asdict(self).items() if name != "num_params"}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.export.layers import RmsNorm, SelfAttention, SwiGlu, attend, init_linear, join_heads
 from speccompile.export.tree_drafters import Above, take
-from speccompile.speculators.prophet.sizes import ProphetSizes
+from speccompile.speculators.prophet.config import ProphetSizes
 
 RANDOM_SEED = 0
 Held = list[tuple[torch.Tensor, torch.Tensor]]

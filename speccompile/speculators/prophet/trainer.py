@@ -14,9 +14,8 @@ from speccompile.errors import RecipeError
 from speccompile.export.chains import drawn_positions
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.export.layers import copy_weights
-from speccompile.speculators.prophet.config import ProphetTraining
+from speccompile.speculators.prophet.config import ProphetSizes, ProphetTraining
 from speccompile.speculators.prophet.model import Prophet
-from speccompile.speculators.prophet.sizes import ProphetSizes
 from speccompile.training_contract import Drafted, TargetNeeds, TargetParts, TrainingBatch
 
 
