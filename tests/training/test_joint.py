@@ -99,7 +99,8 @@ def test_tether_counts_learned_positions_that_a_token_follows():
     p, q = base.double().softmax(-1), changed.double().softmax(-1)
     positions = [(0, 0), (0, 2)]
     assert int(count) == 2
-    assert float(divergence) == pytest.approx(sum(float((p[i] * (p[i] / q[i]).log()).sum()) for i in positions), rel=1e-5)
+    wanted = sum(float((p[i] * (p[i] / q[i]).log()).sum()) for i in positions)
+    assert float(divergence) == pytest.approx(wanted, rel=1e-5)
     for probs, got in ((p, before), (q, after)):
         assert float(got) == pytest.approx(
             -sum(float(probs[i][tokens[i[0], i[1] + 1]].log()) for i in positions), rel=1e-5
