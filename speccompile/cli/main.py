@@ -25,6 +25,7 @@ from speccompile.cli import (
     serve,
     train,
     triton,
+    vectors,
     verify,
 )
 from speccompile.cli.endings import is_stdout_broken, print_ending, sigterm_unwinds, stdout_error
@@ -68,7 +69,7 @@ def _options(
 
 _COMMANDS = (
     *(build, verify, generate, chat, serve, replay, triton, bench, profile, plan),
-    *(train, inspect, doctor, convert, cache, schema),
+    *(train, inspect, doctor, convert, cache, schema, vectors),
 )
 for _command in _COMMANDS:
     _command.register(app)

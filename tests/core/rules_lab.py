@@ -275,15 +275,17 @@ def enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
 def follow_draws(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `draw` and `race` of a module split the numbers that they are given."""
     monkeypatch.setattr(module, "draw", lambda dist, number: number.draw(dist))
-    monkeypatch.setattr(module, "race", lambda dist, numbers: numbers[1].draw(dist))
+    monkeypatch.setattr(module, "race", lambda dist, numbers: numbers[1].draw(dist), raising=False)
 
 
-def mutate(function: str, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces a function of `acceptance` by one with another text; each text that is replaced occurs once."""
-    source = inspect.getsource(getattr(acceptance, function))
+def mutate(
+    function: str, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch, module: ModuleType = acceptance
+) -> None:
+    """Replaces a function of a module by one with another text; each text that is replaced occurs once."""
+    source = inspect.getsource(getattr(module, function))
     for right, wrong in changes.items():
         assert source.count(right) == 1, right
         source = source.replace(right, wrong)
-    made: dict[str, object] = dict(vars(acceptance))
+    made: dict[str, object] = dict(vars(module))
     exec("from __future__ import annotations\n" + source, made)
-    monkeypatch.setattr(acceptance, function, made[function])
+    monkeypatch.setattr(module, function, made[function])
