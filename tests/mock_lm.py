@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from speccompile.backends.base import finite_confidences
 from speccompile.core.acceptance import accept
 from speccompile.core.sampling import warp
 from speccompile.core.specs import (
@@ -99,12 +100,17 @@ class MockLM:
         return tokens[len(prompt) :]
 
 
-class MockEngine:
-    """See `speccompile.core.protocols.Engine`."""
+class FakeEngine:
+    """Attributes of engines that have neither views nor states. See `speccompile.core.protocols.Engine`."""
 
     compacts_in_step, view_rows, states = False, 0, None
     max_scored: int | None = None
     graph_fault: str | None = None
+    seconds = 0.0
+
+
+class MockEngine(FakeEngine):
+    """Runs a `MockLM`; a step takes a microsecond by its clock."""
 
     def __init__(
         self, model: MockLM, role: str, max_slots: int, max_seq_len: int, headroom: int = 0, num_candidates: int = 4
@@ -125,6 +131,7 @@ class MockEngine:
     def run(self, feeds, first_slot=0):
         for array in self._outputs.values():  # outputs are valid until the next run, not longer
             array[...] = POISON
+        self.seconds += 1e-6
         self.feeds_seen.append({name: value.shape for name, value in feeds.items()})
         tokens, lengths = feeds[TOKENS], feeds[LENGTHS].copy()
         batch, nodes = tokens.shape
@@ -148,7 +155,7 @@ class MockEngine:
         if self.bad is not None:
             logits[(cache == self.bad).any(axis=1)] = np.nan
         self._outputs = self._tail(feeds, tokens, logits, scored)
-        return self._outputs
+        return finite_confidences(self, self._outputs, first_slot)
 
     def _tail(self, feeds, tokens, logits, scored):
         batch, nodes = tokens.shape

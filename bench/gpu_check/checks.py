@@ -36,8 +36,8 @@ class MemoryOf(Protocol):
 def graph_rows(loaded: SpecEngine) -> list[dict[str, Any]]:
     """Returns whether each graph of an engine that has decoded ran as CUDA graphs, and why not."""
     rows = []
-    for timed in loaded.engines:
-        engine, plan = timed.engine, timed.engine.plan
+    for engine in loaded.engines:
+        plan = engine.plan
         num = plan.num_graphs if plan.captures_itself else engine.runner.num_graphs
         got = f"{num} captured" + (f"; {engine.graph_fault}" if engine.graph_fault else "")
         rows.append(row(f"CUDA graphs, {plan.spec.name}", got, "at least one", num > 0 and not engine.graph_fault))
@@ -93,7 +93,7 @@ def _ms_per_token(engines: dict[str, SpecEngine], prompts: Sequence[Sequence[int
 
 def activation_rows(engine: SpecEngine) -> list[dict[str, Any]]:
     """Returns the scratch memory of each plan."""
-    plans = [timed.engine.plan for timed in engine.engines]
+    plans = [one.plan for one in engine.engines]
     return [row(f"activation memory, {p.spec.name}, bytes", int(p.engine.device_memory_size_v2)) for p in plans]
 
 

@@ -53,12 +53,12 @@ class Plans(parts.Subject):
         rows += checks.loading_rows(bundle, prompts[0], _forget_kernels)
         engine = speccompile.load(bundle)
         engine.generate(prompts, SamplingParams(max_new_tokens=40))
-        if engine.engines[0].engine.plan.captures_itself:
+        if engine.engines[0].plan.captures_itself:
             rows += checks.own_capture_rows(bundle, work / "without-graphs", prompts[:4])
         else:
             rows += checks.graph_rows(engine)
         rows += checks.activation_rows(engine)
-        rows.append(checks.memory_row(engine.engines[0].engine.plan.device, engine, prompts))
+        rows.append(checks.memory_row(engine.engines[0].plan.device, engine, prompts))
         return report.result(rows)
 
 

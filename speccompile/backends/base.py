@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.errors import RuntimeFault
 
 RollbackT = TypeVar("RollbackT")  # with which an engine compacts its caches
+CONFIDENCES = (specs.CANDIDATE_PROBS, specs.CONFIDENCES)  # outputs of drafts
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,23 @@ class Backend(ABC):
         """
 
 
+def finite_confidences(engine: Any, outputs: Mapping[str, Any], first_slot: int) -> Mapping[str, Any]:
+    """Returns the outputs of a draft's step with confidence 0 where it gives NaN, so that estimates stay finite.
+
+    The cache rows of such a slot are zeroed: they would spoil the drafts of later sequences in it. Texts do not depend
+    on them.
+    """
+    for name in CONFIDENCES:
+        values = outputs.get(name)
+        if values is None or np.isfinite((values := np.asarray(values)).sum()):
+            continue
+        is_finite = np.isfinite(values)
+        for row in np.flatnonzero(~is_finite.reshape(len(values), -1).all(axis=1)):
+            engine.clear_slot(first_slot + int(row))
+        outputs = {**outputs, name: np.where(is_finite, values, np.zeros_like(values))}
+    return outputs
+
+
 class EngineBase(ABC, Generic[RollbackT]):
     """Bounds of steps, and defaults for engines whose caches have one layout. See `core.protocols.Engine`.
 
@@ -171,6 +190,8 @@ class EngineBase(ABC, Generic[RollbackT]):
     max_scored: int | None = None
     rollback: RollbackT | None = None  # set by engines that were given one
     states: SlotStates[Any] | None = None  # the recurrent states of its slots, where the graph has any
+
+    seconds: float = 0.0
 
     @property
     def graph_fault(self) -> str | None:
@@ -186,12 +207,25 @@ class EngineBase(ABC, Generic[RollbackT]):
     ) -> None:
         self.spec, self.max_slots, self.max_rows = spec, max_slots, max_rows
         self.states = states
+        self._gives_confidences = any(t.name in CONFIDENCES for t in spec.outputs)
         if states is not None and spec.state_owner in (owners or {}):
             states.owner = (owners or {})[spec.state_owner].states
 
     @property
     def view_rows(self) -> int:
         return 0
+
+    def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+        start_s = perf_counter()
+        outputs = self.run_graph(feeds, first_slot)
+        if self._gives_confidences:
+            outputs = finite_confidences(self, outputs, first_slot)
+        self.seconds += perf_counter() - start_s
+        return outputs
+
+    @abstractmethod
+    def run_graph(self, feeds: Mapping[str, Any], first_slot: int) -> Mapping[str, np.ndarray]:
+        """Runs one step: `Engine.run` without its clock."""
 
     def check_step(self, feeds: Mapping[str, Any], first_slot: int) -> tuple[dict[str, int], int]:
         """Compares a step with the capacity of the caches; `first_slot` is the slot of batch row 0.
@@ -254,10 +288,12 @@ class EngineBase(ABC, Generic[RollbackT]):
                 "a rollback graph in the bundle",
                 "Build the bundle again; this one was made for chains.",
             )
+        start_s = perf_counter()
         if self.rollback is not None:
             self.compact_with(self.rollback, lengths, path)
         if self.states is not None:
             self.states.compact(lengths, path)
+        self.seconds += perf_counter() - start_s
 
     @abstractmethod
     def compact_with(self, rollback: RollbackT, lengths: np.ndarray, path: np.ndarray) -> None:

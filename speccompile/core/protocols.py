@@ -63,6 +63,7 @@ class Engine(Protocol):
     max_slots: int
     max_rows: int
     compacts_in_step: bool  # a step keeps the accepted path itself: `compact` is not called
+    seconds: float  # spent in `run` and `compact` since it was loaded
     max_scored: int | None  # most `scored_nodes` of a step; None: as many as it has nodes
 
     @property

@@ -55,8 +55,11 @@ class DraftCache:
         if len(tokens) > 0:
             start = np.array([self.lengths[slot]], dtype=np.int64)
             # One scored node, which is not used: the LM head is computed for one row.
-            self.engine.run({TOKENS: tokens[None], LENGTHS: start, SCORED_NODES: _FIRST}, first_slot=slot)
+            self._run({TOKENS: tokens[None], LENGTHS: start, SCORED_NODES: _FIRST}, slot)
             self.lengths[slot] += len(tokens)
+
+    def _run(self, feeds: dict[str, Any], first_slot: int = 0) -> Outputs:
+        return self.engine.run(feeds, first_slot)
 
     def room(self, slot: int, sequence: TokenSequence) -> int:
         return self.max_seq_len - len(sequence.tokens)
@@ -95,7 +98,7 @@ class DraftCache:
             feeds[SCORED_NODES] = scored
         if int(lengths.max()) + width > self.max_seq_len:
             feeds[TREE_MASK] = padding_mask(lengths, counts, width, self.max_seq_len)
-        return self.engine.run(feeds)
+        return self._run(feeds)
 
     def _catch_up(self, slot: int, tokens: list[int]) -> None:
         num = len(tokens)
@@ -119,7 +122,7 @@ class DraftCache:
         feeds: dict[str, Any] = {TOKENS: level.tokens, LENGTHS: np.array(starts, dtype=np.int64), **level.warp}
         if width > 1:
             feeds |= {TREE_MASK: level.tree_mask, SCORED_NODES: level.scored_nodes}
-        return self.engine.run(feeds)
+        return self._run(feeds)
 
     def commit(self, batch: Batch, num_kept: Sequence[int], verdict: Verdict, outputs: Outputs) -> None:
         """Keeps the rows of the `num_kept` accepted drafts of each slot; `batch` is before this step's verdict."""

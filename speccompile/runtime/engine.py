@@ -27,7 +27,6 @@ from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.images import ImageEncoder
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import DraftEngine, TimedEngine
 
 ROLLBACK = "rollback"
 
@@ -83,13 +82,12 @@ def load(
     loaded: dict[str, Engine] = {}
     for graph, job in load_jobs.items():  # the target first: drafts may share its caches
         loaded[graph] = _load_engine(bundle, graph, opener, context, replace(job, owners=dict(loaded)))
-    engines = {graph: (TimedEngine if graph == TARGET else DraftEngine)(engine) for graph, engine in loaded.items()}
-    drafts = {graph: engine for graph, engine in engines.items() if graph != TARGET}
+    drafts = {graph: engine for graph, engine in loaded.items() if graph != TARGET}
     tokenizer_path, todo = bundle.tokenizer_path, "Build the bundle again."
     tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path, BundleError, todo)
     give_back_memory()  # of reading the tokenizer's file and the graphs: 27 MB beside 49,000 tokens
     return SpecEngine(
-        engines[TARGET],
+        loaded[TARGET],
         drafts,
         chosen.make_proposer(config, drafts, context),
         tokenizer,

@@ -11,7 +11,7 @@ import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import Proposer
-from speccompile.core.protocols import StepTimes
+from speccompile.core.protocols import Engine, StepTimes
 from speccompile.core.specs import LOGITS
 from speccompile.core.tree import TokenTree
 from speccompile.runtime.control import Planner
@@ -21,7 +21,6 @@ from speccompile.runtime.host_verify import logprobs_of_step
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import StepOutput, trace_of_step
 from speccompile.runtime.sequences import SequenceBatch
-from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ def run_step(
     verifier: Verifier,
     proposer: Proposer,
     batch: SequenceBatch,
-    engines: Sequence[TimedEngine] = (),
+    engines: Sequence[Engine] = (),
     planner: Planner | None = None,
 ) -> tuple[list[StepOutput], StepTimes]:
     """Runs one step of the active sequences (at least one); between two steps the caches are consistent.
@@ -80,7 +79,9 @@ def run_step(
     now_s = perf_counter()
     times = StepTimes(proposed_s - start_s, scored_s - proposed_s, now_s - start_s)
     for sequence in batch.sequences:
-        sequence.stats.add_times(now_s, times.step_s, engine_s)
+        stats, stats.end_s = sequence.stats, now_s
+        stats.step_s += times.step_s
+        stats.engine_s += engine_s
     if planner:
         proposer.observe(tree.batch, tree.nodes, times)
         planner.observe(batch.sequences, steps, times)

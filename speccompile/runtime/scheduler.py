@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from speccompile.core.proposer import Proposer
-from speccompile.core.protocols import DeviceLost
+from speccompile.core.protocols import DeviceLost, Engine
 from speccompile.runtime.control import Planner
 from speccompile.runtime.draft_report import DraftReport, report_from_planner
 from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
@@ -23,7 +23,7 @@ from speccompile.runtime.prompts import read_chunk
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.slot_allocator import EVERY, MIN_SHARED, SlotAllocator, ViewKeeper
-from speccompile.runtime.stats import Counters, TimedEngine
+from speccompile.runtime.stats import Counters
 from speccompile.runtime.verifier import Verifier
 
 Event = tuple[RequestHandle, StepOutput]
@@ -48,7 +48,7 @@ class Scheduler:
         verifier: Verifier,
         proposer: Proposer,
         batch: SequenceBatch,
-        engines: Sequence[TimedEngine] = (),
+        engines: Sequence[Engine] = (),
         planner: Planner | None = None,
         *,
         prefill_chunk: int = sys.maxsize,
@@ -344,7 +344,7 @@ def decode(
     verifier: Verifier,
     proposer: Proposer,
     batch: SequenceBatch,
-    engines: Sequence[TimedEngine] = (),
+    engines: Sequence[Engine] = (),
     planner: Planner | None = None,
 ) -> Iterator[list[StepOutput]]:
     """Decodes `batch.waiting` to their ends: the scheduler, driven until it has no work. Yields step outputs by slot.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from speccompile.backends.kv_rows import bucket_rows
 from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Engine
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
-from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 
 MIN_SHARED = 16  # tokens; reading fewer is as fast as moving a cache
@@ -255,7 +255,7 @@ class ViewKeeper:
     that are too long. So at most twice the least possible time is lost.
     """
 
-    def __init__(self, engines: Sequence[TimedEngine], allocator: SlotAllocator, max_rows: int) -> None:
+    def __init__(self, engines: Sequence[Engine], allocator: SlotAllocator, max_rows: int) -> None:
         self.engines, self.allocator, self.max_rows = tuple(engines), allocator, max_rows
         self.num_shrinks = self.num_dropped = 0
         self._wasted = 0

@@ -16,6 +16,7 @@ from speccompile.common.tokenizer_file import encode_text
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.proposer import Proposer
+from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Planner, controller_of
@@ -26,7 +27,6 @@ from speccompile.runtime.prompts import PromptBytes
 from speccompile.runtime.requests import Images, Prompt, StepOutput, match_arguments, token_ids
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
-from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.text import TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
@@ -63,8 +63,8 @@ class SpecEngine:
 
     def __init__(
         self,
-        target: TimedEngine,
-        drafts: Mapping[str, TimedEngine],
+        target: Engine,
+        drafts: Mapping[str, Engine],
         proposer: Proposer,
         tokenizer: Tokenizer | None,
         context: MethodContext,

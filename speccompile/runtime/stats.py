@@ -1,105 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts and times: of engines, of a sequence, of a scheduler."""
+"""Counts and times of a sequence and of a scheduler."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from time import perf_counter
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from speccompile.core.protocols import Engine
-from speccompile.core.specs import CANDIDATE_PROBS, CONFIDENCES, GraphSpec
 from speccompile.runtime.requests import StepOutput
 
 TIME_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 60_000, 300_000)
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-class TimedEngine:
-    """An engine that sums the time spent in it. See `speccompile.core.protocols.Engine`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.spec: GraphSpec = engine.spec
-        self.max_slots, self.max_rows = engine.max_slots, engine.max_rows
-        self.compacts_in_step, self.states = engine.compacts_in_step, engine.states
-        self.max_scored = engine.max_scored
-        self.seconds = 0.0
-        self.num_runs = 0
-
-    def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        start = perf_counter()
-        outputs = self.engine.run(feeds, first_slot)
-        self.seconds += perf_counter() - start
-        self.num_runs += 1
-        return outputs
-
-    def reset(self, rows: int = 1) -> None:
-        self.engine.reset(rows)
-
-    @property
-    def view_rows(self) -> int:
-        return self.engine.view_rows
-
-    @property
-    def graph_fault(self) -> str | None:
-        return self.engine.graph_fault
-
-    def shrink(self, rows: int) -> None:
-        start = perf_counter()
-        self.engine.shrink(rows)
-        self.seconds += perf_counter() - start
-
-    def move_slot(self, source: int, dest: int, rows: int | None = None) -> None:
-        start = perf_counter()
-        self.engine.move_slot(source, dest, rows)
-        self.seconds += perf_counter() - start
-
-    def swap_slots(self, first: int, second: int, rows: int) -> None:
-        start = perf_counter()
-        self.engine.swap_slots(first, second, rows)
-        self.seconds += perf_counter() - start
-
-    def slide_slot(self, slot: int, first: int, num: int) -> None:
-        start = perf_counter()
-        self.engine.slide_slot(slot, first, num)
-        self.seconds += perf_counter() - start
-
-    def clear_slot(self, slot: int) -> None:
-        self.engine.clear_slot(slot)
-
-    def read_caches(self, slot: int, rows: int) -> Mapping[str, NDArray[Any]] | None:
-        return self.engine.read_caches(slot, rows)
-
-    def compact(self, lengths: NDArray[Any], path: NDArray[Any]) -> None:
-        start = perf_counter()
-        self.engine.compact(lengths, path)
-        self.seconds += perf_counter() - start
-
-
-class DraftEngine(TimedEngine):
-    """A draft's engine whose confidences are always finite.
-
-    Where it gives NaN for a sequence, its confidences are 0 and its cache rows of that slot are zeroed, as they would
-    spoil later drafts. Texts do not depend on it.
-    """
-
-    def run(self, feeds: Mapping[str, NDArray[Any]], first_slot: int = 0) -> Mapping[str, NDArray[Any]]:
-        outputs = super().run(feeds, first_slot)
-        for name in (CANDIDATE_PROBS, CONFIDENCES):
-            sure = outputs.get(name)
-            if sure is None or np.isfinite((sure := np.asarray(sure)).sum()):
-                continue
-            is_finite = np.isfinite(sure)
-            for row in np.flatnonzero(~is_finite.reshape(len(sure), -1).all(axis=1)):
-                self.clear_slot(first_slot + int(row))
-            outputs = {**outputs, name: np.where(is_finite, sure, np.zeros_like(sure))}
-        return outputs
 
 
 class SequenceStats:
@@ -135,11 +47,6 @@ class SequenceStats:
         self.num_first_tokens = 0  # those that reading the prompt gave, outside the steps
         self.num_draft_tokens = 0
         self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
-
-    def add_times(self, now_s: float, step_s: float, engine_s: float) -> None:
-        self.end_s = now_s
-        self.step_s += step_s
-        self.engine_s += engine_s
 
     def json_from_stats(self) -> dict[str, Any]:
         """Returns a JSON-ready dict.

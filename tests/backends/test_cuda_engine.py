@@ -22,7 +22,6 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.errors import BundleError, RecipeError, RuntimeFault
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.backends.fake_ort import REFUSAL, FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
@@ -279,7 +278,7 @@ def test_the_whole_loop_gives_the_cpu_engines_tokens(load, open_engine, heat):
     params = [SamplingParams(max_new_tokens=14, temperature=heat, seed=i) for i in range(4)]
     tokens = []
     for target, draft in ((load(), load("draft")), (open_engine(), open_engine(role="draft"))):
-        engines = TimedEngine(target), {"draft": TimedEngine(draft)}
+        engines = target, {"draft": draft}
         proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=3), engines[1], context)
         engine = SpecEngine(*engines, proposer, None, context, chunk=50)
         results = [engine.generate(prompts, params, batch_size=n) for n in (1, 3)]

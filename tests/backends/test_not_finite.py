@@ -15,7 +15,6 @@ from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from tests.runtime.test_service import Sink
 
@@ -56,8 +55,8 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
             array[BAD] = np.nan
         table.const_value = ir.tensor(array, name=table.name)
         backend.compile(CompileJob(graph, spec, folder, form="fp32"))
-        opened[is_bad] = TimedEngine(
-            backend.load(LoadJob(folder / "graph.onnx", spec, max_slots=3, max_rows=80, tuning={"threads": 1}))
+        opened[is_bad] = backend.load(
+            LoadJob(folder / "graph.onnx", spec, max_slots=3, max_rows=80, tuning={"threads": 1})
         )
 
     def make(is_bad: bool) -> SpecEngine:

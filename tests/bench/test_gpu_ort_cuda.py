@@ -52,13 +52,13 @@ def test_graphs_that_were_refused_or_given_up_are_named(bundle, fake_ort):
     engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=3))
     target, draft = checks.graph_rows(engine)
     assert target["ok"] is False and target["got"].startswith("0 captured; This session cannot use the graph capture")
-    engine.engines[1].engine.plan.give_up_graphs("CUDA failure 900")
+    engine.engines[1].plan.give_up_graphs("CUDA failure 900")
     draft = checks.graph_rows(engine)[1]
     assert draft["ok"] is False and draft["got"] == "0 captured; CUDA failure 900"
 
 
 def test_tree_commits_are_compared(engine, monkeypatch):
-    target = engine.engines[0].engine
+    target = engine.engines[0]
     row = ort_cuda.rollback_row(target, PROMPTS[0] * 24)
     num = ort_cuda.NUM_COMMITS * len(target.caches.names)
     assert row["ok"] is True and row["got"] == f"{num} of {num} caches equal"
@@ -74,7 +74,7 @@ def test_sampled_texts_are_compared(bundle, fake_ort, work, monkeypatch):
     rows = ort_cuda.sampled_rows(bundle, twin, PROMPTS)
     assert [r["what"] for r in rows] == [f"sampled texts, {m}" for m in ("none", "ngram", "draft_model")]
     assert all(r["ok"] is True and r["got"] == "4 of 4 equal" for r in rows)
-    assert type(speccompile.load(twin, method="none").engines[0].engine).__name__ == "OrtEngine"
+    assert type(speccompile.load(twin, method="none").engines[0]).__name__ == "OrtEngine"
 
     def load_colder(path, **given):
         """Draws from the distributions of another temperature."""

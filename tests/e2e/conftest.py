@@ -10,7 +10,6 @@ from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, method_of, quantization_of, sources
 
@@ -99,7 +98,7 @@ def lab(tmp_path_factory):
             if source.role == "target":
                 maker.compile_rollback(source.dims, graph_folder / "rollback")
                 sizes["rollback"] = graph_folder / "rollback" / maker.graph_file
-            engines[key] = TimedEngine(maker.load(LoadJob(graph_folder / maker.graph_file, source.spec(), **sizes)))
+            engines[key] = maker.load(LoadJob(graph_folder / maker.graph_file, source.spec(), **sizes))
         return engines[key]
 
     def load(method, form, backend, costs=None):

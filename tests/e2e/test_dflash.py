@@ -9,7 +9,6 @@ from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.training_contract import TargetParts, TrainingBatch
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, sources
 
@@ -41,7 +40,7 @@ def engine(checkpoints, kind):
     made = {}
     for source in sources(kind, "chain", checkpoints / "target", checkpoints / "draft"):
         rows, graphs = MAX_ROWS + source.spec().rows_written_ahead, checkpoints / "graphs" / source.job.name
-        made[source.job.name] = TimedEngine(compiled(source, graphs, slots=SLOTS, rows=rows)[0])
+        made[source.job.name] = compiled(source, graphs, slots=SLOTS, rows=rows)[0]
     target, context = made.pop("target"), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
     config = config_of(kind, "chain", checkpoints / "draft")
     return SpecEngine(target, made, registry.method("dflash").make_proposer(config, made, context), None, context)

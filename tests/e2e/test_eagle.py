@@ -14,7 +14,6 @@ from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 
 BACKENDS = ("onnxruntime", "reference")
 METHODS = ("eagle3", "eagle")
@@ -60,7 +59,7 @@ def engines(checkpoints):
 def load(engines, method, backend, **options):
     """Returns an engine whose proposer knows no costs: on a target as small as this one nothing would be drafted."""
     chosen, context = registry.method(method), MethodContext(8, MAX_SEQ, MAX_NODES)
-    parts = {n: TimedEngine(e) for (b, n), e in engines.items() if b == backend}
+    parts = {n: e for (b, n), e in engines.items() if b == backend}
     drafts = {n.partition(".")[2]: e for n, e in parts.items() if n.startswith(f"{method}.")}
     proposer = chosen.make_proposer(chosen.Config("", **options), drafts, context)
     return SpecEngine(parts["target"], drafts, proposer, None, context)
@@ -193,7 +192,7 @@ def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, p
     engine = load(engines, "eagle3", "onnxruntime", **TREES["chain"])
     scheduler = make_scheduler(engine, FixedLength(0), keep_prefixes=True)
     done, handles = {}, []
-    drafts = [part.engine for part in engine.engines[1:]]
+    drafts = engine.engines[1:]
     runs = [draft.run for draft in drafts]
     try:
         for draft in drafts:

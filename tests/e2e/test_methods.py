@@ -208,9 +208,9 @@ def test_drafts_after_steps_without_drafts_are_those_of_a_fresh_prompt(lab, monk
 @pytest.mark.parametrize(("method", "form"), forms())
 def test_every_step_fits_a_profile_of_the_plans_that_tensorrt_would_run(lab, monkeypatch, method, form):
     engine = lab(method, form, "onnxruntime")
-    watches = [ProfileWatch(timed.engine, SLOTS, MAX_NODES + 1) for timed in engine.engines]
-    for timed, watch in zip(engine.engines, watches, strict=True):
-        monkeypatch.setattr(timed, "engine", watch)
+    watches = [ProfileWatch(one, SLOTS, MAX_NODES + 1) for one in engine.engines]
+    for one, watch in zip(engine.engines, watches, strict=True):
+        monkeypatch.setattr(one, "run", watch.run)
     for batch_size in BATCHES:
         asked = [SamplingParams(30, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8, 0.0)]
         results = engine.generate(prompts(), (asked * len(prompts()))[: len(prompts())], batch_size=batch_size)

@@ -16,7 +16,6 @@ from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from tests.e2e.conftest import build_bundle
 from tests.e2e.test_tree_cache import caches_of
 from tests.greedy_check import differing
@@ -64,7 +63,7 @@ def engines(checkpoints):
         (wanted,) = method.graph_jobs(method.Config(str(checkpoints / "module"), **fields))
         draft = registry.find_class(wanted.source)(wanted, context)
         made[name] = compiled(draft, checkpoints / name, **sizes)[0]
-    return {name: TimedEngine(engine) for name, engine in made.items()}
+    return made
 
 
 def load(engines, graph="draft", **fields):
@@ -188,7 +187,7 @@ def test_a_mutant_drafts_otherwise_and_worse(engines, oracle, name):
 def test_rows_after_rollbacks_are_those_of_a_fresh_prompt(engines, oracle):
     """Nothing of refused drafts or own states is left in the rows that later drafts see."""
     engine = load(engines)
-    rows, draft = engine.proposer.rows, engines["draft"].engine
+    rows, draft = engine.proposer.rows, engines["draft"]
     for text in prompts()[:3]:
         asked = SamplingParams(max_new_tokens=24, ignore_eos=True)
         [result] = engine.generate([text], asked, batch_size=1)

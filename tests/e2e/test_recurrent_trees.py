@@ -9,9 +9,9 @@ import pytest
 
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
+from speccompile.core.protocols import Engine
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from tests.greedy_check import differing
 
 torch = pytest.importorskip("torch")
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoints: Path) -> dict[str, TimedEngine]:
+def engines(checkpoints: Path) -> dict[str, Engine]:
     """The target, and the graphs of EAGLE-3 and of a multi-token prediction module for trees."""
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators import eagle_lab as lab
@@ -50,10 +50,10 @@ def engines(checkpoints: Path) -> dict[str, TimedEngine]:
         for job in method.graph_jobs(method.Config(str(checkpoints / name), tree={"widths": [8]})):
             draft = registry.find_class(job.source)(job, context)
             made[f"{name}.{job.name}"] = lab.compiled(draft, checkpoints / name, **sizes)[0]
-    return {name: TimedEngine(engine) for name, engine in made.items()}
+    return made
 
 
-def load(engines: dict[str, TimedEngine], method: str, **fields: Any) -> SpecEngine:
+def load(engines: dict[str, Engine], method: str, **fields: Any) -> SpecEngine:
     """Returns an engine that drafts in trees."""
     chosen, context = registry.method(method), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
     drafts = {name.partition(".")[2]: engine for name, engine in engines.items() if name.startswith(f"{method}.")}
@@ -74,7 +74,7 @@ def decode(engine: SpecEngine, batch_size: int, params: Any) -> tuple[list[list[
 
 
 @pytest.fixture(scope="module")
-def plain(engines: dict[str, TimedEngine], checkpoints: Path) -> list[list[int]]:
+def plain(engines: dict[str, Engine], checkpoints: Path) -> list[list[int]]:
     """The target's own greedy texts, which are transformers'."""
     from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,6 @@ from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import DraftEngine, TimedEngine
 from tests import store
 from tests.method_rows import quantization_of
 
@@ -68,9 +67,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def engine_of(pair: Any, **fields: Any) -> SpecEngine:
     target, draft = pair
     method, context = registry.method("self_draft"), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
-    drafts = {"draft": DraftEngine(draft)}
-    proposer = method.make_proposer(method.Config(**fields), drafts, context)
-    return SpecEngine(TimedEngine(target), drafts, proposer, None, context)
+    proposer = method.make_proposer(method.Config(**fields), {"draft": draft}, context)
+    return SpecEngine(target, {"draft": draft}, proposer, None, context)
 
 
 def prompts() -> list[list[int]]:

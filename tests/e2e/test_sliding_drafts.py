@@ -13,7 +13,6 @@ from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 
 WINDOW, MAX_SEQ, MAX_NODES = 4, 60, 10  # the target is that of test_eagle.py
 NUM_DRAFTS = 4  # of a step: fewer than the graphs can take, so that rows slide often
@@ -55,7 +54,7 @@ def parts(tmp_path_factory):
 
 def load(parts, rows, backend="onnxruntime", **options):
     """Returns an engine whose proposer knows no costs: on a target as small as this one nothing would be drafted."""
-    timed = {name: TimedEngine(engine) for name, engine in parts[backend, rows].items()}
+    timed = parts[backend, rows]
     method, context = registry.method("eagle3"), MethodContext(8, MAX_SEQ, NUM_DRAFTS)
     drafts = {name: engine for name, engine in timed.items() if name != "target"}
     proposer = method.make_proposer(method.Config("", **options), drafts, context)

@@ -117,8 +117,8 @@ def engine(request):
 @pytest.fixture(scope="module")
 def service():
     made = make_engine("chain", bad_target=True, bad_draft=True)
-    for timed in made.engines:
-        timed.engine.voids_moved = False  # prompts that begin alike are copied
+    for one in made.engines:
+        one.voids_moved = False  # prompts that begin alike are copied
     running = Service(made, planner=FixedLength())
     running.start()
     yield running

@@ -11,7 +11,6 @@ from speccompile.drafting.block_drafts import BlockCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.graph_kinds.heads import DraftForm, FormOptions
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from tests.lab.engines import Letters
 from tests.mock_lm import MockEngine, MockLM
 from tests.speculators.borrower_lab import lab_of
@@ -39,7 +38,7 @@ def _model(name: str, **config: Any) -> Parts:
     method = registry.method(name)
     made = method.Config(**config)
     has_draft = bool(method.graph_jobs(made))
-    drafts = {"draft": TimedEngine(MockEngine(DRAFT, "draft", SLOTS, MAX_SEQ, HEADROOM))} if has_draft else {}
+    drafts = {"draft": MockEngine(DRAFT, "draft", SLOTS, MAX_SEQ, HEADROOM)} if has_draft else {}
     target = MockEngine(TARGET, "target", SLOTS, MAX_SEQ, HEADROOM)
     return target, drafts, method.make_proposer(made, drafts, _context())
 
@@ -56,7 +55,7 @@ def _heads(name: str, **config: Any) -> Parts:
         heads = MockTreeHeads(DRAFT, target, DraftForm.from_options(job.options, 3), SLOTS)
     else:
         heads = MockCandidateHeads(DRAFT, target, 3, job.options.num_candidates, SLOTS)
-    drafts = {job.name: TimedEngine(heads)}
+    drafts = {job.name: heads}
     return target, drafts, method.make_proposer(made, drafts, _context())
 
 
@@ -65,9 +64,9 @@ def _features(name: str, **config: Any) -> Parts:
     made = method.Config("draft", **config)
     jobs = [job.name for job in method.graph_jobs(made)]
     target = (FusedTarget if "fusion" in jobs else MockTarget)(TARGET, SLOTS, MAX_SEQ, HEADROOM)
-    drafts = {"draft": TimedEngine(MockFeatureDraft(DRAFT, target, SLOTS, MAX_SEQ, made.candidates_needed))}
+    drafts = {"draft": MockFeatureDraft(DRAFT, target, SLOTS, MAX_SEQ, made.candidates_needed)}
     if "fusion" in jobs:
-        drafts["fusion"] = TimedEngine(MockFusion(SLOTS))
+        drafts["fusion"] = MockFusion(SLOTS)
     return target, drafts, method.make_proposer(made, drafts, _context())
 
 
@@ -76,10 +75,9 @@ def _blocks(**config: Any) -> Parts:
     target = MockTarget(TARGET, SLOTS, MAX_SEQ, HEADROOM)
     blocks = MockBlocks(target, SLOTS)
     blocks.max_rows = len(blocks.rows[0])
-    engine = TimedEngine(blocks)
-    cache = BlockCache(engine, lambda outputs: outputs[HIDDEN], (HIDDEN,), MAX_SEQ, MAX_NODES + 1)
-    drafts = method.Config("draft", **config).make_drafts(cache, engine, "draft", _context(), 4)
-    return target, {"draft": engine}, DraftProposer(cache, *drafts)
+    cache = BlockCache(blocks, lambda outputs: outputs[HIDDEN], (HIDDEN,), MAX_SEQ, MAX_NODES + 1)
+    drafts = method.Config("draft", **config).make_drafts(cache, blocks, "draft", _context(), 4)
+    return target, {"draft": blocks}, DraftProposer(cache, *drafts)
 
 
 def _borrowing(name: str, **config: Any) -> Parts:
@@ -118,6 +116,6 @@ MAKERS: dict[str, Callable[[], Parts]] = {
 def make_engine(name: str) -> SpecEngine:
     """Returns an engine of one of `MAKERS`."""
     target, drafts, proposer = MAKERS[name]()
-    for engine in (target, *(timed.engine for timed in drafts.values())):
+    for engine in (target, *drafts.values()):
         engine.voids_moved = False  # prompts that begin alike share caches: these are copied
-    return SpecEngine(TimedEngine(target), drafts, proposer, Letters(), _context(), chunk=CHUNK)  # type: ignore[arg-type]
+    return SpecEngine(target, drafts, proposer, Letters(), _context(), chunk=CHUNK)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ from typing import Any
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import DraftEngine, TimedEngine
 from tests.mock_lm import MockEngine, MockLM
 
 ALPHABET = "abcdefghijklmnopqrstuvwx"
@@ -55,7 +54,7 @@ def mock_engine(
     context = MethodContext(slots, max_seq, nodes)
     if isinstance(target, MockLM):
         target = MockEngine(target, "target", slots, max_seq, headroom)
-    drafts = DraftEngine(MockEngine(draft, "draft", slots, max_seq, headroom, candidates))
+    drafts = MockEngine(draft, "draft", slots, max_seq, headroom, candidates)
     proposer = mock_proposer(name, drafts, context, **config)
     engines = {"draft": drafts} if name in ("draft_model", "hybrid") else {}
-    return SpecEngine(TimedEngine(target), engines, proposer, tokenizer, context, eos, chunk=chunk)
+    return SpecEngine(target, engines, proposer, tokenizer, context, eos, chunk=chunk)

@@ -11,7 +11,6 @@ from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
 from speccompile.speculators.mlp.config import MlpConfig as MlpConfig
 from tests.lab.engines import Letters, mock_engine
@@ -40,8 +39,7 @@ def make_heads_engine(slots=3, max_seq=64, chunk=7):
     context = MethodContext(slots, max_seq, 8)
     target = MockTarget(TARGET, slots, max_seq, headroom=9)
     heads = MockHeads(TARGET.blurred(22, 0.5), target, 3, slots)
-    timed = {HEADS: TimedEngine(heads)}
-    proposer = MlpMethod().make_proposer(MlpConfig("heads"), timed, context)
+    proposer = MlpMethod().make_proposer(MlpConfig("heads"), {HEADS: heads}, context)
     propose = proposer.propose
 
     def checked(batch):
@@ -53,7 +51,7 @@ def make_heads_engine(slots=3, max_seq=64, chunk=7):
         return tree
 
     proposer.propose = checked
-    return SpecEngine(TimedEngine(target), timed, proposer, Letters(), context, chunk=chunk)
+    return SpecEngine(target, {HEADS: heads}, proposer, Letters(), context, chunk=chunk)
 
 
 ENGINES = {"chain": make_engine, "tree": make_tree_engine, "heads": make_heads_engine}
@@ -64,9 +62,9 @@ class Bench:
 
     def __init__(self, planner=None, keep=True, chunk=7, kind="chain", **sizes):
         self.engine = ENGINES[kind](chunk=chunk, **sizes)
-        self.target = self.engine.verifier.engine.engine
+        self.target = self.engine.verifier.engine
         for engine in self.engine.engines:
-            engine.engine.voids_moved = False
+            engine.voids_moved = False
         self.clock = Clock()
         self.scheduler = make_scheduler(self.engine, planner, 2 * chunk, keep, self.clock)
         self.step_outputs, self.handles = {}, []
@@ -130,7 +128,7 @@ class Bench:
         """Checks that the draft's own cache, where it has one, holds the same texts as far as it goes."""
         rows = getattr(self.engine.proposer, "rows", self.engine.proposer)
         if hasattr(rows, "lengths"):
-            cache = rows.engine.engine.cache
+            cache = rows.engine.cache
             for slot, tokens in texts.items():
                 num = min(rows.lengths[slot], len(tokens))  # rows after a text that was cut are not used
                 assert cache[slot, :num].tolist() == tokens[:num]

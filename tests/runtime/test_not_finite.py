@@ -32,8 +32,8 @@ KINDS = {
 def make_engine(kind, bad_target=True, bad_draft=False):
     name, config = KINDS[kind]
     engine = mock_engine(TARGET, TARGET.blurred(22, 0.7), name, **config)
-    for timed, is_bad in zip(engine.engines, (bad_target, bad_draft), strict=False):
-        timed.engine.bad = BAD if is_bad else None
+    for one, is_bad in zip(engine.engines, (bad_target, bad_draft), strict=False):
+        one.bad = BAD if is_bad else None
     return engine
 
 
@@ -85,7 +85,7 @@ def test_a_text_goes_as_far_as_without_drafts(kind):
 def test_drafts_that_spoil_the_targets_rows_do_not_end_the_request():
     """The draft proposes the token that the target never writes, at every step."""
     engine = make_engine("chain")
-    draft = engine.engines[1].engine
+    draft = engine.engines[1]
     run = draft.run
 
     def proposes_bad(feeds, first_slot=0):

@@ -118,4 +118,4 @@ def test_a_request_of_one_token_leaves_its_slot_to_the_next():
     assert len(bench.scheduler.allocator.kept) == 1  # the rows of the last prompt, its last token among them
     [(slot, tokens)] = bench.scheduler.allocator.kept.items()
     assert tokens == prompts[-1] and bench.scheduler.verifier.lengths[slot] == 20
-    assert np.array_equal(bench.scheduler.verifier.engine.engine.cache[slot, :20], prompts[-1])
+    assert np.array_equal(bench.scheduler.verifier.engine.cache[slot, :20], prompts[-1])

@@ -19,7 +19,6 @@ from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.none.proposer import NoneProposer
 from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
@@ -145,7 +144,7 @@ class Bench:
 
 def _spec_engine(engine: Any, proposer: Any, slots: int = SLOTS) -> SpecEngine:
     context = MethodContext(slots, MAX_SEQ, NUM_DRAFTS)
-    return SpecEngine(TimedEngine(engine), {}, proposer, None, context, chunk=CHUNK)
+    return SpecEngine(engine, {}, proposer, None, context, chunk=CHUNK)
 
 
 def numbers(num: int, seed: int) -> list[int]:

@@ -188,7 +188,7 @@ def test_a_wrong_request_is_refused_at_once(serve):
 
 def test_a_fault_of_the_engine_ends_the_batch_and_the_service_goes_on(serve, monkeypatch):
     service = serve()
-    target = service.engine.verifier.engine.engine
+    target = service.engine.verifier.engine
     fail_once(monkeypatch, target, 12)
     sinks = [Sink() for _ in range(8)]
     for sink in sinks:

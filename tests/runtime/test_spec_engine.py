@@ -122,7 +122,7 @@ def test_a_newer_run_ends_an_older_stream(engine):
 
 def test_an_error_inside_a_run_leaves_an_engine_that_works(engine, monkeypatch):
     params = SamplingParams(max_new_tokens=20)
-    target = engine.verifier.engine.engine
+    target = engine.verifier.engine
     fail_once(monkeypatch, target, 3)
     with pytest.raises(RuntimeFault, match="a fault"):
         engine.generate(["abc", "dab", "xx"], params)
@@ -153,7 +153,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(engine, prompts, message):
         engine.generate(prompts)
     with pytest.raises(RuntimeFault, match=f"prompt 0: got a list{NO_PROMPT}"):
         engine.stream(["a", "b"])
-    assert engine.verifier.engine.num_runs == 0
+    assert engine.verifier.engine.feeds_seen == []
 
 
 def test_other_wrong_requests(engine):
@@ -178,7 +178,7 @@ def test_a_prompt_that_fills_the_cache_gives_one_token(engine):
 
 def test_prompts_are_read_in_chunks_with_one_scored_node(engine):
     engine.generate([[i % VOCAB for i in range(30)]], SamplingParams(max_new_tokens=1))
-    seen = engine.verifier.engine.engine.feeds_seen
+    seen = engine.verifier.engine.feeds_seen
     assert [s["tokens"] for s in seen] == [(1, 7)] * 4 + [(1, 2)]
     assert [s.get("scored_nodes") for s in seen] == [(1, 1)] * 5
     engine.generate([[i % VOCAB for i in range(29)]], SamplingParams(max_new_tokens=2))
@@ -207,7 +207,7 @@ def test_a_closed_engine_frees_its_engines_and_refuses_every_call():
     with make_engine() as engine:
         begun = engine.stream("abc", SamplingParams(max_new_tokens=30))
         next(begun)
-        [target, draft] = [weakref.ref(timed.engine) for timed in engine.engines]
+        [target, draft] = map(weakref.ref, engine.engines)
     engine.close()  # again
     calls = (lambda: engine.generate("abc"), lambda: engine.stream("abc"), engine.reset, lambda: next(begun))
     for call in calls:

@@ -45,8 +45,8 @@ def make_engine(slots: int = 3, max_seq: int = 64, eos=(), tokenizer=None) -> tu
     gated = GatedEngine(TARGET, "target", slots, max_seq, headroom=9)
     sizes = {"slots": slots, "max_seq": max_seq, "eos": eos, "tokenizer": tokenizer or LettersAfterA()}
     engine = mock_engine(gated, TARGET.blurred(22, 0.7), "draft_model", num_draft_tokens=4, **sizes)
-    for timed in engine.engines:  # prompts that begin alike share caches: these are copied
-        timed.engine.voids_moved = False
+    for one in engine.engines:  # prompts that begin alike share caches: these are copied
+        one.voids_moved = False
     return engine, gated
 
 

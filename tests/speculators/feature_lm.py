@@ -23,7 +23,7 @@ from speccompile.core.specs import (
     TensorSpec,
     hidden_name,
 )
-from tests.mock_lm import MockEngine, MockLM
+from tests.mock_lm import FakeEngine, MockEngine, MockLM
 from tests.speculators.hidden_lm import WIDTH, MockTarget
 
 LAYERS = (0, 1, 2)
@@ -39,12 +39,8 @@ class FusedTarget(MockTarget):
         return {**outputs, **{hidden_name(layer): hidden for layer in LAYERS}}
 
 
-class MockFusion:
+class MockFusion(FakeEngine):
     """The fusion: one of the three states."""
-
-    compacts_in_step, view_rows, states = False, 0, None
-    max_scored: int | None = None
-    graph_fault: str | None = None
 
     def __init__(self, max_slots: int) -> None:
         states = [TensorSpec(hidden_name(i), ("batch", "nodes", WIDTH), "float32", "states") for i in LAYERS]

@@ -27,7 +27,7 @@ from speccompile.core.specs import (
 )
 from speccompile.core.tree import chain_mask
 from speccompile.graph_kinds.heads import DraftForm, candidate_heads_spec, heads_spec
-from tests.mock_lm import VOCAB, MockEngine, MockLM
+from tests.mock_lm import VOCAB, FakeEngine, MockEngine, MockLM
 
 WIDTH = 2
 STALE = -1.0
@@ -66,12 +66,8 @@ class MockTarget(MockEngine):
         return {**outputs, HIDDEN: OnDevice(hidden)}
 
 
-class MockHeads:
+class MockHeads(FakeEngine):
     """Heads that draft `num_drafts` tokens with a language model of their own, from the states of `target`."""
-
-    compacts_in_step, view_rows, states = False, 0, None
-    max_scored: int | None = None
-    graph_fault: str | None = None
 
     def __init__(self, model: MockLM, target: MockTarget, num_drafts: int, max_slots: int) -> None:
         self.model, self.target, self.num_drafts, self.max_slots = model, target, num_drafts, max_slots

@@ -45,7 +45,7 @@ from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.dflash.config import DflashConfig
 from tests.lab.decoding import finished, num_accepted
-from tests.mock_lm import VOCAB, MockLM
+from tests.mock_lm import VOCAB, FakeEngine, MockLM
 from tests.speculators.distribution_check import LEAST, decode_many, fit_p_value
 from tests.speculators.hidden_lm import WIDTH, MockTarget
 
@@ -56,15 +56,11 @@ NUM_TEXTS = 800
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [9], [8, 2, 8, 1, 8, 3, 3]]
 
 
-class MockBlocks:
+class MockBlocks(FakeEngine):
     """A draft whose features are the numbers of the target's contexts: row t of a slot must be that of tokens 0 to t.
 
     Its lattice follows a language model, of which slots after the first see one token.
     """
-
-    compacts_in_step, view_rows, states = False, 0, None
-    max_scored: int | None = None
-    graph_fault: str | None = None
 
     def __init__(self, target: MockTarget, max_slots: int, num_drafts: int = DRAFTS) -> None:
         outputs = (

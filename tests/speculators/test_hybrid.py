@@ -16,7 +16,6 @@ from speccompile.errors import RecipeError
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.hybrid import proposer as proposer_module
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer
@@ -215,7 +214,7 @@ SECTIONS = {
 
 
 def make(kind, slots, max_seq=64, model=MOCK):
-    draft = TimedEngine(MockEngine(model.blurred(6, 0.7), "draft", slots, max_seq, headroom=9))
+    draft = MockEngine(model.blurred(6, 0.7), "draft", slots, max_seq, headroom=9)
     context = MethodContext(slots, max_seq, 8)
     return HybridMethod().make_proposer(HybridConfig(SECTIONS[kind]), {"draft": draft}, context), draft, context
 
@@ -274,7 +273,7 @@ def heads_engine(slots=3, max_seq=64, chunk=7):
     context = MethodContext(slots, max_seq, 8)
     target = MockTarget(TARGET, slots, max_seq, headroom=9)
     heads = MockHeads(TARGET.blurred(22, 0.5), target, 3, slots)
-    timed = {scheduler_lab.HEADS: TimedEngine(heads)}
+    timed = {scheduler_lab.HEADS: heads}
     config = HybridConfig(({"method": "suffix", "depth": 4}, {"method": "mlp", "model": "heads"}))
     proposer = HybridMethod().make_proposer(config, timed, context)
     inner = proposer.drafters[1].proposer
@@ -289,12 +288,12 @@ def heads_engine(slots=3, max_seq=64, chunk=7):
         return tree
 
     inner.propose = checked
-    return SpecEngine(TimedEngine(target), timed, proposer, Letters(), context, chunk=chunk)
+    return SpecEngine(target, timed, proposer, Letters(), context, chunk=chunk)
 
 
 def pair_engine(slots=3, max_seq=64, chunk=7):
     proposer, draft, context = make("chain", slots, max_seq, TARGET)
-    target = TimedEngine(MockEngine(TARGET, "target", slots, max_seq, headroom=9))
+    target = MockEngine(TARGET, "target", slots, max_seq, headroom=9)
     return SpecEngine(target, {"draft": draft}, proposer, Letters(), context, chunk=chunk)
 
 

@@ -65,7 +65,7 @@ class CudaEngine(EngineBase[Runner], Generic[PlanT, CachesT]):
         caches = 0 if self.caches is None else self.caches.num_bytes
         return caches if self.states is None else caches + self.states.num_bytes
 
-    def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+    def run_graph(self, feeds: Mapping[str, Any], first_slot: int) -> Mapping[str, np.ndarray]:
         sizes, rows = self.check_step(feeds, first_slot)
         self.make_view(sizes, rows)
         if self.states is None:

@@ -92,7 +92,7 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
             self.session = self._sessions[is_single]
             self._unbind()
 
-    def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+    def run_graph(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> Mapping[str, np.ndarray]:
         key = (first_slot, *feeds, *[value.shape for value in feeds.values()])
         binding = self._bindings.latest.get(key)
         if binding is None or not binding.holds(feeds):
@@ -221,11 +221,11 @@ class OrtEngine(EngineBase[ort.InferenceSession]):
 class StateOrtEngine(OrtEngine):
     """An engine whose graph has recurrent states: a class of its own, so that steps of other graphs do no more."""
 
-    def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+    def run_graph(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> Mapping[str, np.ndarray]:
         assert self.states is not None
         self.check_step(feeds, first_slot)
         step = self.states.begin(feeds, first_slot)
-        outputs = super().run({**feeds, specs.STATE_LENGTHS: step.state_lengths}, first_slot)
+        outputs = super().run_graph({**feeds, specs.STATE_LENGTHS: step.state_lengths}, first_slot)
         self.states.end(step)
         return outputs
 

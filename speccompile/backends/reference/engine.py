@@ -46,7 +46,7 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
             self.bound[cache_ref.name] = owner.caches[cache_ref.cache]
         self.bound |= self.states.arrays if self.states is not None else {}
 
-    def run(self, feeds: Mapping[str, np.ndarray], first_slot: int = 0) -> Mapping[str, np.ndarray]:
+    def run_graph(self, feeds: Mapping[str, np.ndarray], first_slot: int) -> Mapping[str, np.ndarray]:
         sizes, _ = self.check_step(feeds, first_slot)
         slots, step = first_slot + sizes["batch"], None
         if self.states is not None:

@@ -17,7 +17,7 @@ from speccompile.core.specs import GraphSpec
 
 
 class ProfileWatch:
-    """An engine that records the shapes of its steps, and those that no profile accepts.
+    """Records the shapes of an engine's steps, and those that no profile accepts; its `run` replaces the engine's.
 
     Args:
         engine: that runs the steps.
@@ -25,7 +25,7 @@ class ProfileWatch:
     """
 
     def __init__(self, engine: Any, max_slots: int, max_nodes: int) -> None:
-        self.engine, spec = engine, engine.spec
+        self._run, spec = engine.run, engine.spec
         self.max_rows = -(-engine.max_rows // 8) * 8 if spec.caches else 0
         self.plan_spec: GraphSpec = tensorrt_spec(spec, "float16", self.max_rows)
         options = CompileOptions("float16", max_slots, self.max_rows, max_nodes)
@@ -38,9 +38,6 @@ class ProfileWatch:
         self.shapes: set[tuple[tuple[str, int], ...]] = set()
         self.faults: list[str] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
     def run(self, feeds: Mapping[str, Any], first_slot: int = 0) -> Mapping[str, Any]:
         """See `speccompile.core.protocols.Engine.run`."""
         sizes = sizes_from_feeds(self.plan_spec, feeds)
@@ -52,4 +49,4 @@ class ProfileWatch:
         if all(faults):
             self.faults.append(f"{self.plan_spec.name}: {faults[-1]}")
         self.shapes.add(tuple(sizes.items()))
-        return self.engine.run(feeds, first_slot)
+        return self._run(feeds, first_slot)

@@ -16,7 +16,6 @@ from speccompile.passes.pipelines import tensorrt_table
 from speccompile.passes.rollback import build_rollback
 from speccompile.passes.save import save_model
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
 from speccompile.speculators.none.proposer import NoneProposer
@@ -66,10 +65,10 @@ def make(compiled):
 
     def build(kind, load_target, load_draft, known=()):
         context = MethodContext(SLOTS, ROWS, SPARE - 1)
-        target = TimedEngine(load_target())
+        target = load_target()
         drafts = {}
         if kind == "draft_model":
-            drafts["draft"] = TimedEngine(load_draft())
+            drafts["draft"] = load_draft()
             proposer = DraftModelMethod().make_proposer(DraftModelConfig("d", num_draft_tokens=3), drafts, context)
         elif kind == "ngram":
             proposer = NgramMethod().make_proposer(NgramConfig(min_match=1, max_match=2), {}, context)

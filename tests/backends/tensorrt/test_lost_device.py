@@ -11,7 +11,6 @@ from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verifi
 from speccompile.runtime.requests import Busy, Request
 from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.runtime.stats import TimedEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.backends.tensorrt import fake_trt
 from tests.backends.tensorrt.fake_cuda import FailingCuda
@@ -52,7 +51,7 @@ def serve(monkeypatch, tmp_path):
 
     def run(fails_at=None, lasts=True, execute=None):
         lab = Lab(monkeypatch, tmp_path, cuda=FailingCuda(lasts=lasts))
-        engines = {role: TimedEngine(load(lab, role)) for role in SPECS}
+        engines = {role: load(lab, role) for role in SPECS}
         context = MethodContext(SLOTS, ROWS, SPARE - 1)
         drafts, config = {"draft": engines["draft"]}, DraftModelConfig("d", num_draft_tokens=3)
         proposer = DraftModelMethod().make_proposer(config, drafts, context)
