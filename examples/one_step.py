@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from speccompile import SamplingParams, SpecEngine, load
-from speccompile.runtime.prompts import read_prompts
+from speccompile.runtime.loop import read_prompts
 from speccompile.runtime.sequences import SequenceBatch
 
 

@@ -37,14 +37,13 @@ if TYPE_CHECKING:
     from speccompile.pipeline import build
     from speccompile.prepare import load, load_service
     from speccompile.recipe import find_device, load_recipe, resolve
-    from speccompile.runtime.generation import Generation
-    from speccompile.runtime.requests import Request
+    from speccompile.runtime.requests import Generation, Request
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.runtime.spec_engine import SpecEngine
 
 _HOMES = {
     "Bundle": "speccompile.bundle.bundle",
-    "Generation": "speccompile.runtime.generation",
+    "Generation": "speccompile.runtime.requests",
     "Request": "speccompile.runtime.requests",
     "SamplingParams": "speccompile.core.sampling_params",
     "SpecCompileError": "speccompile.errors",

@@ -23,7 +23,7 @@ from speccompile.bundle.graphs import (
     open_source,
     tune_graph,
 )
-from speccompile.bundle.manifest import write_bundle_files
+from speccompile.bundle.report import write_bundle_files
 from speccompile.bundle.shared_weights import share_weights
 from speccompile.bundle.stage_cache import Progress, StageCache, StageLog
 from speccompile.bundle.staging import claim_folder, staged_folder

@@ -19,8 +19,8 @@ from speccompile.bundle.bundle import read_bundle
 from speccompile.bundle.choices import complete_plan
 from speccompile.bundle.format import MANIFEST, digest_from_file, digest_from_json
 from speccompile.bundle.graphs import find_graph, needed_jobs
-from speccompile.bundle.manifest import RECIPE
 from speccompile.bundle.publish import find_bundle, is_hub_id
+from speccompile.bundle.report import RECIPE
 from speccompile.bundle.stage_cache import BUNDLES, Progress, StageCache
 from speccompile.bundle.staging import disk_faults
 from speccompile.bundle.tokenizers import TOKENIZER_FILES

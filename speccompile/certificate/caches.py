@@ -15,8 +15,7 @@ from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.planted_drafts import FullChains, FullTrees
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.runtime.loop import run_step
-from speccompile.runtime.prompts import read_prompts
+from speccompile.runtime.loop import read_prompts, run_step
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 

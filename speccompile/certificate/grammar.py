@@ -30,9 +30,8 @@ from speccompile.certificate.sampled import (
     make_runs,
     text_from_fits,
 )
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import warp
-from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.sampling_params import SamplingParams, StructuredOutputs
 from speccompile.core.tree import Bools, Floats
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from speccompile.bundle.bundle import Bundle
-from speccompile.bundle.certificates import FAILED, INCOMPLETE, NOT_RUN, PASSED, VERSION
 from speccompile.bundle.format import digest_from_manifest
+from speccompile.bundle.publish import FAILED, INCOMPLETE, NOT_RUN, PASSED, VERSION
 
 Status = Literal["passed", "failed", "not run"]
 LEAST_DRAFTS = 100  # draft tokens that each run of a check scores; fewer show little

@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.config_values import check_heads, check_values, text_config, text_names
-from speccompile.checkpoints.families import MAX_POSITION, POSITION_COLUMNS, extra_keys, has_alibi
+from speccompile.checkpoints.config_values import (
+    MAX_POSITION,
+    POSITION_COLUMNS,
+    check_heads,
+    check_values,
+    extra_keys,
+    has_alibi,
+    text_config,
+    text_names,
+)
 from speccompile.checkpoints.gguf.folder import gguf_weights
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config, with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme

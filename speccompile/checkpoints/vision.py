@@ -14,7 +14,7 @@ from speccompile.checkpoints.checkpoint import read_config, stated_size
 from speccompile.common.json_reader import finite_number, read_json_object, shown, whole_number
 from speccompile.core.jobs import WeightCounts
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.graph_kinds.vision import NUM_CHANNELS
+from speccompile.graph_kinds.decoder import NUM_CHANNELS
 
 # Multimodal types whose vision tower can be built: their images are blocks of tokens that see each other both ways.
 VISION_TYPES = ("gemma3",)

@@ -100,7 +100,7 @@ def read_samples(bundle: Bundle, prompts: Path | None, categories: str | None, l
         RuntimeFault: the file is wrong, there is no such category, or the bundle has no tokenizer for texts.
     """
     from speccompile.benchmark.samples import Sample
-    from speccompile.common.template_files import knows_chats
+    from speccompile.common.tokenizer_file import knows_chats
 
     if prompts is not None:
         requests = read_requests(prompts, limit)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from speccompile.cli.model_options import with_model_options
+from speccompile.cli.options import with_model_options
 from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
 from speccompile.cli.verify import leave_unless_passed, print_certificate, run_verify
 
@@ -131,7 +134,6 @@ def _reason(why: str) -> str:
 
 def _build(plan: BuildPlan, dest: Path, no_cache: bool, dump: Path | None) -> Bundle:
     from speccompile.bundle.stage_cache import StageCache
-    from speccompile.cli.dump_passes import dumped_passes
     from speccompile.pipeline import build
 
     with live_stages() as progress, dumped_passes(dump, progress) as report:
@@ -218,7 +220,7 @@ def _compare(plan: BuildPlan, prediction: dict[str, Any], dest: Path, no_cache: 
 def _print_machine(machine: list[dict[str, Any]], seconds: tuple[int, int] | None) -> None:
     """Prints what the machine has, how long the build may take, and a warning where something is too small."""
     from speccompile.bundle.report import text_from_bytes
-    from speccompile.cli.progress import text_from_seconds
+    from speccompile.cli.output import text_from_seconds
     from speccompile.recipe.predict import TIME_BASIS
 
     free = {row["where"]: row["free_bytes"] for row in machine}
@@ -261,7 +263,7 @@ def _print_bundle(bundle: Bundle) -> None:
 
 
 def _hint(bundle: Bundle, path: str) -> str:
-    from speccompile.common.template_files import knows_chats
+    from speccompile.common.tokenizer_file import knows_chats
 
     skipped = [stage["skipped"] for stage in bundle.manifest["stages"] if stage.get("skipped")]
     if skipped:
@@ -269,3 +271,55 @@ def _hint(bundle: Bundle, path: str) -> str:
     if knows_chats(bundle.path / "tokenizer"):
         return f"It knows chats. Try: speccompile serve {path}, or speccompile chat {path}"
     return f'Try: speccompile generate {path} --prompt "def "'
+
+
+_LOGGER = "speccompile.passes.base"  # its records have the model
+
+
+class PassDump(logging.Handler):
+    """Writes FOLDER/STAGE/NUMBER-PASS.txt. `folder`: new or empty."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.DEBUG)
+        self._folder, self._stage, self._number = folder, "", 0
+
+    def begin(self, message: str) -> None:
+        """Takes the stage of a message "STAGE" or "STAGE: STEP"."""
+        stage = message.partition(": ")[0].replace(" ", "-")
+        if stage != self._stage:
+            self._stage, self._number = stage, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from speccompile.passes.text import text_from_model
+
+        model, name, num_rewrites = record.graph  # type: ignore[attr-defined]
+        if not num_rewrites:
+            return
+        folder = self._folder / self._stage
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self._number:02}-{name}.txt").write_text(text_from_model(model), encoding="utf-8")
+        self._number += 1
+
+
+@contextlib.contextmanager
+def dumped_passes(folder: Path | None, progress: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Yields the callback that writes passes of a build; None: no folder. Raises BuildError: it is not new or empty."""
+    if folder is None:
+        yield progress
+        return
+    from speccompile.bundle.staging import claim_folder
+
+    dump, logger = PassDump(claim_folder(folder).path), logging.getLogger(_LOGGER)
+    level = logger.level
+
+    def report(message: str) -> None:
+        dump.begin(message)
+        progress(message)
+
+    logger.addHandler(dump)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield report
+    finally:
+        logger.removeHandler(dump)
+        logger.setLevel(level)

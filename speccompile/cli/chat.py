@@ -15,9 +15,16 @@ from rich.console import Console
 from rich.text import Text
 
 from speccompile.cli.generate import STYLES, print_stats
-from speccompile.cli.model_options import SOURCE_HELP, check_template, load_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, usable_threads
-from speccompile.cli.sampling_options import check_sampling, with_sampling_options
+from speccompile.cli.options import (
+    MAX_THREADS,
+    SOURCE_HELP,
+    check_sampling,
+    check_template,
+    load_source,
+    usable_threads,
+    with_model_options,
+    with_sampling_options,
+)
 from speccompile.common.chat_prompts import find_template
 from speccompile.common.json_reader import is_unicode
 from speccompile.errors import RuntimeFault

@@ -13,18 +13,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speccompile.cli.model_options import SOURCE_HELP, check_template, load_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, usable_threads
-from speccompile.cli.output import print_warning
-from speccompile.cli.progress import open_display
+from speccompile.cli.options import (
+    MAX_THREADS,
+    SOURCE_HELP,
+    check_sampling,
+    check_template,
+    load_source,
+    usable_threads,
+    with_model_options,
+    with_sampling_options,
+)
+from speccompile.cli.output import open_display, print_warning
 from speccompile.cli.prompts import Request, check_results, read_requests, write_results
-from speccompile.cli.sampling_options import check_sampling, with_sampling_options
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.core.sampling_params import SamplingParams
-    from speccompile.runtime.generation import Generation
     from speccompile.runtime.images import Image
+    from speccompile.runtime.requests import Generation
     from speccompile.runtime.spec_engine import SpecEngine, Stream
     from speccompile.runtime.text import TextSink
 
@@ -128,7 +134,7 @@ def _sampling(index: int, defaults: SamplingParams, request: Request) -> Samplin
 
 
 def _as_chat(engine: SpecEngine, request: Request) -> Request:
-    from speccompile.common.template_files import knows_chats
+    from speccompile.common.tokenizer_file import knows_chats
 
     if engine.bundle is not None and knows_chats(engine.bundle.tokenizer_folder):
         return replace(request, messages=({"role": "user", "content": request.prompt},))
@@ -174,7 +180,7 @@ def _explain(
     engine: SpecEngine, request: Request, params: SamplingParams, speculative: bool, is_shown: bool
 ) -> Generation:
     """Decodes one prompt; prints each step on stderr as it ends, and the text last."""
-    from speccompile.runtime.explain import ExplainedPlanner, explain_step
+    from speccompile.runtime.draft_report import ExplainedPlanner, explain_step
     from speccompile.runtime.text import text_of_token
 
     planner = None if engine.controller is None else ExplainedPlanner(engine.controller, engine.proposer)

@@ -68,10 +68,9 @@ def _print_differences(first: Path, second: Path, as_json: bool) -> None:
 
 
 def _facts_from_bundle(path: Path) -> tuple[dict[str, Any], BundleError | None]:
-    from speccompile.bundle.bundle import read_bundle
-    from speccompile.bundle.certificates import certificate_facts
+    from speccompile.bundle.bundle import check_types, read_bundle
     from speccompile.bundle.format import MANIFEST, is_hidden, list_foreign_files, read_json
-    from speccompile.bundle.manifest_checks import check_types
+    from speccompile.bundle.publish import certificate_facts
 
     fault = None
     try:
@@ -188,7 +187,7 @@ def _facts_from_value(value: Any) -> dict[str, Any]:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    from speccompile.bundle.certificates import text_from_facts
+    from speccompile.bundle.publish import text_from_facts
     from speccompile.bundle.report import text_from_bytes
 
     console = Console(soft_wrap=True, highlight=False, markup=False)

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from speccompile.cli.forecast import print_forecast, read_batches, write_recipe
-from speccompile.cli.model_options import prepare_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.cli.options import MAX_THREADS, prepare_source, usable_threads, with_model_options
 from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
 from speccompile.cli.prompts import check_results
 
@@ -152,7 +151,7 @@ def _try(
     settings: dict[str, Any],
 ) -> tuple[dict[str, Any], list[Candidate]]:
     from speccompile.benchmark.measure import Settings
-    from speccompile.cli.progress import open_display
+    from speccompile.cli.output import open_display
     from speccompile.planner.candidates import candidates_of_source
     from speccompile.planner.trial import build_candidates, try_candidates
 

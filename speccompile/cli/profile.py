@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, usable_threads
+from speccompile.cli.options import MAX_THREADS, SOURCE_HELP, load_source, usable_threads, with_model_options
 from speccompile.cli.output import errors_as_json, print_json
 from speccompile.cli.prompts import check_results
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.common.chat_prompts import check_messages, tokens_of_messages
 from speccompile.common.json_reader import parse_json
-from speccompile.common.surfaces import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
+from speccompile.common.parameters import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import BuildError, BundleError, RuntimeFault

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, usable_threads
-from speccompile.cli.output import errors_as_json, print_json, print_warning
-from speccompile.cli.progress import open_display
+from speccompile.cli.options import MAX_THREADS, SOURCE_HELP, load_source, usable_threads, with_model_options
+from speccompile.cli.output import errors_as_json, open_display, print_json, print_warning
 from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ def schema_command(
 ) -> None:
     """Print the JSON schema of recipes (docs/recipe.schema.json is kept equal to it)."""
     from speccompile.bundle.files import write_file
-    from speccompile.recipe.json_schema import text_from_schema
+    from speccompile.recipe.models import text_from_schema
 
     del as_json
     text = text_from_schema()

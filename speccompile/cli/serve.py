@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from speccompile.cli.model_options import SOURCE_HELP, load_source, with_model_options
-from speccompile.cli.options import MAX_THREADS, LogLevel, usable_threads
+from speccompile.cli.options import MAX_THREADS, SOURCE_HELP, LogLevel, load_source, usable_threads, with_model_options
 from speccompile.common.extras import install_command
 from speccompile.errors import RuntimeFault
 

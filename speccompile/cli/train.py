@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speccompile.cli.output import errors_as_json, print_json, quiet_libraries
-from speccompile.cli.progress import ProgressDisplay, open_display
+from speccompile.cli.output import ProgressDisplay, errors_as_json, open_display, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from speccompile.recipe.training_plan import TrainingPlan

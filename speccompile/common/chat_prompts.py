@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from speccompile.common.extras import install_command
 from speccompile.common.json_reader import is_unicode, parse_json
-from speccompile.common.template_files import TEMPLATE_FILE, read_template_file
-from speccompile.common.tokenizer_file import encode_text
+from speccompile.common.tokenizer_file import TEMPLATE_FILE, encode_text, read_template_file
 from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from speccompile.common.template_files import read_template_file
+from speccompile.common.tokenizer_file import read_template_file
 from speccompile.errors import RuntimeFault
 
 

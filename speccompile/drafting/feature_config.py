@@ -10,11 +10,10 @@ from typing import Any
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.registry import find_class
-from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.mask_drafts import MaskFeatureCache
 from speccompile.drafting.proposer import DraftProposer
-from speccompile.drafting.tree_config import Tree
+from speccompile.drafting.tree_config import CachedDraftFields, Tree
 
 
 @dataclass(frozen=True, kw_only=True)

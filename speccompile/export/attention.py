@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from speccompile.checkpoints.families import POSITION_COLUMNS
+from speccompile.checkpoints.config_values import POSITION_COLUMNS
 from speccompile.errors import ExportError
 
 IMPLEMENTATION = "speccompile"  # the name under which transformers finds `attend`

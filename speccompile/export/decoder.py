@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
-from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.config_values import check_config
 from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec

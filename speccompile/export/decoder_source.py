@@ -18,8 +18,8 @@ from speccompile.checkpoints.checkpoint import (
     read_dims,
     read_text_config,
 )
+from speccompile.checkpoints.config_values import check_architecture
 from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
-from speccompile.checkpoints.families import check_architecture
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
 from speccompile.checkpoints.lora import digests_of_adapter, open_lora

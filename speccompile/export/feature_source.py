@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import stated_size
-from speccompile.checkpoints.config_values import check_heads
-from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.config_values import check_config, check_heads
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec

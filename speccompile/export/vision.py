@@ -19,7 +19,7 @@ from speccompile.checkpoints.vision import own_name
 from speccompile.core.specs import GraphSpec
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import RANDOM_SEED, check_loading, name_weights, names_by_address
-from speccompile.graph_kinds.vision import PIXELS
+from speccompile.graph_kinds.decoder import PIXELS
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.fold_weights import FOLD_WEIGHTS

@@ -15,7 +15,7 @@ from speccompile.checkpoints.vision import VisionDims, check_vision, image_recor
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError, CheckpointError
-from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS, vision_spec
+from speccompile.graph_kinds.decoder import IMAGE_EMBEDDING, PIXELS, vision_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import list_raw, read_config, read_dims
-from speccompile.checkpoints.config_values import RENAMED, is_other_part, is_tower
-from speccompile.checkpoints.families import extra_keys
+from speccompile.checkpoints.config_values import RENAMED, extra_keys, is_other_part, is_tower
 from speccompile.checkpoints.gguf.folder import has_gguf, origin_of
 from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.checkpoints.model_config import read_model_config

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of a recipe as pydantic models: types, bounds, defaults and the meaning of each key.
+"""The sections of a recipe as pydantic models: types, bounds, defaults, the meaning of each key, the JSON schema.
 
-The keys of a speculator and of a backend are the fields of their `Config` dataclasses.
+The keys of a speculator and of a backend are not listed here: they are the fields of their `Config` dataclasses.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -15,8 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
-from speccompile.common.parameters import METADATA_KEY, Parameter, parameters
-from speccompile.common.surfaces import sampling_parameters
+from speccompile.common.parameters import METADATA_KEY, Parameter, parameters, sampling_parameters
 from speccompile.core import registry
 from speccompile.core.method import SECTIONS
 from speccompile.core.sampling_params import SamplingParams
@@ -249,3 +249,33 @@ def _recipe_model(method: str, section: Any, engine: Any) -> type[Recipe]:
         speculator=(section, default),
         engine=(engine, Field(default_factory=engine)),
     )
+
+
+def schema_from_registry() -> dict[str, Any]:
+    """Returns the schema of a recipe file; `speculator` is one of the sections of the registered methods."""
+    engine: Any = engine_section()
+    model = create_model("Recipe", __base__=Recipe, engine=(engine, Field(default_factory=engine)))
+    schema = model.model_json_schema()
+    definitions = schema.setdefault("$defs", {})
+    definitions.pop("SpeculatorSection")
+    sections = []
+    for name in sorted(registry.METHODS):
+        section = speculator_section(name).model_json_schema()
+        definitions.update(section.pop("$defs", {}))
+        section["required"] = sorted({"method", *section.get("required", ())})
+        definitions[section["title"]] = section
+        sections.append({"$ref": f"#/$defs/{section['title']}"})
+    for name in ("speculator", "engine", "decoding"):
+        schema["properties"][name].pop("default", None)
+    schema["properties"]["speculator"] = {"oneOf": sections, "description": "The method and its own keys."}
+    backend = definitions["EngineSection"]["properties"]["backend"]
+    backend["enum"] = sorted(registry.BACKENDS)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "speccompile recipe",
+        **{k: v for k, v in schema.items() if k not in ("title", "description")},
+    }
+
+
+def text_from_schema() -> str:
+    return json.dumps(schema_from_registry(), indent=2, sort_keys=False) + "\n"

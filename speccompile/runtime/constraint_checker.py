@@ -17,7 +17,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from speccompile.common.structured_outputs import WHERE, StructuredOutputs
+from speccompile.core.sampling_params import WHERE, StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Busy
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.constraint_forms import grammar_from_constraint, refuse
 from speccompile.runtime.constraint_limits import (

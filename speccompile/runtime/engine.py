@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 
 from speccompile.backends.base import Backend, LoadJob
 from speccompile.backends.machine import give_back_memory, num_usable_cores
-from speccompile.bundle.bundle import TARGET, VISION, Bundle, read_bundle
+from speccompile.bundle.bundle import TARGET, VISION, Bundle, check_fields, read_bundle
 from speccompile.bundle.format import check_files, weights_beside
-from speccompile.bundle.manifest_checks import check_fields
 from speccompile.bundle.publish import fetch_bundle, is_hub_id
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.common.extras import install_command
-from speccompile.common.structured_outputs import WHERE, StructuredOutputs
+from speccompile.core.sampling_params import WHERE, StructuredOutputs
 from speccompile.core.tree import Bools
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.constraint_checker import Checked, Compiled, ConstraintChecker, shutting_down

@@ -10,8 +10,7 @@ from contextlib import suppress
 from itertools import chain, zip_longest
 from typing import Protocol
 
-from speccompile.runtime.generation import Generation, generation_of_steps
-from speccompile.runtime.requests import Request, StepOutput
+from speccompile.runtime.requests import Generation, Request, StepOutput, generation_of_steps
 from speccompile.runtime.sequences import TokenSequence
 
 

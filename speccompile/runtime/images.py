@@ -22,7 +22,7 @@ from speccompile.core.protocols import Engine
 from speccompile.core.specs import IMAGE_NODES, IMAGE_ROWS, TREE_MASK
 from speccompile.core.tree import Floats
 from speccompile.errors import RuntimeFault
-from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
+from speccompile.graph_kinds.decoder import IMAGE_EMBEDDING, PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow

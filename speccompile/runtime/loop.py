@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoding step of a ragged batch: plan, propose, score, commit, emit, learn."""
+"""One decoding step of a ragged batch: plan, propose, score, commit, emit, learn; and one chunk of a prompt.
+
+The last chunk of a prompt gives the first new token.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import Proposer
-from speccompile.core.protocols import Engine, StepTimes
-from speccompile.core.specs import LOGITS
+from speccompile.core.protocols import Engine, Outputs, StepTimes
+from speccompile.core.specs import LOGITS, NEXT_TOKEN
 from speccompile.core.tree import TokenTree
+from speccompile.drafting.grammars import chains_within
 from speccompile.runtime.control import Planner
-from speccompile.runtime.faults import FAULTS, NotFinite
-from speccompile.runtime.grammar_drafts import forced_chains, read_grammars, within_grammars
+from speccompile.runtime.grammars import GrammarFault
 from speccompile.runtime.host_verify import logprobs_of_step
-from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.requests import StepOutput, trace_of_step
+from speccompile.runtime.logprobs import TokenLogprobs, prompt_logprobs
+from speccompile.runtime.requests import FAULTS, NotFinite, StepOutput, trace_of_step
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.verifier import Verifier
 
@@ -145,3 +150,116 @@ def emit(
             step = step._replace(trace=trace_of_step(sequence.tokenizer, tree, verdict, slot))
         steps.append(step)
     return steps
+
+
+class Chunk(NamedTuple):
+    """What reading a chunk of a prompt gave."""
+
+    num: int
+    step: StepOutput | None  # with the first new token, where the prompt's last was read; it may end the sequence
+    draft_s: float  # seconds that the draft took
+
+
+def read_chunk(
+    verifier: Verifier,
+    proposer: Proposer,
+    slot: int,
+    alone: SequenceBatch,
+    reads: bool,
+    most: int | None = None,
+) -> Chunk:
+    """Reads the next chunk of a prompt. Raises NotFinite: a chunk is not; the slot is cleared."""
+    sequence, start = alone.sequences[0], int(verifier.lengths[slot])
+    if alone.processed:
+        read_grammars(alone)
+    nodes, outputs, verdict = verifier.read(slot, sequence.tokens, most, sequence.images, alone)
+    if NEXT_TOKEN in outputs and outputs[NEXT_TOKEN][0] < 0:
+        _clear(verifier, proposer, slot)
+        raise NotFinite(start + nodes.shape[1])
+    if (num_told := sequence.sampling.prompt_logprobs) is not None:
+        after = sequence.tokens[start + 1 : start + 1 + nodes.shape[1]]
+        told = prompt_logprobs(np.asarray(outputs[LOGITS])[0], after, num_told)
+        sequence.prompt_logprobs[start + 1 :] = told  # of a prompt that is read again, too
+    step = None
+    if verdict is not None:
+        step = _first_step(verifier, alone, outputs, verdict)
+    draft_start_s = perf_counter()
+    if reads and (step is None or step.finish_reason is None):
+        proposer.prefill(slot, sequence, nodes, start, outputs)
+    return Chunk(nodes.shape[1], step, perf_counter() - draft_start_s)
+
+
+def read_prompts(verifier: Verifier, proposer: Proposer, batch: SequenceBatch) -> None:
+    """Gives the first slots to `batch.waiting` and reads their prompts whole, for steps without a scheduler."""
+    for slot, sequence in enumerate(batch.waiting):
+        proposer.start(slot, sequence)
+        verifier.lengths[slot], alone = 0, SequenceBatch.alone(sequence)
+        while verifier.lengths[slot] < sequence.num_prompt - 1:
+            read_chunk(verifier, proposer, slot, alone, sequence.speculation != "off")
+        batch.sequences.append(sequence)
+    batch.changed()
+
+
+def _first_step(verifier: Verifier, alone: SequenceBatch, outputs: Outputs, verdict: Verdict) -> StepOutput:
+    [sequence] = alone.sequences
+    sequence.plan(verifier.max_seq_len, 0)
+    if verdict.following[0] < 0:
+        return sequence.fail(sequence.fault or NotFinite(len(sequence.tokens)))
+    logprobs: Sequence[TokenLogprobs] = ()
+    logits = np.asarray(outputs[LOGITS]) if alone.wants_logprobs else None
+    try:
+        if logits is not None:
+            logprobs = logprobs_of_step(verdict, alone.roots(), alone.sequences, logits)[0]
+        root = alone.roots() if sequence.wants_trace else None
+        step = sequence.emit([verdict.following[0]], 0, 0, False, logprobs, of_prompt=True)
+        return step if root is None else step._replace(trace=trace_of_step(sequence.tokenizer, root, verdict, 0))
+    except FAULTS as fault:
+        return sequence.fail(fault)
+
+
+def _clear(verifier: Verifier, proposer: Proposer, slot: int) -> None:
+    for cache in (verifier.cache, *proposer.caches):
+        cache.engine.clear_slot(slot)
+
+
+def read_grammars(batch: SequenceBatch) -> None:
+    """Makes the grammars follow the texts, before drafts are made; what fails here is reported with the verdict."""
+    for sequence in batch.sequences:
+        if sequence.grammar is not None:
+            with suppress(GrammarFault):
+                sequence.grammar.read(sequence.tokens)
+
+
+def forced_chains(batch: SequenceBatch) -> TokenTree | None:
+    """Returns chains of the tokens that the grammars force; None unless every sequence has some.
+
+    They cost no draft, and are verified. There are none where texts depend on drafts, as one sequence's drafts must not
+    depend on the others.
+    """
+    if batch.may_draw or not batch.max_forced:
+        return None
+    rows = []
+    for sequence in batch.sequences:
+        if sequence.grammar is None or sequence.speculation == "off" or not sequence.may_draft:
+            return None
+        num = min(
+            sequence.num_prompt + sequence.sampling.max_new_tokens - len(sequence.tokens) - 1,
+            sequence.room,
+            batch.max_forced,
+        )
+        forced = sequence.grammar.forced()[: max(num, 0)]
+        if not forced:
+            return None
+        rows.append([sequence.tokens[-1], *forced])
+    nums = np.array([len(row) for row in rows], dtype=np.int64)
+    tokens = np.zeros((len(rows), nums.max()), dtype=np.int64)
+    for slot, row in enumerate(rows):
+        tokens[slot, : len(row)] = row
+    return TokenTree.chain(tokens, nums)
+
+
+def within_grammars(batch: SequenceBatch, tree: TokenTree) -> TokenTree:
+    """Returns a step's drafts without what the grammars refuse, where they are chains."""
+    if not tree.is_chain or tree.nodes == 1:
+        return tree
+    return chains_within(batch, tree, is_drawn=batch.is_drawn(tree))

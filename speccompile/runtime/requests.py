@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the scheduler, and the step outputs that come back."""
+"""Requests to the scheduler, the step outputs and results that come back, and the faults that end one alone."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast
 
@@ -14,10 +14,45 @@ import numpy as np
 from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
-from speccompile.errors import RuntimeFault
+from speccompile.errors import RuntimeFault, SpecCompileError
 from speccompile.runtime.images import ImageData
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.text import Tokenizer, text_of_token
+
+# What an engine, a method or a bug in the code for one request may raise. Exits and interrupts are not among them.
+FAULTS = (
+    SpecCompileError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    NameError,
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    BufferError,
+    OSError,
+)
+
+
+class NotFinite(RuntimeFault):
+    """The target's logits for a sequence are NaN or infinite: no token can be chosen."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            f"logits after {num_tokens} tokens",
+            "a row that is not finite",
+            "numbers: neither NaN nor infinity",
+            "Look for NaN in the checkpoint's weights (embeddings first), or build with a dtype of a larger range; "
+            "other requests are not affected.",
+        )
+
+
+def text_from_fault(fault: BaseException) -> str:
+    """Returns the error text of a request that a fault ended: our own errors as they are, others with their type."""
+    return str(fault) if isinstance(fault, SpecCompileError) else f"{type(fault).__name__}: {fault}"
+
 
 Speculation = Literal["auto", "on", "off"]
 SPECULATION: tuple[Speculation, ...] = ("auto", "on", "off")
@@ -157,3 +192,43 @@ def token_ids(index: int, prompt: Any) -> list[int]:
     except TypeError as fault:
         got, todo = f"a {type(prompt).__name__}", "Give each prompt as a text, or as a list of whole numbers."
         raise RuntimeFault(f"prompt {index}", got, "a text, or token ids", todo) from fault
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Result of decoding one prompt.
+
+    Args:
+        text: of the new tokens, special tokens left out, cut before a stop string.
+        tokens: new token ids; a stop token is the last of them.
+        error: message, where the finish reason is `error`; other prompts are not affected.
+        logprobs: of each of `tokens`; None where they were not asked for.
+        prompt_logprobs: the same of the prompt's tokens; None for the first one.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: dict[str, Any]
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def json_from_generation(self) -> dict[str, Any]:
+        """Returns a JSON-ready dict; what is None is not in it."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.logprobs is not None:
+            given["logprobs"] = [entry.json_from_logprobs() for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            given["prompt_logprobs"] = [entry and entry.json_from_logprobs() for entry in self.prompt_logprobs]
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def generation_of_steps(steps: Sequence[StepOutput]) -> Generation:
+    """Returns the result of all step outputs of a sequence."""
+    text = "".join(step.text for step in steps)
+    tokens = [token for step in steps for token in step.tokens]
+    logprobs = [entry for step in steps for entry in step.logprobs]
+    last, prompt_logprobs = steps[-1], list(steps[0].prompt_logprobs)
+    reason, stats = str(last.finish_reason), last.stats or {}
+    return Generation(text, tokens, reason, stats, last.error, logprobs or None, prompt_logprobs or None)

@@ -16,11 +16,9 @@ from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import DeviceLost, Engine
 from speccompile.runtime.control import Planner
 from speccompile.runtime.draft_report import DraftReport, report_from_planner
-from speccompile.runtime.faults import FAULTS, NotFinite, text_from_fault
 from speccompile.runtime.handles import FairQueue, RequestHandle
-from speccompile.runtime.loop import run_step
-from speccompile.runtime.prompts import read_chunk
-from speccompile.runtime.requests import StepOutput
+from speccompile.runtime.loop import read_chunk, run_step
+from speccompile.runtime.requests import FAULTS, NotFinite, StepOutput, text_from_fault
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.slot_allocator import EVERY, MIN_SHARED, SlotAllocator, ViewKeeper
 from speccompile.runtime.stats import Counters

@@ -26,12 +26,11 @@ from speccompile.core.sampling import (
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
-from speccompile.runtime.faults import FAULTS, text_from_fault
 from speccompile.runtime.grammars import GrammarMatcher
 from speccompile.runtime.images import PromptImages
 from speccompile.runtime.logits_processors import LogitsProcessor
 from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.runtime.requests import Speculation, StepOutput
+from speccompile.runtime.requests import FAULTS, Speculation, StepOutput, text_from_fault
 from speccompile.runtime.stats import SequenceStats
 from speccompile.runtime.text import TextSink, Tokenizer
 

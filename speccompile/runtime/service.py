@@ -14,10 +14,8 @@ from typing import Any, NamedTuple, Self
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import FixedLength, Planner, controller_of
 from speccompile.runtime.draft_report import DraftReport
-from speccompile.runtime.faults import FAULTS
-from speccompile.runtime.generation import Generation
 from speccompile.runtime.handles import OutputStream, RequestHandle
-from speccompile.runtime.requests import SPECULATION, Busy, Request, Speculation, StepOutput
+from speccompile.runtime.requests import FAULTS, SPECULATION, Busy, Generation, Request, Speculation, StepOutput
 from speccompile.runtime.scheduler import Event, Scheduler
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine

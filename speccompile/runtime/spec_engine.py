@@ -20,14 +20,12 @@ from speccompile.core.protocols import Engine
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Planner, controller_of
-from speccompile.runtime.generation import Generation
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
-from speccompile.runtime.prompts import PromptBytes
-from speccompile.runtime.requests import Images, Prompt, StepOutput, match_arguments, token_ids
+from speccompile.runtime.requests import Generation, Images, Prompt, StepOutput, match_arguments, token_ids
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
-from speccompile.runtime.text import TextSink, text_of_tokens
+from speccompile.runtime.text import PromptBytes, TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from speccompile.common.structured_outputs import WHERE
+from speccompile.core.sampling_params import WHERE
 from speccompile.errors import RuntimeFault
 
 MAX_DEPTH, MAX_REPEAT = 32, 1000  # formats in formats; times

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from speccompile.checkpoints.checkpoint import read_text_config, token_ids
 from speccompile.checkpoints.gguf.folder import weight_files
 from speccompile.common.cache_root import make_cache_folder
-from speccompile.common.template_files import read_template_file
-from speccompile.common.tokenizer_file import load_tokenizer
+from speccompile.common.tokenizer_file import load_tokenizer, read_template_file
 from speccompile.errors import CheckpointError
 from speccompile.recipe.models import Recipe
 from speccompile.recipe.training import TrainingSection

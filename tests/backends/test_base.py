@@ -7,7 +7,7 @@ import pytest
 from speccompile.backends.base import Backend, EngineBase, LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions, WeightCounts
-from speccompile.core.specs import LENGTHS, TOKENS, GraphSpec, TensorSpec
+from speccompile.core.specs import CONFIDENCES, LENGTHS, TOKENS, GraphSpec, TensorSpec
 from speccompile.errors import RuntimeFault
 
 INPUTS = (TensorSpec(TOKENS, ("batch", "nodes"), "int64"), TensorSpec(LENGTHS, ("batch",), "int64"))
@@ -58,7 +58,13 @@ def test_every_backend_is_one(name):
 
 
 class Still(EngineBase[str]):
-    """An engine that records what it compacts."""
+    """An engine that records what it compacts; a step gives a confidence that is not finite."""
+
+    def run_graph(self, feeds, first_slot):
+        return {CONFIDENCES: np.array([[0.5], [np.nan]])}
+
+    def clear_slot(self, slot):
+        self.cleared = slot
 
     def compact_with(self, rollback, lengths, path):
         self.compacted = rollback, lengths, path
@@ -97,6 +103,16 @@ def test_an_engine_without_a_rollback_refuses_trees():
     engine.rollback = "rollback"
     engine.compact(lengths, path)
     assert engine.compacted == ("rollback", lengths, path)
+
+
+def test_an_engine_counts_its_seconds_and_gives_no_confidence_that_is_not_finite():
+    outputs = (TensorSpec(CONFIDENCES, ("batch", "nodes"), "float32"),)
+    engine = Still(GraphSpec("draft", INPUTS, outputs, ("past_key_0",), 8), 4, 16)
+    found, once_s = engine.run(feeds(2, 1), first_slot=2), engine.seconds
+    assert found[CONFIDENCES].tolist() == [[0.5], [0.0]] and engine.cleared == 3
+    engine.rollback = "rollback"
+    engine.compact(np.zeros(1, np.int64), np.zeros((1, 2), np.int64))
+    assert 0 < once_s < engine.seconds
 
 
 def test_an_engine_whose_caches_keep_their_layout_has_no_view():

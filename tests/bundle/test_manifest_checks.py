@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from speccompile.bundle.bundle import Bundle, read_bundle
+from speccompile.bundle.bundle import Bundle, check_fields, check_types, read_bundle
 from speccompile.bundle.format import digest_from_manifest
-from speccompile.bundle.manifest_checks import check_fields, check_types
 from speccompile.bundle.manifest_records import EngineRecord, RecipeRecord, TargetRecord
 from speccompile.cli.main import main
 from speccompile.core.specs import spec_from_json

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.bundle.manifest_checks import check_specs
+from speccompile.bundle.bundle import check_specs
 from speccompile.core.specs import BorrowedCache, GraphSpec, TensorSpec, spec_from_json
 from speccompile.errors import BundleError
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from speccompile.certificate import grammar as module
 from speccompile.certificate.grammar import REGEX, Allowed, check_grammar, plain_tokens
 from speccompile.certificate.sampled import exact_rows, joint_of
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.runtime import grammars
 from speccompile.runtime.grammars import GrammarMatcher, Grammars
 from speccompile.runtime.logits_processors import LogitsProcessor

@@ -356,7 +356,7 @@ def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):
 
 def test_reading_checkpoints_needs_no_torch():
     code = (
-        "import sys; import speccompile.checkpoints.checkpoint, speccompile.checkpoints.families;"
+        "import sys; import speccompile.checkpoints.checkpoint, speccompile.checkpoints.config_values;"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'onnx', 'huggingface_hub')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

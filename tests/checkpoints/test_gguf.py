@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
-from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.config_values import check_config
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.gguf.blocks import BLOCKS, in_blocks, values_from_rows
 from speccompile.checkpoints.model_config import read_model_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speccompile.checkpoints.checkpoint import read_dims, read_text_config
-from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.config_values import check_config
 from speccompile.core.dims import LayerDims, RecurrentDims
 from speccompile.core.specs import CONV_ROWS
 from speccompile.errors import CheckpointError, ExportError

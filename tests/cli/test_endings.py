@@ -65,7 +65,7 @@ def test_any_command_says_that_it_was_interrupted(monkeypatch, capsys, fault, co
     def stop():
         raise fault
 
-    monkeypatch.setattr("speccompile.recipe.json_schema.text_from_schema", stop)
+    monkeypatch.setattr("speccompile.recipe.models.text_from_schema", stop)
     assert main(["schema"]) == code
     assert capsys.readouterr().err.strip() == message
 
@@ -98,7 +98,7 @@ def test_other_faults_of_the_system_are_not_taken_for_stdout(monkeypatch, capsys
     def fail():
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("speccompile.recipe.json_schema.text_from_schema", fail)
+    monkeypatch.setattr("speccompile.recipe.models.text_from_schema", fail)
     with pytest.raises(OSError, match="No space"):
         main(["schema"])
 

@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from speccompile.cli.output import text_from_step
-from speccompile.cli.progress import ProgressDisplay, text_from_seconds
+from speccompile.cli.output import ProgressDisplay, text_from_seconds, text_from_step
 
 ROW = {"train": {"loss": [1.0], "agreement": [0.5], "acceptance_length": 1.5}}
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from speccompile.bundle.bundle import read_bundle
-from speccompile.bundle.certificates import certificate_facts, text_from_facts
 from speccompile.bundle.format import CERTIFICATE, CERTIFICATE_PAGE, MANIFEST, digest_from_manifest
+from speccompile.bundle.publish import certificate_facts, text_from_facts
 from speccompile.certificate.sampled import check_sampled
 from tests.certificate.certificate_lab import StrictEngine, WrongFollower, make_engine
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.cli import model_options, output
+from speccompile.cli import options, output
 from speccompile.cli.output import live_stages
 from speccompile.common.waiting import LOGGER, download_bar, tell
 from speccompile.recipe.model_recipe import ModelOptions
@@ -87,5 +87,5 @@ def test_loading_a_bundle_shows_the_compiling_of_kernels(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(engine, "load", load)
     (tmp_path / "bundle").mkdir()
-    model_options.load_source(str(tmp_path / "bundle"), ModelOptions(), method=None, backend=None, threads=None)
+    options.load_source(str(tmp_path / "bundle"), ModelOptions(), method=None, backend=None, threads=None)
     assert "done compile the CPU kernels" in capsys.readouterr().err

@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from speccompile.common.parameters import check_parameters, parameter
-from speccompile.common.surfaces import INTEGER, NUMBER, sampling_parameter, sampling_parameters
+from speccompile.common.parameters import (
+    INTEGER,
+    NUMBER,
+    check_parameters,
+    parameter,
+    sampling_parameter,
+    sampling_parameters,
+)
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RecipeError, RuntimeFault
 from speccompile.recipe.models import DecodingSection, decoding_section

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.loop import run_step
-from speccompile.runtime.prompts import read_prompts
+from speccompile.runtime.loop import read_prompts, run_step
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.speculators.hybrid import proposer as proposer_module
 from tests.e2e.test_methods import prompts

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core import registry
 from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.drafting.acceptance import AcceptanceEstimate
 from speccompile.runtime.control import FixedLength
 from speccompile.runtime.grammars import Grammars

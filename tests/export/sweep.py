@@ -91,7 +91,7 @@ def judge(model_type: str) -> Verdict:
 
 def refusal_of_config(model_type: str) -> Verdict | None:
     """The refusal of a type by its name or by its config alone; None where a model is needed to decide."""
-    from speccompile.checkpoints.families import check_architecture, check_config
+    from speccompile.checkpoints.config_values import check_architecture, check_config
 
     try:
         check_architecture({"model_type": model_type})

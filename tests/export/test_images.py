@@ -23,7 +23,7 @@ from speccompile.core.specs import IMAGE_ROWS, LENGTHS, LOGITS, TOKENS, TREE_MAS
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.decoder_source import DecoderSource
 from speccompile.export.vision_source import VisionSource, own_name
-from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
+from speccompile.graph_kinds.decoder import IMAGE_EMBEDDING, PIXELS
 from speccompile.runtime.images import ImageEncoder
 from tests import store
 from tests.export import image_lab as lab

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.config_values import check_config
 from speccompile.errors import ExportError
 from tests.export.families import CONFIGS
 
@@ -91,7 +91,7 @@ def test_a_cache_longer_than_the_table_of_positions(name, tmp_path):
     ids=["no registry of attentions", "a table of attentions of its own"],
 )  # fmt: skip
 def test_models_are_refused_even_where_no_name_is_known(config, words, tmp_path, monkeypatch):
-    monkeypatch.setattr("speccompile.checkpoints.families._REFUSED", {})
+    monkeypatch.setattr("speccompile.checkpoints.config_values._REFUSED", {})
     monkeypatch.setattr("speccompile.export.adapters.ADAPTERS", {})
     with pytest.raises(ExportError, match=words):
         _export({**_LLAMA, "max_position_embeddings": 64, **config}, tmp_path)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
-from speccompile.checkpoints.families import check_architecture
+from speccompile.checkpoints.config_values import check_architecture
 from speccompile.errors import ExportError
 from tests.export import sweep_all
 from tests.export.families import CONFIGS

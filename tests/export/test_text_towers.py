@@ -11,8 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims, read_text_config, special_tokens
-from speccompile.checkpoints.config_values import TOWERS, text_config
-from speccompile.checkpoints.families import check_architecture
+from speccompile.checkpoints.config_values import TOWERS, check_architecture, text_config
 from speccompile.core.dims import ModelDims
 from speccompile.errors import CheckpointError, ExportError
 from tests.export.families import VOCAB

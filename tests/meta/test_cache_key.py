@@ -23,7 +23,7 @@ NEUTRAL = {
     for name in (
         *("common.cache_root", "common.disk", "common.extras", "common.json_reader", "common.tokenizer_file", "errors"),
         *("core.acceptance", "core.registry", "core.sampling", "core.tree", "common.parameters", "core.probes"),
-        *("core.sampling_params", "common.surfaces", "common.structured_outputs", "common.waiting"),
+        *("core.sampling_params", "common.waiting"),
     )
 }
 

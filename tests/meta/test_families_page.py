@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.checkpoints.families import _REFUSED, check_config
+from speccompile.checkpoints.config_values import _REFUSED, check_config
 from speccompile.errors import ExportError
 from tests.export.families import CONFIGS, GEMMA4
 from tests.export.hybrids import HYBRIDS

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.backends.base import Backend, CompileJob, LoadJob
-from speccompile.bundle import graphs, manifest
+from speccompile.bundle import graphs, report
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.cli import child_build
 from speccompile.core import registry, specs
@@ -30,7 +30,7 @@ from speccompile.recipe import BuildPlan, Device, load_recipe, resolve
 
 VOCAB = 32
 BACKEND = "onnxruntime"  # the name the fake takes, so that recipes need no other
-_git_sha = functools.cache(manifest.git_sha)
+_git_sha = functools.cache(report.git_sha)
 
 
 class CountingEngine:
@@ -101,7 +101,7 @@ def install(set_attribute: Callable[[Any, str, Any], None], set_module: Callable
     here.FakeBackend = FakeBackend  # type: ignore[attr-defined]
     set_module(here.__name__, here)
     set_attribute(registry, "BACKENDS", {BACKEND: f"{here.__name__}:FakeBackend"})
-    set_attribute(manifest, "git_sha", _git_sha)
+    set_attribute(report, "git_sha", _git_sha)
     set_attribute(child_build, "prepare_in_child", prepare)  # a child would have the real ones
     set_attribute(graphs, "gc", types.SimpleNamespace(collect=lambda: 0))  # their graphs are small
     return exported

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.recipe.json_schema import schema_from_registry, text_from_schema
+from speccompile.recipe.models import schema_from_registry, text_from_schema
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "recipe.schema.json"
 pytestmark = pytest.mark.usefixtures("real_methods")

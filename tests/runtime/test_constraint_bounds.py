@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import constraint_limits
 from speccompile.runtime import grammars as module

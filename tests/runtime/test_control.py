@@ -16,8 +16,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
-from speccompile.runtime.control import Controller, FixedLength, bucket_of
+from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength, bucket_of
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
 from tests.runtime.control_lab import sequences

@@ -6,8 +6,7 @@ import pytest
 from speccompile.core.jobs import StepCosts
 from speccompile.core.protocols import StepTimes
 from speccompile.drafting.budget import Budget, Outlook
-from speccompile.runtime.comparison import LEAST_PAUSE, PLAIN, TURN
-from speccompile.runtime.control import Controller, FixedLength
+from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength
 from speccompile.runtime.draft_report import report_from_planner
 from speccompile.runtime.requests import StepOutput
 from tests.runtime.control_lab import sequences

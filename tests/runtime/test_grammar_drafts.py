@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams, draw
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
 from speccompile.core.tree import TokenTree
 from speccompile.drafting import grammars as drafting
 from speccompile.drafting import static_tree
 from speccompile.drafting.heads import add_products
 from speccompile.drafting.tree import DraftTrees
-from speccompile.runtime import grammar_drafts
+from speccompile.runtime import loop
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
@@ -164,7 +164,7 @@ def test_drafts_that_are_masked_are_kept_more_often(monkeypatch):
         assert far < bound and num > 1.2 * num_accepted, kind
 
 
-def _cut_with_the_refused(batch, tree, is_drawn, right=grammar_drafts.chains_within):
+def _cut_with_the_refused(batch, tree, is_drawn, right=loop.chains_within):
     return right(batch, tree, is_drawn=False)
 
 
@@ -190,7 +190,7 @@ class _Unmasked:
 
 UNMASKED = _Unmasked()
 MUTANTS = {
-    "the refused draft is cut off as well": ("one run", {(grammar_drafts, "chains_within"): _cut_with_the_refused}),
+    "the refused draft is cut off as well": ("one run", {(loop, "chains_within"): _cut_with_the_refused}),
     "verified with the distribution before the mask": (
         "chain",
         {(static_tree, "restrict"): UNMASKED.restrict, (static_tree, "draw_siblings"): UNMASKED.draw_siblings},
@@ -325,10 +325,10 @@ def test_forced_chains_end_with_the_text_the_cache_and_the_nodes(max_new, max_se
     batch.sequences = [sequence]
     batch.changed()
     assert len(sequence.grammar.forced()) > 9
-    tree = grammar_drafts.forced_chains(batch)
+    tree = loop.forced_chains(batch)
     assert (0 if tree is None else tree.nodes - 1) == num
     sequence.speculation = "off"
-    assert grammar_drafts.forced_chains(batch) is None
+    assert loop.forced_chains(batch) is None
 
 
 def test_the_warp_of_drafts_leaves_what_a_grammar_masks_first_to_the_mask():
@@ -364,8 +364,8 @@ def test_forced_tokens_of_some_sequences_stand_before_the_drafts_of_the_method()
     for slot, sequence in enumerate(waiting):
         engine.proposer.start(slot, sequence)
         sequence.plan(16)
-    grammar_drafts.read_grammars(batch)
-    assert grammar_drafts.forced_chains(batch) is None  # the other one has none
+    loop.read_grammars(batch)
+    assert loop.forced_chains(batch) is None  # the other one has none
     tree = engine.proposer.propose(batch)
     assert tree.tokens[0, 1] == 5 and tree.num_nodes[0] > 2
 
@@ -378,10 +378,10 @@ def test_chains_of_any_proposer_are_cut():
     batch.changed()
     probs = np.zeros((1, 4, VOCAB), np.float32)
     tokens = np.array([[1, 3, 0, 2]])
-    assert grammar_drafts.within_grammars(batch, TokenTree.chain(tokens)).num_nodes.tolist() == [3]
+    assert loop.within_grammars(batch, TokenTree.chain(tokens)).num_nodes.tolist() == [3]
     right = TokenTree.chain(np.array([[1, 3, 1, 3]]))
-    assert grammar_drafts.within_grammars(batch, right) is right
+    assert loop.within_grammars(batch, right) is right
     for first, drawn, cut in ((0, 2, 1), (3, 4, 4)):  # the refused one stays where drafts are drawn
         tokens[0, 1:] = [first, 0, 0]
-        made = [grammar_drafts.within_grammars(batch, TokenTree.chain(tokens, None, p)) for p in (probs, None)]
+        made = [loop.within_grammars(batch, TokenTree.chain(tokens, None, p)) for p in (probs, None)]
         assert [tree.num_nodes.tolist() for tree in made] == [[drawn], [cut]]

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammar_endings as module
 from speccompile.runtime.schema_sizes import SchemaSizes, growth_of_grammar

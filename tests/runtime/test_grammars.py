@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import grammars as module
 from speccompile.runtime.grammars import GrammarFault, GrammarMatcher, Grammars

@@ -11,7 +11,7 @@ import pytest
 from speccompile.bundle.manifest_records import ImageRecord
 from speccompile.core.specs import IMAGE_NODES, IMAGE_ROWS, TREE_MASK
 from speccompile.errors import RuntimeFault
-from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
+from speccompile.graph_kinds.decoder import IMAGE_EMBEDDING, PIXELS
 from speccompile.runtime import images
 from speccompile.runtime.images import Image, ImageEncoder
 

@@ -11,9 +11,8 @@ from speccompile.cli.output import show_logs
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.comparison import PLAIN
-from speccompile.runtime.control import Controller, controller_of
-from speccompile.runtime.explain import ExplainedPlanner, explain_step
+from speccompile.runtime.control import PLAIN, Controller, controller_of
+from speccompile.runtime.draft_report import ExplainedPlanner, explain_step
 from speccompile.runtime.requests import StepOutput, StepTrace
 from tests.golden.method_fakes import make_engine
 from tests.runtime.control_lab import sequences

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.grammars import Grammars
 from tests.runtime.grammar_lab import EOS, TOKENS, Pieces, is_valid, make_object

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from speccompile.common.structured_outputs import StructuredOutputs
 from speccompile.core.sampling import SamplingParams
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.runtime.grammars import GrammarMatcher, Grammars
 from speccompile.runtime.spec_engine import SpecEngine
 from tests.core.distribution_lab import CHAIN, NUM_TOKENS, PROMPT, TREE, VOCAB, p_value, tables

@@ -80,8 +80,8 @@ def from_tensor(value):
     from speccompile.serving.triton.contract import text_inputs
     from speccompile.serving.triton.request_parsing import Rules, call_from_arrays
     from speccompile.serving.triton.trtllm import contract as trtllm
+    from speccompile.serving.triton.trtllm.contract import TrtllmRules
     from speccompile.serving.triton.trtllm.layout import engine_names, ensemble_steps
-    from speccompile.serving.triton.trtllm.rules import TrtllmRules
 
     for inputs in (text_inputs(True), text_inputs(False), trtllm.text_inputs(), trtllm.engine_inputs()):
         text = text_from_config(ModelConfig("m", inputs, ()))

@@ -39,8 +39,7 @@ from speccompile.graph_kinds.blocks import (
     SLOT_TERMS,
 )
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.loop import run_step
-from speccompile.runtime.prompts import read_prompts
+from speccompile.runtime.loop import read_prompts, run_step
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.dflash.config import DflashConfig

@@ -18,7 +18,7 @@ from speccompile.core.specs import (
     compacted_cache_name,
     updated_cache_name,
 )
-from speccompile.graph_kinds.vision import IMAGE_EMBEDDING, PIXELS
+from speccompile.graph_kinds.decoder import IMAGE_EMBEDDING, PIXELS
 
 ADDRESS_BYTES = 256  # alignment of every address that TensorRT takes
 _FLOATS = ADDRESS_BYTES // 4

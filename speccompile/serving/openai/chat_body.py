@@ -9,8 +9,18 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from speccompile.common.chat_prompts import message_for_template
-from speccompile.serving.openai.bodies import Body, NumLogprobs, Sampled, TextOrList, by_type, tag
-from speccompile.serving.openai.no_op_fields import CHAT, IMAGE_URL, MESSAGE, TEXT_PART
+from speccompile.serving.openai.bodies import (
+    CHAT,
+    IMAGE_URL,
+    MESSAGE,
+    TEXT_PART,
+    Body,
+    NumLogprobs,
+    Sampled,
+    TextOrList,
+    by_type,
+    tag,
+)
 
 
 class TextPart(Body):

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, cast
 from pydantic import field_validator
 
 from speccompile.runtime.logprobs import TokenLogprobs
-from speccompile.serving.openai.bodies import NumLogprobs, Sampled, StreamOptions, TokenId
+from speccompile.serving.openai.bodies import COMPLETION, NumLogprobs, Sampled, StreamOptions, TokenId
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.events import TEXT, Answer, Choice, Event, Submission, Usage
-from speccompile.serving.openai.no_op_fields import COMPLETION
 from speccompile.serving.openai.requests import (
     check_length,
     constrained,

@@ -12,11 +12,10 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from speccompile.runtime.requests import Speculation
-from speccompile.serving.openai.bodies import Body, TextOrList, by_type, tag
+from speccompile.serving.openai.bodies import LABELS, Body, NoOp, TextOrList, by_type, tag
 from speccompile.serving.openai.chat import ChatApi, chat_from_fields
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.events import CALL, REASONING, Answer, Event, Part, Submission
-from speccompile.serving.openai.no_op_fields import LABELS, NoOp
 from speccompile.serving.openai.server import Api, OpenAIServer
 
 _CACHED = {"cache_control": LABELS}

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from speccompile.common.structured_outputs import StructuredOutputs
-from speccompile.common.surfaces import BIASES, FLAG, STRINGS, Kind
+from speccompile.common.parameters import BIASES, FLAG, STRINGS, Kind
 from speccompile.common.tokenizer_file import LONG, encode_text
-from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams, StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
 from speccompile.runtime.requests import Busy, Request

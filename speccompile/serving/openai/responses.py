@@ -13,12 +13,11 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from speccompile.runtime.requests import Speculation
-from speccompile.serving.openai.bodies import Body, TextOrList, by_type, tag
+from speccompile.serving.openai.bodies import BODY, LABEL, LABELS, Body, NoOp, TextOrList, by_type, tag
 from speccompile.serving.openai.chat import ChatApi, chat_from_fields
 from speccompile.serving.openai.chat_body import Function
 from speccompile.serving.openai.errors import ApiError
 from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Event, Part, Submission
-from speccompile.serving.openai.no_op_fields import BODY, LABEL, LABELS, NoOp
 from speccompile.serving.openai.server import Api, OpenAIServer
 
 _LABELS = {"id": LABEL, "status": LABEL}  # of items that are sent back

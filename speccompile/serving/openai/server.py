@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from speccompile.bundle.certificates import certificate_facts
+from speccompile.bundle.publish import certificate_facts
 from speccompile.common.chat_template import ChatTemplate, read_chat_template
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.handles import OutputStream

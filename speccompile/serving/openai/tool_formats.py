@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 
 
 @dataclass(frozen=True)

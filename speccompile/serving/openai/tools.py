@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speccompile.common.chat_template import ChatTemplate
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.chat_body import ChatBody, ToolChoice
 from speccompile.serving.openai.errors import ApiError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from speccompile.common.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, TensorInput
+from speccompile.common.parameters import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, TensorInput
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 
 TRITON_TYPES = {

@@ -21,11 +21,10 @@ from speccompile.runtime.engine import load
 from speccompile.runtime.requests import Busy, StepOutput
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.serving.triton.metrics import Metrics
-from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID, Reply
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
-from speccompile.serving.triton.response_building import Answer
+from speccompile.serving.triton.response_building import AS_OUTPUTS, STOP_ID, Answer, Reply
 from speccompile.serving.triton.settings import Settings, settings_from_args
-from speccompile.serving.triton.trtllm.rules import TrtllmRules
+from speccompile.serving.triton.trtllm.contract import TrtllmRules
 
 CANCEL_POLL_S = 0.1  # seconds between two polls for disconnected clients
 METRICS_S = 0.5

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.common.surfaces import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
+from speccompile.common.parameters import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Request

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.checkpoints.families import check_config
+from speccompile.checkpoints.config_values import check_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.core.jobs import GraphJob, SourceContext, WeightCounts

@@ -12,10 +12,10 @@ from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.drafting.proposer import DraftProposer
+from speccompile.drafting.tree_config import CachedDraftFields
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
 

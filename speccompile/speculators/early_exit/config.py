@@ -10,9 +10,9 @@ from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.shared_rows import SharedRows
+from speccompile.drafting.tree_config import CachedDraftFields
 
 DRAFT = "draft"  # the graph's name in the bundle
 MODEL_TYPE = "early_exit"  # of a head's config.json

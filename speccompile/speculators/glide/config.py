@@ -13,8 +13,8 @@ from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext
 from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, cache_names
-from speccompile.drafting.cached_drafts import CachedDraftFields
 from speccompile.drafting.proposer import DraftProposer
+from speccompile.drafting.tree_config import CachedDraftFields
 from speccompile.graph_kinds.borrowed import reading_spec
 from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.speculators.glide.proposer import GlideRows

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_dims, stated_size
-from speccompile.checkpoints.config_values import text_config
+from speccompile.checkpoints.config_values import check_config, text_config
 from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
-from speccompile.checkpoints.families import check_config
 from speccompile.checkpoints.folders import find_folder
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent
 from speccompile.core.dims import LayerDims

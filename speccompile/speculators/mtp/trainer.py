@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from speccompile.checkpoints.checkpoint import read_config
-from speccompile.checkpoints.families import extra_keys
+from speccompile.checkpoints.config_values import extra_keys
 from speccompile.checkpoints.tensor_files import TensorFiles, files_from_tensors, open_files
 from speccompile.doctor.convert import write_safetensors
 from speccompile.doctor.doctor import read_speculator

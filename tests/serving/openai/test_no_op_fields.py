@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from speccompile.serving.openai import no_op_fields
+from speccompile.serving.openai import bodies
 from speccompile.serving.openai.chat_body import ChatBody
 from speccompile.serving.openai.completions import CompletionBody
 from speccompile.serving.openai.errors import error_from_validation
@@ -71,7 +71,7 @@ def test_explicit_defaults_change_nothing():
     assert chat(messages=[{**USER, "content": [text]}]).messages[0].for_template() == USER
 
 
-@pytest.mark.parametrize(("read", "fields"), [(chat, no_op_fields.CHAT), (completion, no_op_fields.COMPLETION)])
+@pytest.mark.parametrize(("read", "fields"), [(chat, bodies.CHAT), (completion, bodies.COMPLETION)])
 def test_every_unsupported_field_takes_no_op_values_only(read, fields):
     plain = read()
     for name, field in fields.items():
@@ -111,5 +111,5 @@ def test_unsupported_stream_options_are_refused():
 
 def test_the_page_of_the_server_has_the_fields_of_the_table():
     section = DOCS.partition("### No-op values")[2].partition("\n## ")[0]
-    missing = [name for name in {**no_op_fields.CHAT, **no_op_fields.MESSAGE} if f"`{name}" not in section]
+    missing = [name for name in {**bodies.CHAT, **bodies.MESSAGE} if f"`{name}" not in section]
     assert not missing

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from speccompile.common.structured_outputs import StructuredOutputs
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.tool_formats import TOOL_FORMATS, grammar_from_tools
 from tests.runtime.grammar_lab import Pieces

@@ -9,7 +9,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.serving.triton.contract import text_inputs, text_outputs
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
 from speccompile.serving.triton.trtllm import contract as trtllm
-from speccompile.serving.triton.trtllm.rules import TrtllmRules, lists_from_words, sampling_fields, words_from_lists
+from speccompile.serving.triton.trtllm.contract import TrtllmRules, lists_from_words, sampling_fields, words_from_lists
 
 KNOWN = frozenset(t.name for t in text_outputs(True))
 DEFAULTS = SamplingParams(max_new_tokens=128, temperature=0.7, seed=9)

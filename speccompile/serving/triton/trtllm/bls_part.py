@@ -19,8 +19,8 @@ import numpy as np
 
 from speccompile.errors import SpecCompileError
 from speccompile.serving.triton.contract import FAILURE
-from speccompile.serving.triton.replies import AS_OUTPUTS, STOP_ID
 from speccompile.serving.triton.request_parsing import check_parameters
+from speccompile.serving.triton.response_building import AS_OUTPUTS, STOP_ID
 from speccompile.serving.triton.settings import settings_from_args
 from speccompile.serving.triton.trtllm.contract import engine_outputs, text_outputs
 from speccompile.serving.triton.trtllm.layout import FROM_PREPROCESSING, TO_PREPROCESSING, engine_names

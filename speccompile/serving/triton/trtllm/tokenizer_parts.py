@@ -17,8 +17,7 @@ from speccompile.runtime.text import text_of_tokens
 from speccompile.serving.triton.contract import Tensor
 from speccompile.serving.triton.request_parsing import Arrays, text_from_value
 from speccompile.serving.triton.settings import settings_from_args
-from speccompile.serving.triton.trtllm.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
-from speccompile.serving.triton.trtllm.rules import lists_from_words
+from speccompile.serving.triton.trtllm.contract import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS, lists_from_words
 
 Row = Mapping[str, NDArray[Any]]
 Results = dict[str, NDArray[Any]]

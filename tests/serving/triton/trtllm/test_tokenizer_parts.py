@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from speccompile.errors import RuntimeFault
-from speccompile.serving.triton.trtllm.rules import words_from_lists
+from speccompile.serving.triton.trtllm.contract import words_from_lists
 from speccompile.serving.triton.trtllm.tokenizer_parts import postprocess, preprocess, results_from_arrays
 
 
