@@ -263,7 +263,7 @@ def test_the_draft_has_the_rows_of_a_prompt_that_was_read_anew(by_lot, kind):
         used |= set(proposer._picks)
         for slot, sequence in enumerate(batch.sequences):
             held = lengths[slot]
-            assert draft.engine.cache[slot, :held].tolist() == sequence.tokens[:held]
+            assert draft.cache[slot, :held].tolist() == sequence.tokens[:held]
             num_checked += held > len(sequence.tokens) - 3
     assert used == {-1, 0, 1} and num_checked > 20
 
