@@ -24,7 +24,7 @@ from speccompile.doctor.doctor import (
     open_known,
     read_speculator,
 )
-from speccompile.doctor.layouts import FLOATS, Case, Format
+from speccompile.doctor.layouts import FLOATS, Case, Expected, Format
 from speccompile.errors import RecipeError
 from speccompile.export.checks import check_candidates
 
@@ -136,11 +136,16 @@ class SpeculatorSource:
     def counts(self) -> WeightCounts | None:
         """Returns the weights of the graph: of the layout's rows, shared ones once, and of its further tables."""
         rows = [e for e in self.case.expected.values() if e.row.dtypes == FLOATS]
-        shapes = {e.name: e.shape for e in rows if not e.fallback or e.row.may_differ} | self.tables()
-        sizes = {name: math.prod(d or 0 for d in shape) for name, shape in shapes.items() if self.part_of(name)}
+        shapes = {e.name: self._shape_of(e) for e in rows if not e.fallback or e.row.may_differ} | self.tables()
+        sizes = {name: math.prod(shape) for name, shape in shapes.items() if self.part_of(name)}
         linear = sum(n for name, n in sizes.items() if len(shapes[name]) > 1 and self.part_of(name) == "linear")
         head, total = sum(n for name, n in sizes.items() if name.startswith("lm_head")), sum(sizes.values())
         return WeightCounts(total - (head if self.is_tied else 0), linear, total - linear, head, self.is_tied)
+
+    def _shape_of(self, expected: Expected) -> tuple[int, ...]:
+        """Returns the shape of a weight; sizes that its config does not state, as "hidden", are the target's."""
+        pairs = zip(expected.shape, expected.row.dims, strict=True)
+        return tuple(getattr(self.dims, f"{name}_size", 0) if size is None else size for size, name in pairs)
 
 
 def check_agreement(

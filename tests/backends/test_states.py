@@ -149,7 +149,7 @@ def test_a_step_that_fails_leaves_no_state_to_go_on_from(plain, monkeypatch):
         raise RuntimeFault("engine", "a fault", "none", "")
 
     with monkeypatch.context() as patch:
-        patch.setattr(OrtEngine, "run", fail)
+        patch.setattr(OrtEngine, "run_graph", fail)
         with pytest.raises(RuntimeFault, match="a fault"):
             engine.run(feed([[1]], [6], [1]))
     with pytest.raises(RuntimeFault, match="expected 0 to 0 tokens"):

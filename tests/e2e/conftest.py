@@ -81,7 +81,7 @@ def lab(tmp_path_factory):
     def engine_of(source, backend, target=None):
         key = (source.job, backend)
         if key not in engines:
-            owners = {"target": engine_of(target, backend).engine} if source.spec().borrowed else {}
+            owners = {"target": engine_of(target, backend)} if source.spec().borrowed else {}
             # A decoder's graph is the same whatever its tail will be.
             graph = (source.job.model, source.job.source, str(getattr(source, "outputs", source.job.options)))
             if graph not in graphs:

@@ -140,7 +140,7 @@ KINDS = {
     "suffix tree": ("suffix", {"tree": "auto"}),
     "draft chain": ("draft_model", {"num_draft_tokens": 3}),
     "draft tree": ("draft_model", {"tree": {"widths": [2, 1]}}),
-    "grown tree": ("draft_model", {"tree": "auto", "drafts": "greedy"}),
+    "grown tree": ("draft_model", {"tree": "auto", "drafts": "greedy", "candidates": 8}),
     "hybrid": ("hybrid", {"num_draft_tokens": 3}),
 }
 TARGET = make_target()
