@@ -149,6 +149,6 @@ def test_quantised_experts_are_small_and_as_large_as_predicted(quantization, wid
     num_bytes = sum(v.const_value.nbytes for node in experts for v in node.inputs if v is not None and v.const_value)
     num_weights = 8 * 3 * 512 * 1024
     assert num_bytes <= _BYTES_OF_A_WEIGHT[quantization] * num_weights
-    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    written = (tmp_path / "graph.onnx.data").stat().st_size
     predicted = predict(_MIXTRAL, graph[1], quantization, slots=1, rows=64, backend=OnnxRuntimeBackend())
-    assert written == pytest.approx(predicted.least_file_bytes, rel=0.02)
+    assert written == pytest.approx(predicted.least_file_bytes, rel=0.01)
