@@ -71,7 +71,7 @@ def print_forecast(
     for line in (
         f"best: {_sentence(best)}",
         f"predicted for {basis}; {context} tokens a sequence; --json has all rows",
-        "Predictions are rough (steps were off by up to twice on a busy CPU): --try measures.",
+        "Predictions are rough (steps were off by up to twice): --try measures.",
         *(f"acceptance of {name}: {what}" for name, what in sources.items()),
         *(f"left out: {name}: {why}" for name, why in left_out.items()),
         f"recipe: {out}" if out is not None else "--out FILE writes the recipe of the best.",
