@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from speccompile.bundle.publish import card_from_manifest
 from speccompile.checkpoints.lora import open_lora
 from speccompile.errors import RecipeError
 from speccompile.export.lora import merge_lora
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training import JointSection
 from speccompile.recipe.training_plan import resolve_training
+from speccompile.training import reference
 from speccompile.training.joint import JointModule, tether_terms
 from speccompile.training.loss_kinds import KINDS, losses_by_autograd
 from speccompile.training.losses import LossOptions
@@ -182,7 +184,9 @@ def test_adapter_of_a_joint_run_is_built_and_decodes_as_the_changed_target(write
     }
     path.write_text(json.dumps(sections))
     bundle = speccompile.build(fakes.make_plan(path), tmp_path / "bundle")
-    assert bundle.graphs["target"]["lora"]["change"]["kl"] > 0
+    cost = bundle.graphs["target"]["lora"]["change"]
+    assert cost["kl"] > 0
+    assert f"KL {cost['kl']} nats a token" in card_from_manifest(bundle.manifest, "me/joint")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     merge_lora(model, open_lora(str(output / "adapter")))
     prompt = [5, 9, 11]
@@ -190,6 +194,18 @@ def test_adapter_of_a_joint_run_is_built_and_decodes_as_the_changed_target(write
     engine = speccompile.load(bundle.path)
     [made] = engine.generate([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert made.tokens == wanted[0, len(prompt) :].tolist()
+
+
+def test_chains_of_a_joint_run_are_measured_on_the_changed_target(write_recipe, tmp_path, monkeypatch):
+    recipe = write_recipe("medusa", "joint-chains", steps=8)
+    run(recipe, JOINT)
+    plan = resolve_training(load_recipe(recipe, [JOINT]))
+    opened = []
+    monkeypatch.setattr(reference, "Target", lambda *args: opened.append(args) or Target(*args))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_ids": [5, 9, 11]}))
+    assert reference.measure_chains(plan, prompts, 1, 2)["steps"] > 0
+    assert opened[0][3] == str(plan.output / "adapter")
 
 
 @pytest.mark.parametrize(
