@@ -148,7 +148,7 @@ def _rows(built: Sequence[Built], runs: Runs, samples: Sequence[Sample]) -> list
                 "num_different": 0 if name == PLAIN else row["num_texts"] - row["num_equal_to_plain"],
                 "memory_bytes": row["peak_rss_bytes"],
                 "bundle_bytes": one.bundle_bytes,
-                "by_category": {kind: found[mode]["of_plain"] or 1.0 for kind, found in kinds.items()},
+                "by_category": {k: 1.0 if name == PLAIN else found[mode]["of_plain"] for k, found in kinds.items()},
             }
         )
     return sorted(rows, key=lambda row: -row["tokens_per_s"])
