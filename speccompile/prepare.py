@@ -201,6 +201,7 @@ def load(
     verify: bool = True,
     settings: Sequence[str] = (),
     progress: Progress = lambda stage: None,
+    allow_synthetic_acceptance: bool = False,
 ) -> SpecEngine:
     """Loads what the commands take: a bundle, or the bundle of a model or a recipe, built where it is not in the cache.
 
@@ -213,16 +214,18 @@ def load(
         BundleError, RuntimeFault: it cannot be loaded; see `runtime.engine.load`.
     """
     name = str(source)
+    given: dict[str, Any] = {"threads": threads, "method": method}
+    given["allow_synthetic_acceptance"] = allow_synthetic_acceptance
     is_published = is_hub_id(name) and find_bundle(name) is not None
     if not is_published and (is_model(name) or is_recipe(name)):
         chosen = [] if backend is None else [f"engine.backend={backend}"]
         found = prepare(name, ModelOptions(settings=(*chosen, *settings)), progress)
-        return load_bundle(found.path, threads=threads, method=method, verify=False)
+        return load_bundle(found.path, verify=False, **given)
     if settings:
         got, todo = f"{settings[0]} for a bundle", "Leave the settings out, or give a model or a recipe."
         raise RecipeError("settings", got, "none: it is built already", todo)
     try:
-        return load_bundle(source, backend=backend, threads=threads, method=method, verify=verify)
+        return load_bundle(source, backend=backend, verify=verify, **given)
     except BundleError:
         if not is_published:
             check_source(name)  # says more of what is no bundle at all

@@ -196,13 +196,16 @@ def _report(
 
 def _warnings(environment: Mapping[str, Any], modes: Mapping[str, Any]) -> list[str]:
     from speccompile.backends.machine import MAX_WAIT_SHARE
+    from speccompile.runtime.synthetic import synthetic_note
 
     waited = max((mode["wait_share"] or 0.0 for mode in modes.values()), default=0.0)
+    engine = environment["recipe"]["engine"]
+    notes = [note] if (note := synthetic_note(engine.get("synthetic_acceptance", ()))) else []
     load = "".join(f", load average {load[0]:.1f}" for load in [environment["load_average_after"]] if load)
     what = (
         f"threads that decode waited for a CPU in {waited:.0%} of their time ({environment['num_cores']} cores{load})"
     )
-    return [f"{what}: {_BUSY}"] if waited > MAX_WAIT_SHARE else []
+    return [*notes, f"{what}: {_BUSY}"] if waited > MAX_WAIT_SHARE else notes
 
 
 def _environment(bundle: Bundle, job: Job, num_prompts: int, settings: Settings) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class EngineRecord(Record):
     max_seq_len: Annotated[int, Field(ge=1, le=_MAX_COUNT)]  # tokens of a sequence at most, prompt included
     max_draft_nodes: SmallCount  # draft tokens scored in one step at most
     threads: Annotated[Any, AfterValidator(_threads)] = "auto"
+    synthetic_acceptance: list[Annotated[float, Field(ge=0, le=1)]] = []
 
 
 class TargetRecord(Record):

@@ -94,7 +94,8 @@ def generate_command(
         raise typer.BadParameter("give --explain with one prompt")
     if any(request.messages for request in requests):
         check_template(source, model)
-    engine, _ = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
+    options: dict[str, Any] = {"method": method, "backend": backend, "threads": usable_threads(threads)}
+    engine, _ = load_source(source, model, **options, allow_synthetic_acceptance=True)
     if batch_size is not None and batch_size > engine.context.max_slots:
         expected = f"at most {engine.context.max_slots}, the bundle's engine.max_batch_size"
         raise typer.BadParameter(f"got {batch_size}; expected {expected}", param_hint="--batch-size")

@@ -56,7 +56,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Speculation": (
         *("method", "speculation", "plain", "speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        "assistant_tokens",
+        *("assistant_tokens", "allow_synthetic_acceptance"),
     ),
     "Sampling": tuple(SamplingParams.__dataclass_fields__),
     "Answers": ("tool_call_parser", "reasoning_parser", "per_request_spec_decode_metrics", "vllm_metrics"),

@@ -236,7 +236,13 @@ def check_template(source: str, model: ModelOptions) -> None:
 
 
 def load_source(
-    source: str, model: ModelOptions, *, method: str | None, backend: str | None, threads: int | None
+    source: str,
+    model: ModelOptions,
+    *,
+    method: str | None,
+    backend: str | None,
+    threads: int | None,
+    allow_synthetic_acceptance: bool = False,
 ) -> tuple[SpecEngine, str]:
     """Loads a bundle, or that of a model or recipe, built if need be; returns the engine, and the name for clients.
 
@@ -252,6 +258,7 @@ def load_source(
     from speccompile.runtime.engine import load
 
     name = ""
+    given: dict[str, Any] = {"threads": threads, "allow_synthetic_acceptance": allow_synthetic_acceptance}
     if is_hub_id(source):
         with live_stages():
             folder = find_bundle(source)
@@ -261,17 +268,25 @@ def load_source(
             model, backend = replace(model, settings=(*model.settings, f"engine.backend={backend}")), None
         found = prepare_source(source, model)
         with live_stages():
-            return load(found.path, backend=backend, threads=threads, method=method, verify=False), found.name
+            return _marked(load(found.path, method=method, verify=False, **given)), found.name
     if model.settings:
         raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
     try:
         chosen = _section_of_bundle(source, model) if model.speculative else method
         with live_stages():
-            engine = load(source, backend=backend, threads=threads, method=chosen)
+            engine = _marked(load(source, backend=backend, method=chosen, **given))
     except BundleError:
         check_source(source)  # says more of what is no bundle at all
         raise
     return engine, name or ("" if engine.bundle is None else engine.bundle.path.resolve().name)
+
+
+def _marked(engine: SpecEngine) -> SpecEngine:
+    if engine.verifier.rates:
+        from speccompile.runtime.synthetic import synthetic_note
+
+        print_warning(synthetic_note(engine.verifier.rates))
+    return engine
 
 
 def _section_of_bundle(source: str, model: ModelOptions) -> dict[str, Any]:

@@ -86,6 +86,9 @@ def serve_command(
     record: Annotated[
         Path | None, typer.Option(help="Write all requests with their texts into this new file, for `replay`.")
     ] = None,
+    allow_synthetic_acceptance: Annotated[
+        bool, typer.Option(help="Serve a bundle with engine.synthetic_acceptance: its texts are not the target's.")
+    ] = False,
     log_level: LogLevel = None,
 ) -> None:
     """Serve a bundle or a model: /v1/completions, /v1/chat/completions, /v1/models, /metrics, /health, and a page at /.
@@ -115,7 +118,9 @@ def serve_command(
     limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
     listener = Listener(host, port, drain_s, log_level or "info", limits)
     bound = bind(listener)
-    engine, name = load_source(source, model, method=method, backend=backend, threads=usable_threads(threads))
+    loaded: dict[str, Any] = {"method": method, "backend": backend, "threads": usable_threads(threads)}
+    loaded["allow_synthetic_acceptance"] = allow_synthetic_acceptance
+    engine, name = load_source(source, model, **loaded)
     service_options = ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted)
     service = Service(engine, service_options) if record is None else RecordedService(engine, service_options, record)
     options = ServerOptions(

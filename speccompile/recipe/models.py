@@ -90,6 +90,11 @@ class EngineSection(Section):
         description="The target gives its logits, which requests with min_p, penalties or logit_bias need; 'auto': "
         "where that costs nothing.",
     )
+    synthetic_acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (),
+        description="For benchmarks: probabilities that the draft at depth 1, 2, ... is kept, given those before it; "
+        "draws decide in the target's place, and texts are not the target's.",
+    )
 
 
 def decoding_section(params: type[SamplingParams] = SamplingParams) -> type[Section]:

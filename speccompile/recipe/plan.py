@@ -42,12 +42,15 @@ class EnginePlan:
     max_draft_nodes: int
     threads: int | Literal["auto"]
     logits: bool
+    synthetic_acceptance: tuple[float, ...] = ()
     options: Any = None
 
     def keys(self) -> dict[str, Any]:
         """Returns the recipe's engine section with all defaults, without the sections of other backends."""
         keys = asdict(self)
         own = keys.pop("options")
+        if not self.synthetic_acceptance:
+            del keys["synthetic_acceptance"]
         if self.options is not None:
             beside = {key for key, rule in parameters(type(self.options)).items() if rule.beside_section}
             keys |= {key: own.pop(key) for key in sorted(beside)}

@@ -26,6 +26,7 @@ from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.images import ImageEncoder
 from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.runtime.synthetic import check_allowed
 
 ROLLBACK = "rollback"
 
@@ -37,6 +38,7 @@ def load(
     threads: int | None = None,
     method: str | Mapping[str, Any] | None = None,
     verify: bool = True,
+    allow_synthetic_acceptance: bool = False,
 ) -> SpecEngine:
     """Loads a bundle.
 
@@ -50,7 +52,7 @@ def load(
 
     Raises:
         BundleError: the bundle is incomplete or was changed, it was built for another backend, or the method needs a
-            graph that is not in it.
+            graph that is not in it. Or its acceptance is synthetic, which is not allowed.
         RecipeError: there is no such backend or method, or it drafts trees for a target with recurrent layers that
             scores chains alone.
         RuntimeFault: `threads` is below 1.
@@ -59,6 +61,8 @@ def load(
         path = fetch_bundle(str(path))
     bundle = read_bundle(path, verify)
     recipe = bundle.recipe
+    rates = recipe.engine.synthetic_acceptance
+    check_allowed(str(bundle.path), rates, allow_synthetic_acceptance)
     name, config = method_config(recipe.speculator, method)
     chosen = registry.method(name)
     jobs = chosen.graph_jobs(config)
@@ -96,6 +100,7 @@ def load(
         bundle,
         may_stop=config.draft_bounds.is_open,
         images=_image_encoder(bundle, opener, tokenizer),
+        rates=rates,
     )
 
 

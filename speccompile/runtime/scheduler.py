@@ -288,7 +288,12 @@ class Scheduler:
         return StepOutput(sequence.index, sequence.text_left(), [], finish_reason=reason, stats=stats, error=error)
 
     def _stats(self, sequence: TokenSequence, now_s: float) -> dict[str, Any]:
-        return sequence.stats.json_of_request(sequence.num_prompt, sequence.handle.submitted_s, now_s)
+        stats = sequence.stats.json_of_request(sequence.num_prompt, sequence.handle.submitted_s, now_s)
+        return stats | self._marks()
+
+    def _marks(self) -> dict[str, Any]:
+        rates = self.verifier.rates
+        return {"synthetic_acceptance": list(rates)} if rates else {}
 
     def _close(self, sequence: TokenSequence, step: StepOutput) -> None:
         """Frees what a sequence holds, and counts it."""
@@ -335,6 +340,7 @@ class Scheduler:
             "num_kept_dropped_for_views": self.views.num_dropped,
             "graph_faults": {e.spec.name: e.graph_fault for e in self.engines if e.graph_fault},
             "controller": {} if self.planner is None else self.planner.decisions(),
+            **self._marks(),
         }
 
 

@@ -25,6 +25,7 @@ from speccompile.runtime.images import Image, ImageData, ImageEncoder
 from speccompile.runtime.requests import Generation, Images, Prompt, StepOutput, match_arguments, token_ids
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.synthetic import SyntheticVerifier
 from speccompile.runtime.text import PromptBytes, TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
 
@@ -57,6 +58,7 @@ class SpecEngine:
         eos_token_ids: the model's own end-of-sequence tokens.
         may_stop: the method's draft length is not fixed, so drafting may stop where plain decoding is faster.
         images: the vision tower; None: prompts have no images.
+        rates: of synthetic acceptance; empty: the target decides.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class SpecEngine:
         chunk: int = 128,
         may_stop: bool = False,
         images: ImageEncoder | None = None,
+        rates: Sequence[float] = (),
     ) -> None:
         self.images = images
         self.tokenizer, self.context, self.bundle = tokenizer, context, bundle
         self.defaults = defaults or SamplingParams()
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.verifier = Verifier(target, context.max_seq_len, chunk)
+        sizes = target, context.max_seq_len, chunk
+        self.verifier = SyntheticVerifier(*sizes, rates) if rates else Verifier(*sizes)
         self.grammars = Grammars(tokenizer, target.spec.vocab_size, self.eos_token_ids)
         self.prompt_bytes = PromptBytes(tokenizer, context.max_seq_len)
         self.proposer = proposer

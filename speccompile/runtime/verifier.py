@@ -44,6 +44,8 @@ class Verifier:
     prompt, and the one node of a plain step. With drafts it is 0, so that the step can be run once more.
     """
 
+    rates: Sequence[float] = ()  # see `SyntheticVerifier`
+
     def __init__(self, engine: Engine, max_seq_len: int, chunk: int = 128) -> None:
         self.engine, self.max_seq_len, self.chunk = engine, max_seq_len, chunk
         self.lengths: Ints = np.zeros(engine.max_slots, dtype=np.int64)

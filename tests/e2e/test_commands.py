@@ -13,10 +13,11 @@ from speccompile.benchmark.measure import Settings
 from speccompile.benchmark.reference import find_reference
 from speccompile.benchmark.samples import Sample
 from speccompile.bundle.bundle import read_bundle
+from speccompile.bundle.format import digest_from_manifest
 from speccompile.certificate.checkpoint import open_reference
 from speccompile.cli.main import app
 from speccompile.core.sampling import SamplingParams
-from speccompile.errors import SpecCompileError
+from speccompile.errors import BundleError, SpecCompileError
 from speccompile.planner.candidates import Candidate
 from speccompile.planner.trial import build_candidates, try_candidates
 
@@ -121,6 +122,35 @@ def test_bench_measures_modes_in_one_run(pair, prompts, tmp_path):
     assert set(report["ratios"]) == {"speculative/plain", "speculative/transformers", "plain/transformers"}
     environment = report["environment"]
     assert environment["threads"] == 1 and environment["num_prompts"] == 2 and environment["versions"]["onnxruntime"]
+
+
+@pytest.fixture
+def synthetic(pair, tmp_path):
+    """Returns the example pair's bundle with synthetic acceptance."""
+    folder = shutil.copytree(pair, tmp_path / "synthetic")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["recipe"]["engine"]["synthetic_acceptance"] = [1.0, 0.0]
+    manifest["digest"] = digest_from_manifest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_synthetic_acceptance_is_measured_marked_and_not_served(synthetic, prompts, tmp_path):
+    out = tmp_path / "out.json"
+    flags = ["--prompts", prompts, "--max-new-tokens", 16, "--json", out]
+    assert "warning: acceptance is synthetic" in run("generate", synthetic, *flags).output
+    stats = [row["stats"] for row in json.loads(out.read_text())]
+    assert all(row["synthetic_acceptance"] == [1.0, 0.0] for row in stats)
+    assert {rate for row in stats for rate in row["acceptance_by_position"][:2]} <= {1.0, 0.0}
+    bench = ["--limit", 1, "--repeats", 1, "--threads", 1, "--modes", "plain,speculative", "--no-reference"]
+    assert "acceptance is synthetic" in " ".join(run("bench", synthetic, *flags, *bench).output.split())
+    report = json.loads(out.read_text())
+    assert report["environment"]["recipe"]["engine"]["synthetic_acceptance"] == [1.0, 0.0]
+    assert any("these texts are not the target's" in warning for warning in report["warnings"])
+    for command in (["serve", synthetic, "--port", 0], ["verify", synthetic], ["chat", synthetic]):
+        refused = CliRunner().invoke(app, [str(a) for a in command])
+        assert isinstance(refused.exception, BundleError), command
+        assert "synthetic_acceptance" in str(refused.exception)
 
 
 def test_profile_says_where_the_time_goes_by_engine_file_and_operator(pair, tmp_path):

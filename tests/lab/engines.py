@@ -48,6 +48,7 @@ def mock_engine(
     eos: Any = (),
     chunk: int = 7,
     candidates: int = 4,
+    rates: Any = (),
     **config: Any,
 ) -> SpecEngine:
     """Returns an engine of a method; `target` is a model or its engine."""
@@ -57,4 +58,4 @@ def mock_engine(
     drafts = MockEngine(draft, "draft", slots, max_seq, headroom, candidates)
     proposer = mock_proposer(name, drafts, context, **config)
     engines = {"draft": drafts} if name in ("draft_model", "hybrid") else {}
-    return SpecEngine(target, engines, proposer, tokenizer, context, eos, chunk=chunk)
+    return SpecEngine(target, engines, proposer, tokenizer, context, eos, chunk=chunk, rates=rates)

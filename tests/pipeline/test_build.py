@@ -11,8 +11,9 @@ import pytest
 
 from speccompile.bundle.bundle import read_bundle
 from speccompile.bundle.stage_cache import StageCache
-from speccompile.errors import BuildError, CheckpointError, RecipeError, SpecCompileError
+from speccompile.errors import BuildError, BundleError, CheckpointError, RecipeError, SpecCompileError
 from speccompile.pipeline import build
+from speccompile.runtime.engine import load
 from tests.pipeline import fakes
 from tests.pipeline.fakes import make_plan
 
@@ -75,6 +76,23 @@ def test_only_what_depends_on_a_key_is_redone(exported, recipe, cache, tmp_path,
     build(make_plan(recipe), tmp_path / "out", cache=cache)
     manifest = build(make_plan(recipe, change), tmp_path / "out", cache=cache).manifest
     assert {"target", "draft"} - {s.split()[1] for s in cached_stages(manifest)} == redone
+
+
+def test_synthetic_acceptance_is_in_the_manifest_of_a_recipe_that_asks_for_it_alone(exported, recipe, cache, tmp_path):
+    plain = build(make_plan(recipe), tmp_path / "plain", cache=cache)
+    made = build(make_plan(recipe, "engine.synthetic_acceptance=[0.8, 1]"), tmp_path / "out", cache=cache)
+    assert {s.split()[1] for s in cached_stages(made.manifest)} == {"target", "draft"}
+    engine = made.manifest["recipe"]["engine"]
+    assert made.recipe.engine.synthetic_acceptance == engine.pop("synthetic_acceptance") == [0.8, 1]
+    assert engine == plain.manifest["recipe"]["engine"] and not plain.recipe.engine.synthetic_acceptance
+    with pytest.raises(BundleError, match=r"engine.synthetic_acceptance\): got \[0.8, 1.0\]; expected drafts that"):
+        load(made.path)
+
+
+@pytest.mark.parametrize("rates", ["[0.8, 1.1]", "[-0.1]", "0.8", "[half]"])
+def test_synthetic_rates_are_probabilities(recipe, rates):
+    with pytest.raises(RecipeError, match=r"engine.synthetic_acceptance"):
+        make_plan(recipe, f"engine.synthetic_acceptance={rates}")
 
 
 def test_new_weights_with_the_old_size_and_time_are_noticed(exported, recipe, cache, tmp_path):

@@ -34,7 +34,7 @@ def make_tree_engine(**sizes):
     return mock_engine(TARGET, TARGET.blurred(22, 0.7), "draft_model", tree={"widths": [2, 1]}, **sizes)
 
 
-def make_heads_engine(slots=3, max_seq=64, chunk=7):
+def make_heads_engine(slots=3, max_seq=64, chunk=7, rates=()):
     """Heads on the target's state, which must be that before the root whenever they draft."""
     context = MethodContext(slots, max_seq, 8)
     target = MockTarget(TARGET, slots, max_seq, headroom=9)
@@ -51,7 +51,7 @@ def make_heads_engine(slots=3, max_seq=64, chunk=7):
         return tree
 
     proposer.propose = checked
-    return SpecEngine(target, {HEADS: heads}, proposer, Letters(), context, chunk=chunk)
+    return SpecEngine(target, {HEADS: heads}, proposer, Letters(), context, chunk=chunk, rates=rates)
 
 
 ENGINES = {"chain": make_engine, "tree": make_tree_engine, "heads": make_heads_engine}

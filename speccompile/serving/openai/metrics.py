@@ -65,6 +65,12 @@ class ServiceCollector(Collector):
         rate = stats["num_accepted"] / drafts if drafts else 0.0
         yield GaugeMetricFamily(PREFIX + "acceptance_rate", "Accepted / draft tokens since the start.", rate)
         yield from _drafts(stats["drafts"])
+        if "synthetic_acceptance" in stats:
+            text = "Rates at which draws keep drafts in the target's place: texts are not the target's."
+            family = GaugeMetricFamily(PREFIX + "synthetic_acceptance", text, labels=["position"])
+            for position, rate in enumerate(stats["synthetic_acceptance"], 1):
+                family.add_metric([str(position)], rate)
+            yield family
         finished = CounterMetricFamily(
             PREFIX + "finished_outputs", "Outputs by the reason of their end.", labels=["reason"]
         )

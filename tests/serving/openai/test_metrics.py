@@ -62,6 +62,15 @@ def test_why_drafts_are_off_stands_beside_its_two_numbers(monkeypatch):
     assert samples["speccompile_draft_token_cost", ""] == 0.6 and samples["speccompile_accepted_share", ""] == 0.31
 
 
+def test_rates_of_synthetic_acceptance_are_metrics(monkeypatch):
+    with serving() as (app, service, _):
+        assert not any("synthetic" in name for name, _ in scrape(app)[0])
+        monkeypatch.setattr(service.engine.verifier, "rates", (0.8, 0.7))
+        samples, types = scrape(app)
+    assert types["speccompile_synthetic_acceptance"] == "gauge"
+    assert [samples["speccompile_synthetic_acceptance", str(n)] for n in (1, 2)] == [0.8, 0.7]
+
+
 @pytest.mark.parametrize("speculation", ["on", "off"])
 def test_what_a_service_was_started_with_is_a_reason(speculation):
     with serving(service_options=ServiceOptions(speculation=speculation)) as (app, service, _):
