@@ -268,7 +268,7 @@ def load_source(
             model, backend = replace(model, settings=(*model.settings, f"engine.backend={backend}")), None
         found = prepare_source(source, model)
         with live_stages():
-            return _marked(load(found.path, method=method, verify=False, **given)), found.name
+            return _marked(load(found.path, backend=backend, method=method, verify=False, **given)), found.name
     if model.settings:
         raise typer.BadParameter(f"{source} is built already: {model.settings[0]} is for a model or a recipe")
     try:

@@ -213,7 +213,7 @@ def test_load_takes_what_the_commands_take(run, recipe, model, tmp_path, monkeyp
     speccompile.load("made", backend="reference", method="ngram")
     assert read_bundle(loaded[0][0]).recipe.engine.max_batch_size == 2
     assert read_bundle(loaded[1][0]).recipe.target.model == str(model)
-    given = {"threads": None, "method": None}
+    given = {"threads": None, "method": None, "allow_synthetic_acceptance": False}
     assert [options for _, options in loaded] == [
         {**given, "threads": 1, "verify": False},
         {**given, "verify": False},

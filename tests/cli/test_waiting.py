@@ -83,7 +83,7 @@ def test_loading_a_bundle_shows_the_compiling_of_kernels(tmp_path, monkeypatch, 
 
     def load(*args: Any, **options: Any) -> Any:
         kernel_library._compiled()
-        return type("Engine", (), {"bundle": None})()
+        return type("Engine", (), {"bundle": None, "verifier": type("Verifier", (), {"rates": ()})})()
 
     monkeypatch.setattr(engine, "load", load)
     (tmp_path / "bundle").mkdir()
