@@ -42,7 +42,7 @@ def answers(requests):
 def built(tmp_path_factory):
     """Answers by form of the plugins: the plan of a target, without plugins also that of its rollback."""
     folder, requests = tmp_path_factory.mktemp("gates"), {}
-    (folder / "config.json").write_text(json.dumps(CONFIGS["llama2"]))
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["llama2"], "num_hidden_layers": 1}))
     model, dims = store.export_decoder(folder, weights="random", max_seq_len=48)
     spec = verified_spec(decoder_spec("target", dims))
     real = builder.build_plan
