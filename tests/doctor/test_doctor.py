@@ -22,9 +22,8 @@ from speccompile.doctor.findings import Report
 from speccompile.errors import CheckpointError
 from speccompile.training_contract import TargetParts
 from tests.checkpoints import checkpoint_lab as lab
-from tests.doctor.config_traps import CONFIG_TRAPS, TAKEN
+from tests.doctor.config_traps import CONFIG_TRAPS, MASK_TRAPS, TAKEN
 from tests.doctor.dflash_traps import DFLASH_TRAPS
-from tests.doctor.mask_traps import MASK_TRAPS
 from tests.doctor.traps import TRAPS as PLANTED
 
 FORMATS = load_formats()

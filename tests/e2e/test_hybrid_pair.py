@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example hybrid with the module inside its files: text is transformers' own, greedy and drawn."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,11 @@ import pytest
 
 import speccompile
 from speccompile.core.sampling import SamplingParams
+from speccompile.runtime.loop import read_prompts, run_step
+from speccompile.runtime.sequences import SequenceBatch
+from speccompile.speculators.hybrid import proposer as proposer_module
 from tests.e2e.conftest import MODELS, build_bundle
+from tests.e2e.test_methods import prompts
 from tests.greedy_check import differing
 
 torch = pytest.importorskip("torch")
@@ -66,3 +71,61 @@ def test_two_sampled_tokens_follow_the_targets_distribution(bundle, heat, is_wro
     num_accepted = sum(result.stats["num_accepted"] for result in results)
     assert (p_value < 1e-4) is is_wrong, p_value
     assert is_wrong or NUM / 4 < num_accepted < sum(result.stats["num_draft_tokens"] for result in results)
+
+
+NUM_STEPS = 9
+
+
+def next_drafts(engine, watched, batch):
+    """Returns what the watched engine gives in the first run of a step in which it drafts."""
+    seen = []
+    run = watched.run
+
+    def record(feeds, first_slot=0):
+        outputs = run(feeds, first_slot)
+        seen.append({name: np.array(value) for name, value in outputs.items()})
+        return outputs
+
+    watched.run = record
+    for sequence in batch.sequences:
+        sequence.plan(engine.verifier.max_seq_len)
+    tree = engine.proposer.propose(batch)
+    del watched.run
+    return tree, seen[0]
+
+
+@pytest.mark.parametrize("form", ["chain", "tree"])
+def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monkeypatch, form):
+    engine = lab("hybrid", form, "onnxruntime")
+    [watched] = engine.engines[1:]
+    rng, used = random.Random(3), []
+    monkeypatch.setattr(proposer_module, "choose", lambda known, num, offers, scores: rng.randrange(-1, len(offers)))
+    asked = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    for prompt in prompts()[:3]:
+        engine.reset()
+        batch = SequenceBatch([engine.make_sequence(0, prompt, asked, False)], 1)
+        read_prompts(engine.verifier, engine.proposer, batch)
+        for _ in range(NUM_STEPS):
+            run_step(engine.verifier, engine.proposer, batch)
+            used += engine.proposer._picks
+        text = list(batch.sequences[0].tokens)
+        monkeypatch.setattr(proposer_module, "choose", lambda known, num, offers, scores: 0)
+        monkeypatch.setattr(engine.proposer, "_free", [])
+        tree, switched = next_drafts(engine, watched, batch)
+        engine.reset()
+        anew = SequenceBatch([engine.make_sequence(0, text[:-1], asked, False)], 1)
+        read_prompts(engine.verifier, engine.proposer, anew)
+        assert anew.sequences[0].tokens == text  # the last token came with the prompt
+        tree_anew, read = next_drafts(engine, watched, anew)
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            proposer_module, "choose", lambda known, num, offers, scores: rng.randrange(-1, len(offers))
+        )
+        # How many drafts a tree has depends on what was learned of their acceptance.
+        assert tree.nodes > 1 and tree_anew.nodes > 1
+        for name in ("candidates", "candidate_probs"):
+            first, second = switched[name][:, -1], read[name][:, -1]
+            assert first.tobytes() == second.tobytes() or (form == "tree" and np.allclose(first, second, rtol=2e-3)), (
+                name
+            )
+    assert set(used) >= {0, 1}

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form of an exported graph: its inputs and outputs, its few nodes, its weights."""
 
+import gc
 import json
+import weakref
 from collections import Counter
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
+from torch import nn
 
 from speccompile.core import specs
+from speccompile.core.specs import GraphSpec, TensorSpec
+from speccompile.export.trace import trace_module
 from speccompile.graph_kinds.decoder import decoder_spec
 from tests.export.families import CONFIGS, VOCAB
 from tests.export.harness import Decoder, logits_of, make_checkpoint
@@ -215,3 +221,27 @@ def test_half_precision_checkpoints_are_widened(tmp_path):
     weight = model.graph.initializers["model.norm.weight"].const_value.numpy()
     assert weight.dtype == np.float32
     np.testing.assert_array_equal(weight, reference.model.norm.weight.float().detach().numpy())
+
+
+class Halves(nn.Module):
+    """A linear whose result is cut into halves: onnxscript has a rule for that, which visits slices alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.cat((-y[:, 4:], y[:, :4]), 1)
+
+
+def test_weights_are_freed_with_the_graph():
+    module = Halves().eval()
+    held = [weakref.ref(parameter) for parameter in module.parameters()]
+    x, y = (TensorSpec(name, ("batch", 8), "float32") for name in "xy")
+    spec = GraphSpec("halves", (x,), (y,))
+    model = trace_module(module, (torch.zeros(3, 8),), ({0: torch.export.Dim("batch", min=1)},), spec, "halves")
+    assert len(model.graph.initializers) >= 2
+    del module, model
+    gc.collect()
+    assert [parameter() for parameter in held] == [None, None]

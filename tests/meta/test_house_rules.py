@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the house that a script can check: licence lines, sizes, where a method may be named, layers."""
 
+from __future__ import annotations
+
 import ast
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from speccompile.core.registry import BACKENDS, METHODS
+from tests import tiers
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "speccompile").rglob("*.py"))
@@ -103,3 +107,100 @@ def test_nothing_of_a_machine_is_written_into_the_project():
     files = [*pages, *(p for p in ALL if p != Path(__file__))]
     pattern = re.compile(r"(?<![\w.])/(work|root|home)/\w")
     assert short(path for path in files if pattern.search(path.read_text())) == []
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_fixture_that_gives_a_marker_exists() -> None:
+    sources = "".join(path.read_text() for path in TESTS.rglob("conftest.py"))
+    assert [name for name in tiers.FIXTURES if f"def {name}(" not in sources] == []
+    used = {marker for markers in tiers.FIXTURES.values() for marker in markers}
+    assert used | set(tiers.IMPORTS.values()) <= set(tiers.MARKERS)
+
+
+def test_the_readme_of_the_tests_explains_every_marker() -> None:
+    explained = re.findall(r"^\| `(\w+)` \|", (TESTS / "README.md").read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted(tiers.MARKERS)
+
+
+@pytest.mark.parametrize(
+    ("path", "fixtures", "expected"),
+    [
+        ("core/test_tree.py", (), set()),
+        ("e2e/test_greedy.py", ("tmp_path",), {"export"}),  # of its folder
+        ("passes/test_tensorrt_numbers.py", (), {"export", "plan"}),  # its own
+        ("passes/test_attach_candidates.py", ("pair", "live"), {"export", "live"}),  # of fixtures
+        ("doctor/test_doctor.py", (), {"export"}),  # of what it imports
+        ("fuzz/test_recipes.py", (), {"fuzz"}),
+    ],
+)
+def test_markers_come_from_modules_and_fixtures(path: str, fixtures: tuple[str, ...], expected: set[str]) -> None:
+    assert tiers.markers_of(TESTS / path, fixtures) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch", {"export"}),
+        ("import torch.nn", {"export"}),
+        ("from transformers import (\n    AutoConfig,\n)", {"export"}),
+        ("from tests.checkpoints import lab_files", {"export"}),  # which imports torch
+        ("from tests.checkpoints.lab_files import (\n    save,\n)", {"export"}),
+        ("def test():\n    import torch", set()),
+        ("pytestmark = pytest.mark.live", {"live"}),
+        ("pytestmark = [\n    pytest.mark.plan,\n    pytest.mark.skipif(True, reason=''),\n]", {"plan"}),
+        ("import torchless", set()),
+    ],
+)
+def test_imports_and_marks_are_read(tmp_path: Path, source: str, expected: set[str]) -> None:
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{source}\n")
+    assert tiers.markers_of_module(tmp_path / "test_it.py") == expected
+
+
+def imports_of(text, modules):
+    """Returns the `modules` that a source text imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in modules else node.module)
+    return found & modules.keys()
+
+
+def circle_in(texts):
+    """Returns the modules of one circle in order, the first one again as the last; [] where there is none."""
+    graph = {name: imports_of(text, texts) - {name} for name, text in texts.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as fault:
+        return fault.args[1]
+    return []
+
+
+def test_the_package_has_no_circle():
+    texts = {}
+    for path in (ROOT / "speccompile").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        texts[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    assert len(texts) > 400
+    assert circle_in(texts) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import p.a",
+        "from p import a",
+        "from p.a import x",
+        "def f():\n    from p.a import x",
+        "if TYPE_CHECKING:\n    from p.a import x",
+    ],
+)
+def test_a_circle_is_found(back):
+    texts = {"p": "", "p.a": "from p.b import y", "p.b": "import p.c", "p.c": back}
+    assert set(circle_in(texts)) == {"p.a", "p.b", "p.c"}
+    assert circle_in({**texts, "p.c": "import other"}) == []

@@ -2,6 +2,7 @@
 """The dtype that `auto` means with TensorRT follows the checkpoint, its family and the GPUs."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from safetensors.numpy import save_file
 
 from speccompile.backends.tensorrt import import_helper
 from speccompile.bundle.choices import choose_dtype
+from speccompile.bundle.graphs import compile_options
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
 from tests.pipeline import fakes
@@ -71,3 +73,16 @@ def test_a_config_without_a_dtype_leaves_it_to_the_tensors(made, tensors, wanted
 def test_a_gpu_that_has_float16_alone_is_warned_of(made, caplog):
     made({"model_type": "gemma2", "torch_dtype": "bfloat16"}, gpus=((7, 5),))
     assert "gemma2 is built in float16, whose range it may exceed" in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "nodes"), [(1024, 16), (100, 3), (24, 7)])
+def test_cache_rows_hold_a_padded_step_and_keep_slots_aligned(rows, nodes):
+    engine = SimpleNamespace(max_draft_nodes=nodes, max_batch_size=4, options=None)
+    options = compile_options(SimpleNamespace(engine=engine, dtype="float16"), rows)
+    assert rows + nodes + 1 <= options.max_rows < rows + nodes + 9
+    assert 2 * options.max_rows * 16 % 256 == 0  # a head of 16 halves is the narrowest
+
+
+def test_a_graph_without_caches_has_no_rows():
+    engine = SimpleNamespace(max_draft_nodes=4, max_batch_size=4, options=None)
+    assert compile_options(SimpleNamespace(engine=engine, dtype="float16"), 0).max_rows == 0

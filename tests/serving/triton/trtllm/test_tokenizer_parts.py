@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+
+
+import threading
+
 import numpy as np
 import pytest
 
 from speccompile.errors import RuntimeFault
+from speccompile.serving.triton.trtllm.bls_part import OpenRelays, Relay
 from speccompile.serving.triton.trtllm.contract import words_from_lists
 from speccompile.serving.triton.trtllm.tokenizer_parts import postprocess, preprocess, results_from_arrays
 
@@ -75,3 +80,39 @@ def test_rows_of_a_batch_are_filled_up():
     assert made["INPUT_ID"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert made["REQUEST_INPUT_LEN"].tolist() == [[4], [2]]
     assert made["STOP_WORDS_IDS"].shape == (2, 2, 1)
+
+
+class Sender:
+    """A response sender whose answer waits for a thread that tries to close the request."""
+
+    def __init__(self) -> None:
+        self.relays, self.num_asked = OpenRelays(), 0
+        self.relay = Relay(self, "1")
+        self.closer = threading.Thread(target=self.relays.close, args=[self.relay])
+        self.was_closed_while_asked: bool | None = None
+
+    def is_cancelled(self) -> bool:
+        self.num_asked += 1
+        self.closer.start()
+        self.closer.join(timeout=0.2)
+        self.was_closed_while_asked = not self.closer.is_alive()
+        return True
+
+
+def test_a_request_is_not_closed_while_triton_is_asked_and_not_asked_once_closed():
+    sender = Sender()
+    sender.relays.add(sender.relay)
+    assert sender.relays.running() == [sender.relay]
+    assert sender.relays.is_gone(sender.relay)
+    assert sender.was_closed_while_asked is False
+    sender.closer.join()
+    assert sender.relays.running() == []
+    assert not sender.relays.is_gone(sender.relay)
+    assert sender.num_asked == 1
+
+
+def test_a_request_that_was_asked_to_stop_is_not_running():
+    sender = Sender()
+    sender.relays.add(sender.relay)
+    sender.relay.is_stopped = True
+    assert sender.relays.running() == []
