@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a build prints: paths as they are, a hint that works, values as a recipe has them."""
+"""What a build prints, in this process or in a child: paths, hints, values, errors, the log."""
 
 import json
 import logging

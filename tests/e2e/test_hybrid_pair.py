@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example hybrid with the module inside its files: text is transformers' own, greedy and drawn."""
+"""Hybrids: the example pair, greedy and drawn, and drafts with the bits of a prompt that was read anew."""
 
 import random
 from dataclasses import replace

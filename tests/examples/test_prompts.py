@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts that templates make are many, distinct, of five kinds, and unlike those that answers are measured on."""
+"""Example prompts: those that templates make, and those of the README and the benchmarks."""
 
 import gzip
 import importlib.util

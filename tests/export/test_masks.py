@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window of a layer is that of its mask, whatever the layer passes to its attention."""
+"""The window of a layer is that of its mask; methods are replaced in the modules that need it."""
 
 from types import SimpleNamespace
 from typing import Any

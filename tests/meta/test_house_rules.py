@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the house that a script can check: licence lines, sizes, where a method may be named, layers."""
+"""Rules of the house that a script can check: licence lines, sizes, names of methods, layers, circles, markers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages stay short, sorted by purpose, and linked: words per group, length of lines, anchors of links."""
+"""The pages stay short, sorted by purpose, linked, and name the packages in the order of the import contract."""
 
 import re
 import tomllib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a pass is checked before and after it runs."""
+"""The contract of a pass, before and after it runs; constants of parts, of which one exists at a time."""
 
 import gc
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that come quantised stay on their grids."""
+"""Experts of few bits: they stay on their grids, and gathered ones become one product with all."""
 
 import numpy as np
 import onnx_ir as ir

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtype that `auto` means with TensorRT follows the checkpoint, its family and the GPUs."""
+"""The dtype that `auto` means with TensorRT, and the options with which a graph is compiled."""
 
 import json
 from types import SimpleNamespace

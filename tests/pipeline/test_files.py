@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files are written atomically, and some are never replaced by a rename."""
+"""Files and folders are written atomically, and some are never replaced by a rename."""
 
 import errno
 import os

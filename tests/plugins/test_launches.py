@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of launches in Python equals that of the headers, and sizes beyond the kernels' limits are refused."""
+"""Launches: their arithmetic is that of the headers, and a call passes enqueue and the real driver bindings."""
 
 import ctypes
 import importlib.util

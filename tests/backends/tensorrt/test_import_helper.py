@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which TensorRT is imported, the error of a missing one, and that the parser survives an unknown plugin node."""
+"""Which TensorRT is imported, errors of a missing one, the bindings of full TensorRT over stubs."""
 
 import importlib.util
 import json
