@@ -178,6 +178,11 @@ class Bundle:
         return None if path is None else path.parent
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that a request may choose."""
+        return tuple(row["name"] for row in self.graph(TARGET).adapters)
+
+    @property
     def images(self) -> ImageRecord | None:
         """How images of prompts are prepared; None: the bundle has no vision tower."""
         record = self.manifest.get("images")

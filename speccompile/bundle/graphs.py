@@ -189,6 +189,8 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
     record = {"role": graph.source.role, "spec": graph.spec.json_from_spec(), **report}
     if graph.job.lora is not None:
         record["lora"] = open_lora(graph.job.lora).record(graph.job.lora)
+    if graph.job.adapters:
+        record["adapters"] = [{"name": name, **open_lora(folder).record(folder)} for name, folder in graph.job.adapters]
     record |= {"max_rows": graph.max_rows, "model": graph.job.model}
     if graph.spec.window and context.backend.slides_caches:
         rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)

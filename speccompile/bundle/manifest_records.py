@@ -189,6 +189,13 @@ class CalibrationRow(TypedDict):
     num_linears: NotRequired[Count | None]
 
 
+@with_config(_OPEN)
+class AdapterRow(TypedDict):
+    """A LoRA adapter that a request may choose; the number in the graph is its place, from 1 on."""
+
+    name: Text
+
+
 class GraphRecord(Record):
     """One graph of a bundle."""
 
@@ -201,6 +208,7 @@ class GraphRecord(Record):
     dims: DimsRecord = DimsRecord()
     form_distances: dict[Text, DistanceRow] = {}  # of quantised forms from float32, by form
     calibration: CalibrationRow = CalibrationRow()
+    adapters: list[AdapterRow] = []
 
     def graph_spec(self) -> GraphSpec:
         return spec_from_json(self.spec)

@@ -17,7 +17,7 @@ import typer
 
 from speccompile.backends.machine import num_usable_cores
 from speccompile.cli.output import LOG_LEVELS, live_stages, print_warning, quiet_libraries, show_logs
-from speccompile.common.parameters import FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind, SamplingParameter
+from speccompile.common.parameters import FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, Kind, SamplingParameter
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -64,7 +64,7 @@ def with_log_level(command: Callable[..., None]) -> Callable[..., None]:
 
 SAMPLING = "sampling"  # of a command: what was given, by the names of parameters
 # Biases are for prompt files: a mapping is no option.
-_TYPES: Mapping[Kind, Any] = {INTEGER: int, NUMBER: float, STRINGS: list[str], FLAG: bool, TOKENS: list[int]}
+_TYPES: Mapping[Kind, Any] = {INTEGER: int, NUMBER: float, STRINGS: list[str], FLAG: bool, TOKENS: list[int], TEXT: str}
 
 
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:

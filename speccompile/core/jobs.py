@@ -84,6 +84,7 @@ class GraphJob:
         model, quantization: checkpoint folder or hub id; `none`, `int8`, `int4` or `STORED`; or `AS_TARGET`.
         options: a frozen dataclass of the kind that the source reads; all of it is in the graph's cache key.
         config, lora: folder whose config.json replaces the model's where no weights are read; adapter to merge.
+        adapters: (name, folder or hub id) of the LoRA adapters that a request may choose, in order.
     """
 
     name: str  # the graph's name in the bundle; `make_proposer` finds its engine under it
@@ -93,6 +94,7 @@ class GraphJob:
     options: Any = DecoderOptions()
     config: str | None = None
     lora: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
     is_optional: bool = False  # it is built only where its source `is_needed`, which depends on the checkpoint
 
 

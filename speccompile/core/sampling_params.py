@@ -140,6 +140,7 @@ class SamplingParams:
         prompt_logprobs: the same of each token of the prompt but the first, by the target's own logits.
         structured_outputs: what the text has to look like; its tokens are masked first.
         skip_special_tokens: leave special tokens out of the text; its end-of-sequence tokens are left out anyway.
+        adapter: name of one of the bundle's LoRA adapters, which the target then has; empty: none.
         logprobs_mode: of the target's own logits, `raw_logprobs`, or of what is drawn from, `processed_logprobs`.
 
     Raises:
@@ -240,6 +241,9 @@ class SamplingParams:
     prompt_logprobs: int | None = sampling_parameter(None, COUNT, "None (off), or 0 to 20", **_TOLD)
     structured_outputs: Any = sampling_parameter(None, CONSTRAINT, **_PYTHON, body=None)
     skip_special_tokens: bool = sampling_parameter(True, FLAG, **_PYTHON, body=None)
+    adapter: str = sampling_parameter(
+        "", TEXT, description="LoRA adapter of the bundle; empty: none.", in_recipe=False, body=None, tensor=None
+    )
     logprobs_mode: str = sampling_parameter(_MODES[0], TEXT, " or ".join(_MODES), **_PYTHON, holds=_MODES.__contains__)
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ PATH = "path"  # [batch, scored] int64: accepted nodes from the root on, -1 afte
 NUM_ACCEPTED = "num_accepted"  # [batch] int64: accepted draft tokens, root not counted
 NEXT_TOKEN = "next_token"  # [batch] int64: recovered or bonus token
 LOGITS = "logits"  # [batch, scored, vocab] float32
+ADAPTER = "adapter"  # [batch] int64: number of each slot's LoRA adapter, in the order of the recipe from 1 on; 0: none
 IMAGE_NODES = "image_nodes"  # [batch, nodes] bool: nodes whose embedding is a row of an image
 IMAGE_ROWS = "image_rows"  # [batch, nodes, hidden] float32: those rows; not read at other nodes
 HIDDEN = "hidden"  # [batch, nodes, hidden] float32: what the LM head reads

@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from speccompile.checkpoints.adapters import stack_factors
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.checkpoints.config_values import check_config
 from speccompile.checkpoints.lora import LoraAdapter
@@ -20,12 +21,14 @@ from speccompile.errors import ExportError
 from speccompile.export import attention
 from speccompile.export.draft_vocab import cut_head
 from speccompile.export.layer_changes import replace_layers
+from speccompile.export.lora import check_lora
 from speccompile.export.masks import read_windows
 from speccompile.export.selfcheck import check_replacement
 from speccompile.export.trace import trace_module
 from speccompile.export.weights import Weights, check_positions, load_model, name_weights, names_by_address
 from speccompile.export.wrapper import DecoderGraph
 from speccompile.graph_kinds.decoder import decoder_spec
+from speccompile.passes.attach_adapters import attach_adapters_pass
 from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.cleanup import REMOVE_DEAD, SHARE_COMMON
 from speccompile.passes.drop_windows import drop_windows_pass
@@ -68,6 +71,7 @@ def export_decoder(
     hidden_layers: tuple[int, ...] = (),
     image_tokens: int = 0,
     lora: LoraAdapter | None = None,
+    adapters: Sequence[LoraAdapter] = (),
     prepare: Callable[[Any, ModelDims], ModelDims] | None = None,
     kept_tokens: Sequence[int] = (),
     progress: Callable[[str], None] | None = None,
@@ -96,6 +100,8 @@ def export_decoder(
     attention.register()
     model = load_model(source, weights, lora)
     check_positions(model, max_seq_len)
+    for adapter in adapters:
+        check_lora(model, adapter)
     if prepare is not None:
         dims = prepare(model, dims)
     if kept_tokens:
@@ -113,7 +119,8 @@ def export_decoder(
     say("trace")
     graph = _trace(module, dims, spec)
     name_weights(graph, names)
-    run_pipeline(graph, cleanup_table(max_seq_len), say)
+    attached = (attach_adapters_pass(stack_factors(adapters)),) if adapters else ()
+    run_pipeline(graph, (*cleanup_table(max_seq_len), *attached), say)
     _check_attention(graph, dims)
     return graph, dims
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speccompile.checkpoints.adapters import digests_of_adapters, open_adapters
 from speccompile.checkpoints.checkpoint import (
     check_checkpoint,
     layers_key,
@@ -97,6 +98,7 @@ class DecoderSource:
         check_checkpoint(self.folder, self.dims)
         if self.job.lora is not None:
             open_lora(self.job.lora)
+        open_adapters(self.job)
 
     @functools.cached_property
     def draft_tokens(self) -> DraftTokens | None:
@@ -109,7 +111,7 @@ class DecoderSource:
     def digests(self) -> dict[str, str]:
         own = digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
-        return own | digests_of_adapter(self.job) | kept
+        return own | digests_of_adapter(self.job) | digests_of_adapters(self.job) | kept
 
     def counts(self) -> WeightCounts | None:
         """Returns None: they follow from config.json and the sizes."""
@@ -120,7 +122,9 @@ class DecoderSource:
         target = self.context.target
         dims = self.dims if target is None else replace(self.dims, vocab_size=target.vocab_size)
         max_pending = self.context.max_draft_nodes + 1
-        plain = decoder_spec(self.job.name, dims, **self.outputs, max_pending=max_pending)
+        plain = decoder_spec(
+            self.job.name, dims, **self.outputs, max_pending=max_pending, adapters=bool(self.job.adapters)
+        )
         plain = replace(plain, max_rows=self.max_rows)
         if target is None:
             return verified_spec(plain, self.options.keep_logits)
@@ -166,6 +170,7 @@ class DecoderSource:
                 weights=weights,
                 max_seq_len=self.max_rows,
                 lora=None if self.job.lora is None else open_lora(self.job.lora),
+                adapters=open_adapters(self.job),
                 prepare=prepare,
                 kept_tokens=() if self.draft_tokens is None else self.draft_tokens.ids,
                 progress=progress,

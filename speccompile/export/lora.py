@@ -16,7 +16,22 @@ _NO_BIAS = "Merge it with PEFT (merge_and_unload, save_pretrained) and build the
 
 
 def merge_lora(model: Any, adapter: LoraAdapter) -> None:
-    """Changes the float32 weights of a transformers model in place, after all names and shapes were compared.
+    """Changes the float32 weights of a transformers model in place, after `check_lora`."""
+    check_lora(model, adapter)
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, key in adapter.replaced.items():
+            parameters[name].copy_(torch.from_numpy(adapter.array(key)))
+        for change in adapter.changes.values():
+            module = modules[change.module]
+            adapter.merge(change, _rows(module))
+            if change.bias is not None:
+                module.bias += torch.from_numpy(adapter.array(change.bias)) * change.scale
+
+
+def check_lora(model: Any, adapter: LoraAdapter) -> None:
+    """Compares all names and shapes of an adapter with a transformers model.
 
     Raises:
         CheckpointError: the adapter has a module or parameter that the model lacks, another shape, a module that is no
@@ -36,14 +51,6 @@ def merge_lora(model: Any, adapter: LoraAdapter) -> None:
         if (name := f"{change.module}.weight") in shared:
             raise _tied(adapter, name, shared[name])
     _check_listed(adapter, modules)
-    with torch.no_grad():
-        for name, key in adapter.replaced.items():
-            parameters[name].copy_(torch.from_numpy(adapter.array(key)))
-        for change in adapter.changes.values():
-            module = modules[change.module]
-            adapter.merge(change, _rows(module))
-            if change.bias is not None:
-                module.bias += torch.from_numpy(adapter.array(change.bias)) * change.scale
 
 
 def _rows(module: Any) -> np.ndarray:

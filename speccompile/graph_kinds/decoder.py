@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import (
+    ADAPTER,
     CANDIDATE_PROBS,
     CANDIDATES,
     CONV_ROWS,
@@ -73,6 +74,7 @@ def decoder_spec(
     logits: bool = True,
     max_pending: int = 0,
     image_tokens: int = 0,
+    adapters: bool = False,
 ) -> GraphSpec:
     """Returns the spec of a decoder as it is exported: tokens in, logits, hidden states and caches out.
 
@@ -88,6 +90,7 @@ def decoder_spec(
         TensorSpec(LENGTHS, ("batch",), "int64", "lengths"),
         TensorSpec(TREE_MASK, ("batch", "nodes", "nodes"), "bool"),
         TensorSpec(SCORED_NODES, ("batch", "scored"), "int64"),
+        *((TensorSpec(ADAPTER, ("batch",), "int64"),) if adapters else ()),
         *((TensorSpec(IMAGE_NODES, ("batch", "nodes"), "bool"), rows) if image_tokens else ()),
         *(_STATE_INPUTS if states else ()),
         *states,

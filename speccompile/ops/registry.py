@@ -16,6 +16,7 @@ from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.gated_delta import GATED_DELTA
 from speccompile.ops.kv_rollback import KV_ROLLBACK
+from speccompile.ops.low_rank import LOW_RANK
 from speccompile.ops.op import DOMAIN, VERSION, Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from speccompile.ops.packed_rows import PACKED_ROWS
@@ -50,6 +51,7 @@ OPS: dict[str, Op] = {
         *QKV_ATTENTION.values(),
         GATED_DELTA,
         CONV_ROWS,
+        LOW_RANK,
         WALK,
         WALK_PROBS,
         WARP,

@@ -55,7 +55,7 @@ def _is_weight(value: ir.Value | None) -> bool:
 
 
 def _gives_output(node: ir.Node) -> bool:
-    found = _bias_of(node)
+    found = bias_of(node)
     return node.outputs[0].is_graph_output() or (found is not None and found[0].outputs[0].is_graph_output())
 
 
@@ -83,7 +83,7 @@ def _merged_weights(by_source: dict[ir.Value, dict[ir.Value, ir.Node]]) -> dict[
                 del nodes[weight]
 
 
-def _bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+def bias_of(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
     uses = list(node.outputs[0].uses())
     if len(uses) != 1 or uses[0][0].op_type != "Add" or node.outputs[0].is_graph_output():
         return None
@@ -105,7 +105,7 @@ class _Merger:
         edit = Editor(self.model, nodes[0])
         product = edit.op("MatMul", group.source, self._concatenated(edit, group.weights, axis=1))
         product.type = nodes[0].outputs[0].type
-        biases = {weight: _bias_of(node) for weight, node in group.nodes.items()}
+        biases = {weight: bias_of(node) for weight, node in group.nodes.items()}
         ends, dead = {weight: node.outputs[0] for weight, node in group.nodes.items()}, nodes
         adds = {weight: found for weight, found in biases.items() if found is not None}
         if len(adds) == len(group.weights):

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from speccompile.core.jobs import STORED
-from speccompile.core.specs import GraphSpec, compacted_cache_name
+from speccompile.core.specs import ADAPTER, GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
+from speccompile.passes.attach_adapters import MERGE_ADAPTERS
 from speccompile.passes.attach_compaction import attach_compaction_pass
 from speccompile.passes.attach_grids import Grids, attach_expert_grids_pass, attach_grids_pass, attach_stored_pass
 from speccompile.passes.attach_tail import attach_tail
@@ -123,6 +124,7 @@ def onnxruntime_table(
         FLAT_LINEARS,
         TIE_EMBEDDING,  # a head that is merged with another linear is no table any more
         MERGE_LINEARS,
+        *((MERGE_ADAPTERS,) if any(t.name == ADAPTER for t in spec.inputs) else ()),
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
         *attached,

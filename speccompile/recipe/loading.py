@@ -243,6 +243,10 @@ def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
         name: _with_models(raw, (name,), getattr(recipe, name)) for name in ("target", "speculator")
     }
     target = changed["target"]
+    if target.adapters:
+        key = ("target", "adapters")
+        found = {name: _find_model(raw, (*key, name), folder) for name, folder in target.adapters.items()}
+        changed["target"] = target = target.model_copy(update={"adapters": found})
     if target.calibration not in (AUTO_TEXTS, NO_TEXTS):
         file = _find_path(raw, ("target", "calibration"), target.calibration)
         changed["target"] = target.model_copy(update={"calibration": file})

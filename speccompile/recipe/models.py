@@ -41,6 +41,9 @@ class TargetSection(Section):
     lora: str | None = Field(
         None, min_length=1, description="LoRA adapter in PEFT's layout, folder or hub id, merged into the weights."
     )
+    adapters: dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] = Field(
+        {}, description="LoRA adapters by name, folders or hub ids, of which each request chooses one or none."
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto",
         description="Type of activations and caches; 'auto' is the backend's own, with TensorRT the checkpoint's.",

@@ -97,6 +97,7 @@ class BuildPlan:
                 "model": self.target.model,
                 "config": self.target.config,
                 "lora": self.target.lora,
+                "adapters": dict(self.target.adapters),
                 "dtype": self.dtype,
                 "quantization": self.target.quantization,
                 "calibration": self.calibration,
@@ -156,8 +157,9 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
     _check_forms(on_device, recipe, drafts)
     _check_calibration(on_device, recipe)
     target = _target_job(recipe, method.target_outputs(config), engine_plan.logits)
-    for key, job in (("target.lora", target), *(("speculator.lora", draft) for draft in drafts)):
-        if job.lora is not None and recipe.target.weights == "random":
+    loras = [("target.lora", target.lora), *(("target.adapters", folder) for _, folder in target.adapters)]
+    for key, lora in (*loras, *(("speculator.lora", draft.lora) for draft in drafts)):
+        if lora is not None and recipe.target.weights == "random":
             todo = f"Leave {key} out, or build from the checkpoint."
             raise RecipeError(key, "an adapter with target.weights: random", "target.weights: checkpoint", todo)
     return BuildPlan(
@@ -245,4 +247,5 @@ def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> G
     options = DecoderOptions(
         outputs.hidden, outputs.hidden_layers, keeps_logits, target.num_layers, images=target.vision
     )
-    return GraphJob(TARGET, target.model, target.quantization, options=options, config=target.config, lora=target.lora)
+    job = GraphJob(TARGET, target.model, target.quantization, options=options, config=target.config, lora=target.lora)
+    return replace(job, adapters=tuple(sorted(target.adapters.items())))

@@ -24,7 +24,7 @@ from speccompile.core.sampling import (
     warp_inputs,
 )
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.specs import TEMPERATURE, TOP_K, TOP_P
+from speccompile.core.specs import ADAPTER, TEMPERATURE, TOP_K, TOP_P
 from speccompile.core.tree import Floats, Ints, TokenTree
 from speccompile.runtime.grammars import GrammarMatcher
 from speccompile.runtime.images import PromptImages
@@ -83,6 +83,7 @@ class TokenSequence:
     """One sequence, see `speccompile.core.protocols.TokenSequence`. `sink` makes text; None where none is needed."""
 
     __slots__ = (
+        "adapter",
         "draft_state",
         "error",
         "fault",
@@ -114,6 +115,7 @@ class TokenSequence:
         self.index, self.sampling, self.stop_ids, self.sink = index, sampling, stop_ids, sink
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
+        self.adapter = 0  # its number, see `specs.ADAPTER`
         self.draft_state: Any = None  # made by the proposer
         self.error: str | None = None  # the fault that ended it
         self.fault: Exception | None = None  # why its latest verdict is void, where its logits were finite
@@ -133,7 +135,8 @@ class TokenSequence:
 
     @property
     def keys(self) -> list[int]:
-        return self.tokens if self.images is None else self.images.keys(self.tokens)
+        keys = self.tokens if self.images is None else self.images.keys(self.tokens)
+        return keys if not self.adapter else [keys[0] + (self.adapter << 40), *keys[1:]]  # no cache is another's
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -251,6 +254,7 @@ class SequenceBatch:
         self.is_forced, self.least_drafts = False, 0  # see `Batch`
         self.processed: list[int] = []  # slot indices of sequences that need logits processors
         self.wants_logprobs = False
+        self.adapter_feeds: dict[str, NDArray[Any]] = {}  # of the target; empty where no sequence has an adapter
         self._warp: dict[str, NDArray[Any]] = {}
         self._roots: TokenTree | None = None
 
@@ -266,6 +270,8 @@ class SequenceBatch:
         self.is_greedy = all(p.is_greedy for p in params)
         self.processed = [slot for slot, p in enumerate(params) if p.needs_logits]
         self.wants_logprobs = any(p.logprobs is not None for p in params)
+        numbers = np.array([sequence.adapter for sequence in self.sequences], dtype=np.int64)
+        self.adapter_feeds = {ADAPTER: numbers} if numbers.any() else {}
         self._warp, self._roots = {}, None
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)

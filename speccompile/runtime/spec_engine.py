@@ -342,8 +342,22 @@ class SpecEngine:
         if params.structured_outputs is not None:
             num_tokens = min(len(tokens) + params.max_new_tokens, self.context.max_seq_len)
             sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens, num_tokens)
+        sequence.adapter = self._number_of_adapter(f"prompt {index} (adapter)", params.adapter)
         sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return sequence
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that a request may choose."""
+        return () if self.bundle is None else self.bundle.adapters
+
+    def _number_of_adapter(self, where: str, name: str) -> int:
+        if not name:
+            return 0
+        if name not in self.adapters:
+            expected = f"one of {', '.join(self.adapters)}" if self.adapters else "none, as the bundle has no adapters"
+            raise RuntimeFault(where, repr(name), expected, "Correct it, or build with target.adapters.")
+        return self.adapters.index(name) + 1
 
     def check_prompt(self, where: str, tokens: Sequence[int]) -> None:
         """Refuses a prompt that is empty, too long or not of the vocabulary. Raises RuntimeFault: one of these."""

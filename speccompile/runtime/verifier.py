@@ -115,6 +115,7 @@ class Verifier:
         row = self.lengths[slot : slot + 1]
         start = int(row[0])
         most = self.chunk if most is None else min(self.chunk, most)
+        chosen = {} if alone is None else alone.adapter_feeds
         if scores_all := alone is not None and alone.sequences[0].sampling.prompt_logprobs is not None:
             alone, most = None, min(most, SCORED_CHUNK, self.engine.max_scored or most)
         reads_last = alone is not None and self.may_read_last
@@ -124,7 +125,7 @@ class Verifier:
         nodes = np.array([tokens[start : start + num]], dtype=np.int64)
         # One scored node, so that the LM head is computed for one row. The last node attends to all others.
         first = 0 if scores_all else nodes.shape[1] - 1
-        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.arange(first, nodes.shape[1])[None]}
+        feeds = {TOKENS: nodes, LENGTHS: row, SCORED_NODES: np.arange(first, nodes.shape[1])[None], **chosen}
         if self._has_states:
             feeds[SURE_NODES] = np.array([num_sure], dtype=np.int64)
         if images is not None:
@@ -160,7 +161,7 @@ class Verifier:
         lengths = self._lengths_of.get(num_slots)
         if lengths is None:
             lengths = self._lengths_of[num_slots] = self.lengths[:num_slots]
-        feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: lengths}
+        feeds: dict[str, NDArray[Any]] = {TOKENS: tree.tokens, LENGTHS: lengths, **batch.adapter_feeds}
         if self._has_states:
             feeds[SURE_NODES] = np.full(num_slots, nodes if nodes == 1 else 0, dtype=np.int64)
         if not tree.is_chain:

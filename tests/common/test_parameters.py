@@ -73,6 +73,7 @@ def test_recipe_and_request_refuse_the_same_values(name, bound, outwards, is_in)
 def test_the_defaults_of_a_recipe_are_those_of_a_request():
     assert SamplingParams(**DecodingSection.model_validate({}).model_dump()) == SamplingParams()
     assert set(SamplingParams.__dataclass_fields__) - set(DecodingSection.model_fields) == {
+        "adapter",
         "logit_bias",
         "stop_token_ids",
         "ignore_eos",

@@ -34,14 +34,14 @@ def api_routes(server: OpenAIServer) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Returns the one model that is served."""
-        return {"object": "list", "data": [_model(server)]}
+        """Returns the model that is served, and its adapters."""
+        return {"object": "list", "data": [_model(server, name) for name in server.model_names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """Returns the model by its name."""
         server.check_model(name)
-        return _model(server)
+        return _model(server, name)
 
     @router.get("/metrics")
     def metrics() -> Response:
@@ -59,9 +59,11 @@ def api_routes(server: OpenAIServer) -> APIRouter:
     return router
 
 
-def _model(server: OpenAIServer) -> dict[str, Any]:
+def _model(server: OpenAIServer, name: str) -> dict[str, Any]:
+    parent = {} if name == server.model_name else {"parent": server.model_name}
     return {
-        "id": server.model_name,
+        "id": name,
+        **parent,
         "object": "model",
         "created": server.created,
         "owned_by": "speccompile",

@@ -72,7 +72,7 @@ class CompletionApi(Api):
         self._identity = {
             "id": f"{self.prefix}{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": server.model_name,
+            "model": body.model or server.model_name,
             "system_fingerprint": server.fingerprint,
         }
         self._has_metrics = server.options.request_metrics

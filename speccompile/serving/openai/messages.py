@@ -235,7 +235,7 @@ class MessagesApi(Api):
     def __init__(self, server: OpenAIServer, body: MessagesBody, answer: Answer) -> None:
         self._answer, [self._choice] = answer, answer.choices
         identity = f"msg_{uuid.uuid4().hex}"
-        self._head = {"id": identity, "type": "message", "role": "assistant", "model": server.model_name}
+        self._head = {"id": identity, "type": "message", "role": "assistant", "model": body.model or server.model_name}
 
     @staticmethod
     async def request_from_body(server: OpenAIServer, body: MessagesBody) -> Submission:

@@ -243,7 +243,7 @@ class ResponsesApi(Api):
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": server.model_name,
+            "model": body.model or server.model_name,
             "error": None,
             "instructions": body.instructions,
             "metadata": body.metadata,

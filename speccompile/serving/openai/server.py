@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -81,12 +81,19 @@ class OpenAIServer:
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for a model that is not served here."""
-        if name is not None and name != self.model_name:
-            message = f"The model `{name}` is not served here; `{self.model_name}` is."
+        if name is not None and name not in self.model_names:
+            others = "".join(f", `{adapter}`" for adapter in self.engine.adapters)
+            message = f"The model `{name}` is not served here; `{self.model_name}`{others} is."
             raise ApiError(404, message, NOT_FOUND, "model", "model_not_found")
 
-    def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Submit requests."""
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (self.model_name, *self.engine.adapters)
+
+    def submit(self, requests: Sequence[Request], model: str | None = None) -> OutputStream:
+        """Submit requests to a model of `model_names`; None: the bundle's."""
+        if model is not None and model != self.model_name:
+            requests = [replace(one, sampling=replace(one.sampling, adapter=model)) for one in requests]
         try:
             return self.service.stream(*requests)
         except RuntimeFault as fault:
@@ -111,7 +118,7 @@ class OpenAIServer:
                 self.check_model(body.model)
                 if (submission := await unless_disconnected(http, api.request_from_body(self, body))) is None:
                     return Response(status_code=DISCONNECTED)
-                step_outputs = self.submit(submission.requests)
+                step_outputs = self.submit(submission.requests, body.model)
                 answer = Answer(step_outputs, submission)
                 writer = api(self, body, answer)
                 if body.stream:
