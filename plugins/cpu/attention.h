@@ -38,8 +38,8 @@ struct AttentionStep {
     i64 batch, nodes, heads, kv_heads, rows, head_dim;
     HeadRows q, k, v;
     Preparation preparation;
-    float* k_cache;  // hold the past rows; the rows of the nodes are written
-    float* v_cache;
+    CacheRows k_cache;  // hold the past rows; the rows of the nodes are written
+    CacheRows v_cache;
     const i64* lengths;        // [batch], with lengths[b] + nodes <= rows
     const std::uint8_t* tree;  // [batch, nodes, nodes]
     float* out;                // [batch, nodes, heads, head_dim]
@@ -48,8 +48,8 @@ struct AttentionStep {
     i64 window;  // a key is seen where position(query) - position(key) < window; 0 = no limit
     i64 slots_per_cache = 1;  // neighbouring slots that read one slot of the caches
     i64 group() const { return heads / kv_heads; }
-    float* cache_rows(float* cache, i64 slot, i64 kv_head) const {
-        return cache + (slot / slots_per_cache * kv_heads + kv_head) * rows * head_dim;
+    CacheRows cache_rows(const CacheRows& cache, i64 slot, i64 kv_head) const {
+        return cache.from((slot / slots_per_cache * kv_heads + kv_head) * rows);
     }
 };
 
@@ -125,16 +125,22 @@ inline void prepare_row(const Preparation& how, const float* gamma, const float*
     }
 }
 
-// Writes the nodes' rows of one kv head to the caches.
-inline void write_rows(const AttentionStep& step, const Visibility& seen, i64 slot, i64 kv_head) {
-    const i64 first = step.lengths[slot] * step.head_dim;
-    float* k = step.cache_rows(step.k_cache, slot, kv_head) + first;
-    float* v = step.cache_rows(step.v_cache, slot, kv_head) + first;
-    for (i64 node = 0; node < step.nodes; node++, k += step.head_dim, v += step.head_dim) {
+// Writes the nodes' rows of one kv head to the caches; `memory` holds a row.
+inline void write_rows(const AttentionStep& step, const Visibility& seen, i64 slot, i64 kv_head, float* memory) {
+    const CacheRows k_rows = step.cache_rows(step.k_cache, slot, kv_head).from(step.lengths[slot]);
+    const CacheRows v_rows = step.cache_rows(step.v_cache, slot, kv_head).from(step.lengths[slot]);
+    for (i64 node = 0; node < step.nodes; node++) {
+        const CacheRows k = k_rows.from(node), v = v_rows.from(node);
         const i64 position = seen.nodes[slot * step.nodes + node].position;
+        const float* value = step.v.row(slot, kv_head, node);
         prepare_row(step.preparation, step.preparation.k_gamma, step.k.row(slot, kv_head, node), step.head_dim,
-                    position, k);
-        std::memcpy(v, step.v.row(slot, kv_head, node), static_cast<std::size_t>(step.head_dim) * sizeof(float));
+                    position, k.levels == nullptr ? k.floats : memory);
+        if (k.levels != nullptr) {
+            quantize_head(memory, step.head_dim, k.levels, k.scales);
+            quantize_head(value, step.head_dim, v.levels, v.scales);
+        } else {
+            std::memcpy(v.floats, value, static_cast<std::size_t>(step.head_dim) * sizeof(float));
+        }
     }
 }
 
@@ -173,7 +179,7 @@ class QueryBlock {
     // The steps, in this order. Past rows come in tiles, which all blocks of a task read while they are in the cache.
     void start_scores() {
         for (int q = 0; q < count_; q++) {  // rows that only some windows reach
-            score_rows<1>(row(k_, nodes_[q]->first), own(q), step_.head_dim, &queries_[q], &scores_[q]);
+            score_rows(1, k_.from(nodes_[q]->first), own(q), &queries_[q], &scores_[q]);
         }
     }
 
@@ -181,7 +187,7 @@ class QueryBlock {
         if (!cut(first, end, length_)) return;
         float* to[kQueries];
         for (int q = 0; q < count_; q++) to[q] = scores_[q] + (first - nodes_[q]->first);
-        score_rows(count_, row(k_, first), end - first, step_.head_dim, queries_, to);
+        score_rows(count_, k_.from(first), end - first, queries_, to);
     }
 
     // Key i of a query is its i-th past row, and after those its i-th visible node.
@@ -191,7 +197,7 @@ class QueryBlock {
             const i64 num = nodes_[q]->num_visible, last = num > 0 ? nodes_[q]->nodes[num - 1] + 1 : 0;
             num_nodes = last > num_nodes ? last : num_nodes;
         }
-        score_rows(count_, row(k_, length_), num_nodes, step_.head_dim, queries_, tree_scores_);
+        score_rows(count_, k_.from(length_), num_nodes, queries_, tree_scores_);
         for (int q = 0; q < count_; q++) {
             float* at = scores_[q] + (length_ - nodes_[q]->first);
             for (i64 i = 0; i < nodes_[q]->num_visible; i++) at[i] = tree_scores_[q][nodes_[q]->nodes[i]];
@@ -203,7 +209,7 @@ class QueryBlock {
     void start_values() {
         for (int q = 0; q < count_; q++) {
             const float* weights = scores_[q];
-            mix_rows<1>(row(v_, nodes_[q]->first), own(q), step_.head_dim, &weights, &sums_[q]);
+            mix_rows(1, v_.from(nodes_[q]->first), own(q), &weights, &sums_[q]);
         }
     }
 
@@ -211,7 +217,7 @@ class QueryBlock {
         if (!cut(first, end, length_ + num_leading_)) return;  // the first nodes follow the past rows in the cache
         const float* weights[kQueries];
         for (int q = 0; q < count_; q++) weights[q] = scores_[q] + (first - nodes_[q]->first);
-        mix_rows(count_, row(v_, first), end - first, step_.head_dim, weights, sums_);
+        mix_rows(count_, v_.from(first), end - first, weights, sums_);
     }
 
     void finish_values() {
@@ -221,7 +227,7 @@ class QueryBlock {
             while (node < end) {
                 i64 run = 1;
                 while (node + run < end && node[run] == node[0] + run) run++;
-                mix_rows<1>(row(v_, length_ + node[0]), run, step_.head_dim, &weights, &sums_[q]);
+                mix_rows(1, v_.from(length_ + node[0]), run, &weights, &sums_[q]);
                 weights += run;
                 node += run;
             }
@@ -233,7 +239,6 @@ class QueryBlock {
     static i64 num_scores(const AttentionStep& step) { return round_up(step.rows + 3, kPartials); }
     static i64 num_tree_scores(const AttentionStep& step) { return round_up(step.nodes + 3, kPartials); }
 
-    const float* row(const float* cache, i64 index) const { return cache + index * step_.head_dim; }
     // Past rows that this query sees and another of the block does not.
     i64 own(int q) const { return first_ - nodes_[q]->first; }
     // Limits a tile to the rows that all queries of the block see; returns whether there are any.
@@ -246,7 +251,7 @@ class QueryBlock {
     const AttentionStep& step_;
     const i64 slot_, length_;
     const int count_;
-    const float *k_, *v_;
+    CacheRows k_, v_;
     i64 first_ = 0, num_leading_ = 0;  // past rows from `first_` on and the first nodes are seen by all queries
     const Visibility::Node* nodes_[kQueries];
     float *queries_[kQueries], *sums_[kQueries], *scores_[kQueries], *tree_scores_[kQueries], *out_[kQueries];
@@ -255,7 +260,7 @@ class QueryBlock {
 
 constexpr int kTaskBlocks = 4;
 constexpr i64 kTaskQueries = kTaskBlocks * kQueries;  // queries of a task, where there are so many
-constexpr i64 kTileFloats = 4096;                     // of K or V in a tile: half of a first-level cache
+constexpr i64 kTileBytes = 16 << 10;                  // of K or V in a tile: half of a first-level cache
 
 // Floats of scratch memory for a task.
 inline i64 task_floats(const AttentionStep& step) { return kTaskBlocks * QueryBlock::num_floats(step); }
@@ -270,7 +275,8 @@ inline void attend(const AttentionStep& step, const Visibility& seen, i64 slot, 
         float* own = memory + count * QueryBlock::num_floats(step);
         blocks[count].emplace(step, seen, slot, kv_head, q, block_end, own);
     }
-    const i64 length = step.lengths[slot], rows = kTileFloats / step.head_dim + 1;
+    const i64 cell = step.k_cache.levels == nullptr ? static_cast<i64>(sizeof(float)) : 1;
+    const i64 length = step.lengths[slot], rows = kTileBytes / (step.head_dim * cell) + 1;
     const i64 tile = round_up(rows < kScoreRows ? kScoreRows : rows, kScoreRows);
     for (int i = 0; i < count; i++) blocks[i]->start_scores();
     for (i64 row = 0; row < length; row += tile) {

@@ -2,11 +2,13 @@
 // The two products of attention: queries times rows of K, and weights times rows of V, for up to 4 queries at once.
 //
 // A number never depends on how many queries or rows are computed together: a score is 16 partial sums over head_dim,
-// added in one order, and a column of the output adds its rows one after the other.
+// added in one order, and a column of the output adds its rows one after the other. Rows are floats, or levels of 8 bits
+// with a scale each, which multiplies a row's score, or its weight: levels become floats in registers.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "vector.h"
 
@@ -22,10 +24,57 @@ constexpr int kColumnVectors = kLanes == 16 ? 4 : 2;
 
 inline i64 round_up(i64 value, i64 multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Returns `count` < kPartials floats followed by zeros, in `padded`.
-inline const float* pad_chunk(const float* from, i64 count, float* padded) {
-    std::memset(padded, 0, kPartials * sizeof(float));
-    std::memcpy(padded, from, static_cast<std::size_t>(count) * sizeof(float));
+// Rows of K or V of one head; `floats`, or `levels` and `scales`.
+struct CacheRows {
+    float* floats;
+    std::int8_t* levels;
+    float* scales;
+    i64 width;
+    CacheRows from(i64 row) const {
+        if (levels == nullptr) return {floats + row * width, nullptr, nullptr, width};
+        return {nullptr, levels + row * width, scales + row, width};
+    }
+};
+
+constexpr float kLeastRowPeak = 1e-30f;  // a row whose largest magnitude is smaller has levels of 0
+
+// Writes a row of `count` numbers: levels -127 ... 127 with the scale peak / 127, ties to even. NaN or infinity give the
+// scale NaN. The same numbers as QuantizeRows's twin, in bits.
+inline void quantize_head(const float* x, i64 count, std::int8_t* levels, float* scale) {
+    alignas(64) float padded[kPartials];
+    alignas(64) std::int8_t whole[kPartials];
+    const auto chunk = [&](i64 at) {
+        if (at + kPartials <= count) return x + at;
+        std::memset(padded, 0, sizeof(padded));
+        std::memcpy(padded, x + at, static_cast<std::size_t>(count - at) * sizeof(float));
+        return static_cast<const float*>(padded);
+    };
+    Int bits = int_zero();
+    for (i64 at = 0; at < count; at += kPartials) {
+        const float* from = chunk(at);
+        for (int part = 0; part < kParts; part++) bits = max_bits(bits, abs_bits(load(from + part * kLanes)));
+    }
+    const std::uint32_t peak_bits = reduce_max_bits(bits);  // as integers, so that NaN is the largest
+    float peak;
+    std::memcpy(&peak, &peak_bits, sizeof(peak));
+    const bool is_finite = peak_bits < 0x7f800000u, is_small = is_finite && peak < kLeastRowPeak;
+    *scale = is_small ? 0.f : is_finite ? peak / 127.f : __builtin_nanf("");
+    const Float divisor = broadcast(is_small || !is_finite ? 1.f : *scale);
+    for (i64 at = 0; at < count; at += kPartials) {
+        const float* from = chunk(at);
+        for (int part = 0; part < kParts; part++) {
+            const Int level = is_finite ? int_from_float(div(load(from + part * kLanes), divisor)) : int_zero();
+            store_int8(whole + part * kLanes, level);
+        }
+        std::memcpy(levels + at, whole, static_cast<std::size_t>(at + kPartials <= count ? kPartials : count - at));
+    }
+}
+
+// Returns `count` < kPartials numbers followed by zeros, in `padded`.
+template <class Cell>
+inline const Cell* pad_chunk(const Cell* from, i64 count, Cell* padded) {
+    std::memset(padded, 0, kPartials * sizeof(Cell));
+    std::memcpy(padded, from, static_cast<std::size_t>(count) * sizeof(Cell));
     return padded;
 }
 
@@ -53,8 +102,8 @@ inline void store_four_sums(float* to, const Float (&a)[kParts], const Float (&b
 }
 
 // Scores of Q queries and 4 rows of K. The last, incomplete chunk of a row is given padded.
-template <int Q>
-inline void score_tile(const float* const (&rows)[kScoreRows], i64 head_dim, const float* const* queries,
+template <int Q, class Cell>
+inline void score_tile(const Cell* const (&rows)[kScoreRows], i64 head_dim, const float* const* queries,
                        float* const (&to)[Q]) {
     Float sums[Q][kScoreRows][kParts];
     for (int q = 0; q < Q; q++) {
@@ -62,7 +111,7 @@ inline void score_tile(const float* const (&rows)[kScoreRows], i64 head_dim, con
             for (int part = 0; part < kParts; part++) sums[q][r][part] = zero();
         }
     }
-    const auto add_chunk = [&](const float* const (&from)[kScoreRows], i64 column) {
+    const auto add_chunk = [&](const Cell* const (&from)[kScoreRows], i64 column) {
         for (int part = 0; part < kParts; part++) {
             Float query[Q];
             for (int q = 0; q < Q; q++) query[q] = load(queries[q] + column + part * kLanes);
@@ -74,13 +123,13 @@ inline void score_tile(const float* const (&rows)[kScoreRows], i64 head_dim, con
     };
     i64 column = 0;
     for (; column + kPartials <= head_dim; column += kPartials) {
-        const float* from[kScoreRows];
+        const Cell* from[kScoreRows];
         for (int r = 0; r < kScoreRows; r++) from[r] = rows[r] + column;
         add_chunk(from, column);
     }
     if (column < head_dim) {
-        alignas(64) float padded[kScoreRows][kPartials];
-        const float* from[kScoreRows];
+        alignas(64) Cell padded[kScoreRows][kPartials];
+        const Cell* from[kScoreRows];
         for (int r = 0; r < kScoreRows; r++) from[r] = pad_chunk(rows[r] + column, head_dim - column, padded[r]);
         add_chunk(from, column);
     }
@@ -88,23 +137,34 @@ inline void score_tile(const float* const (&rows)[kScoreRows], i64 head_dim, con
 }
 
 // scores[q][r] = queries[q] . row r for `count` rows of K; up to 3 floats after the last score are overwritten.
-template <int Q>
-inline void score_rows(const float* k, i64 count, i64 head_dim, const float* const* queries, float* const* scores) {
+template <int Q, class Cell>
+inline void score_rows(const Cell* k, [[maybe_unused]] const float* scales, i64 count, i64 head_dim,
+                       const float* const* queries, float* const* scores) {
     for (i64 first = 0; first < count; first += kScoreRows) {
-        const float* rows[kScoreRows];
-        for (int r = 0; r < kScoreRows; r++) rows[r] = k + (first + r < count ? first + r : count - 1) * head_dim;
+        const Cell* rows[kScoreRows];
+        i64 index[kScoreRows];
+        for (int r = 0; r < kScoreRows; r++) index[r] = first + r < count ? first + r : count - 1;
+        for (int r = 0; r < kScoreRows; r++) rows[r] = k + index[r] * head_dim;
         for (int q = 0; q < Q; q += kScoreQueries) {
             constexpr int kTile = Q < kScoreQueries ? Q : kScoreQueries;
             float* to[kTile];
             for (int i = 0; i < kTile; i++) to[i] = scores[q + i] + first;
             score_tile<kTile>(rows, head_dim, queries + q, to);
+            if constexpr (!std::is_same_v<Cell, float>) {
+                float by_row[kScoreRows];
+                for (int r = 0; r < kScoreRows; r++) by_row[r] = scales[index[r]];
+                for (int i = 0; i < kTile; i++) {
+                    for (int r = 0; r < kScoreRows; r++) to[i][r] *= by_row[r];
+                }
+            }
         }
     }
 }
 
 // outputs[q][columns] += sum over rows of weights[q][r] * V[r][columns], for `C` vectors of columns.
-template <int Q, int C>
-inline void mix_columns(const float* v, i64 count, i64 head_dim, const float* const* weights, float* const* outputs) {
+template <int Q, int C, class Cell>
+inline void mix_columns(const Cell* v, [[maybe_unused]] const float* scales, i64 count, i64 head_dim,
+                        const float* const* weights, float* const* outputs) {
     Float sums[Q][C];
     for (int q = 0; q < Q; q++) {
         for (int c = 0; c < C; c++) sums[q][c] = load(outputs[q] + c * kLanes);
@@ -113,7 +173,9 @@ inline void mix_columns(const float* v, i64 count, i64 head_dim, const float* co
         Float row[C];
         for (int c = 0; c < C; c++) row[c] = load(v + c * kLanes);
         for (int q = 0; q < Q; q++) {
-            const Float weight = broadcast(weights[q][r]);
+            float share = weights[q][r];
+            if constexpr (!std::is_same_v<Cell, float>) share *= scales[r];
+            const Float weight = broadcast(share);
             for (int c = 0; c < C; c++) sums[q][c] = fma(weight, row[c], sums[q][c]);
         }
     }
@@ -123,8 +185,9 @@ inline void mix_columns(const float* v, i64 count, i64 head_dim, const float* co
 }
 
 // outputs[q] += sum over `count` rows of V of weights[q][r] * row r; outputs have room for a multiple of 16 columns.
-template <int Q>
-inline void mix_rows(const float* v, i64 count, i64 head_dim, const float* const* weights, float* const* outputs) {
+template <int Q, class Cell>
+inline void mix_rows(const Cell* v, const float* scales, i64 count, i64 head_dim, const float* const* weights,
+                     float* const* outputs) {
     float* to[Q];
     i64 column = 0;
     const auto advance = [&] {
@@ -132,35 +195,49 @@ inline void mix_rows(const float* v, i64 count, i64 head_dim, const float* const
     };
     for (; column + kColumnVectors * kLanes <= head_dim; column += kColumnVectors * kLanes) {
         advance();
-        mix_columns<Q, kColumnVectors>(v + column, count, head_dim, weights, to);
+        mix_columns<Q, kColumnVectors>(v + column, scales, count, head_dim, weights, to);
     }
     for (; column + kLanes <= head_dim; column += kLanes) {
         advance();
-        mix_columns<Q, 1>(v + column, count, head_dim, weights, to);
+        mix_columns<Q, 1>(v + column, scales, count, head_dim, weights, to);
     }
     for (i64 r = 0; column < head_dim && r < count; r++) {
-        alignas(64) float padded[kPartials];
+        alignas(64) Cell padded[kPartials];
         pad_chunk(v + r * head_dim + column, head_dim - column, padded);
         advance();
         const float* weight[Q];
         for (int q = 0; q < Q; q++) weight[q] = weights[q] + r;
-        mix_columns<Q, 1>(padded, 1, 0, weight, to);
+        mix_columns<Q, 1>(padded, scales + (scales == nullptr ? 0 : r), 1, 0, weight, to);
     }
 }
 
-// Calls `score_rows` or `mix_rows` for a number of queries that is known at run time.
-inline void score_rows(int q, const float* k, i64 count, i64 head_dim, const float* const* queries, float* const* to) {
-    if (q == 4) return score_rows<4>(k, count, head_dim, queries, to);
-    if (q == 3) return score_rows<3>(k, count, head_dim, queries, to);
-    if (q == 2) return score_rows<2>(k, count, head_dim, queries, to);
-    score_rows<1>(k, count, head_dim, queries, to);
+// Calls `score_rows` or `mix_rows` for a number of queries and a kind of rows that are known at run time.
+template <class Cell>
+inline void score_rows(int q, const Cell* k, const float* scales, i64 count, i64 head_dim, const float* const* queries,
+                       float* const* to) {
+    if (q == 4) return score_rows<4>(k, scales, count, head_dim, queries, to);
+    if (q == 3) return score_rows<3>(k, scales, count, head_dim, queries, to);
+    if (q == 2) return score_rows<2>(k, scales, count, head_dim, queries, to);
+    score_rows<1>(k, scales, count, head_dim, queries, to);
 }
 
-inline void mix_rows(int q, const float* v, i64 count, i64 head_dim, const float* const* weights, float* const* to) {
-    if (q == 4) return mix_rows<4>(v, count, head_dim, weights, to);
-    if (q == 3) return mix_rows<3>(v, count, head_dim, weights, to);
-    if (q == 2) return mix_rows<2>(v, count, head_dim, weights, to);
-    mix_rows<1>(v, count, head_dim, weights, to);
+template <class Cell>
+inline void mix_rows(int q, const Cell* v, const float* scales, i64 count, i64 head_dim, const float* const* weights,
+                     float* const* to) {
+    if (q == 4) return mix_rows<4>(v, scales, count, head_dim, weights, to);
+    if (q == 3) return mix_rows<3>(v, scales, count, head_dim, weights, to);
+    if (q == 2) return mix_rows<2>(v, scales, count, head_dim, weights, to);
+    mix_rows<1>(v, scales, count, head_dim, weights, to);
+}
+
+inline void score_rows(int q, const CacheRows& k, i64 count, const float* const* queries, float* const* to) {
+    if (k.levels == nullptr) return score_rows(q, k.floats, k.scales, count, k.width, queries, to);
+    score_rows(q, k.levels, k.scales, count, k.width, queries, to);
+}
+
+inline void mix_rows(int q, const CacheRows& v, i64 count, const float* const* weights, float* const* to) {
+    if (v.levels == nullptr) return mix_rows(q, v.floats, v.scales, count, v.width, weights, to);
+    mix_rows(q, v.levels, v.scales, count, v.width, weights, to);
 }
 
 }  // namespace speccompile::cpu

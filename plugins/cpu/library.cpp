@@ -26,10 +26,11 @@ OpTable all_ops() {
     add_linear_ops(table);
     add_expert_ops(table);
     add_embedding_ops(table);
-    add_attention_ops(table);
+    add_attention_ops<false>(table);
     for (Op& op : table) op.is_in_sequences = true;
     sequence_ops() = table;
     table.push_back(sequence_op());
+    add_attention_ops<true>(table);  // in no sequence, whose outputs are floats
     add_verify_ops(table);
     add_draft_ops(table);
     add_rollback_op(table);

@@ -46,7 +46,7 @@ enum Function : std::size_t {
     kKernelContextParallelFor = 274,
 };
 
-enum ElementType : int { kAnyType = 0, kFloat = 1, kUint8 = 2, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
+enum ElementType : int { kAnyType = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
 enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 // The order of the members is that of OrtCustomOp in version 17.

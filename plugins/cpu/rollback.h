@@ -9,14 +9,14 @@
 
 namespace speccompile::cpu {
 
-constexpr i64 kInlineMoved = 64 << 10;  // floats that are moved before another thread has woken up
+constexpr i64 kInlineMoved = 256 << 10;  // bytes that are moved before another thread has woken up
 
 // cache [batch, kv_heads, max_seq, head_dim], lengths [batch], path [batch, depth] -> the updated cache: row length + i
 // of a slot becomes row length + path[i]; -1 keeps the row.
 struct KVRollback {
     static constexpr const char* kName = "KVRollback";
-    static constexpr abi::ElementType kInputs[] = {abi::kFloat, abi::kInt64, abi::kInt64};
-    static constexpr abi::ElementType kOutputs[] = {abi::kFloat};
+    static constexpr abi::ElementType kInputs[] = {abi::kAnyType, abi::kInt64, abi::kInt64};
+    static constexpr abi::ElementType kOutputs[] = {abi::kAnyType};
     static constexpr std::size_t kNumOptional = 0;
 
     explicit KVRollback(const Info&) {}
@@ -24,12 +24,15 @@ struct KVRollback {
     void run(const Context& context) const {
         const Tensor cache = context.input(0), lengths = context.input(1), path = context.input(2);
         if (cache.dims.rank != 4 || path.dims.rank != 2) throw Error("cache must have 4 dims and path 2");
-        const i64 batch = cache.dims[0], heads = cache.dims[1], rows = cache.dims[2], width = cache.dims[3], depth = path.dims[1];
+        const i64 batch = cache.dims[0], heads = cache.dims[1], rows = cache.dims[2], depth = path.dims[1];
+        if (cache.type != abi::kFloat && cache.type != abi::kInt8) throw Error("cache must be float32 or int8");
+        const i64 width = cache.dims[3] * (cache.type == abi::kFloat ? static_cast<i64>(sizeof(float)) : 1);  // bytes
         expect_dims(kName, "lengths", lengths.dims, Dims{batch});
         expect_dims(kName, "path", path.dims, Dims{batch, depth});
         const i64 *length = lengths.data<i64>(), *nodes = path.data<i64>();
         for (i64 slot = 0; slot < batch; slot++) check_path(slot, length[slot], nodes + slot * depth, depth, rows);
-        float* updated = updated_cache(context, 0, cache);
+        auto* updated = context.output<char>(0, cache.dims);
+        if (updated != cache.data<char>()) std::memcpy(updated, cache.data<char>(), static_cast<std::size_t>(batch * heads * rows * width));
         const auto task = [&](std::size_t pair) {
             const i64 slot = static_cast<i64>(pair) / heads;
             move(updated + (static_cast<i64>(pair) * rows + length[slot]) * width, nodes + slot * depth, depth, width);
@@ -57,9 +60,9 @@ struct KVRollback {
         }
     }
 
-    static void move(float* rows, const i64* path, i64 depth, i64 width) {
+    static void move(char* rows, const i64* path, i64 depth, i64 width) {
         for (i64 i = 0; i < depth; i++) {
-            if (path[i] > i) std::memcpy(rows + i * width, rows + path[i] * width, static_cast<std::size_t>(width) * sizeof(float));
+            if (path[i] > i) std::memcpy(rows + i * width, rows + path[i] * width, static_cast<std::size_t>(width));
         }
     }
 };

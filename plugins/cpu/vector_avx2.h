@@ -59,6 +59,10 @@ inline Float load_half(const std::uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+inline Float load(const std::int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
 inline Int nibbles_of(Int bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 struct QuadLevels {
     Int value;

@@ -48,6 +48,10 @@ inline Float load_half(const std::uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+inline Float load(const std::int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
 // Sums of u8 * s8 in quads of k. A Quad holds the weights of a quad for kLanes columns.
 using Quad = Int;
 using QuadSum = Int;

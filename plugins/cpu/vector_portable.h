@@ -79,6 +79,8 @@ inline Float load_half(const std::uint16_t* p) {
     return bits_as<Float>(bits_as<Int>(value) | ((bits & 0x8000) << 16));
 }
 
+inline Float load(const std::int8_t* p) { return __builtin_convertvector(Int{p[0], p[1], p[2], p[3]}, Float); }
+
 // Sums of u8 * s8 in quads of k. A Quad holds the weights of a quad for kLanes columns, as 16-bit numbers: k 0 and 2, and
 // k 1 and 3. A product of 255 * 127 fits in 16 bits.
 struct Quad {

@@ -81,6 +81,7 @@ class Backend(ABC):
     devices: tuple[str, ...] = ("cpu",)  # values of `engine.device`; the first one is what `auto` means
     dtypes: tuple[str, ...] = ("float32",)
     quantizations: tuple[str, ...] = ("none",)  # those that `compile` supports
+    kv_caches: tuple[str, ...] = ("auto",)  # values of `engine.kv_cache`
     draft_quantizations: Mapping[str, str] = MappingProxyType({})
     calibrates: tuple[str, ...] = ()  # quantisations with which a target's weights are chosen over calibration text
     graph_file: str = "graph.onnx"

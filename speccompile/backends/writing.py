@@ -10,12 +10,23 @@ from typing import Any
 import onnx_ir as ir
 
 from speccompile.core.dims import ModelDims
+from speccompile.core.jobs import CompileOptions
 from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.decoder import rollback_spec
+from speccompile.graph_kinds.int8_caches import INT8, with_int8_caches
 from speccompile.ops.registry import Dialect, attach_functions
 from speccompile.passes.base import Pass, histogram_from_model, run_pipeline
 from speccompile.passes.rollback import build_rollback
 from speccompile.passes.save import save_model
+
+
+def has_int8_caches(options: CompileOptions | None) -> bool:
+    return options is not None and options.kv_cache == INT8
+
+
+def compiled_spec(spec: GraphSpec, options: CompileOptions | None) -> dict[str, Any]:
+    """Returns the part of a report that states the spec of the compiled graph where it is not `spec`."""
+    return {"spec": with_int8_caches(spec).json_from_spec()} if has_int8_caches(options) else {}
 
 
 def lower_and_save(
@@ -42,9 +53,11 @@ def lower_and_save(
     return {"passes": passes, "op_histogram": {"before": before, "after": after}}
 
 
-def save_rollback(dims: ModelDims, path: Path) -> GraphSpec:
+def save_rollback(dims: ModelDims, path: Path, options: CompileOptions | None = None) -> GraphSpec:
     """Write the cache compaction graph of a model to `path`; returns its spec."""
     spec = rollback_spec(dims)
+    if has_int8_caches(options):
+        spec = with_int8_caches(spec, spec.caches)
     model = build_rollback(spec)
     attach_functions(model)
     save_model(model, path)

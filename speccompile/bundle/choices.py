@@ -23,6 +23,7 @@ from speccompile.core import registry
 from speccompile.core.jobs import STORED, GraphJob
 from speccompile.core.protocols import GraphSource
 from speccompile.errors import BundleError, CheckpointError, RecipeError, RuntimeFault
+from speccompile.graph_kinds.int8_caches import INT8
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS
 from speccompile.recipe.plan import AUTO, TARGET, BuildPlan, draft_form
 
@@ -86,13 +87,14 @@ _SHORT = f"Give more text, or {AUTO_TEXTS} to draw it from the model."
 def sample_of(plan: BuildPlan, job: GraphJob, source: GraphSource, backend: Backend) -> TextSample | None:
     """Returns the text of a target: the user's file, else the prompts of the package as its chat template has them.
 
-    None for drafts, random weights and weights as they are. Weights are rounded in a target whose draft shares them.
+    None for drafts, random weights, and weights as they are with float caches. Weights are rounded in a target whose
+    draft shares them.
 
     Raises:
         RecipeError: the file cannot be read, or does not hold enough text.
     """
     is_given = plan.calibration not in (AUTO_TEXTS, NO_TEXTS)
-    has_forms = job.quantization not in ("none", "stored") or is_given
+    has_forms = job.quantization not in ("none", "stored") or is_given or plan.engine.kv_cache == INT8
     if job.name != TARGET or plan.weights != "checkpoint" or not backend.calibrates or not has_forms:
         return None
     weights: Any = "rounded" if plan.calibration == NO_TEXTS else "compensated"

@@ -37,6 +37,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.drafting.sliding_rows import rows_of_slot
 from speccompile.drafting.tree_config import check_trees
 from speccompile.errors import BuildError, RecipeError
+from speccompile.graph_kinds.int8_caches import INT8, int8_cache_names
 from speccompile.ops.grid import GridSource
 from speccompile.recipe.plan import TARGET, BuildPlan
 
@@ -122,6 +123,7 @@ def compile_options(plan: BuildPlan, max_rows: int, rows_ahead: int = 0) -> Comp
         max_slots=plan.engine.max_batch_size,
         max_rows=rows,
         max_nodes=nodes,
+        kv_cache=plan.engine.kv_cache,
         backend=plan.engine.options,
         consumes_model=True,
     )
@@ -150,6 +152,8 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "sources": digest_from_sources((*SOURCES, *backend.graph_sources)),
         "method": digest_from_package(job.source.partition(":")[0], leave_out=NOT_OF_GRAPHS),
     }
+    if options.kv_cache != "auto" and int8_cache_names(source.spec()):
+        depends_on["kv_cache"] = options.kv_cache
     sample = sample_of(plan, job, source, backend)
     if sample is not None:
         depends_on["sample"] = digest_from_json(asdict(sample))
@@ -192,10 +196,22 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
     if graph.job.adapters:
         record["adapters"] = [{"name": name, **open_lora(folder).record(folder)} for name, folder in graph.job.adapters]
     record |= {"max_rows": graph.max_rows, "model": graph.job.model}
-    if graph.spec.window and context.backend.slides_caches:
-        rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=True)
-        record["caches"] = {"rows": rows, "slot_bytes": rows * graph.dims.cache_row_bytes}
+    if caches := _caches_of(graph, plan, context.backend):
+        record["caches"] = caches
     return graph, record
+
+
+def _caches_of(graph: Graph, plan: BuildPlan, backend: Backend) -> dict[str, Any]:
+    """Returns what the caches of a slot take where they have not all rows of a sequence, or are int8."""
+    slides, is_int8 = (
+        bool(graph.spec.window and backend.slides_caches),
+        graph.is_target and plan.engine.kv_cache == INT8,
+    )
+    if not (slides or is_int8):
+        return {}
+    rows = rows_of_slot(graph.spec, graph.max_rows, plan.engine.max_draft_nodes + 1, slides=slides)
+    row_bytes = graph.dims.cache_row_bytes_in(INT8 if is_int8 else "float32")
+    return {"rows": rows, "slot_bytes": rows * row_bytes, "dtype": INT8 if is_int8 else plan.dtype, "slides": slides}
 
 
 def _grids_of(graph: Graph, plan: BuildPlan) -> GridSource | None:

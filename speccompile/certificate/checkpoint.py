@@ -103,13 +103,19 @@ def open_reference(folder: Path, lora: str | None = None) -> tuple[Reference | N
 
 
 def is_exact(manifest: dict[str, Any]) -> bool:
-    """Returns whether the target's graph computes in float32 with the checkpoint's own weights."""
-    return dtype_of(manifest) == "float32" and manifest["graphs"]["target"].get("quantization", "none") == "none"
+    """Returns whether the target's graph computes in float32 with the checkpoint's own weights and float caches."""
+    return rows_of(manifest) == "float32" and manifest["graphs"]["target"].get("quantization", "none") == "none"
 
 
 def dtype_of(manifest: dict[str, Any]) -> str:
     """Returns the dtype of the target's activations."""
     return str(manifest["recipe"]["target"].get("dtype") or "float32")
+
+
+def rows_of(manifest: dict[str, Any]) -> str:
+    """Returns the dtype of the rows of the target's caches."""
+    kind = str(manifest["recipe"]["engine"].get("kv_cache", "auto"))
+    return dtype_of(manifest) if kind == "auto" else kind
 
 
 TOKENIZER, FILE = "tokenizer", "tokenizer.json"

@@ -53,6 +53,9 @@ def check_distance(
     if built is not None:
         facts["measured_by_the_build"] = built
         told = f"; the build measured {Distance.from_json(built).summary()}, over other texts"
+    if (cached := graph.get("cache_distance")) is not None:
+        facts["int8_caches_measured_by_the_build"] = cached
+        told += f"; of its int8 caches, from float32 ones, {Distance.from_json(cached).summary()}"
     if reference is None or not gives_logits(engine):
         return not_run(DISTANCE, (why if reference is None else "the target keeps its logits to itself") + told)
     vocab = min(engine.verifier.engine.spec.vocab_size, reference.vocab_size)

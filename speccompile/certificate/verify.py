@@ -23,6 +23,7 @@ from speccompile.certificate.checkpoint import (
     find_checkpoint,
     is_exact,
     open_reference,
+    rows_of,
 )
 from speccompile.certificate.distances import check_distance
 from speccompile.certificate.faults import check_faults
@@ -119,8 +120,7 @@ def _grammar(subject: Subject) -> Check:
 
 
 def _caches(subject: Subject) -> Check:
-    dtype = dtype_of(subject.bundle.manifest)
-    return check_caches(subject.engine, subject.prompts, subject.plain, dtype)
+    return check_caches(subject.engine, subject.prompts, subject.plain, rows_of(subject.bundle.manifest))
 
 
 def _distance(subject: Subject) -> Check:

@@ -160,7 +160,10 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
                 check_class(source.folder)
             sizes = (slots, source.max_rows if source.spec().own_caches else 0, backend, plan.dtype)
             num_nodes = plan.engine.max_draft_nodes + 1
-            prediction = predict(config, source.dims, job.quantization, *sizes, max_pending=num_nodes)
+            kv_cache = plan.engine.kv_cache if target is None else "auto"
+            prediction = predict(
+                config, source.dims, job.quantization, *sizes, max_pending=num_nodes, kv_cache=kv_cache
+            )
         else:
             held_bytes = own_cache_bytes(source.spec(), slots, source.max_rows, plan.dtype)
             prediction = predict_counts(counts, job.quantization, held_bytes, backend, plan.dtype)

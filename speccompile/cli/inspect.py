@@ -113,7 +113,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
     spec = record.get("spec", {})
     folder = str(record.get("file", "")).rpartition("/")[0]
     size = sum(f.get("size_bytes", 0) for name, f in files.items() if name.startswith(f"{folder}/"))
-    measured = ("forms_measured", "form_distances", "distance_text", "tuning", "checks", "passes")
+    measured = ("forms_measured", "form_distances", "cache_distance", "distance_text", "tuning", "checks", "passes")
     known = (
         "role",
         "file",
@@ -231,7 +231,11 @@ def _print_facts(facts: dict[str, Any]) -> None:
             console.print(f"int4 weights were chosen over {told}")
         if caches := graph.get("caches"):
             held = text_from_bytes(caches["slot_bytes"])
-            console.print(f"caches keep {caches['rows']} rows of a sequence ({held}): windows see no others")
+            kind = f"{caches['dtype']} " if caches.get("dtype") == "int8" else ""
+            told = ": windows see no others" if caches.get("slides", True) else ""
+            console.print(f"caches keep {caches['rows']} {kind}rows of a sequence ({held}){told}")
+        if row := graph.get("cache_distance"):
+            console.print(f"int8 caches, from float32 ones: {Distance.from_json(row).summary()}")
         if "plan" in graph:
             print_plan(console, graph["plan"])
 

@@ -105,9 +105,10 @@ class ModelDims:
         return self.cache_row_bytes_in("float32")
 
     def cache_row_bytes_in(self, dtype: str) -> int:
-        """Returns the bytes of K and V, all layers, of one token of one slot; `dtype` is a key of `DTYPE_BYTES`."""
+        """Returns the bytes of K and V of one token of one slot; `dtype` is of `DTYPE_BYTES`, or int8 with scales."""
+        heads = sum(layer.num_caches * layer.num_kv_heads for layer in self.per_layer)
         columns = sum(layer.num_caches * layer.num_kv_heads * layer.head_dim for layer in self.per_layer)
-        return DTYPE_BYTES[dtype] * columns
+        return columns + 4 * heads if dtype == "int8" else DTYPE_BYTES[dtype] * columns
 
     def state_bytes(self, max_pending: int) -> int:
         """Returns the bytes of the recurrent states of one slot, all layers, whatever its length."""

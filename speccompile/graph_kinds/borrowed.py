@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import SHARED_ROWS, TARGET_LENGTHS, BorrowedCache, GraphSpec, TensorSpec, cache_names
@@ -45,25 +46,28 @@ def sharing_spec(spec: GraphSpec, layers: Sequence[int], owner: str = "target") 
 def find_owner(
     spec: GraphSpec,
     cache_ref: BorrowedCache,
-    sizes: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, tuple[Any, ...]],
     num_slots: int,
     max_slots: int,
 ) -> int:
     """Returns the index of the owner's cache that a cache reference names.
 
     Args:
-        sizes: kv heads and head size of the owner's own caches by name, in order.
+        sizes: kv heads, head size and, where they differ, dtype of the owner's own caches by name, in order.
 
     Raises:
         BundleError: there is no such cache, it has another shape, or there are fewer slots.
     """
     where, todo = f"engine {spec.name} ({cache_ref.name})", "Build the bundle again."
-    dims = spec.input(cache_ref.name).dims
+    tensor = spec.input(cache_ref.name)
     if cache_ref.cache not in sizes:
         got = f"no cache {cache_ref.cache!r} of {cache_ref.owner}"
         raise BundleError(where, got, f"one of {', '.join(sizes) or 'none'}", todo)
-    if (held := sizes[cache_ref.cache]) != (dims[1], dims[3]):
-        raise BundleError(where, f"{held[0]} heads of {held[1]} to borrow", f"{dims[1]} of {dims[3]}", todo)
+    held = sizes[cache_ref.cache]
+    wanted = (tensor.dims[1], tensor.dims[3], tensor.dtype)[: len(held)]
+    if held != wanted:
+        got, expected = (f"{size[0]} heads of {' '.join(map(str, size[1:]))}" for size in (held, wanted))
+        raise BundleError(where, f"{got} to borrow", expected, todo)
     if num_slots < max_slots:
         raise BundleError(where, f"{num_slots} slots to borrow", f"at least {max_slots}", todo)
     return list(sizes).index(cache_ref.cache)

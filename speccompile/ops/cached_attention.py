@@ -117,8 +117,10 @@ _OUTPUTS = (
     TensorSpec("k_updated", _CACHE_DIMS, "float32"),
     TensorSpec("v_updated", _CACHE_DIMS, "float32"),
 )
-_WRITE = """
+_WRITE_K = """
     k_updated = TensorScatter(k_cache, k, lengths, axis=2, mode="linear")
+"""
+_WRITE = f"""{_WRITE_K}
     v_updated = TensorScatter(v_cache, v, lengths, axis=2, mode="linear")
 """
 # The last node has a second row, as ONNX Runtime sums the products of one row alone in another order.
@@ -190,13 +192,11 @@ LATENT_ATTENTION = Op(
     (_INPUTS[0], _INPUTS[1], _INPUTS[3], *_INPUTS[5:]),
     _OUTPUTS[:2],
     latent_attention,
-    """
-    out, k_updated, v_updated = speccompile.CachedAttention(
-        q, k, k, k_cache, k_cache, lengths, tree_mask, scale=attr.scale, softcap=attr.softcap, window=attr.window
-    )
+    f"""{_WRITE_K}{_MASK}
+    with_last = Attention(q_rows, k_updated, k_updated, mask_rows, scale=attr.scale, softcap=attr.softcap)
+    out = Transpose(Slice(with_last, [0], [-1], [2]), perm=[0, 2, 1, 3])
     """,
     attributes=CACHED_ATTENTION.attributes,
-    uses=("CachedAttention",),
 )
 # For layers that have no K and V of their own.
 SHARED_ATTENTION = Op(

@@ -12,8 +12,8 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-_TYPES = {"float32": ("float", 1), "uint8": ("uint8", 2), "int32": ("int32", 6), "int64": ("int64", 7)}
-_TYPES |= {"boolean": ("bool", 9), "float16": ("float16", 10), "double": ("double", 11)}
+_TYPES = {"float32": ("float", 1), "uint8": ("uint8", 2), "int8": ("int8", 3), "int32": ("int32", 6)}
+_TYPES |= {"int64": ("int64", 7), "boolean": ("bool", 9), "float16": ("float16", 10), "double": ("double", 11)}
 _OPERATORS: dict[type[ast.AST], str] = {
     ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Div: "Div", ast.Mod: "Mod", ast.MatMult: "MatMul",
     ast.BitAnd: "And", ast.BitOr: "Or", ast.Invert: "Not", ast.USub: "Neg", ast.Eq: "Equal", ast.Lt: "Less",

@@ -15,6 +15,7 @@ from speccompile.ops.dists import DRAW, DRAW_IN_BLOCKS, FIRST_MAX, FIRST_MAX_IN_
 from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.gated_delta import GATED_DELTA
+from speccompile.ops.int8_caches import INT8_ATTENTION, QUANTIZE_ROWS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
 from speccompile.ops.low_rank import LOW_RANK
 from speccompile.ops.op import DOMAIN, VERSION, Op
@@ -49,6 +50,8 @@ OPS: dict[str, Op] = {
         CROSS_ATTENTION,
         ROTARY_CROSS_ATTENTION,
         *QKV_ATTENTION.values(),
+        QUANTIZE_ROWS,
+        *INT8_ATTENTION.values(),
         GATED_DELTA,
         CONV_ROWS,
         LOW_RANK,

@@ -26,6 +26,7 @@ from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.gather_blocks import GATHER_BLOCKS
 from speccompile.passes.half_precision import half_precision_pass
 from speccompile.passes.inline_bodies import INLINE_BODIES
+from speccompile.passes.int8_caches import int8_caches_pass
 from speccompile.passes.lint_tensorrt import check_io_pass, lint_pass
 from speccompile.passes.lower_attention import LOWER_ATTENTION
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT, static_caches_pass
@@ -88,11 +89,12 @@ def onnxruntime_table(
     grids: Grids | StoredRows | None = None,
     *,
     packs_experts: bool | None = None,
+    int8_caches: bool = False,
 ) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to ONNX Runtime.
 
     Args:
-        spec: the graph's inputs and outputs afterwards.
+        spec: the graph's inputs and outputs afterwards, with float caches.
         quantization: none, bf16, int8, int4 or stored.
         form: a kernel form of it, a key of `ORT_QUANTIZATION[quantization]`.
         grids: for int4: the weights of all linears, None: they are rounded, without minimums and the LM head too; for
@@ -129,14 +131,15 @@ def onnxruntime_table(
         MERGE_HEADS,
         *attached,
         *forms[form],
+        *((int8_caches_pass(spec),) if int8_caches else ()),
         SHARE_COMMON,
         REMOVE_DEAD,
     )
 
 
-def reference_table(spec: GraphSpec) -> tuple[Pass, ...]:
+def reference_table(spec: GraphSpec, *, int8_caches: bool = False) -> tuple[Pass, ...]:
     """Returns the passes from a neutral decoder to the reference evaluator: nothing is lowered."""
-    return (attach_tail(spec), SHARE_COMMON, REMOVE_DEAD)
+    return (attach_tail(spec), *((int8_caches_pass(spec),) if int8_caches else ()), SHARE_COMMON, REMOVE_DEAD)
 
 
 def tensorrt_table(

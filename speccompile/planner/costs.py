@@ -113,6 +113,8 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
             config = read_text_config(source.folder)
             counts = count_weights(config, source.dims)
         slot_bytes = own_cache_bytes(source.spec(), 1, source.max_rows, plan.dtype)
+        if dims is not None and target is None and plan.engine.kv_cache != "auto":
+            slot_bytes = source.max_rows * dims.cache_row_bytes_in(plan.engine.kv_cache)
         slot_bytes += 0 if dims is None else 2 * dims.state_bytes(plan.engine.max_draft_nodes + 1)
         found[job.name] = GraphCosts(
             name=job.name,

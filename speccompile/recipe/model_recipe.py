@@ -149,7 +149,8 @@ def _set_sizes(engine: dict[str, Any], dims: ModelDims, num_drafts: int) -> None
     if "max_seq_len" not in engine:
         engine["max_seq_len"] = min(dims.max_positions or MAX_SEQ_LEN, MAX_SEQ_LEN)
     if "max_batch_size" not in engine:
-        sequence_bytes = int(engine["max_seq_len"]) * dims.cache_row_bytes
+        kind = "int8" if engine.get("kv_cache") == "int8" else "float32"
+        sequence_bytes = int(engine["max_seq_len"]) * dims.cache_row_bytes_in(kind)
         # Of the whole memory: with what is free at the moment, every start would have another recipe.
         room, slots = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _CACHE_SHARE, MAX_BATCH_SIZE
         while slots > 1 and room < slots * sequence_bytes:

@@ -85,6 +85,10 @@ class EngineSection(Section):
     max_batch_size: int = Field(1, ge=1, le=1024, description="Slots of the caches.")
     max_seq_len: int = Field(2048, ge=16, description="Rows of the caches: prompt, new tokens and one tree.")
     max_draft_nodes: int = Field(16, ge=1, le=1024, description="Most draft tokens scored in one step.")
+    kv_cache: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Rows of the target's caches: 'auto' has target.dtype, 'int8' a scale for each row and head.",
+    )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="Threads of an engine; 'auto' measures at build time."
     )

@@ -43,6 +43,7 @@ class EnginePlan:
     threads: int | Literal["auto"]
     logits: bool
     synthetic_acceptance: tuple[float, ...] = ()
+    kv_cache: str = "auto"
     options: Any = None
 
     def keys(self) -> dict[str, Any]:
@@ -221,6 +222,7 @@ def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -
         ("target.quantization", recipe.target.quantization, backend.quantizations)
     ]
     # A form that is measured is chosen for the target, by its distance to float32: a draft cannot take the target's.
+    forms.append(("engine.kv_cache", recipe.engine.kv_cache, backend.kv_caches))
     named = tuple(name for name in backend.quantizations if name != AUTO)
     forms += [("speculator.quantization", job.quantization, named) for job in drafts]
     if recipe.target.dtype != "auto":

@@ -73,11 +73,12 @@ def predict(
     backend: Backend | None = None,
     dtype: str = "float32",
     max_pending: int = 1,
+    kv_cache: str = "auto",
 ) -> Prediction:
     """Predict a decoder. `backend`: whose `predict` is used; None: float32 ONNX graphs."""
     counts = count_weights(config, dims, rows)
     state_bytes = (2 if backend is None else backend.state_copies) * dims.state_bytes(max_pending)
-    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype) + state_bytes)
+    cache_bytes = slots * (rows * dims.cache_row_bytes_in(dtype if kv_cache == "auto" else kv_cache) + state_bytes)
     return predict_counts(counts, quantization, cache_bytes, backend, dtype)
 
 

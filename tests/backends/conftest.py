@@ -13,7 +13,8 @@ import pytest
 from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
-from speccompile.core.specs import GraphSpec
+from speccompile.core.jobs import CompileOptions
+from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
 from tests import store
 
@@ -46,17 +47,20 @@ Opener = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def compiled(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """(backend, quantization, form, role) -> (graph, spec, rollback graph)."""
+    """(backend, quantization, form, role, kv_cache) -> (graph, spec, rollback graph)."""
     model, dims = neutral
 
     @functools.cache
-    def make(backend: str, quantization: str, form: str, role: str) -> tuple[Path, GraphSpec, Path]:
+    def make(
+        backend: str, quantization: str, form: str, role: str, kv_cache: str = "auto"
+    ) -> tuple[Path, GraphSpec, Path]:
         decoder = decoder_spec(role, dims)
         spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         folder = tmp_path_factory.mktemp(f"{backend}-{form}-{role}")
-        maker = registry.backend(backend)
-        maker.compile(CompileJob(model, spec, folder, quantization=quantization, form=form))
-        maker.compile_rollback(dims, folder / "rollback")
+        maker, options = registry.backend(backend), CompileOptions(kv_cache=kv_cache)
+        report = maker.compile(CompileJob(model, spec, folder, quantization=quantization, form=form, options=options))
+        maker.compile_rollback(dims, folder / "rollback", options)
+        spec = spec_from_json(report["spec"]) if "spec" in report else spec
         return folder / "graph.onnx", spec, folder / "rollback" / "graph.onnx"
 
     return make
@@ -72,8 +76,9 @@ def open_engine(compiled: Callable[..., Any]) -> Opener:
         max_slots: int = 3,
         max_rows: int = MAX_ROWS,
         tuning: Mapping[str, Any] | None = None,
+        kv_cache: str = "auto",
     ) -> Any:
-        path, spec, rollback = compiled(backend, quantization, form, role)
+        path, spec, rollback = compiled(backend, quantization, form, role, kv_cache)
         settings = {
             "threads": 1,
             "log_severity": 2,

@@ -22,7 +22,7 @@ def test_buckets_hold_their_rows_without_great_waste(rows):
 
 
 def filled(rows: int) -> CacheBuffers:
-    buffers = CacheBuffers({"k": (2, 3), "v": (1, 5)}, max_slots=3, max_rows=700)
+    buffers = CacheBuffers({"k": (2, 3, "float32"), "v": (1, 5, "float32")}, max_slots=3, max_rows=700)
     buffers.use(3)
     buffers.grow(rows)
     for index in range(2):
@@ -97,7 +97,7 @@ def test_a_slot_is_used_once_something_is_moved_to_it():
     np.testing.assert_array_equal(buffers.view(0)[2, :, :128], before[0])
 
 
-SIZES = {"k_cache.0": (2, 4), "v_cache.0": (1, 8)}
+SIZES = {"k_cache.0": (2, 4, "float32"), "v_cache.0": (1, 8, "float32")}
 
 
 def make_values() -> tuple[CacheBuffers, CacheValues]:
@@ -110,7 +110,7 @@ def test_values_are_the_slots_of_the_present_view():
     for rows in (100, 300):
         buffers.grow(rows)
         for first_slot, batch in ((0, 1), (0, 3), (1, 2)):
-            for index, (value, (heads, width)) in enumerate(
+            for index, (value, (heads, width, _)) in enumerate(
                 zip(values.get(first_slot, batch), SIZES.values(), strict=True)
             ):
                 assert tuple(value.shape()) == (batch, heads, buffers.rows, width)

@@ -15,9 +15,10 @@ from tests.plugins.cpu_lab import needs_compiler
 pytestmark = pytest.mark.export
 
 FORMS = [
-    *(("none", "fp32"), ("none", "packed")),
-    *(("int8", "rowq8"), ("int8", "blocks32"), ("int8", "packed")),
-    *(("int4", "blocks32"), ("int4", "packed")),
+    *(("none", "fp32", "auto"), ("none", "packed", "auto")),
+    *(("int8", "rowq8", "auto"), ("int8", "blocks32", "auto"), ("int8", "packed", "auto")),
+    *(("int4", "blocks32", "auto"), ("int4", "packed", "auto")),
+    *(("none", "fp32", "int8"), ("none", "packed", "int8"), ("int8", "packed", "int8")),
 ]
 TOKENS = np.random.default_rng(7).integers(0, 97, 400)
 
@@ -36,19 +37,20 @@ def logits_in_chunks(engine: Any, tokens: np.ndarray, chunks: list[int], slot: i
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize(("quantization", "form"), FORMS)
-def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine, quantization, form):
+@pytest.mark.parametrize(("quantization", "form", "kv_cache"), FORMS)
+def test_chain_gives_every_token_the_bits_of_a_single_step(open_engine, quantization, form, kv_cache):
     tokens, least = TOKENS[:48], least_rows(quantization, form)
-    single = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, [least] * (48 // least))
+    kind = {"quantization": quantization, "form": form, "kv_cache": kv_cache}
+    single = logits_in_chunks(open_engine(**kind), tokens, [least] * (48 // least))
     for chunks in ([16, 16, 16], [5, 8, 3, *([2, 1] if least == 1 else [3]), 4, 7, 12, 6], [48]):
-        chain = logits_in_chunks(open_engine(quantization=quantization, form=form), tokens, chunks)
+        chain = logits_in_chunks(open_engine(**kind), tokens, chunks)
         np.testing.assert_array_equal(chain, single)
 
 
-@pytest.mark.parametrize(("quantization", "form"), FORMS)
-def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine, quantization, form):
-    engine = open_engine(quantization=quantization, form=form)
-    alone = open_engine(quantization=quantization, form=form)
+@pytest.mark.parametrize(("quantization", "form", "kv_cache"), FORMS)
+def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine, quantization, form, kv_cache):
+    engine = open_engine(quantization=quantization, form=form, kv_cache=kv_cache)
+    alone = open_engine(quantization=quantization, form=form, kv_cache=kv_cache)
     prompts = [TOKENS[:20], TOKENS[50:190], TOKENS[30:33]]
     for slot, prompt in enumerate(prompts):
         engine.run(feed(prompt, 0), first_slot=slot)  # slot 1 makes the view grow
@@ -61,9 +63,10 @@ def test_a_slot_has_the_same_bits_in_any_batch_and_bucket(open_engine, quantizat
 
 
 @needs_compiler
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_a_path_of_a_tree_has_the_bits_of_a_chain_in_our_kernels(open_engine, quantization):
-    engine = open_engine(quantization=quantization, form="packed")
+def test_a_path_of_a_tree_has_the_bits_of_a_chain_in_our_kernels(open_engine, quantization, kv_cache):
+    engine = open_engine(quantization=quantization, form="packed", kv_cache=kv_cache)
     parents, path = [-1, 0, 0, 2, 1, 2, 3, 3, 4, 7], [0, 2, 3, 7, 9]
     mask = TokenTree.tree(TOKENS[None, :10], [parents]).mask()
     for length in (0, 5, 130):
@@ -79,9 +82,10 @@ def addresses_of(engine: Any) -> list[int]:
     return [engine.caches.view(index).ctypes.data for index in range(len(engine.caches.names))]
 
 
-def test_caches_are_never_copied(open_engine, capfd):
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_caches_are_never_copied(open_engine, capfd, kv_cache):
     """ONNX Runtime warns whenever a TensorScatter copies; the warning is on, and provoked once to prove it."""
-    engine = open_engine()
+    engine = open_engine(kv_cache=kv_cache)
     addresses = addresses_of(engine)
     logits_in_chunks(engine, TOKENS, [100, 1, 1, 4, 16, 150, 1, 8])
     draft = open_engine(role="draft")
@@ -100,10 +104,11 @@ def test_caches_are_never_copied(open_engine, capfd):
     assert "in-place optimization not activated" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine, backend):
+def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine, backend, kv_cache):
     """Cache and logits after tree + compaction against a prefill of the same tokens. Trees add in another order."""
-    engine, fresh = open_engine(backend, max_rows=64), open_engine(backend, max_rows=64)
+    engine, fresh = (open_engine(backend, max_rows=64, kv_cache=kv_cache) for _ in range(2))
     prompt, tree = TOKENS[:10], TOKENS[20:26]
     parents = np.array([[-1, 0, 0, 2, 2, 4]])
     mask = np.eye(6, dtype=bool)
@@ -120,8 +125,9 @@ def test_a_rolled_back_tree_leaves_the_cache_of_its_path(open_engine, backend):
     assert np.abs(after - wanted).max() < 2e-5
 
 
-def test_onnxruntime_and_the_oracle_agree(open_engine):
-    ours, oracle = open_engine(max_rows=64), open_engine("reference", max_rows=64)
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_onnxruntime_and_the_oracle_agree(open_engine, kv_cache):
+    ours, oracle = (open_engine(backend, max_rows=64, kv_cache=kv_cache) for backend in ("onnxruntime", "reference"))
     rng = np.random.default_rng(3)
     for engine in (ours, oracle):
         for slot in range(3):
@@ -202,9 +208,10 @@ def test_too_many_rows_or_slots_are_refused(open_engine, backend):
         engine.run({specs.TOKENS: TOKENS[:6].reshape(3, 2), specs.LENGTHS: np.zeros(3, np.int64)})
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
-def test_sequences_go_on_where_their_rows_were_moved_to(open_engine, backend):
-    engine = open_engine(backend, max_rows=300)
+def test_sequences_go_on_where_their_rows_were_moved_to(open_engine, backend, kv_cache):
+    engine = open_engine(backend, max_rows=300, kv_cache=kv_cache)
     texts = [TOKENS[:9], TOKENS[20:34], TOKENS[60:65]]
     for slot, text in enumerate(texts):
         engine.run(feed(text, 0), first_slot=slot)

@@ -17,7 +17,7 @@ from speccompile.ops.spec_verify import spec_verify
 
 MARGIN = 1e-6  # a uniform draw or top_p this close to a decision boundary may fall on either side of it
 
-_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}
+_TYPES = {"float32": TensorProto.FLOAT, "int8": TensorProto.INT8, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}
 Case = dict[str, np.ndarray]
 
 

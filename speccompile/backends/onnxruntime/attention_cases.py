@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from speccompile.core.specs import LENGTHS, TREE_MASK
 from speccompile.ops.cached_attention import CACHED_ATTENTION, LATENT_ATTENTION, SHARED_ATTENTION, SINK_ATTENTION
 from speccompile.ops.cross_attention import ROTARY_CROSS_ATTENTION
+from speccompile.ops.int8_caches import INT8_ATTENTION, quantize_rows
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 
 Arrays = dict[str, NDArray[Any]]
 Run = Callable[[Arrays], list[NDArray[Any]]]  # of one session: inputs by name -> outputs
-CACHES = ("k_cache", "v_cache")  # of a latent attention the first alone
+# Of a latent attention those of K alone; scales where they are int8.
+CACHES = ("k_cache", "k_scale", "v_cache", "v_scale")
 NODE_AXIS = {"q": 2, "k": 2, "v": 2, "qkv": 1}  # of the inputs that have one row for each node
 
 
@@ -55,7 +57,14 @@ def attention_inputs(op: Op, sizes: AttentionSizes, rng: np.random.Generator, le
     given |= {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
     given[LENGTHS], given["num_rows"] = np.asarray(lengths, np.int64), np.array([sizes.max_seq])
     given[TREE_MASK] = np.tile(np.tri(nodes, dtype=np.bool_), (batch, 1, 1))
-    return {tensor.name: given[tensor.name] for tensor in op.inputs}
+    return inputs_of(op, given)
+
+
+def inputs_of(op: Op, given: Mapping[str, NDArray[Any]]) -> Arrays:
+    """Returns the inputs of an op in order; int8 caches are those of `given`, quantised."""
+    rows = {n: quantize_rows(given[f"{n}_cache"]) for n in "kv" if f"{n}_scale" in {t.name for t in op.inputs}}
+    levels = {f"{n}_cache": pair[0] for n, pair in rows.items()} | {f"{n}_scale": pair[1] for n, pair in rows.items()}
+    return {tensor.name: {**given, **levels}[tensor.name] for tensor in op.inputs}
 
 
 def attention_attributes(op: Op, sizes: AttentionSizes, **others: float) -> dict[str, int | float]:
@@ -68,7 +77,8 @@ def attention_attributes(op: Op, sizes: AttentionSizes, **others: float) -> dict
 def attention_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
     """Yields (op, inputs, attributes): every attention op, plainly and with a window and a softcap."""
     rng, sizes = np.random.default_rng(0), AttentionSizes()
-    for op in (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, SHARED_ATTENTION, *QKV_ATTENTION.values()):
+    floats = (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, SHARED_ATTENTION, *QKV_ATTENTION.values())
+    for op in (*floats, *(INT8_ATTENTION[op.name] for op in floats)):
         for others in ({}, {"window": 5, "softcap": 2.0} if "softcap" in op.attributes else {"window": 5}):
             inputs = attention_inputs(op, sizes, rng, np.array([0, sizes.max_seq - sizes.nodes]))
             yield op, inputs, attention_attributes(op, sizes, **others)
@@ -99,8 +109,9 @@ def cross_attributes(sizes: AttentionSizes, interleaved: int = 0) -> dict[str, i
 
 def cross_cases() -> Iterator[tuple[Op, Arrays, dict[str, int | float]]]:
     rng, sizes = np.random.default_rng(0), AttentionSizes()
-    for interleaved in (0, 1):
-        yield ROTARY_CROSS_ATTENTION, cross_inputs(sizes, rng), cross_attributes(sizes, interleaved)
+    for op in (ROTARY_CROSS_ATTENTION, INT8_ATTENTION[ROTARY_CROSS_ATTENTION.name]):
+        for interleaved in (0, 1):
+            yield op, inputs_of(op, cross_inputs(sizes, rng)), cross_attributes(sizes, interleaved)
 
 
 def single_steps(run: Run, inputs: Arrays) -> Iterator[tuple[int, NDArray[Any]]]:

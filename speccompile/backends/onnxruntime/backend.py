@@ -28,6 +28,7 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
     devices: tuple[str, ...] = ("cpu", "cuda")
     quantizations: tuple[str, ...] = ("none", "bf16", "int8", "int4", "stored", "auto")
+    kv_caches: tuple[str, ...] = ("auto", "int8")
     # Drafts change the time alone. Six int4 drafters with chains of a fixed length and an int8 target had 0.97 to 1.02
     # times the acceptance length of int8 ones and 0.99 to 1.14 times the speed (docs/lab/2026-11-26-kernels.md).
     draft_quantizations: Mapping[str, str] = MappingProxyType(dict.fromkeys(("int8", "int4", "stored", "auto"), "int4"))
@@ -68,9 +69,9 @@ class OnnxRuntimeBackend(Backend):
             "kernels_in_sequences", "passes": [...], "op_histogram": {"before", "after"}}; with calibration also
             "calibration" and "peak_rss_bytes", of stored weights "weights": see `StoredRows.record`.
         """
-        from speccompile.backends.onnxruntime.forms import compile_best, forms_of
+        from speccompile.backends.onnxruntime.forms import compile_best, forms_of, measure_int8_caches
         from speccompile.backends.onnxruntime.sequences import write_sequences
-        from speccompile.backends.writing import lower_and_save
+        from speccompile.backends.writing import compiled_spec, has_int8_caches, lower_and_save
         from speccompile.passes.expert_products import expert_products
         from speccompile.passes.pipelines import onnxruntime_table
         from speccompile.passes.stored_rows import shared_rows, stored_rows
@@ -81,14 +82,19 @@ class OnnxRuntimeBackend(Backend):
         path = job.dest / GRAPH_FILE
         job.dest.mkdir(parents=True, exist_ok=True)
         is_calibrated = is_target and sample is not None and any(f.is_calibrated for f in forms)
+        int8_caches = has_int8_caches(job.options)
         if len(forms) > 1 or is_calibrated:
-            best = compile_best(job, path, forms, sample)
+            best = compile_best(job, path, forms, sample if is_target else None)
             return {**best, "kernels_in_sequences": write_sequences(path)}
         rows = stored_rows(job.quantization, job.options)
         shared = shared_rows(job.quantization, job.options)
-        table = onnxruntime_table(job.spec, forms[0].quantization, forms[0].kernel, rows or shared)
+        kind = (forms[0].quantization, forms[0].kernel)
+        table = onnxruntime_table(job.spec, *kind, rows or shared, int8_caches=int8_caches)
         report = lower_and_save(job.model, table, path, job.progress)
         report |= {} if rows is None else {"weights": rows.record()}
+        report |= compiled_spec(job.spec, job.options)
+        if int8_caches and is_target and sample is not None:
+            report |= measure_int8_caches(job, kind, rows or shared, sample)
         chosen = {"form": forms[0].name, "quantization": forms[0].quantization}
         sequences = {"kernels_in_sequences": write_sequences(path)}
         return {**chosen, "forms_measured": {}, "form_distances": {}, **sequences, **report}
@@ -96,8 +102,7 @@ class OnnxRuntimeBackend(Backend):
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         from speccompile.backends.writing import save_rollback
 
-        del options
-        return save_rollback(dims, dest / GRAPH_FILE)
+        return save_rollback(dims, dest / GRAPH_FILE, options)
 
     def is_ready(self) -> bool:
         from speccompile.backends.onnxruntime.kernel_library import is_compiled

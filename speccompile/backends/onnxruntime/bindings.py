@@ -80,7 +80,7 @@ class Binding:
 
 
 class CacheValues:
-    """Views of float32 caches as ONNX Runtime's tensors, which bind in a tenth of the time of address and shape."""
+    """Views of caches as ONNX Runtime's tensors, which bind in a tenth of the time of address and shape."""
 
     def __init__(self, bound: Sequence[BoundCache]) -> None:
         self._bound = tuple(bound)

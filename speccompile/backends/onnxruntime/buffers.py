@@ -21,16 +21,16 @@ class CacheBuffers:
     """The caches of one engine in host memory. `rows` are of the present view; slots from `num_used` on may hold NaN.
 
     Args:
-        sizes: (kv_heads, head_dim) of each cache input by name, in order.
+        sizes: (kv_heads, head_dim, dtype) of each cache input by name, in order.
         max_slots, max_rows: capacity; memory is committed by the system when rows are first written.
     """
 
-    def __init__(self, sizes: Mapping[str, tuple[int, int]], max_slots: int, max_rows: int) -> None:
+    def __init__(self, sizes: Mapping[str, tuple[int, int, str]], max_slots: int, max_rows: int) -> None:
         self.sizes, self.names = dict(sizes), tuple(sizes)
         self.max_slots, self.max_rows = max_slots, max_rows
         self.rows, self.num_used = min(bucket_rows(1, max_rows), max_rows), 0
         self._of = tuple(sizes.values())
-        self._flat = [np.zeros(max_slots * heads * max_rows * width, np.float32) for heads, width in self._of]
+        self._flat = [np.zeros(max_slots * heads * max_rows * width, dtype) for heads, width, dtype in self._of]
 
     @property
     def num_bytes(self) -> int:
@@ -38,7 +38,7 @@ class CacheBuffers:
         return sum(flat.nbytes for flat in self._flat)
 
     def _view(self, index: int, rows: int) -> np.ndarray:
-        heads, width = self._of[index]
+        heads, width, _ = self._of[index]
         size = self.max_slots * heads * rows * width
         return self._flat[index][:size].reshape(self.max_slots, heads, rows, width)
 
@@ -47,7 +47,7 @@ class CacheBuffers:
         return {name: self.view(index)[slot, :, :rows] for index, name in enumerate(self.names)}
 
     def view(self, index: int) -> np.ndarray:
-        """Returns cache `index` as [max_slots, kv_heads, rows, head_dim] float32; shares memory."""
+        """Returns cache `index` as [max_slots, kv_heads, rows, head_dim]; shares memory."""
         return self._view(index, self.rows)
 
     def _views(self, rows: int | None = None) -> Iterator[np.ndarray]:
@@ -109,13 +109,13 @@ class CacheBuffers:
             view[second] = held
 
 
-def cache_sizes(spec: GraphSpec, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Returns (kv_heads, head_dim) of cache inputs of a graph by name."""
+def cache_sizes(spec: GraphSpec, names: Sequence[str]) -> dict[str, tuple[int, int, str]]:
+    """Returns (kv_heads, head_dim, dtype) of cache inputs of a graph by name."""
     sizes = {}
     for name in names:
         _, heads, _, width = spec.input(name).dims
         assert isinstance(heads, int) and isinstance(width, int)
-        sizes[name] = (heads, width)
+        sizes[name] = (heads, width, spec.input(name).dtype)
     return sizes
 
 

@@ -41,6 +41,7 @@ class OrtCudaBackend(OnnxRuntimeBackend):
     devices = ("cuda",)
     quantizations = ("none", "int8", "int4", "stored")
     draft_quantizations: Mapping[str, str] = MappingProxyType({})  # not measured on a GPU
+    kv_caches = ("auto",)
     calibrates = ()  # int4 weights are rounded: a large target would read its text on the CPU
     graph_sources = (*("backends/onnxruntime/backend", "backends/onnxruntime/cuda_backend", "backends/writing"),)
     state_copies = 3  # two buffers and a snapshot

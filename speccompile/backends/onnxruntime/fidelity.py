@@ -71,9 +71,9 @@ def with_logits(spec: GraphSpec) -> GraphSpec:
 
 
 def measure_distances(
-    reference: Path, forms: Mapping[str, Path], spec: GraphSpec, sample: TextSample
+    reference: Path, forms: Mapping[str, Path], spec: GraphSpec, sample: TextSample, form_spec: GraphSpec | None = None
 ) -> dict[str, Distance]:
-    """Measures the distance of lowered graphs from the float32 graph `reference`, in a child process.
+    """Measures the distance of lowered graphs of `form_spec` from the float32 graph `reference`, in a child process.
 
     Returns:
         By form; empty where the caches have no room for two tokens.
@@ -85,6 +85,7 @@ def measure_distances(
         "reference": str(reference),
         "forms": {form: str(path) for form, path in forms.items()},
         "spec": spec.json_from_spec(),
+        "form_spec": (form_spec or spec).json_from_spec(),
         "sample": asdict(sample),
     }
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.fidelity"]
@@ -119,7 +120,8 @@ def _logits(path: Path, spec: GraphSpec, texts: list[Text]) -> Iterator[NDArray[
 def main() -> None:
     """Child process: a request as JSON on standard input, the distances as the last line of standard output."""
     request = json.load(sys.stdin)
-    spec, forms = spec_from_json(request["spec"]), {form: Path(path) for form, path in request["forms"].items()}
+    spec, form_spec = (spec_from_json(request[name]) for name in ("spec", "form_spec"))
+    forms = {form: Path(path) for form, path in request["forms"].items()}
     if spec.max_rows and spec.max_rows < 2:
         print(json.dumps({}))
         return
@@ -133,7 +135,7 @@ def main() -> None:
             wanted[end - len(rows) : end] = rows
         for form, path in forms.items():
             compared = []
-            for text, end, rows in zip(texts, ends, _logits(path, spec, texts), strict=True):
+            for text, end, rows in zip(texts, ends, _logits(path, form_spec, texts), strict=True):
                 compared.append(compare(wanted[end - len(rows) : end], rows, np.array(text.tokens[text.start :])))
             found[form] = asdict(distance_from_rows(compared))
     print(json.dumps(found))

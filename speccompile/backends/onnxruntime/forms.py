@@ -13,9 +13,10 @@ from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.machine import read_peak_rss
 from speccompile.backends.onnxruntime import calibration, fidelity, kernel_library, tune
 from speccompile.backends.onnxruntime.sequences import write_sequences
-from speccompile.backends.writing import lower_and_save
+from speccompile.backends.writing import compiled_spec, has_int8_caches, lower_and_save
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec
+from speccompile.graph_kinds.int8_caches import INT8, with_int8_caches
 from speccompile.passes.attach_grids import Grids
 from speccompile.passes.pipelines import ORT_QUANTIZATION, PACKED, onnxruntime_table
 from speccompile.passes.round_linears import coarse_grids, rounded_grids
@@ -83,11 +84,12 @@ def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: Tex
     Returns what `OnnxRuntimeBackend.compile` does. `sample` is a target's text; None: weights are rounded, and forms
     compared by speed alone.
     """
-    model, spec, progress = job.model, job.spec, job.progress
+    model, spec, progress, int8 = job.model, job.spec, job.progress, has_int8_caches(job.options)
     says = progress or (lambda step: None)
     is_target = any(t.name == NEXT_TOKEN for t in spec.outputs)
     sample = sample if is_target else None
     tried = spec if sample is None else fidelity.with_logits(spec)
+    made = with_int8_caches(tried) if int8 else tried
     by_name = {form.name: form for form in forms}
     others_bytes = 0 if is_target else _weight_bytes(model)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="forms-") as folder:
@@ -108,26 +110,44 @@ def compile_best(job: CompileJob, path: Path, forms: Sequence[Form], sample: Tex
         files = {name: scratch / "forms" / name / path.name for name in by_name}
         reports, step_ms, distances = {}, {}, {}
         for name, form in by_name.items():
-            table = onnxruntime_table(tried, form.quantization, form.kernel, grids)
+            table = onnxruntime_table(tried, form.quantization, form.kernel, grids, int8_caches=int8)
             reports[name] = lower_and_save(model, table, files[name], progress)
             write_sequences(files[name])
         if sample is not None:
             says("distance to float32")
-            distances = fidelity.measure_distances(reference, files, tried, sample)
+            distances = fidelity.measure_distances(reference, files, tried, sample, made)
             record["distance_text"] = sample.source
         near = fidelity.near_forms({name: form.numbers for name, form in by_name.items()}, distances)
         for name in near if len(forms) > 1 else ():
             says(f"measure {name}")
-            measured = tune.measure_graph(LoadJob(files[name], tried, others_bytes=others_bytes), tune.TYPICAL_NODES)
+            measured = tune.measure_graph(LoadJob(files[name], made, others_bytes=others_bytes), tune.TYPICAL_NODES)
             step_ms[name] = measured["step_ms"]
         best = by_name[fidelity.fastest_form(step_ms) if step_ms else forms[0].name]
         if tried == spec:
             for file in files[best.name].parent.iterdir():
                 file.rename(path.parent / file.name)
         else:
-            lower_and_save(model, onnxruntime_table(spec, best.quantization, best.kernel, grids), path, progress)
+            table = onnxruntime_table(spec, best.quantization, best.kernel, grids, int8_caches=int8)
+            lower_and_save(model, table, path, progress)
+        if int8 and sample is not None:
+            record |= measure_int8_caches(job, (best.quantization, best.kernel), grids, sample)
+    record |= compiled_spec(spec, job.options)
     record |= {"form": best.name, "quantization": best.quantization, "forms_measured": step_ms}
     return {**record, "form_distances": {name: asdict(row) for name, row in distances.items()}, **reports[best.name]}
+
+
+def measure_int8_caches(
+    job: CompileJob, kind: tuple[str, str], grids: Grids | StoredRows | None, sample: TextSample
+) -> dict[str, Any]:
+    """Returns {"cache_distance": `Distance` from the same graph with float caches, "distance_text"}."""
+    spec = fidelity.with_logits(job.spec)
+    with tempfile.TemporaryDirectory(dir=job.dest, prefix="caches-") as folder:
+        files = {name: Path(folder) / name / "graph.onnx" for name in ("auto", INT8)}
+        for name, file in files.items():
+            table = onnxruntime_table(spec, *kind, grids, int8_caches=name == INT8)
+            lower_and_save(job.model, table, file, job.progress)
+        rows = fidelity.measure_distances(files["auto"], {INT8: files[INT8]}, spec, sample, with_int8_caches(spec))
+    return {"cache_distance": asdict(rows[INT8]), "distance_text": sample.source} if rows else {}
 
 
 def _quantise(

@@ -23,6 +23,7 @@ class ReferenceBackend(Backend):
 
     name = "reference"
     quantizations = ("none", "stored")
+    kv_caches = ("auto", "int8")
     graph_file = GRAPH_FILE
     graph_sources = ("backends/reference/backend", "backends/writing")
     keeps_logits = True
@@ -30,20 +31,20 @@ class ReferenceBackend(Backend):
     slides_caches = True
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        from speccompile.backends.writing import lower_and_save
+        from speccompile.backends.writing import compiled_spec, has_int8_caches, lower_and_save
         from speccompile.passes.pipelines import reference_table
 
         if job.quantization not in self.quantizations:
             expected = f"{' or '.join(self.quantizations)} with engine.backend: reference"
             raise RecipeError("target.quantization", job.quantization, expected, "Choose another backend.")
-        report = lower_and_save(job.model, reference_table(job.spec), job.dest / GRAPH_FILE, job.progress)
-        return {"form": "fp32", "forms_measured": {}, **report}
+        table = reference_table(job.spec, int8_caches=has_int8_caches(job.options))
+        report = lower_and_save(job.model, table, job.dest / GRAPH_FILE, job.progress)
+        return {"form": "fp32", "forms_measured": {}, **compiled_spec(job.spec, job.options), **report}
 
     def compile_rollback(self, dims: ModelDims, dest: Path, options: CompileOptions | None = None) -> GraphSpec:
         from speccompile.backends.writing import save_rollback
 
-        del options
-        return save_rollback(dims, dest / GRAPH_FILE)
+        return save_rollback(dims, dest / GRAPH_FILE, options)
 
     def load(self, job: LoadJob) -> ReferenceEngine:
         from speccompile.backends.reference.engine import ReferenceEngine

@@ -33,14 +33,14 @@ class ReferenceEngine(EngineBase[Callable[..., Any]]):
         self.plain_outputs = [t.name for t in spec.plain_outputs]
         sizes = {"batch": max_slots, "max_seq": max_rows, specs.SHARED_ROWS: max_rows}
         shapes = {n: shape_from_dims(spec.input(n), sizes) for n in spec.cache_inputs}
-        self.caches = {n: np.zeros(shapes[n], np.float32) for n in spec.own_caches}
+        self.caches = {n: np.zeros(shapes[n], spec.input(n).dtype) for n in spec.own_caches}
         self.bound = dict(self.caches)
         for cache_ref in spec.borrowed:
             owner = job.owners.get(cache_ref.owner)
             if owner is None:
-                self.bound[cache_ref.name] = np.zeros(shapes[cache_ref.name], np.float32)
+                self.bound[cache_ref.name] = np.zeros(shapes[cache_ref.name], spec.input(cache_ref.name).dtype)
                 continue
-            held = {name: (cache.shape[1], cache.shape[3]) for name, cache in owner.caches.items()}
+            held = {name: (cache.shape[1], cache.shape[3], str(cache.dtype)) for name, cache in owner.caches.items()}
             num_slots = min(len(cache) for cache in owner.caches.values())
             find_owner(spec, cache_ref, held, num_slots, max_slots)
             self.bound[cache_ref.name] = owner.caches[cache_ref.cache]
