@@ -10,8 +10,7 @@ from typing import Any
 from speccompile.backends.base import Backend, LoadJob
 from speccompile.bundle.bundle import Bundle, read_bundle
 from speccompile.bundle.choices import complete_plan
-from speccompile.bundle.folder_records import BUNDLE
-from speccompile.bundle.format import weights_beside
+from speccompile.bundle.format import BUNDLE, weights_beside
 from speccompile.bundle.graphs import (
     BuildContext,
     Graph,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from speccompile.bundle.folder_records import RUN, compare_folder, files_below, read_record
+from speccompile.bundle.format import RUN, compare_folder, files_below, read_record
 from speccompile.common.disk import error_from_fault, is_full
 from speccompile.errors import BuildError
 

@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from speccompile.bundle.folder_records import RUN, read_record, write_mark
+from speccompile.bundle.format import RUN, read_record, write_mark
 from speccompile.bundle.staging import check_names, disk_faults
 from speccompile.errors import BuildError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from speccompile.bundle.folder_records import SPECULATOR, write_record
+from speccompile.bundle.format import SPECULATOR, write_record
 from speccompile.bundle.staging import Claim, claim_folder, disk_faults, staged_folder
 from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.checkpoints.folders import resolve_checkpoint

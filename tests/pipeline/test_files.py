@@ -14,7 +14,7 @@ import pytest
 
 from speccompile.bundle import staging
 from speccompile.bundle.files import check_file, write_file
-from speccompile.bundle.folder_records import SPECULATOR, write_record
+from speccompile.bundle.format import SPECULATOR, write_record
 from speccompile.bundle.staging import copy_folder, remove_leftovers, staged_folder
 from speccompile.errors import BuildError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from speccompile.bundle.bundle import read_bundle
-from speccompile.bundle.folder_records import BUNDLE, MODEL, RECORD, SPECULATOR, write_record
+from speccompile.bundle.format import BUNDLE, MODEL, RECORD, SPECULATOR, write_record
 from speccompile.bundle.stage_cache import StageCache
 from speccompile.bundle.staging import claim_folder, copy_folder, is_mount, staged_folder
 from speccompile.errors import BuildError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from speccompile.bundle.bundle import Bundle, read_bundle
 from speccompile.bundle.files import check_file, write_file
-from speccompile.bundle.folder_records import MODEL, write_record
+from speccompile.bundle.format import MODEL, write_record
 from speccompile.bundle.staging import Claim, check_home, claim_folder, copy_folder, resolve_path, staged_folder
 from speccompile.common.extras import install_command
 from speccompile.core.specs import GraphSpec, TensorSpec
