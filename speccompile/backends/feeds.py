@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neutral values of graph inputs, and shapes from dims by name, for every engine."""
+"""Neutral values of graph inputs, shapes from dims by name, and cache rows of a step, for every engine."""
 
 from __future__ import annotations
 
@@ -45,3 +45,9 @@ def sizes_from_feeds(spec: GraphSpec, feeds: Mapping[str, np.ndarray]) -> dict[s
         "draft_vocab": fed.get("draft_vocab", spec.dist_width if draws else 1),
     }
     return {**sizes, STATES: fed[STATES], NEXT_STATES: nodes + 1} if STATES in fed else sizes
+
+
+def bucket_rows(rows: int, max_rows: int) -> int:
+    """Returns the rows of the view for `rows`: multiples of 128, from 1024 on of an eighth of the next power of two."""
+    step = 128 if rows <= 1024 else max(128, 1 << (rows - 1).bit_length() - 3)
+    return min(-(-rows // step) * step, max_rows)

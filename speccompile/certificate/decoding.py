@@ -17,7 +17,7 @@ from speccompile.runtime.requests import Speculation
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 
 Prompts = Sequence[Sequence[int]]
 

@@ -13,7 +13,7 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Batch, Outputs
 from speccompile.core.tree import Ints, TokenTree
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 
 Known = Mapping[tuple[int, ...], Sequence[int]]  # by prompt: the tokens that will follow
 

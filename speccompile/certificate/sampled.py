@@ -29,7 +29,7 @@ from speccompile.drafting.proposer import looks_up
 from speccompile.errors import SpecCompileError
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 
 SAMPLED, PLAIN, METHOD = "sampled", "plain", "the method's drafts"
 NUM_TOKENS, PROMPT_TOKENS = 3, 4

@@ -13,8 +13,7 @@ from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, START_NODES, TOKENS
 from speccompile.drafting.feature_drafts import FeatureCache
-from speccompile.drafting.lattice import Lattice
-from speccompile.drafting.path_lattice import PathLattice
+from speccompile.drafting.lattice import Lattice, PathLattice
 from speccompile.drafting.sliding_rows import GrowingRows
 from speccompile.drafting.tree import Expansion
 from speccompile.graph_kinds.blocks import PAIR_SCORES

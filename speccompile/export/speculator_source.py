@@ -98,7 +98,7 @@ class SpeculatorSource:
         raise NotImplementedError
 
     def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
-        from speccompile.export.heads import export_heads
+        from speccompile.export.own_drafts import export_heads
 
         return export_heads(module.eval(), self.spec(), progress)
 

@@ -17,8 +17,8 @@ from speccompile.passes.base import Pass
 from speccompile.passes.edit import Editor, nodes_of, sizes_of, weight_of
 from speccompile.passes.expert_products import expert_products
 from speccompile.passes.match import replace_tree
-from speccompile.passes.parts import PartsTensor
 from speccompile.passes.quantize_qdq import LARGEST, QUANTIZED_TYPES, block_of, rounded_scale
+from speccompile.passes.save import PartsTensor
 
 # Forms of experts by that of the linears. Blocks of fp8 were not tried.
 EXPERT_FORMS = {"none": None, "int8": "int8", "int4": "int4", "fp8": "int8"}

@@ -22,7 +22,7 @@ from speccompile.passes.expert_products import ExpertProduct, expert_products, i
 from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
 from speccompile.passes.match import only_use, operands, replace_tree
 from speccompile.passes.pack_linears import INTEGER_FORMS, PACKED_DTYPES, PackedValues, Weights, is_bfloat16
-from speccompile.passes.parts import PartsTensor
+from speccompile.passes.save import PartsTensor
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a graph and its external data, one tensor at a time."""
+"""A graph and its external data, written one tensor at a time; constants of parts, written one part at a time."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.external_data import CallbackInfo
 
@@ -40,3 +42,24 @@ def save_model(model: ir.Model, path: Path, progress: Callable[[str], None] | No
     except OSError as fault:
         raise error_from_fault(fault, path) from fault
     return files
+
+
+class PartsTensor(ir.LazyTensor):
+    """A constant whose parts along the first dim are made one after the other, each time that it is read."""
+
+    def __init__(
+        self, parts: Callable[[], Iterable[np.ndarray]], dtype: ir.DataType, shape: tuple[int, ...], name: str
+    ) -> None:
+        self.parts = parts
+        super().__init__(self._stack, dtype, ir.Shape(shape), name=name)
+
+    def _stack(self) -> ir.TensorProtocol:
+        whole = np.empty(self.shape.numpy(), self.dtype.numpy())
+        for at, part in enumerate(self.parts()):
+            whole[at] = part
+        return ir.tensor(whole, dtype=self.dtype, name=self.name)
+
+    def tofile(self, file: Any) -> None:
+        """Writes the parts to a binary file; those of less than a byte an element are packed."""
+        for part in self.parts():
+            file.write(ir.tensor(part, dtype=self.dtype).tobytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from speccompile.backends.kv_rows import bucket_rows
+from speccompile.backends.feeds import bucket_rows
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence

@@ -16,7 +16,7 @@ from speccompile.certificate.acceptance import (
 from speccompile.certificate.greedy import check_greedy, check_reference, plain_texts
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run, verdict_of
 from speccompile.certificate.ties import find_divergences, first_difference, text_from_divergences
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.certificate.certificate_lab import PROMPTS, TARGET, StaleRow, WrongFollower, make_engine
 from tests.certificate.shifting import check_that_a_shift_shows
 from tests.mock_lm import VOCAB

@@ -14,9 +14,8 @@ import pytest
 from speccompile.errors import PassError, RecipeError
 from speccompile.passes.base import Pass, Property, count_nodes, histogram_from_model, run_pipeline
 from speccompile.passes.edit import Editor
-from speccompile.passes.parts import PartsTensor
 from speccompile.passes.pipelines import onnxruntime_table
-from speccompile.passes.save import save_model
+from speccompile.passes.save import PartsTensor, save_model
 
 
 def make_model() -> ir.Model:

@@ -22,7 +22,7 @@ from speccompile.runtime import loop
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.lab.engines import mock_engine, mock_proposer
 from tests.mock_lm import MockLM
 from tests.runtime import grammar_lab

@@ -11,7 +11,7 @@ from speccompile.runtime.control import FixedLength
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.decode_one import decode_one
 from tests.lab.decoding import random_prompts, sequences_of, warped
 from tests.lab.engines import mock_proposer

@@ -20,7 +20,7 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.verifier import Verifier
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.backends.hybrid_lab import MAX_SEQ, NUM_DRAFTS, VOCAB, Hybrid
 
 pytestmark = pytest.mark.distribution

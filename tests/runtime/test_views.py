@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.backends.kv_rows import bucket_rows
+from speccompile.backends.feeds import bucket_rows
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.slot_allocator import (
     COPIES,

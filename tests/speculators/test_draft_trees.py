@@ -121,7 +121,7 @@ def test_drafted_trees_leave_sampled_text_as_it_is(fields):
     texts = []
     for proposer, slots in ((make_proposer(tree, 3, **fields), 3), (make_proposer(tree, 1, COSTS, **fields), 1)):
         texts.append([sequence.tokens for sequence in run(proposer, slots, params)])
-    from speccompile.speculators.none.proposer import NoneProposer
+    from speccompile.speculators.none.config import NoneProposer
 
     assert texts[0] == texts[1] == [sequence.tokens for sequence in run(NoneProposer(), 1, params)]
 

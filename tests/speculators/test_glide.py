@@ -19,9 +19,8 @@ from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.heads_file import read_heads, write_heads
 from speccompile.runtime.sequences import TokenSequence
 from speccompile.speculators.glide.checkpoint import GlideSource
-from speccompile.speculators.glide.config import DRAFT, GlideDims
+from speccompile.speculators.glide.config import DRAFT, GlideDims, GlideRows
 from speccompile.speculators.glide.model import Glide
-from speccompile.speculators.glide.proposer import GlideRows
 from speccompile.speculators.glide.trainer import TrainableGlide
 from speccompile.training_contract import TrainingBatch
 

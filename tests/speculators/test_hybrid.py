@@ -21,7 +21,7 @@ from speccompile.speculators.hybrid import proposer as proposer_module
 from speccompile.speculators.hybrid.choice import DrafterCosts, Offer
 from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
 from speccompile.speculators.hybrid.proposer import Drafter, HybridProposer, merge_trees
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.lab.engines import Letters
 from tests.mock_lm import MockEngine, MockLM
 from tests.runtime import scheduler_lab

@@ -20,7 +20,7 @@ from speccompile.speculators.hybrid import branch as module
 from speccompile.speculators.hybrid.branch import Branches, find_branch, with_branches
 from speccompile.speculators.hybrid.config import HybridConfig, HybridMethod
 from speccompile.speculators.hybrid.proposer import Drafter
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.mock_lm import MockEngine, MockLM
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
 

@@ -20,7 +20,7 @@ from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
 from speccompile.core.sampling import draw, warp  # noqa: E402
 from speccompile.doctor.doctor import open_config  # noqa: E402
 from speccompile.errors import CheckpointError, RecipeError  # noqa: E402
-from speccompile.export.heads import export_heads  # noqa: E402
+from speccompile.export.own_drafts import export_heads  # noqa: E402
 from speccompile.export.tree_drafters import Chain  # noqa: E402
 from speccompile.speculators.mlp.checkpoint import FORMATS, PREFIX, HeadsSource, sizes_of  # noqa: E402
 from speccompile.speculators.mlp.config import WEIGHTS, HeadsSizes  # noqa: E402

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speccompile.backends.kv_rows import bucket_rows
+from speccompile.backends.feeds import bucket_rows
 from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.borrowed import find_owner
 

@@ -7,7 +7,7 @@ from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
 from speccompile.backends.cuda.engine import CudaEngine
 from speccompile.backends.cuda.kv_caches import Caches, rollback_spec_of
-from speccompile.backends.kv_rows import bucket_rows
+from speccompile.backends.feeds import bucket_rows
 from speccompile.backends.onnxruntime.cuda_session import SessionPlan, open_plan
 from speccompile.core.specs import GraphSpec
 

@@ -10,7 +10,7 @@ from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device, open_device, ordinal_from_name
 from speccompile.backends.cuda.engine import CudaEngine
 from speccompile.backends.cuda.kv_caches import Caches, cache_bytes, rollback_spec_of
-from speccompile.backends.kv_rows import bucket_rows
+from speccompile.backends.feeds import bucket_rows
 from speccompile.backends.tensorrt.import_helper import load_tensorrt
 from speccompile.backends.tensorrt.loading import Plan
 from speccompile.backends.tensorrt.variants import Variant

@@ -215,8 +215,8 @@ class DraftSource(_BlockSource):
         return make_draft(self.config, self.drafter, self.dims, self.spec(), self.read_weights(), shared)
 
     def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
-        from speccompile.export.cached_draft import export_cached_draft
         from speccompile.export.decoder import cleanup_table
+        from speccompile.export.own_drafts import export_cached_draft
 
         spec = self.spec()
         # A block may begin at the last row that a sequence can use.
@@ -265,7 +265,7 @@ class StepSource(DraftSource):
         return {"num_tokens": 2}
 
     def make_module(self) -> torch.nn.Module:
-        from speccompile.speculators.dflash.path_head import make_step
+        from speccompile.speculators.dflash.heads import make_step
 
         assert self.drafter.path is not None
         return make_step(self.drafter.path, self.dims.hidden_size, self.read_weights())

@@ -37,12 +37,6 @@ from speccompile.doctor.layouts import (
     unchanged,
 )
 from speccompile.errors import CheckpointError
-from speccompile.speculators.dflash.corrector_rows import (
-    check_corrector,
-    corrector_rows,
-    corrector_sizes,
-    derive_corrector,
-)
 from speccompile.speculators.dflash.drafter import (
     CORRECTED,
     CORRECTOR_KEYS,
@@ -56,7 +50,16 @@ from speccompile.speculators.dflash.drafter import (
     value_of,
     variant_of,
 )
-from speccompile.speculators.dflash.path_rows import check_path, derive_path, path_rows, path_sizes
+from speccompile.speculators.dflash.head_rows import (
+    check_corrector,
+    check_path,
+    corrector_rows,
+    corrector_sizes,
+    derive_corrector,
+    derive_path,
+    path_rows,
+    path_sizes,
+)
 
 METHOD, SCOPE, EMBEDDINGS, LM_HEAD = "dflash", "transformer_layer_config", "embed_tokens.weight", "lm_head.weight"
 LAYERS, AUX_LAYERS = "target_layer_ids", "aux_hidden_state_layer_ids"

@@ -2,7 +2,7 @@
 """The drafter as its two graphs compute it: features of the target's states, and a block's candidates and scores.
 
 After the published DFlash (block diffusion over target states), DFlash 2 (dynamic convolutions, a selector over
-candidates), DSpark (a Markov head), LiLiCorr (`corrector.py`) and Domino (`path_head.py`), with z-lab's names.
+candidates), DSpark (a Markov head), LiLiCorr and Domino (`heads.py`), with z-lab's names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from speccompile.export.candidates import top_tokens
 from speccompile.export.draft_vocab import target_tokens
 from speccompile.export.feature_draft import fill_weights, layer_config
 from speccompile.graph_kinds.features import FeatureDims
-from speccompile.speculators.dflash.corrector import LatticeCorrector
 from speccompile.speculators.dflash.drafter import Drafter
-from speccompile.speculators.dflash.path_head import PathTerms, block_weights
+from speccompile.speculators.dflash.heads import LatticeCorrector, PathTerms, block_weights
 
 
 class DynamicConv(nn.Module):

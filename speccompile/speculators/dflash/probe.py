@@ -24,9 +24,9 @@ from speccompile.export.probes import (
 )
 from speccompile.graph_kinds.blocks import block_draft_spec
 from speccompile.speculators.dflash.drafter import NESTED, drafter_from_config, published_layers
+from speccompile.speculators.dflash.heads import make_step, most_probable_path
 from speccompile.speculators.dflash.layouts import AUX_LAYERS, EMBEDDINGS, LAYERS, LM_HEAD, METHOD
 from speccompile.speculators.dflash.model import BlockDraft, make_draft, make_fusion
-from speccompile.speculators.dflash.path_head import make_step, most_probable_path
 from speccompile.speculators.dflash.trainer import fill_blocks
 from speccompile.training_contract import TargetParts, TrainingBatch
 

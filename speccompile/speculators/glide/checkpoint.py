@@ -226,6 +226,6 @@ class GlideSource(SpeculatorSource):
         return make_drafter(self.dims, self.read_weights(), self.max_rows + self.context.max_draft_nodes + 1)
 
     def trace(self, module: torch.nn.Module, progress: Callable[[str], None]) -> ir.Model:
-        from speccompile.export.cached_draft import export_cached_draft
+        from speccompile.export.own_drafts import export_cached_draft
 
         return export_cached_draft(module, self._plain_spec(), progress)

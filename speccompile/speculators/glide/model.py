@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from speccompile.export.attention import cached_attention, cross_attention, gather_nodes
-from speccompile.export.cached_draft import RotaryTables
 from speccompile.export.layers import (
     RmsNorm,
     SelfAttention,
@@ -25,6 +24,7 @@ from speccompile.export.layers import (
     rotate,
     split_heads,
 )
+from speccompile.export.own_drafts import RotaryTables
 from speccompile.speculators.glide.config import GlideDims
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]  # [batch, kv_heads, rows, head_dim] each

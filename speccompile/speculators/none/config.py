@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.method import Method
-from speccompile.core.protocols import Engine
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
+from speccompile.core.tree import Ints, TokenTree
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,28 @@ class NoneMethod(Method):
 
     def make_proposer(self, config: NoneConfig, engines: Mapping[str, Engine], context: MethodContext) -> NoneProposer:
         return NoneProposer()
+
+
+class NoneProposer:
+    """A `speccompile.core.proposer.Proposer`."""
+
+    catches_up = True
+    caches = ()
+
+    def start(self, slot: int, sequence: TokenSequence) -> None: ...
+
+    def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
+        return num_rows
+
+    def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None: ...
+
+    def propose(self, batch: Batch) -> TokenTree:
+        return TokenTree.roots([sequence.tokens[-1] for sequence in batch.sequences])
+
+    def commit(self, batch: Batch, tree: TokenTree, verdict: Verdict, outputs: Outputs) -> None: ...
+
+    def skip(self, batch: Batch, verdict: Verdict, outputs: Outputs) -> None: ...
+
+    def observe(self, num_slots: int, num_nodes: int, times: StepTimes) -> None: ...
+
+    def flush(self) -> None: ...

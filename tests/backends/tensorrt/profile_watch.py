@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from speccompile.backends.cuda.steps import Profile
-from speccompile.backends.feeds import shape_from_dims, sizes_from_feeds
-from speccompile.backends.kv_rows import bucket_rows
+from speccompile.backends.feeds import bucket_rows, shape_from_dims, sizes_from_feeds
 from speccompile.backends.tensorrt.profiles import make_profiles
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import specs

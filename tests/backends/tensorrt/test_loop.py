@@ -18,7 +18,7 @@ from speccompile.passes.save import save_model
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
-from speccompile.speculators.none.proposer import NoneProposer
+from speccompile.speculators.none.config import NoneProposer
 from tests.backends.tensorrt.trt_lab import Lab
 
 pytestmark = pytest.mark.plan

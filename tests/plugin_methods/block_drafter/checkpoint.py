@@ -160,7 +160,7 @@ class BlockSource(SpeculatorSource):
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, BlockDims]:
         """Reads or makes the weights, and traces the graph."""
-        from speccompile.export.cached_draft import export_cached_draft
+        from speccompile.export.own_drafts import export_cached_draft
         from tests.plugin_methods.block_drafter.model import make_drafter
 
         progress("load weights")
