@@ -13,7 +13,6 @@ from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, Weigh
 from speccompile.core.specs import GraphSpec
 from speccompile.export.checks import check_candidates
 from speccompile.export.decoder_source import WEIGHT_FILES, DecoderSource
-from speccompile.export.wrapper import find_layers
 from speccompile.graph_kinds.borrowed import sharing_spec
 from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec
 
@@ -68,8 +67,6 @@ class TargetLayersSource:
 
     def prepare(self, model: Any, dims: ModelDims) -> ModelDims:
         """Keeps the layers that draft, in place; returns the new sizes."""
-        from speccompile.export.kept_layers import keep_layers
-
         return keep_layers(model, dims, self.layers)
 
     def export(self, progress: Callable[[str], None]) -> tuple[ir.Model, Any]:
@@ -87,6 +84,8 @@ def keep_layers(model: Any, dims: ModelDims, kept: Sequence[int]) -> ModelDims:
     Raises:
         ExportError: the layers cannot be found.
     """
+    from speccompile.export.wrapper import find_layers
+
     layers, config = find_layers(model, dims.num_layers), model.config
     for index in sorted(set(range(dims.num_layers)) - set(kept), reverse=True):
         del layers[index]

@@ -22,7 +22,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.chat_body import ChatBody
 from speccompile.serving.openai.completions import CompletionApi
 from speccompile.serving.openai.errors import ApiError, error_from_validation
-from speccompile.serving.openai.events import CALL, REASONING, TEXT, Choice, Event, Part, Submission
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Choice, Event, Part
 from speccompile.serving.openai.requests import (
     check_length,
     constrained,
@@ -92,7 +92,7 @@ class ChatApi(CompletionApi):
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: ChatBody) -> Submission:
+    async def answer_from_body(server: OpenAIServer, body: ChatBody) -> Answer:
         prompt, engine = await prompt_from_chat(server, body), server.engine
         sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
         check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
@@ -101,7 +101,7 @@ class ChatApi(CompletionApi):
         if read is not None:
             sampling = replace(sampling, skip_special_tokens=False)
         make_reader = None if read is None else functools.partial(read, prompt.text)
-        return Submission([request_from_tokens(prompt.tokens, body, sampling, images)], make_reader)
+        return Answer([request_from_tokens(prompt.tokens, body, sampling, images)], make_reader)
 
     def whole(self) -> dict[str, Any]:
         answer = super().whole()

@@ -13,7 +13,7 @@ from pydantic import field_validator
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.serving.openai.bodies import COMPLETION, NumLogprobs, Sampled, StreamOptions, TokenId
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.events import TEXT, Answer, Choice, Event, Submission, Usage
+from speccompile.serving.openai.events import TEXT, Answer, Choice, Event, Usage
 from speccompile.serving.openai.requests import (
     check_length,
     constrained,
@@ -81,7 +81,7 @@ class CompletionApi(Api):
         self._lengths: dict[int, int] = {}  # characters of each choice in a stream, so far
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: CompletionBody) -> Submission:
+    async def answer_from_body(server: OpenAIServer, body: CompletionBody) -> Answer:
         engine, prompts = server.engine, body.prompts()
         if not prompts or (body.n <= MAX_CHOICES < len(prompts) * body.n):
             message = (
@@ -94,7 +94,7 @@ class CompletionApi(Api):
             check_length(tokens, body, engine)
         sampling = await constrained(sampling, constraint, engine, body.timeout_s)
         requests = [request_from_tokens(tokens, body, sampling) for tokens in ids]
-        return Submission(requests, is_prompt_only=body.is_prompt_only)
+        return Answer(requests, is_prompt_only=body.is_prompt_only)
 
     def whole(self) -> dict[str, Any]:
         choices = [self._whole_choice(choice) for choice in self._answer.choices]

@@ -27,18 +27,6 @@ FINISH_REASONS: Mapping[str | None, str | None] = {
 }
 
 
-class Submission(NamedTuple):
-    """The requests of a body, and how to read their outputs."""
-
-    requests: Sequence[Request]
-    make_reader: Callable[[], MessageReader] | None = None  # of each choice; None: its text is its content
-    is_prompt_only: bool = False  # the answer is about the prompt; the scheduler's one token is left out
-
-    def in_parts(self) -> Submission:
-        """Returns a copy that has a reader. With a reader, the end of a choice is a separate event."""
-        return self if self.make_reader else self._replace(make_reader=lambda: MessageReader(None, None))
-
-
 @dataclass
 class Part:
     """A part of a choice: a text, a reasoning or a call."""
@@ -136,20 +124,35 @@ class Event(NamedTuple):
 
 
 class Answer:
-    """The answer to a request."""
+    """The answer to the requests of a body.
 
-    def __init__(self, step_outputs: OutputStream, submission: Submission) -> None:
-        self._step_outputs, self._is_prompt_only = step_outputs, submission.is_prompt_only
-        self.requests = submission.requests
-        self.usage = Usage(
-            sum(len(request.prompt) for request in submission.requests), submission.requests[0].num_outputs
-        )
-        readers = [submission.make_reader and submission.make_reader() for _ in range(step_outputs.num_outputs)]
-        self.choices = [Choice(index, reader) for index, reader in enumerate(readers)]
+    Args:
+        make_reader: makes the reader of a choice; None: its text is its content.
+        is_prompt_only: it is about the prompt; the scheduler's one token is left out.
+    """
+
+    step_outputs: OutputStream  # of the requests, once they are submitted
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        make_reader: Callable[[], MessageReader] | None = None,
+        is_prompt_only: bool = False,
+    ) -> None:
+        self.requests, self._is_prompt_only = requests, is_prompt_only
+        self.usage = Usage(sum(len(request.prompt) for request in requests), requests[0].num_outputs)
+        num_outputs = sum(request.num_outputs for request in requests)
+        self.choices = [Choice(index, make_reader and make_reader()) for index in range(num_outputs)]
+
+    def in_parts(self) -> Answer:
+        """Gives each choice a reader, and returns this answer. The end of a choice is then a separate event."""
+        for choice in self.choices:
+            choice.reader = choice.reader or MessageReader(None, None)
+        return self
 
     async def events(self) -> AsyncIterator[Event]:
         """Yields the events until all choices have ended."""
-        async for index, step_output in self._step_outputs:
+        async for index, step_output in self.step_outputs:
             if self._is_prompt_only:
                 step_output = step_output._replace(text="", tokens=[], logprobs=())
             self.usage.add(step_output)

@@ -15,7 +15,7 @@ from speccompile.runtime.requests import Speculation
 from speccompile.serving.openai.bodies import LABELS, Body, NoOp, TextOrList, by_type, tag
 from speccompile.serving.openai.chat import ChatApi, chat_from_fields
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.events import CALL, REASONING, Answer, Event, Part, Submission
+from speccompile.serving.openai.events import CALL, REASONING, Answer, Event, Part
 from speccompile.serving.openai.server import Api, OpenAIServer
 
 _CACHED = {"cache_control": LABELS}
@@ -238,8 +238,8 @@ class MessagesApi(Api):
         self._head = {"id": identity, "type": "message", "role": "assistant", "model": body.model or server.model_name}
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: MessagesBody) -> Submission:
-        return (await ChatApi.request_from_body(server, chat_from_fields(body.chat()))).in_parts()
+    async def answer_from_body(server: OpenAIServer, body: MessagesBody) -> Answer:
+        return (await ChatApi.answer_from_body(server, chat_from_fields(body.chat()))).in_parts()
 
     def whole(self) -> dict[str, Any]:
         return self._message([_block(part, part.text) for part in self._choice.parts])

@@ -17,7 +17,7 @@ from speccompile.serving.openai.bodies import BODY, LABEL, LABELS, Body, NoOp, T
 from speccompile.serving.openai.chat import ChatApi, chat_from_fields
 from speccompile.serving.openai.chat_body import Function
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Event, Part, Submission
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Event, Part
 from speccompile.serving.openai.server import Api, OpenAIServer
 
 _LABELS = {"id": LABEL, "status": LABEL}  # of items that are sent back
@@ -255,8 +255,8 @@ class ResponsesApi(Api):
         }
 
     @staticmethod
-    async def request_from_body(server: OpenAIServer, body: ResponsesBody) -> Submission:
-        return (await ChatApi.request_from_body(server, chat_from_fields(body.chat()))).in_parts()
+    async def answer_from_body(server: OpenAIServer, body: ResponsesBody) -> Answer:
+        return (await ChatApi.answer_from_body(server, chat_from_fields(body.chat()))).in_parts()
 
     def whole(self) -> dict[str, Any]:
         return self._response(self._status(), [self._item(part) for part in self._choice.parts])

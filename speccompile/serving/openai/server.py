@@ -24,7 +24,7 @@ from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.errors import NOT_FOUND, ApiError, error_from_fault, error_from_validation
-from speccompile.serving.openai.events import Answer, Submission
+from speccompile.serving.openai.events import Answer
 from speccompile.serving.openai.limits import check_keys
 from speccompile.serving.openai.logprobs import TokenTexts
 from speccompile.serving.openai.metrics import Metrics
@@ -116,17 +116,16 @@ class OpenAIServer:
             try:
                 body = await read_body(http, api.body)
                 self.check_model(body.model)
-                if (submission := await unless_disconnected(http, api.request_from_body(self, body))) is None:
+                if (answer := await unless_disconnected(http, api.answer_from_body(self, body))) is None:
                     return Response(status_code=DISCONNECTED)
-                step_outputs = self.submit(submission.requests, body.model)
-                answer = Answer(step_outputs, submission)
+                answer.step_outputs = self.submit(answer.requests, body.model)
                 writer = api(self, body, answer)
                 if body.stream:
-                    return EventStream(writer.stream(), step_outputs.close)
+                    return EventStream(writer.stream(), answer.step_outputs.close)
                 try:
                     is_whole = await unless_disconnected(http, answer.finish())
                 finally:
-                    step_outputs.close()
+                    answer.step_outputs.close()
                 return JSONResponse(writer.whole()) if is_whole else Response(status_code=DISCONNECTED)
             except ApiError as error:
                 return JSONResponse(api.json_from_error(error), error.status, headers=error.headers)
@@ -145,8 +144,8 @@ class Api(ABC):
 
     @staticmethod
     @abstractmethod
-    async def request_from_body(server: OpenAIServer, body: Any) -> Submission:
-        """Returns the requests of a body."""
+    async def answer_from_body(server: OpenAIServer, body: Any) -> Answer:
+        """Returns the answer to a body, whose requests are not submitted yet."""
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:

@@ -70,10 +70,10 @@ async def _request(server: OpenAIServer, body: PageBody) -> Request:
     given = body.model_dump(exclude=own, exclude_unset=True)
     if body.as_chat and server.template is not None:
         chat = ChatBody(messages=[*body.before, Message(role="user", content=body.prompt)], **given)
-        [request] = (await ChatApi.request_from_body(server, chat)).requests
+        [request] = (await ChatApi.answer_from_body(server, chat)).requests
     else:
         completion = CompletionBody(prompt=body.prompt, **given)
-        [request] = (await CompletionApi.request_from_body(server, completion)).requests
+        [request] = (await CompletionApi.answer_from_body(server, completion)).requests
     return request
 
 

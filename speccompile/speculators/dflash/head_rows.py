@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LiLiCorr's layers over candidates and Domino's head on disk: sizes, keys, checks of the config. Needs no torch.
 
-Half of their config is in no tensor: a wrong scale of the scores, or number of heads or slots, loads and drafts. Domino's
+Half of their config is in no tensor: a wrong scale of the scores, or number of heads or slots, loads. Domino's
 first releases have the keys under `logit_head.`.
 """
 
