@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages stay short, sorted by purpose, linked, and name the packages in the order of the import contract."""
 
+import inspect
 import re
+import signal
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from speccompile import errors
+from speccompile.backends.base import Backend, EngineBase
+from speccompile.checkpoints.config_values import _REFUSED, check_config
+from speccompile.cli.main import _EPILOG
+from speccompile.core.protocols import Engine
+from speccompile.core.registry import load_formats
+from speccompile.doctor.doctor import KNOWN
+from speccompile.errors import ExportError
+from tests.export.families import CONFIGS, GEMMA4
+from tests.export.hybrids import HYBRIDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -100,3 +113,112 @@ def test_the_life_of_a_request_has_ten_sentences_that_name_what_is_there():
     assert re.findall(r"^(\d+)\. ", life, re.MULTILINE) == [str(number) for number in range(1, 11)]
     for path in re.findall(r"`((?:runtime|serving)/[\w/.]+)`", life):
         assert (REPO / "speccompile" / path).exists(), path
+
+
+DOCTOR_PAGE = (Path(__file__).parents[2] / "docs/reference/doctor.md").read_text()
+
+
+def rows_of_doctor(heading):
+    section = DOCTOR_PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([a-z0-9_./]+)` \|", section, re.MULTILINE)
+
+
+def test_the_page_has_every_layout():
+    assert sorted(rows_of_doctor("Layouts")) == sorted(layout.name for layout in load_formats())
+
+
+def test_the_page_has_every_check():
+    named = {check.name for layout in load_formats() for check in layout.checks}
+    assert sorted(rows_of_doctor("Checks")) == sorted({"files", "format"} | named)
+
+
+def test_the_page_names_what_is_known_only():
+    line = next(line for line in DOCTOR_PAGE.splitlines() if line.startswith("Known but not supported yet"))
+    names = line.partition(": ")[2].lower().replace("-", "").strip(".").split(", ")
+    assert sorted(names) == sorted(known.name for known in KNOWN)
+
+
+FAMILIES_PAGE = (Path(__file__).parents[2] / "docs/reference/families.md").read_text()
+SUPPORTED, _, REFUSED = FAMILIES_PAGE.partition("## What is refused")
+
+
+def test_every_family_on_the_page_is_tested_and_the_other_way_round():
+    promised = re.findall(r"^\| [^|]+ \| `([a-z0-9_]+)` \|", SUPPORTED, re.MULTILINE)
+    promised.remove("model_type")  # the head of the table
+    assert len(set(promised)) == len(promised)
+    tested = (*CONFIGS.values(), *GEMMA4.values(), *HYBRIDS.values())
+    assert set(promised) == {config["model_type"] for config in tested}
+
+
+def test_every_architecture_called_refused_is_refused():
+    names = set(re.findall(r"`([a-z0-9_-]+)`", REFUSED.partition("| refused for |")[2])) & set(_REFUSED)
+    assert names == set(_REFUSED)
+    for name in names:
+        with pytest.raises(ExportError, match="cannot be exported"):
+            check_config({"model_type": name}, max_seq_len=16)
+
+
+CLI_PAGE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
+
+
+def test_every_error_has_an_exit_code_of_its_own_and_a_row():
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.SpecCompileError)]
+    codes = sorted(c.exit_code for c in classes)
+    assert codes == list(range(1, len(classes) + 1))
+    rows = [int(code) for code in re.findall(r"^\| (\d+) \|", CLI_PAGE, re.MULTILINE)]
+    assert rows == [0, *codes, 128 + signal.SIGINT, 128 + signal.SIGTERM]
+
+
+def test_help_names_every_exit_code_of_the_page():
+    rows = re.findall(r"^\| (\d+) \|", CLI_PAGE, re.MULTILINE)
+    assert [code for code in rows if not re.search(rf"\b{code} [a-z]", _EPILOG)] == []
+
+
+BACKEND_PAGE = (Path(__file__).parents[2] / "docs/how_to/add_backend.md").read_text()
+ENGINE_HEADING = "## What an engine promises"
+
+
+def rows(heading):
+    """Cells of the table below a heading, the head left out."""
+    section = BACKEND_PAGE.partition(f"{heading}\n")[2].partition("\n#")[0]
+    table = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+def public(owner):
+    return {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+
+
+def call(name, method):
+    names = [name for name in inspect.signature(method).parameters if name != "self"]
+    return f"{name}({', '.join(names)})"
+
+
+def methods(owner):
+    return {call(name, value) for name, value in public(owner).items() if inspect.isfunction(value)}
+
+
+def test_the_page_has_every_attribute_of_a_backend_with_its_default():
+    listed = {name.strip("`"): default.strip("`") for name, default, _ in rows("### Attributes")}
+    known = inspect.get_annotations(Backend)
+    assert listed == {name: repr(getattr(Backend, name)) if hasattr(Backend, name) else "none" for name in known}
+
+
+def test_the_page_has_every_method_of_a_backend_with_its_arguments():
+    listed = rows("### Methods")
+    assert {cells[0].strip("`") for cells in listed} == methods(Backend)
+    without_default = {cells[0].strip("`").partition("(")[0] for cells in listed if len(cells) == 2 or not cells[2]}
+    assert without_default == Backend.__abstractmethods__
+
+
+def test_the_page_has_every_member_of_an_engine():
+    listed = {name for cells in rows(ENGINE_HEADING) for name in re.findall(r"`([^`]+)`", cells[0])}
+    attributes = {name for name, value in public(Engine).items() if isinstance(value, property)}
+    assert listed == methods(Engine) | attributes | set(inspect.get_annotations(Engine))
+
+
+def test_the_base_of_engines_has_what_the_page_leaves_to_it():
+    text = BACKEND_PAGE.partition(ENGINE_HEADING)[2]
+    named = re.search(r"writes (.*?);", text).group(1)
+    missing = set(public(Engine)) - set(dir(EngineBase)) | EngineBase.__abstractmethods__
+    assert set(re.findall(r"`(\w+)`", named)) == {n for n in missing if not n.startswith("_")}
