@@ -69,6 +69,7 @@ class Scheduler:
         self._draft_reads = False  # the prompt that is being read
         self._alone = SequenceBatch((), 1)  # its sequence
         self._handles: dict[int, RequestHandle] = {}  # open ones
+        self._marks = {"synthetic_acceptance": list(verifier.rates)} if verifier.rates else {}  # of all stats
         self._deadlines: list[tuple[float, int]] = []  # a heap of (when, number of the request handle)
 
     @property
@@ -289,11 +290,7 @@ class Scheduler:
 
     def _stats(self, sequence: TokenSequence, now_s: float) -> dict[str, Any]:
         stats = sequence.stats.json_of_request(sequence.num_prompt, sequence.handle.submitted_s, now_s)
-        return stats | self._marks()
-
-    def _marks(self) -> dict[str, Any]:
-        rates = self.verifier.rates
-        return {"synthetic_acceptance": list(rates)} if rates else {}
+        return stats | self._marks
 
     def _close(self, sequence: TokenSequence, step: StepOutput) -> None:
         """Frees what a sequence holds, and counts it."""
@@ -340,7 +337,7 @@ class Scheduler:
             "num_kept_dropped_for_views": self.views.num_dropped,
             "graph_faults": {e.spec.name: e.graph_fault for e in self.engines if e.graph_fault},
             "controller": {} if self.planner is None else self.planner.decisions(),
-            **self._marks(),
+            **self._marks,
         }
 
 

@@ -266,12 +266,16 @@ class SequenceBatch:
 
     def changed(self) -> None:
         """Recomputes what depends on the sequences and their slots. Called after every change of `sequences`."""
-        params = [sequence.sampling for sequence in self.sequences]
+        params, adapters = list[SamplingParams](), list[int]()
+        self.processed, self.wants_logprobs = [], False
+        for slot, sequence in enumerate(self.sequences):
+            params.append(sequence.sampling)
+            adapters.append(sequence.adapter)
+            if sequence.sampling.needs_logits:
+                self.processed.append(slot)
+            self.wants_logprobs |= sequence.sampling.logprobs is not None
         self.is_greedy = all(p.is_greedy for p in params)
-        self.processed = [slot for slot, p in enumerate(params) if p.needs_logits]
-        self.wants_logprobs = any(p.logprobs is not None for p in params)
-        numbers = np.array([sequence.adapter for sequence in self.sequences], dtype=np.int64)
-        self.adapter_feeds = {ADAPTER: numbers} if numbers.any() else {}
+        self.adapter_feeds = {ADAPTER: np.array(adapters, dtype=np.int64)} if any(adapters) else {}
         self._warp, self._roots = {}, None
         if not self.is_greedy:
             temperature, top_k, top_p = warp_inputs(params)

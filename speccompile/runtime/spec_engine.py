@@ -342,7 +342,8 @@ class SpecEngine:
         if params.structured_outputs is not None:
             num_tokens = min(len(tokens) + params.max_new_tokens, self.context.max_seq_len)
             sequence.grammar = self.grammars.matcher(params.structured_outputs, tokens, num_tokens)
-        sequence.adapter = self._number_of_adapter(f"prompt {index} (adapter)", params.adapter)
+        if params.adapter:
+            sequence.adapter = self._number_of_adapter(f"prompt {index} (adapter)", params.adapter)
         sequence.may_draft = self.verifier.may_draft(f"prompt {index}", params)
         return sequence
 
@@ -352,8 +353,6 @@ class SpecEngine:
         return () if self.bundle is None else self.bundle.adapters
 
     def _number_of_adapter(self, where: str, name: str) -> int:
-        if not name:
-            return 0
         if name not in self.adapters:
             expected = f"one of {', '.join(self.adapters)}" if self.adapters else "none, as the bundle has no adapters"
             raise RuntimeFault(where, repr(name), expected, "Correct it, or build with target.adapters.")

@@ -292,7 +292,7 @@ def redundant_model() -> ir.Model:
 
 def run_graph(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run_graph(None, {"x": x})
+    return session.run(None, {"x": x})
 
 
 def test_no_ops_and_unused_nodes_go_constants_are_folded_and_results_stay():

@@ -19,7 +19,7 @@ from tests.runtime.call_trace import traced
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
 STEPS = {"none": (9, 35), "draft_model": (13, 116), "eagle3": (14, 186)}
 # (files, calls) of a prompt and eight tokens; and files of a build from the command line, its export a fake.
-GENERATE = {"none": (18, 435), "draft_model": (23, 525), "eagle3": (24, 641)}
+GENERATE = {"none": (18, 428), "draft_model": (23, 518), "eagle3": (24, 634)}
 BUILD = 50
 COMPLETION = (31, 950)  # calls vary by a few with the turns of two threads
 
