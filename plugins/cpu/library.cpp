@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "kernel.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "rollback.h"
 #include "sequence.h"
 #include "state_ops.h"
@@ -27,6 +28,7 @@ OpTable all_ops() {
     add_expert_ops(table);
     add_embedding_ops(table);
     add_attention_ops<false>(table);
+    add_low_rank_op(table);
     for (Op& op : table) op.is_in_sequences = true;
     sequence_ops() = table;
     table.push_back(sequence_op());

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LowRank: adds each slot's low-rank change (LoRA, arXiv 2106.09685) to the rows of a linear.
+"""LowRank: adds each slot's low-rank change (LoRA, arXiv 2106.09685) to a linear's rows (`plugins/cpu/low_rank.h`).
 
 y = base + (x A^T) B with A and B of the slot's adapter; number 0 is none. A row's numbers depend on that row alone.
 """

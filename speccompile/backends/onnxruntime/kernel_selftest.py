@@ -23,6 +23,7 @@ from speccompile.backends.onnxruntime.linear_cases import (
     expert_row_fault,
     integers_differ,
     linear_cases,
+    low_rank_cases,
     row_cases,
     tail_cases,
 )
@@ -110,6 +111,12 @@ def embedding_fault(library: str) -> str | None:
     return next(filter(None, (fault_of(case, library) for case in cases)), None)
 
 
+def low_rank_fault(library: str) -> str | None:
+    """Returns what is wrong with the kernel of low-rank changes; None where nothing is."""
+    cases = (Case(*call, by_row=("base", "x")) for call in low_rank_cases())
+    return next(filter(None, (fault_of(case, library) for case in cases)), None)
+
+
 def expert_fault(library: str) -> str | None:
     """Returns what is wrong with a kernel of experts; None where nothing is."""
     for op, inputs, attributes in expert_cases():
@@ -182,7 +189,7 @@ def main() -> None:
         fault = fault_of(Case(*call, by_row=("x", "residual")), library)
         if fault is not None:
             sys.exit(fault)
-    checks = (embedding_fault, expert_fault, attention_fault, tail_fault, state_fault, sequence_fault)
+    checks = (embedding_fault, low_rank_fault, expert_fault, attention_fault, tail_fault, state_fault, sequence_fault)
     sys.exit(next(filter(None, (check(library) for check in checks)), None))
 
 
