@@ -16,8 +16,6 @@ from speccompile.cli.options import MAX_THREADS, SOURCE_HELP, LogLevel, load_sou
 from speccompile.common.extras import install_command
 from speccompile.errors import RuntimeFault
 
-LOOPBACK = "127.0.0.1"
-
 
 def register(app: typer.Typer) -> None:
     app.command(name="serve")(with_model_options(serve_command))

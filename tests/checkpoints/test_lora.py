@@ -21,7 +21,6 @@ from speccompile.export.weights import load_model
 from tests.checkpoints.lora_files import PREFIX, factors, linear_shapes, small_model, write_adapter
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
-ENDINGS = ("q_proj", "down_proj")
 
 
 def expected(model: Any, tensors: dict[str, torch.Tensor], scales: dict[str, float]) -> dict[str, torch.Tensor]:

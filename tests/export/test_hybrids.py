@@ -56,13 +56,6 @@ def chain_step(
     return [logits[slot, : len(row)] for slot, row in enumerate(rows)]
 
 
-def states_of(decoder: Decoder, slot: int) -> list[np.ndarray]:
-    """What the next step of a slot reads of its recurrent states."""
-    owed = len(decoder.history[slot]) - decoder.applied[slot]
-    counts = {"pending": owed, "conv_rows": decoder.states["conv_rows.0"].shape[1] - decoder.max_pending + owed}
-    return [held[slot, : counts.get(name.partition(".")[0])] for name, held in decoder.states.items()]
-
-
 def texts_of(seed: int, *lengths: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, VOCAB, n).tolist() for n in lengths]

@@ -24,7 +24,6 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 CHILD = Path(__file__).with_name("build_child.py")
-OVERRIDES = ("engine.threads=1",)
 ATTENTION = {"fp32": "Attention", "packed": "speccompile::RotaryQkvAttention"}  # by form, whichever is faster here
 
 

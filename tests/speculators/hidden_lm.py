@@ -30,7 +30,6 @@ from speccompile.graph_kinds.heads import DraftForm, candidate_heads_spec, heads
 from tests.mock_lm import VOCAB, FakeEngine, MockEngine, MockLM
 
 WIDTH = 2
-STALE = -1.0
 
 
 class OnDevice:

@@ -30,7 +30,6 @@ HERMES_CALLS = (
 )
 LISTED = f'[{{"name": "weather", "arguments": {ONE}}}, {{"name": "find", "arguments": {TWO}}}]'
 BOTH = [("weather", CALL), ("find", OTHER)]
-TWO_CALLS = [("f", {"a": 1}), ("g", {})]
 CASES = {
     "hermes": (HERMES, HERMES_CALLS, "", BOTH),
     "hermes after text": (HERMES, f"I look it up.\n{HERMES_CALLS}", "I look it up.\n", BOTH),
@@ -69,7 +68,7 @@ CASES = {
 
 HERMES_F, NOW = '{"name": "f", "arguments": {"a": 1}}', '<tool_call>\n{"name": "now"}\n</tool_call>'
 NAMES = {"f", "g", "now", "weather", "find"}
-F, END_IN_TEXT = ("f", {"a": 1}), ("f", {"a": "<tool_call|>"})
+F = ("f", {"a": 1})
 KEPT = {  # no call of a tool: content to the letter
     LLAMA: [
         '{"name": "Ada", "age": 36}',
