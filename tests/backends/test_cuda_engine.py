@@ -25,6 +25,7 @@ from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
 from tests.backends.fake_ort import REFUSAL, FakeOrt
 from tests.backends.tensorrt.fake_cuda import FakeCuda
+from tests.lab.graphs import compile_graph
 
 pytestmark = pytest.mark.export
 
@@ -45,9 +46,8 @@ def for_cuda(neutral, tmp_path_factory):
         decoder = decoder_spec(role, dims)
         spec = candidate_spec(decoder, 1, dists=True) if role == "draft" else verified_spec(decoder, keep_logits=True)
         folder = tmp_path_factory.mktemp(f"cuda-{role}")
-        backend.compile(CompileJob(model, spec, folder))
-        backend.compile_rollback(dims, folder / "rollback")
-        made[role] = (folder / "graph.onnx", spec, folder / "rollback" / "graph.onnx")
+        built = compile_graph(model, spec, folder, backend, dims)
+        made[role] = (built.path, spec, built.rollback)
     return made
 
 

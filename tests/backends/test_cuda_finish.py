@@ -3,7 +3,6 @@
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
@@ -17,15 +16,9 @@ from speccompile.passes.inline_bodies import INLINE_BODIES
 from speccompile.passes.pad_integers import INTEGERS_PADDED, PAD_INTEGERS
 from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
 from speccompile.passes.shapes_on_device import NO_CROSSINGS, SHAPES_ON_DEVICE, host_values
+from tests.lab.graphs import open_session as session
 
 pytestmark = pytest.mark.export
-
-
-def session(model):
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = 1
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
+from speccompile.backends.base import LoadJob
 from speccompile.backends.cuda.device import Device
 from speccompile.backends.cuda.states import DeviceStates
 from speccompile.backends.onnxruntime.cuda_engine import GrowingCaches, load_cuda_engine
@@ -28,6 +28,7 @@ from tests.backends.fake_ort import FakeOrt
 from tests.backends.hybrid_lab import DIMS, MAX_ROWS, NUM_DRAFTS, VOCAB, Hybrid, feed, hybrid_model, hybrid_spec
 from tests.backends.tensorrt.fake_cuda import FakeCuda
 from tests.backends.tensorrt.trt_lab import Lab
+from tests.lab.graphs import compile_graph
 
 pytestmark = pytest.mark.export
 
@@ -44,10 +45,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
 def lowered(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     """(graph, spec, rollback graph) as `engine.device: cuda` lowers the same decoder."""
     folder, spec = tmp_path_factory.mktemp("cuda"), hybrid_spec()
-    backend = registry.backend("onnxruntime", "cuda")
-    backend.compile(CompileJob(hybrid_model(), spec, folder))
-    backend.compile_rollback(DIMS, folder / "rollback")
-    return folder / "graph.onnx", spec, folder / "rollback" / "graph.onnx"
+    built = compile_graph(hybrid_model(), spec, folder, registry.backend("onnxruntime", "cuda"), DIMS)
+    assert built.rollback is not None
+    return built.path, spec, built.rollback
 
 
 @pytest.fixture(params=["onnxruntime", "tensorrt", "tensorrt_rtx"])

@@ -7,8 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
-from speccompile.core import registry, specs
+from speccompile.core import specs
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
@@ -16,6 +15,7 @@ from speccompile.runtime.requests import Request
 from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.ngram.config import NgramConfig, NgramMethod
+from tests.lab.graphs import compile_graph
 from tests.runtime.test_service import Sink
 
 pytestmark = pytest.mark.export
@@ -46,7 +46,6 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
     """(engine whose embedding of BAD is NaN, the same without): (factory of SpecEngines)."""
     model, dims = neutral
     spec, opened = verified_spec(decoder_spec("target", dims), keep_logits=True), {}
-    backend = registry.backend(request.param)
     for is_bad in (True, False):
         graph, folder = model.clone(), tmp_path_factory.mktemp(f"{request.param}-{is_bad}")
         table = embedding(graph)
@@ -54,10 +53,7 @@ def engines(request: Any, neutral: Any, tmp_path_factory: pytest.TempPathFactory
         if is_bad:
             array[BAD] = np.nan
         table.const_value = ir.tensor(array, name=table.name)
-        backend.compile(CompileJob(graph, spec, folder, form="fp32"))
-        opened[is_bad] = backend.load(
-            LoadJob(folder / "graph.onnx", spec, max_slots=3, max_rows=80, tuning={"threads": 1})
-        )
+        opened[is_bad] = compile_graph(graph, spec, folder, request.param, form="fp32").open(3, max_rows=80)
 
     def make(is_bad: bool) -> SpecEngine:
         context = MethodContext(3, 64, 8)

@@ -10,9 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.backends.tensorrt.specs import tensorrt_spec
-from speccompile.core import registry, specs
+from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import warp
@@ -23,6 +22,7 @@ from speccompile.passes.base import run_pipeline
 from speccompile.passes.edit import sizes_of
 from speccompile.passes.pipelines import tensorrt_table
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod
+from tests.lab.graphs import compile_graph
 from tests.speculators.distribution_check import LEAST, PROMPT, Warp, decode_many, fit_p_value
 
 WIDE, NARROW = 97, 89
@@ -69,19 +69,8 @@ def engines(neutral: tuple[ir.Model, ModelDims], tmp_path_factory: pytest.TempPa
             graph = with_vocab(model, target, 0.0)
         else:
             spec, graph = draft_spec(dims, target, form), with_vocab(model, draft, 0.0 if form == "logits" else 0.05)
-        maker, folder = registry.backend(backend), tmp_path_factory.mktemp("padded")
-        maker.compile(CompileJob(graph, spec, folder))
-        maker.compile_rollback(dims, folder / "rollback")
-        return maker.load(
-            LoadJob(
-                folder / maker.graph_file,
-                spec,
-                max_slots=SLOTS,
-                max_rows=ROWS,
-                tuning={"threads": 1},
-                rollback=folder / "rollback" / maker.graph_file,
-            )
-        )
+        built = compile_graph(graph, spec, tmp_path_factory.mktemp("padded"), backend, dims)
+        return built.open(SLOTS, max_rows=ROWS)
 
     return make
 

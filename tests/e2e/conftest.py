@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
 from speccompile.runtime.spec_engine import SpecEngine
 from tests import store
+from tests.lab.graphs import compile_graph
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, method_of, quantization_of, sources
 
 pytestmark = pytest.mark.export
@@ -88,17 +88,9 @@ def lab(tmp_path_factory):
                 graphs[graph] = store.export(source)[0]
             maker, graph_folder = registry.backend(backend), folder / f"graph{len(engines)}"
             quantization = quantization_of(source, maker)
-            maker.compile(CompileJob(graphs[graph], source.spec(), graph_folder, quantization))
-            sizes = {
-                "max_slots": SLOTS,
-                "max_rows": MAX_ROWS + source.spec().rows_written_ahead,
-                "tuning": {"threads": 1},
-                "owners": owners,
-            }
-            if source.role == "target":
-                maker.compile_rollback(source.dims, graph_folder / "rollback")
-                sizes["rollback"] = graph_folder / "rollback" / maker.graph_file
-            engines[key] = maker.load(LoadJob(graph_folder / maker.graph_file, source.spec(), **sizes))
+            spec, dims = source.spec(), source.dims if source.role == "target" else None
+            built = compile_graph(graphs[graph], spec, graph_folder, maker, dims, quantization=quantization)
+            engines[key] = built.open(SLOTS, max_rows=MAX_ROWS + spec.rows_written_ahead, owners=owners)
         return engines[key]
 
     def load(method, form, backend, costs=None):

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
 from tests import store
+from tests.lab.graphs import compile_graph
 from tests.method_rows import quantization_of
 
 pytest.importorskip("torch")
@@ -25,18 +25,11 @@ HYBRIDS = ("qwen3_5_text", "qwen3_next", "nemotron_h")
 
 def compiled(source: Any, folder: Path, backend: str, **owners: Any) -> Any:
     """Returns a source's graph on a backend, a draft in 4 bits where that has them."""
-    model, _ = store.export(source)
-    maker = registry.backend(backend)
+    model, maker = store.export(source)[0], registry.backend(backend)
+    dims = source.dims if source.role == "target" else None
     with store.cheap_measurements():
-        maker.compile(CompileJob(model, source.spec(), folder, quantization_of(source, maker)))
-    rollback = None
-    if source.role == "target":
-        maker.compile_rollback(source.dims, folder / "rollback")
-        rollback = folder / "rollback" / maker.graph_file
-    rows, tuning = MAX_SEQ + MAX_NODES + 1, {"threads": 1}
-    return maker.load(
-        LoadJob(folder / maker.graph_file, source.spec(), SLOTS, rows, tuning, rollback=rollback, owners=owners)
-    )
+        built = compile_graph(model, source.spec(), folder, maker, dims, quantization=quantization_of(source, maker))
+    return built.open(SLOTS, max_rows=MAX_SEQ + MAX_NODES + 1, owners=owners)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's cache after 200 tree steps is that of a fresh prefill of the same tokens."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
-from speccompile.core import registry
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS
 from speccompile.core.tree import TokenTree
@@ -16,6 +15,7 @@ from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from tests import store
 from tests.backends.conftest import CONFIG
+from tests.lab.graphs import compile_graph
 
 NUM_STEPS, SLOTS, ROWS = 200, 2, 1000
 # Sums of 64 float32 terms in another order; a wrong row differs by about the values themselves, see the last test.
@@ -32,14 +32,10 @@ def open_engine(tmp_path_factory):
     model, dims = store.export_decoder(folder, weights="random", max_seq_len=1024)
     spec = verified_spec(decoder_spec("target", dims))
 
+    built = functools.cache(lambda backend: compile_graph(model, spec, folder / backend, backend, dims))
+
     def make(backend="onnxruntime", *, max_rows):
-        maker, graphs_folder = registry.backend(backend), folder / backend
-        if not graphs_folder.exists():
-            maker.compile(CompileJob(model, spec, graphs_folder))
-            maker.compile_rollback(dims, graphs_folder / "rollback")
-        rollback = graphs_folder / "rollback" / maker.graph_file
-        sizes = {"max_slots": SLOTS, "max_rows": max_rows, "tuning": {"threads": 1}, "rollback": rollback}
-        return maker.load(LoadJob(graphs_folder / maker.graph_file, spec, **sizes))
+        return built(backend).open(SLOTS, max_rows=max_rows)
 
     return make
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 from torch._export.passes import replace_set_grad_with_hop_pass
@@ -21,6 +20,7 @@ from torch.onnx._internal.fx.passes import type_promotion
 from speccompile.export import decompose
 from speccompile.export.trace import RULES, simplify
 from speccompile.ops.op import OPSET
+from tests.lab.graphs import run_session
 
 ATEN = torch.ops.aten
 Module = Callable[[torch.Tensor], torch.Tensor]
@@ -290,17 +290,12 @@ def redundant_model() -> ir.Model:
     return ir.Model(ir.Graph([x], [low, high], nodes=nodes, opset_imports={"": OPSET}), ir_version=12)
 
 
-def run_graph(model: ir.Model, x: np.ndarray) -> list[np.ndarray]:
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})
-
-
 def test_no_ops_and_unused_nodes_go_constants_are_folded_and_results_stay():
     model, x = redundant_model(), np.arange(8, dtype=np.float32).reshape(2, 4)
-    before = run_graph(model, x)
+    before = run_session(model, {"x": x})
     simplify(model)
     assert Counter(node.op_type for node in model.graph) == {"Add": 1, "Slice": 2}
-    for got, wanted in zip(run_graph(model, x), before, strict=True):
+    for got, wanted in zip(run_session(model, {"x": x}), before, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 

@@ -13,7 +13,7 @@ from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
 from speccompile.export.recurrent import conv_rows, gated_delta  # noqa: E402
 from speccompile.export.trace import trace_module  # noqa: E402
 from speccompile.ops.registry import attach_functions  # noqa: E402
-from tests.ops.op_lab import session_of  # noqa: E402
+from tests.lab.graphs import open_session  # noqa: E402
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, KERNEL, PENDING = 2, 4, 6, 5, 4, 3
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
@@ -95,6 +95,6 @@ def test_the_graph_computes_what_the_layer_does(traced, batch, nodes):
     call = _call(batch, nodes)
     with torch.no_grad():
         wanted = layer(*(torch.from_numpy(array) for array in call.values()))
-    got = session_of(ir.to_proto(model)).run(None, call)
+    got = open_session(ir.to_proto(model)).run(None, call)
     for mine, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=2e-6)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from speccompile.core.sampling import NODE_BY_NODE, draw, warp
@@ -56,13 +55,6 @@ def model_of(name: str, pins: Mapping[str, int] | None = None, **attributes: Any
     )
     onnx.checker.check_model(model, full_check=True)
     return model
-
-
-def session_of(model: onnx.ModelProto) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def _parents(rng: np.random.Generator, batch: int, nodes: int, is_chain: bool) -> np.ndarray:

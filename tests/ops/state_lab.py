@@ -17,7 +17,8 @@ from speccompile.core.tree import TokenTree, chain_mask
 from speccompile.ops.conv_rows import CONV_ROWS
 from speccompile.ops.gated_delta import GATED_DELTA, pending_width
 from speccompile.ops.op import Op
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 
 Arrays = dict[str, Any]
 Run = Callable[[Arrays], Sequence[np.ndarray]]
@@ -167,7 +168,7 @@ def assert_near(got: np.ndarray, wanted: np.ndarray, bound: float = 3e-6) -> Non
 
 def body_run(layer: Layer) -> Run:
     """Runs the function body with ONNX Runtime."""
-    session = session_of(model_of(layer.op.name, **layer.attributes))
+    session = open_session(model_of(layer.op.name, **layer.attributes))
     return lambda inputs: session.run(None, inputs)
 
 

@@ -10,7 +10,8 @@ from speccompile.core.tree import TokenTree
 from speccompile.ops.cached_attention import cached_attention
 from speccompile.ops.kv_rollback import kv_rollback
 from speccompile.ops.registry import OPS, attach_functions, functions, reference_ops, with_uses
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 
 TOLERANCE = 2e-6  # of outputs of size 1: float32 sums in another order
 
@@ -72,7 +73,7 @@ def test_cached_attention(op, scale, softcap, window):
     rng = np.random.default_rng(window)
     has_sinks = op == "SinkAttention"
     model = model_of(op, scale=scale, window=window, **({} if has_sinks else {"softcap": softcap}))
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     for turn in range(12):
         case = _attention_case(rng)
         if turn % 4 == 3:  # an image: all nodes but the first see each other both ways
@@ -96,7 +97,7 @@ def test_cached_attention(op, scale, softcap, window):
 
 def test_kv_rollback():
     model = model_of("KVRollback")
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     rng = np.random.default_rng(0)
     for _ in range(40):
         batch, nodes, max_seq = int(rng.integers(1, 9)), int(rng.integers(1, 9)), int(rng.integers(9, 100))
@@ -159,7 +160,7 @@ def test_attached_functions_run():
     case = _attention_case(np.random.default_rng(5))
     expected = cached_attention(**case)
     attached = ir.to_proto(model)
-    for got in (session_of(attached).run(None, case), ReferenceEvaluator(attached).run(None, case)):
+    for got in (open_session(attached).run(None, case), ReferenceEvaluator(attached).run(None, case)):
         np.testing.assert_allclose(got[0], expected[0], atol=TOLERANCE)
 
 

@@ -8,7 +8,8 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.core.sampling import warp
 from speccompile.ops.candidates import node_probs, top_tokens
 from speccompile.ops.sample_token import sample_token
-from tests.ops.op_lab import check_drawn, draw_case, model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import check_drawn, draw_case, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 
@@ -19,7 +20,7 @@ VOCABS = [1, 2, 63, 64, 65, 257, 1000, 8192]
 
 def _runners(name: str):  # type: ignore[no-untyped-def]
     model = model_of(name)
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     return [lambda feeds: session.run(None, feeds)[0], lambda feeds: evaluator.run(None, feeds)[0]]
 
 
@@ -94,7 +95,7 @@ TOLERANCE = 1e-6  # of a probability: float32 softmax against float64
 @pytest.mark.parametrize("temperatures", [[0.0] * 4, [0.7, 1.0, 1.3, 0.5], [0.0, 1.0, 0.0, 2.0]])
 def test_body_equals_twin(vocab, temperatures):
     model = model_of("SampleToken")
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     rng = np.random.default_rng(vocab)
     for _ in range(5):
         feeds = {
@@ -144,7 +145,7 @@ def logits_of(rng: np.random.Generator, batch: int, nodes: int, vocab: int) -> n
 @pytest.mark.parametrize(("vocab", "num"), [(1, 1), (7, 7), (64, 3), (1000, 64)])
 def test_candidates_of_the_body_equal_the_twins(vocab, num):
     model = model_of("TopTokens", num_candidates=num)
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     rng = np.random.default_rng(vocab)
     for batch, nodes in ((1, 1), (3, 5), (4, 2)):
         logits = logits_of(rng, batch, nodes, vocab)
@@ -166,7 +167,7 @@ def test_ties_go_to_the_lower_index():
 @pytest.mark.parametrize("temperatures", [[0.0, 0.0, 0.0], [0.7, 1.0, 1.3], [0.0, 1.0, 0.4]])
 def test_dists_of_the_body_equal_the_twins(temperatures):
     model = model_of("NodeProbs")
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     feeds = {
         "logits": logits_of(np.random.default_rng(3), 3, 4, 97),
         "temperature": np.array(temperatures, np.float32),

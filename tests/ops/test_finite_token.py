@@ -6,7 +6,8 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from speccompile.ops.finite_token import finite_token
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 from tests.ops.tensorrt.lab import body_model
 
 VALUES = {"nan": np.nan, "inf": np.inf, "both": np.array([np.inf, -np.inf]), "beyond": 1e19, "masked": -np.inf}
@@ -27,7 +28,7 @@ def test_slots_with_such_a_row_get_no_token(vocab, name):
     wanted = [0, 1, 2, 3] if name == "masked" else [0, -1, 2, -1]
     runs = [
         finite_token(**case),
-        session_of(model_of("FiniteToken")).run(None, case),
+        open_session(model_of("FiniteToken")).run(None, case),
         ReferenceEvaluator(body_model("FiniteToken", {"vocab": vocab})).run(None, case),
     ]
     for (got,) in runs:

@@ -9,7 +9,8 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
 from speccompile.ops.int8_caches import INT8_ATTENTION, quantize_rows
 from speccompile.ops.registry import OPS
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 
 TOLERANCE = 2e-5  # of outputs of size 1: float32 sums in another order, of levels up to 127 times a scale
 CASES = [case for case in (*attention_cases(), *cross_cases()) if case[0].name.startswith("Int8")]
@@ -30,7 +31,7 @@ def test_a_row_is_within_half_a_level_of_itself():
 def test_a_row_that_is_not_finite_has_no_scale(value: float, run: str):
     rows = np.ones((1, 1, 3, 20), np.float32)
     rows[0, 0, 1, 7] = value
-    body: Callable[..., list[np.ndarray]] = session_of(model_of("QuantizeRows")).run
+    body: Callable[..., list[np.ndarray]] = open_session(model_of("QuantizeRows")).run
     _, scales = quantize_rows(rows) if run == "twin" else body(None, {"rows": rows})
     assert np.isnan(scales[0, 0, :, 0]).tolist() == [False, True, False]
 
@@ -39,7 +40,7 @@ def test_a_row_that_is_not_finite_has_no_scale(value: float, run: str):
 def test_the_body_is_the_twin(op, inputs, attributes):
     model = model_of(op.name, **attributes)
     wanted = op.twin(*inputs.values(), **attributes)
-    for got in (session_of(model).run(None, inputs), ReferenceEvaluator(model).run(None, inputs)):
+    for got in (open_session(model).run(None, inputs), ReferenceEvaluator(model).run(None, inputs)):
         for mine, theirs, tensor in zip(got, wanted, op.outputs, strict=True):
             if mine.dtype == np.int8:  # rotations and norms differ in the last bits, and so may a tie between levels
                 assert np.abs(mine.astype(int) - theirs).max() <= 1 and (mine != theirs).mean() < 1e-3
@@ -72,7 +73,7 @@ def test_attention_is_that_over_the_rows_as_they_are_stored(op, inputs, attribut
 
 @pytest.mark.parametrize(("op", "inputs", "attributes"), CASES[:-2], ids=IDS[:-2])
 def test_a_chain_has_the_bits_of_single_steps(op, inputs, attributes):
-    session = session_of(model_of(op.name, **attributes))
+    session = open_session(model_of(op.name, **attributes))
     assert chain_fault(op, lambda feeds: session.run(None, feeds), inputs) is None
 
 

@@ -6,7 +6,8 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from speccompile.ops.low_rank import low_rank
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 
 
 def case_of(batch: int, nodes: int, rank: int, num_in: int = 33, num_out: int = 47) -> dict[str, np.ndarray]:
@@ -35,7 +36,7 @@ def test_rows_are_those_of_the_merged_weights(batch, nodes, rank):
     wanted = exact["base"] + exact["x"] @ weights
     runs = [
         low_rank(**case),
-        session_of(model_of("LowRank")).run(None, case),
+        open_session(model_of("LowRank")).run(None, case),
         ReferenceEvaluator(model_of("LowRank")).run(None, case),
     ]
     for (got,) in runs:
@@ -46,7 +47,7 @@ def test_rows_are_those_of_the_merged_weights(batch, nodes, rank):
 
 @pytest.mark.parametrize("rank", [1, 8, 40])
 def test_a_row_has_the_bits_that_it_has_alone(rank):
-    case, session = case_of(6, 9, rank), session_of(model_of("LowRank"))
+    case, session = case_of(6, 9, rank), open_session(model_of("LowRank"))
     [whole] = session.run(None, case)
     for slot in range(6):
         for node in (0, 8):

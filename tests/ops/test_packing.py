@@ -20,7 +20,8 @@ from speccompile.ops.packing import (
     unpack,
     unpack_levels,
 )
-from tests.plugins.cpu_lab import linear_case, linear_model, rows_for, run, session_of, twin_of
+from tests.lab.graphs import open_session
+from tests.plugins.cpu_lab import linear_case, linear_model, rows_for, run, twin_of
 
 SIZES = [(1, 1), (33, 70), (128, 96)]
 
@@ -158,7 +159,7 @@ BODY_GRIDS: list[dict[str, Any]] = [
 def test_a_body_computes_what_the_twin_does(form, grid, num_in, num_out):
     for name in (f"PackedLinear{form}", f"NormGatedPackedLinear{form}"):
         constants, attributes = linear_case(name, num_in, num_out, **grid)
-        session, feeds = session_of(linear_model(name, constants, attributes), None), rows_for(name, 5, num_in)
+        session, feeds = open_session(linear_model(name, constants, attributes), None), rows_for(name, 5, num_in)
         for got, wanted in zip(run(session, feeds), twin_of(name, {**constants, **feeds}, attributes), strict=True):
             assert got.shape == wanted.shape
             # The order of float32 sums alone: activations and weights have the same levels.

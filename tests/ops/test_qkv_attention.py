@@ -15,7 +15,8 @@ from speccompile.backends.onnxruntime.attention_cases import (
 )
 from speccompile.ops.cached_attention import CACHED_ATTENTION, SHARED_ATTENTION
 from speccompile.ops.cross_attention import CROSS_ATTENTION, ROTARY_CROSS_ATTENTION
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 from tests.ops.qkv_lab import Call, Sizes, naive, naive_cross, random_call
 
 TOLERANCE = 3e-6  # of outputs of size 1: float32 sums in another order; seen at most 1.5e-6
@@ -51,7 +52,7 @@ def test_twin_and_body_follow_the_definition(kind):
         expected = call.twin()
         np.testing.assert_allclose(expected[0], naive(call), atol=TOLERANCE)
         model = model_of(call.op.name, **call.attributes)
-        for got in (session_of(model).run(None, call.inputs), ReferenceEvaluator(model).run(None, call.inputs)):
+        for got in (open_session(model).run(None, call.inputs), ReferenceEvaluator(model).run(None, call.inputs)):
             np.testing.assert_allclose(got[0], expected[0], atol=TOLERANCE)
             for new, twin in zip(got[1:], expected[1:], strict=True):
                 np.testing.assert_allclose(new, twin, atol=TOLERANCE)
@@ -73,7 +74,7 @@ def test_only_the_rows_of_the_nodes_are_written(kind):
 def test_the_body_gives_a_chain_the_bits_of_single_steps(group):
     sizes = Sizes(batch=1, nodes=9, kv_heads=2, group=group, head_dim=16, max_seq=40)
     call = random_call(np.random.default_rng(group), sizes, rotary=True, is_chain=True)
-    session, inputs = session_of(model_of(call.op.name, **call.attributes)), dict(call.inputs)
+    session, inputs = open_session(model_of(call.op.name, **call.attributes)), dict(call.inputs)
     whole, *_ = session.run(None, call.inputs)
     for node in range(sizes.nodes):
         inputs["qkv"] = call.inputs["qkv"][:, node : node + 1]
@@ -97,7 +98,7 @@ def test_twin_and_body_of_cross_attention_follow_the_definition(sizes, interleav
     (expected,) = ROTARY_CROSS_ATTENTION.twin(*inputs.values(), **attributes)
     np.testing.assert_allclose(expected, naive_cross(inputs, attributes), atol=TOLERANCE)
     model = model_of("RotaryCrossAttention", **attributes)
-    for got in (session_of(model).run(None, inputs), ReferenceEvaluator(model).run(None, inputs)):
+    for got in (open_session(model).run(None, inputs), ReferenceEvaluator(model).run(None, inputs)):
         np.testing.assert_allclose(got[0], expected, atol=TOLERANCE)
 
 
@@ -114,7 +115,7 @@ def test_a_window_leaves_the_last_rows_below_the_limit():
             q = given["q"][slot : slot + 1, :, node : node + 1]
             (alone,) = CROSS_ATTENTION.twin(q, *rows, np.array([[rows[0].shape[2]]]), scale=0.3)
             np.testing.assert_allclose(got[slot, node], alone[0, 0], atol=TOLERANCE)
-    (body,) = session_of(model_of("CrossAttention", scale=0.3, window=4)).run(None, given)
+    (body,) = open_session(model_of("CrossAttention", scale=0.3, window=4)).run(None, given)
     np.testing.assert_allclose(body, got, atol=TOLERANCE)
 
 
@@ -126,5 +127,5 @@ def test_shared_attention_reads_what_another_layer_wrote(window):
     given = {t.name: inputs[t.name] for t in SHARED_ATTENTION.inputs} | {"k_cache": k_cache, "v_cache": v_cache}
     (twin,) = SHARED_ATTENTION.twin(*given.values(), **attributes)
     np.testing.assert_array_equal(twin, expected)
-    (body,) = session_of(model_of("SharedAttention", **attributes)).run(None, given)
+    (body,) = open_session(model_of("SharedAttention", **attributes)).run(None, given)
     np.testing.assert_allclose(body, expected, atol=TOLERANCE)

@@ -22,13 +22,13 @@ from tests.core.distribution_lab import (
     p_value,
     spread,
 )
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import (
     check_unread_parent,
     is_at_boundary,
     model_of,
     mutated,
     same,
-    session_of,
     verify_case,
     zero_residual_case,
 )
@@ -41,7 +41,7 @@ BATCH = 20000
 
 @pytest.fixture(scope="module")
 def session() -> ort.InferenceSession:
-    return session_of(model_of("SpecVerify"))
+    return open_session(model_of("SpecVerify"))
 
 
 def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped-def]
@@ -70,7 +70,7 @@ def test_onnxruntime_runs_the_body_as_the_twin(session):
 
 @pytest.mark.parametrize("vocab", [7, 128, 97])
 def test_onnxruntime_with_a_static_vocabulary(vocab):
-    fixed = session_of(model_of("SpecVerify", {"vocab": vocab}))
+    fixed = open_session(model_of("SpecVerify", {"vocab": vocab}))
     rng = np.random.default_rng(vocab)
     for heat, is_chain, has_probs in KINDS * 3:
         case = verify_case(rng, vocab, is_chain=is_chain, has_probs=has_probs, heat=heat)
@@ -247,7 +247,7 @@ def test_a_mutated_body_is_noticed(mutant):
     form, name, right, wrong = MUTANTS[mutant]
     model = mutated(model_of("SpecVerify"), OPS[name], right, wrong)
     setting = SETTINGS[4]
-    emitted = emit(form, True, setting, BATCH, decide_by_session(session_of(model)))
+    emitted = emit(form, True, setting, BATCH, decide_by_session(open_session(model)))
     assert p_value(emitted, exact_joint(setting)) < 1e-6
 
 

@@ -9,7 +9,8 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from speccompile.ops.registry import reference_ops
-from tests.ops.op_lab import model_of, mutated, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of, mutated
 from tests.ops.state_lab import (
     Layer,
     Run,
@@ -44,7 +45,7 @@ def _evaluator(layer: Layer) -> Run:
 
 
 def _body_in_place(layer: Layer) -> Run:
-    return bound_run(session_of(model_of(layer.op.name, **layer.attributes)), layer)
+    return bound_run(open_session(model_of(layer.op.name, **layer.attributes)), layer)
 
 
 RUNS: dict[str, Callable[[Layer], Run]] = {
@@ -174,7 +175,7 @@ BODY_MUTANTS = [
 @pytest.mark.parametrize(("name", "right", "wrong"), BODY_MUTANTS)
 def test_a_mutated_body_is_noticed(name, right, wrong):
     layer = LAYERS[name]
-    session = session_of(mutated(model_of(layer.op.name, **layer.attributes), layer.op, right, wrong))
+    session = open_session(mutated(model_of(layer.op.name, **layer.attributes), layer.op, right, wrong))
 
     def run(inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
         return session.run(None, inputs)

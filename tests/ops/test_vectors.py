@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from speccompile.cli.main import app
 from speccompile.core.vectors import FORMS, VOCAB, make_vectors
 from speccompile.ops.spec_verify import spec_verify
-from tests.ops.op_lab import model_of, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of
 from tests.ops.tensorrt.lab import body_model
 from tests.plugins import cpu_lab, host_lab
 
@@ -69,14 +70,14 @@ def test_the_twin_decides_as_the_vectors_say():
 @pytest.mark.parametrize("dialect", ["onnx", "tensorrt"])
 def test_bodies_decide_as_the_vectors_say(dialect):
     model = model_of("SpecVerify") if dialect == "onnx" else body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=8)
-    session = session_of(model)
+    session = open_session(model)
     check(lambda case: session.run(None, case))
 
 
 @pytest.mark.plan
 @cpu_lab.needs_compiler
 def test_the_cpu_kernel_decides_as_the_vectors_say():
-    session = cpu_lab.session_of(model_of("SpecVerify"), cpu_lab.library())
+    session = cpu_lab.open_session(model_of("SpecVerify"), cpu_lab.library())
     check(lambda case: session.run(None, case))
 
 

@@ -23,6 +23,7 @@ from speccompile.passes.base import Pass, run_pipeline
 from speccompile.passes.lower_attention_tensorrt import LOWER_ATTENTION_TENSORRT
 from speccompile.passes.pipelines import tensorrt_table
 from tests.export.harness import mask_from_parents
+from tests.lab.graphs import open_session
 
 HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
@@ -81,12 +82,10 @@ def round_output(model: ir.Model, node: ir.Node, out: ir.Value) -> None:
 
 def session_of(model: ir.Model) -> ort.InferenceSession:
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
     # Casts down and up again would be removed.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    text = ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(text, options, providers=["CPUExecutionProvider"])
+    return open_session(model, options=options)
 
 
 def neutral_session(graph: ir.Model) -> ort.InferenceSession:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
+from speccompile.backends.base import CompileJob
 from speccompile.backends.tensorrt.config import Config
 from speccompile.backends.tensorrt.specs import tensorrt_spec
 from speccompile.core import registry, specs
@@ -21,6 +21,7 @@ from speccompile.passes.base import run_pipeline
 from speccompile.passes.pipelines import tensorrt_table
 from tests import store
 from tests.export.families import CONFIGS
+from tests.lab.graphs import compile_graph
 from tests.rtx import load_rtx
 
 pytestmark = pytest.mark.export
@@ -45,12 +46,10 @@ def test_candidates_and_dists_are_those_of_the_logits(neutral, tmp_path, dists):
     assert spec_from_json(json.loads(json.dumps(spec.json_from_spec()))) == spec
     outputs = {}
     for name in ("onnxruntime", "reference"):
-        backend = registry.backend(name)
         for kind, wanted in (("logits", plain), ("candidates", spec)):
             folder = tmp_path / f"{name}-{kind}"
-            backend.compile(CompileJob(model, wanted, folder, form="fp32" if name == "onnxruntime" else None))
-            path = folder / backend.graph_file
-            engine = backend.load(LoadJob(path, wanted, max_slots=2, max_rows=ROWS, tuning={"threads": 1}))
+            form = "fp32" if name == "onnxruntime" else None
+            engine = compile_graph(model, wanted, folder, name, form=form).open(2, max_rows=ROWS)
             outputs[kind] = {n: v.copy() for n, v in engine.run(FEEDS).items()}
         got, logits = outputs["candidates"], outputs["logits"][specs.LOGITS]
         probs = np.exp(logits - logits.max(-1, keepdims=True))

@@ -11,6 +11,7 @@ from speccompile.passes.attach_grids import attach_stored, grid_of
 from speccompile.passes.pack_linears import pack_linears
 from speccompile.passes.quantize_blocks import quantize_blocks
 from speccompile.passes.stored_rows import StoredRows
+from tests.lab.graphs import open_session
 from tests.passes.graphs import graph, ops, run
 
 K = 64
@@ -144,7 +145,6 @@ def test_a_weight_of_two_products_is_attached_once():
 @pytest.mark.parametrize("has_minimums", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 5, 6, 8])
 def test_the_products_have_the_weights_of_the_checkpoint(bits, has_minimums, order, lower):
-    import onnxruntime as ort
 
     from speccompile.ops.registry import attach_functions
 
@@ -154,7 +154,5 @@ def test_the_products_have_the_weights_of_the_checkpoint(bits, has_minimums, ord
     assert (quantize_blocks(model, None) if lower == "blocks" else pack_linears(model, "stored")) == 1
     assert "w" not in model.graph.initializers
     attach_functions(model)
-    text = ir.to_proto(model).SerializeToString()
-    session = ort.InferenceSession(text, session_options({}), providers=["CPUExecutionProvider"])
-    got = session.run(None, {"x": np.eye(K, dtype=np.float32)[None]})[0][0]
+    got = open_session(model, options=session_options({})).run(None, {"x": np.eye(K, dtype=np.float32)[None]})[0][0]
     np.testing.assert_allclose(got, grid.weight().T, rtol=1e-4, atol=1e-5)

@@ -13,7 +13,7 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 from speccompile.passes.fold_scale import fold_scale
 from speccompile.passes.half_precision import convert_precision
 from speccompile.passes.tie_weights import tie_weights
-from tests.ops.op_lab import session_of
+from tests.lab.graphs import open_session
 from tests.passes.graphs import graph, ops
 
 SPEC = GraphSpec(
@@ -139,8 +139,8 @@ def test_recurrent_states_stay_in_float32():
     given["tree_mask"] = np.tile(np.tri(3, dtype=np.bool_), (2, 1, 1))
     for graph_model in (held, model):
         attach_functions(graph_model)
-    wanted = session_of(ir.to_proto(held)).run(None, given)
-    got = session_of(ir.to_proto(model)).run(None, {**given, "x": given["x"].astype(np.float16)})
+    wanted = open_session(ir.to_proto(held)).run(None, given)
+    got = open_session(ir.to_proto(model)).run(None, {**given, "x": given["x"].astype(np.float16)})
     for mine, single in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, single, rtol=0, atol=4e-3 * np.abs(single).max())
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from speccompile.core.specs import LENGTHS, TREE_MASK
@@ -17,6 +16,8 @@ from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input
 from speccompile.passes.lower_attention import ATTENTION_LOWERED, lower_attention
 from speccompile.passes.merge_heads import merge_heads
 from speccompile.passes.merge_linears import merge_linears
+from tests.lab.graphs import open_session
+from tests.lab.graphs import run_session as run
 
 CACHES = ("k_cache", "v_cache")
 TOLERANCE = 2e-6  # of numbers of order 1, float32; seen at most 6e-7
@@ -30,11 +31,6 @@ def empty_model() -> ir.Model:
 def add_output(model: ir.Model, value: ir.Value, name: str, dims: list[str | int]) -> None:
     value.name, value.shape, value.type = name, ir.Shape(dims), ir.TensorType(ir.DataType.FLOAT)
     model.graph.outputs.append(value)
-
-
-def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
 
 
 def attention_model(
@@ -121,7 +117,7 @@ def test_a_chain_has_the_bits_of_single_steps(heads, kv_heads, has_sinks, is_low
     sinks = rng.standard_normal(heads).astype(np.float32) if has_sinks else None
     model = attention_model(heads, kv_heads, head_dim, sinks, scale=0.3, window=12)
     assert (lower_attention if is_lowered else attach_functions)(model) == 1
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(model)
     shapes = [(1, heads, nodes, head_dim), *[(1, kv_heads, nodes, head_dim)] * 2, *[(1, kv_heads, 40, head_dim)] * 2]
     tensors = [rng.standard_normal(s).astype(np.float32) for s in shapes]
     chain = np.tri(nodes, dtype=bool)[None]

@@ -23,6 +23,7 @@ from speccompile.passes.quantize_blocks import quantize_blocks
 from speccompile.passes.quantize_int8 import quantize_int8
 from speccompile.passes.stored_rows import StoredRows
 from speccompile.passes.tie_weights import tie_embedding
+from tests.lab.graphs import open_session
 from tests.passes.graphs import graph, ops
 
 V, H = 140, 48
@@ -52,7 +53,7 @@ def run(model: ir.Model) -> list[np.ndarray]:
     attach_functions(model)
     options = ort.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")  # AVX2 alone: no saturation at 16 bits
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
+    session = open_session(model, options=options)
     rest = np.random.default_rng(1).standard_normal((2, 3, H)).astype(np.float32)
     feeds = {"tokens": np.array([[0, V - 1, 33], [31, 32, 7]]), "r": rest}
     return session.run(None, {v.name: feeds[v.name] for v in session.get_inputs()})

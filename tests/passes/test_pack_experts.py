@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from onnx_ir.passes import common
 
@@ -14,6 +13,7 @@ from speccompile.ops.registry import attach_functions
 from speccompile.passes.flat_linears import flat_linears, routers_of
 from speccompile.passes.mix_rows import mix_rows
 from speccompile.passes.pack_experts import pack_experts
+from tests.lab.graphs import open_session, run_session
 from tests.passes.graphs import graph, ops
 
 RNG = np.random.default_rng(0)
@@ -89,14 +89,13 @@ def mixture(
 def run(model: ir.Model, sizes: Sizes = Sizes(), num_rows: int = 3) -> np.ndarray:
     """The output under ONNX Runtime without our kernels: function bodies are run."""
     attach_functions(model)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(1)
     feeds = {
         "x": rng.standard_normal((num_rows, sizes.hidden)).astype(np.float32),
         "chosen": rng.integers(0, sizes.experts, (num_rows, sizes.per_row)),
         "share": rng.random((num_rows, sizes.per_row)).astype(np.float32),
     }
-    return session.run(None, feeds)[0]
+    return run_session(model, feeds)[0]
 
 
 def check_same(got: np.ndarray, wanted: np.ndarray, tolerance: float = 3e-6) -> None:
@@ -226,11 +225,9 @@ def test_a_sum_over_the_middle_axis_becomes_a_product(k, keepdims, axis):
     assert mix_rows(model) == 1
     assert ops(model)["MatMul"] == 1
     x = np.random.default_rng(0).standard_normal((7, k, 33)).astype(np.float32)
-    wanted, got = (
-        ort.InferenceSession(ir.to_proto(m).SerializeToString()).run(None, {"x": x})[0] for m in (before, model)
-    )
+    wanted, got = (run_session(m, {"x": x})[0] for m in (before, model))
     check_same(got, wanted)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    session = open_session(model)
     for row in range(7):
         assert np.array_equal(session.run(None, {"x": x[row : row + 1]})[0], got[row : row + 1])
 
@@ -271,9 +268,7 @@ def test_a_gemm_becomes_a_linear_and_a_router_stays():
     assert flat_linears(model) == 1
     assert (ops(model)["Gemm"], ops(model)["MatMul"]) == (1, 1)
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
-    wanted, got = (
-        ort.InferenceSession(ir.to_proto(m).SerializeToString()).run(None, {"x": x}) for m in (before, model)
-    )
+    wanted, got = (run_session(m, {"x": x}) for m in (before, model))
     check_same(got[0], wanted[0])
     assert np.array_equal(got[1], wanted[1])
 
@@ -284,12 +279,11 @@ def test_a_router_with_a_bias_is_kept_from_the_passes_on_linears():
         f"test (float[n, 8] x) => (y, z) <float[8, 6] c, float[6] b, int64[1] k = {{2}}> {{ {text} }}",
         {"c": numbers(8, 6), "b": numbers(6)},
     )
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    before = run_session(model, {"x": x})[1]
     assert flat_linears(model) == 1
     assert (ops(model)["Gemm"], ops(model)["MatMul"]) == (1, 0)
-    after = ort.InferenceSession(ir.to_proto(model).SerializeToString())
-    assert np.array_equal(after.run(None, {"x": x})[1], session.run(None, {"x": x})[1])
+    assert np.array_equal(run_session(model, {"x": x})[1], before)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +309,7 @@ def test_a_product_with_a_matrix_for_each_head_has_its_last_row_twice():
     assert mix_rows(model) == 1
     assert mix_rows(model) == 0, "a second run finds nothing"
     feeds = {"x": rng.standard_normal((2, 3, 16, 8), np.float32), "w": rng.standard_normal((3, 8, 5), np.float32)}
-    sessions = [ort.InferenceSession(ir.to_proto(m).SerializeToString()) for m in (before, model)]
+    sessions = [open_session(m) for m in (before, model)]
     wanted, got = (session.run(None, feeds)[0] for session in sessions)
     check_same(got, wanted)
     for num in (1, 2, 3, 8):

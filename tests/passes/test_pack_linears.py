@@ -4,7 +4,6 @@
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from speccompile.ops.grid import Grid
@@ -13,6 +12,7 @@ from speccompile.passes.attach_grids import attach_grids
 from speccompile.passes.fuse_norm_linears import fuse_norm_linears
 from speccompile.passes.pack_linears import is_bfloat16, pack_linears
 from speccompile.passes.quantize_blocks import quantize_blocks
+from tests.lab.graphs import open_session
 from tests.passes.graphs import graph, ops
 
 RNG = np.random.default_rng(0)
@@ -31,7 +31,7 @@ def head(outputs: str, **weights: np.ndarray) -> str:
 def run(model: ir.Model) -> list[np.ndarray]:
     """The outputs under ONNX Runtime without our kernels: function bodies are run."""
     attach_functions(model)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(model)
     rng = np.random.default_rng(1)
     feeds = {v.name: rng.standard_normal((2, 3, K)).astype(np.float32) for v in session.get_inputs()}
     return session.run(None, feeds)

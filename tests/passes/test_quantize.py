@@ -21,6 +21,7 @@ from speccompile.passes.quantize_blocks import (
 )
 from speccompile.passes.quantize_int8 import int8_from_weight, quantize_int8
 from tests.cpu import least_rows
+from tests.lab.graphs import open_session
 from tests.passes.graphs import ops
 
 
@@ -38,8 +39,7 @@ def make_linear(weight: np.ndarray) -> ir.Model:
 
 def session_of(model: ir.Model) -> ort.InferenceSession:
     """As the backend opens it."""
-    text = ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(text, session_options({}), providers=["CPUExecutionProvider"])
+    return open_session(model, options=session_options({}))
 
 
 FORMS = {

@@ -6,7 +6,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from speccompile.core.specs import LOGITS
@@ -14,6 +13,7 @@ from speccompile.errors import RecipeError
 from speccompile.ops.grid import Grid
 from speccompile.passes.edit import Editor, add_input
 from speccompile.passes.quantize_qdq import block_of, levels_of, quantize_qdq, quantize_qdq_pass, scale_of, stored_qdq
+from tests.lab.graphs import run_session
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -132,12 +132,7 @@ def test_products_err_as_much_as_their_weights(quantization, largest):
     model, exact = make_model(64, 48, 97), make_model(64, 48, 97)
     quantize_qdq(model, quantization, "float32")
     x = np.random.default_rng(0).standard_normal((2, 16, 64)).astype(np.float32)
-    got, wanted = (
-        ort.InferenceSession(ir.to_proto(m).SerializeToString(), providers=["CPUExecutionProvider"]).run(
-            None, {"x": x}
-        )[0]
-        for m in (model, exact)
-    )
+    got, wanted = (run_session(m, {"x": x})[0] for m in (model, exact))
     error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
     expected = relative_error(model)
     assert expected < largest

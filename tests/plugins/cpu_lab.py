@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
@@ -170,16 +169,6 @@ def rows_model(op_name: str, constants: Mapping[str, Any], attributes: Mapping[s
     )
 
 
-def session_of(model: ModelProto, kernels: Path | None, threads: int = 1) -> ort.InferenceSession:
-    """A session with the library, or with the op's body."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    if kernels is not None:
-        options.register_custom_ops_library(str(kernels))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
 def twin_of(op_name: str, values: Mapping[str, Any], attributes: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the numpy twin computes."""
     op = OPS[op_name]
@@ -196,6 +185,5 @@ __all__ = [
     "rows_for",
     "rows_model",
     "run",
-    "session_of",
     "twin_of",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from tests.lab.graphs import open_session
 from tests.plugins.cpu_lab import (
     has_amx,
     library,
@@ -18,7 +19,6 @@ from tests.plugins.cpu_lab import (
     needs_compiler,
     rows_for,
     run,
-    session_of,
     twin_of,
 )
 from tests.plugins.cpu_mutants import mutated_library
@@ -78,7 +78,7 @@ def open_linear(path: Any, num_rows: int = NUM_ROWS) -> Linear:
     """The op in a session of the library at `path`."""
     constants, attributes = linear_case(NAME, NUM_IN, NUM_OUT)
     feeds = rows_for(NAME, num_rows, NUM_IN)
-    session = session_of(linear_model(NAME, constants, attributes), path)
+    session = open_session(linear_model(NAME, constants, attributes), path)
     return Linear(session, feeds, twin_of(NAME, {**constants, **feeds}, attributes))
 
 

@@ -29,9 +29,10 @@ from speccompile.ops.cached_attention import (
 )
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import model_of
 from tests.ops.qkv_lab import Call, Sizes, naive, random_call, tree_mask
-from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -59,7 +60,7 @@ VARIANTS = ("native", "avx2", "portable")  # instruction sets
 
 
 def open_op(op: Op, threads: int = 1, variant: str = "native", **attributes: Any) -> ort.InferenceSession:
-    return session_of(model_of(op.name, **attributes), library_for(variant), threads)
+    return open_session(model_of(op.name, **attributes), library_for(variant), threads)
 
 
 def calls_of(kind: dict[str, Any]) -> list[Call]:
@@ -264,7 +265,7 @@ def test_tensors_of_other_dims_are_refused(name, shape):
     for value in model.graph.input:  # ONNX Runtime itself would refuse a rank
         value.type.tensor_type.ClearField("shape")
     with pytest.raises(FAULTS, match="NormRotaryQkvAttention: "):
-        run(session_of(model, library()), call.inputs)
+        run(open_session(model, library()), call.inputs)
 
 
 @pytest.mark.parametrize("wrong", [{"rotary_dim": 10}, {"rotary_dim": 3}, {"window": -1}, {"softcap": -1.0}], ids=str)

@@ -11,7 +11,8 @@ import pytest
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import Case, open_case
 from speccompile.ops.packed_linear import PACKED_LINEARS
-from tests.plugins.cpu_lab import library, linear_case, linear_model, needs_compiler, rows_for, run, session_of
+from tests.lab.graphs import open_session
+from tests.plugins.cpu_lab import library, linear_case, linear_model, needs_compiler, rows_for, run
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -28,7 +29,7 @@ def test_constants_that_do_not_fit_the_attributes_are_refused_at_load(op):
             model = linear_model(op.name, {**constants, name: shorter(array, axis)}, attributes)
             expected = rf"{op.name}: {name} has dims \[.*\], expected \[.*\] from the attributes"
             with pytest.raises(FAULTS, match=expected):
-                session_of(model, library())
+                open_session(model, library())
 
 
 @pytest.mark.parametrize("op", PACKED_LINEARS, ids=lambda op: op.name)
@@ -64,7 +65,7 @@ def test_grids_that_contradict_themselves_are_refused(changes, expected):
     attributes |= {key: value for key, value in changes.items() if key not in constants}
     model = linear_model(name, constants, attributes)
     with pytest.raises(FAULTS, match=expected):
-        run(session_of(model, library()), rows_for(name, 1, 96))
+        run(open_session(model, library()), rows_for(name, 1, 96))
 
 
 @pytest.mark.parametrize("op", PACKED_LINEARS, ids=lambda op: op.name)
@@ -92,7 +93,7 @@ def test_rows_of_another_width_are_refused(op):
 def test_attributes_out_of_range_are_refused(name, changed, message):
     constants, attributes = linear_case(name, 96, 96)
     with pytest.raises(FAULTS, match=re.escape(message)):
-        session_of(linear_model(name, constants, {**attributes, **changed}), library())
+        open_session(linear_model(name, constants, {**attributes, **changed}), library())
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 from speccompile.backends.onnxruntime.attention_cases import AttentionSizes, cross_attributes, cross_inputs
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import model_of
 from tests.ops.qkv_lab import naive_cross
-from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -21,7 +22,7 @@ BY_NODE = ("q", "positions", "limits")
 
 def open_op(sizes: AttentionSizes, threads: int = 1, variant: str = "native", **others: int) -> ort.InferenceSession:
     attributes = {**cross_attributes(sizes), **others}
-    return session_of(model_of(OP, **attributes), library_for(variant), threads)
+    return open_session(model_of(OP, **attributes), library_for(variant), threads)
 
 
 @pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
@@ -107,7 +108,7 @@ def test_tensors_of_other_dims_are_refused(name, shape):
     for value in model.graph.input:  # ONNX Runtime itself would refuse a rank
         value.type.tensor_type.ClearField("shape")
     with pytest.raises(FAULTS, match=f"{OP}: "):
-        run(session_of(model, library()), inputs)
+        run(open_session(model, library()), inputs)
 
 
 @pytest.mark.parametrize("wrong", [{"rotary_dim": 22}, {"rotary_dim": 3}, {"num_heads": 5}], ids=str)

@@ -11,8 +11,9 @@ from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.core.sampling import warp
 from speccompile.ops.candidates import node_probs, top_tokens
 from speccompile.ops.sample_token import sample_token
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import Case, model_of, same
-from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler
 from tests.plugins.verify_cases import LAST_DRAW, distort
 
 pytestmark = [needs_compiler, pytest.mark.plan]
@@ -23,7 +24,7 @@ KINDS = ("normal", "flat", "ties", "equal", "one token", "masks")
 
 
 def open_op(name: str, threads: int = 1, **attributes: int) -> ort.InferenceSession:
-    return session_of(model_of(name, **attributes), library(), threads)
+    return open_session(model_of(name, **attributes), library(), threads)
 
 
 def logits_of(rng: np.random.Generator, batch: int, nodes: int, vocab: int, kind: str) -> np.ndarray:
@@ -56,7 +57,7 @@ def assert_dists(got: np.ndarray, wanted: np.ndarray) -> None:
 def test_distributions_of_nodes(vocab, kind, variant):
     rng = np.random.default_rng(vocab)
     feeds = {"logits": logits_of(rng, len(WARPS), 2, vocab, kind), **warp_columns(WARPS)}
-    session = session_of(model_of("NodeProbs"), library_for(variant))
+    session = open_session(model_of("NodeProbs"), library_for(variant))
     [got] = session.run(None, feeds)
     [wanted] = node_probs(**feeds)
     assert_dists(got, wanted)
@@ -226,4 +227,4 @@ def test_tensors_of_other_dims_are_refused(name):
             value.type.tensor_type.ClearField("shape")
         names = {value.name for value in model.graph.input}
         with pytest.raises(FAULTS, match=f"{op}: {name} has dims"):
-            session_of(model, library()).run(None, {n: a for n, a in feeds.items() if n in names})
+            open_session(model, library()).run(None, {n: a for n, a in feeds.items() if n in names})

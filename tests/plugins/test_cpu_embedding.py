@@ -14,6 +14,7 @@ from speccompile.backends.onnxruntime.linear_cases import NUM_ROWS, OTHER_GRIDS,
 from speccompile.ops.op import DOMAIN
 from speccompile.ops.packing import unpack
 from speccompile.ops.registry import OPS
+from tests.lab.graphs import open_session
 from tests.plugins.cpu_lab import (
     VARIANTS,
     Arrays,
@@ -22,7 +23,6 @@ from tests.plugins.cpu_lab import (
     needs_compiler,
     rows_model,
     run,
-    session_of,
     twin_of,
 )
 
@@ -52,7 +52,7 @@ def test_rows_have_the_bits_of_the_weights(form, num_in, num_out, kernels):
         packed, constants, attributes = case_of(form, num_in, num_out, **grid)
         right = unpack(packed, form)[:num_in, :num_out].T[tokens]
         model = rows_model(name, constants, attributes)
-        found = [run(session_of(model, executor, threads=2), {"tokens": tokens})[0] for executor in (kernels, None)]
+        found = [run(open_session(model, executor, threads=2), {"tokens": tokens})[0] for executor in (kernels, None)]
         for got in (*found, *twin_of(name, {**constants, "tokens": tokens}, attributes)):
             assert got.shape == right.shape
             assert np.array_equal(got.view(np.int32), right.astype(np.float32).view(np.int32)), grid
@@ -63,7 +63,7 @@ def test_rows_of_a_grid_are_those_of_the_file():
         grid = random_grid(form, 290, 50, 290, group=16, dtype="float32")
         _, constants, attributes = case_of(form, 290, 50, group=16, dtype="float32")
         model = rows_model(f"PackedRows{form}", constants, attributes)
-        (got,) = run(session_of(model, library()), {"tokens": np.arange(50)[None]})
+        (got,) = run(open_session(model, library()), {"tokens": np.arange(50)[None]})
         assert np.array_equal(got[0].view(np.int32), grid.weight().view(np.int32))
 
 
@@ -72,7 +72,7 @@ def test_tokens_outside_the_vocabulary_are_refused_and_none_are_fine(form):
     _, constants, attributes = case_of(form, 70, 52)
     model = rows_model(f"PackedRows{form}", constants, attributes)
     for executor, expected in ((library(), "token {} at 1, expected one below 52"), (None, "GatherND")):
-        session = session_of(model, executor)
+        session = open_session(model, executor)
         assert run(session, {"tokens": np.zeros((2, 0), np.int64)})[0].shape == (2, 0, 70)
         for token in (52, 63, -53, 1 << 40):
             with pytest.raises(FAULTS, match=expected.format(token)):
@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_refused_and_computed_ones_run(form):
     for key, array in constants.items():
         changed = {**constants, key: np.ascontiguousarray(array[1:])}
         with pytest.raises(FAULTS, match=rf"{name}: {key} has dims .* from the attributes"):
-            session_of(rows_model(name, changed, attributes), library())
+            open_session(rows_model(name, changed, attributes), library())
         with pytest.raises(FAULTS, match=rf"{name}: {key} has dims .* from the attributes"):
             run(open_case(case, str(library())), {"tokens": tokens, **changed})
 
@@ -98,7 +98,7 @@ def test_a_sequence_has_rows_and_linears():
     """From the tokens to the logits as one op, with the bits of two."""
     _, constants, attributes = case_of("Int8", 96, 96)
     bias, tokens = np.zeros(96, np.float32), np.array([[5, 95, 0]])
-    (rows,) = run(session_of(rows_model("PackedRowsInt8", constants, attributes), library()), {"tokens": tokens})
+    (rows,) = run(open_session(rows_model("PackedRowsInt8", constants, attributes), library()), {"tokens": tokens})
     program = (
         "PackedRowsInt8 in=0,1,2 out=4 num_in=96 num_out=96 group=32\n"
         "PackedLinearInt8 in=4,1,2,3 out=5 num_in=96 num_out=96\noutputs 4,5"
@@ -107,7 +107,7 @@ def test_a_sequence_has_rows_and_linears():
     del model.functions[:]
     model.graph.node[0].CopyFrom(_sequence(program))
     model.graph.output.add().CopyFrom(helper.make_tensor_value_info("y", 1, ["batch", "nodes", None]))
-    got, logits = run(session_of(model, library()), {"tokens": tokens})
+    got, logits = run(open_session(model, library()), {"tokens": tokens})
     assert np.array_equal(got, rows)
     wanted = twin_of("PackedLinearInt8", {"x": rows, **constants, "bias": bias}, {"num_in": 96, "num_out": 96})[0]
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())

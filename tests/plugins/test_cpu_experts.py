@@ -13,6 +13,7 @@ from speccompile.backends.onnxruntime.kernel_selftest import Case, expert_fault,
 from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS, expert_cases, expert_constants, expert_rows
 from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.registry import OPS
+from tests.lab.graphs import open_session
 from tests.plugins.cpu_lab import (
     VARIANTS,
     Arrays,
@@ -22,7 +23,6 @@ from tests.plugins.cpu_lab import (
     linear_model,
     needs_compiler,
     run,
-    session_of,
     twin_of,
 )
 
@@ -48,7 +48,7 @@ def test_kernel_body_and_twin_agree(name, num_in, num_out, kernels):
         model = expert_model(name, constants, attributes)
         (wanted,) = twin_of(name, {**constants, **feeds}, attributes)
         for executor in (kernels, None):
-            (got,) = run(session_of(model, executor), feeds)
+            (got,) = run(open_session(model, executor), feeds)
             assert got.shape == wanted.shape
             np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max(), err_msg=f"{executor}")
 
@@ -58,12 +58,12 @@ def test_a_row_has_the_bits_of_the_linear_of_its_expert(name, kernels):
     """So every bound that holds for linears holds for experts."""
     constants, attributes = expert_constants(OPS[name], 291, 100, 3)
     feeds = expert_rows(19, 291, 3, 2)
-    (got,) = run(session_of(expert_model(name, constants, attributes), kernels), feeds)
+    (got,) = run(open_session(expert_model(name, constants, attributes), kernels), feeds)
     del attributes["num_experts"]
     linear = name.replace("Expert", "Packed")
     for expert in range(3):
         own = {n: np.ascontiguousarray(array[expert]) for n, array in constants.items()}
-        (alone,) = run(session_of(linear_model(linear, own, attributes), kernels), {"x": feeds["x"][None]})
+        (alone,) = run(open_session(linear_model(linear, own, attributes), kernels), {"x": feeds["x"][None]})
         row, column = np.nonzero(feeds["ids"] == expert)
         assert len(row) > 8
         assert np.array_equal(got.reshape(19, 2, -1)[row, column], alone[0, row])
@@ -77,7 +77,7 @@ def test_kernel_body_and_twin_agree_on_every_grid(form, grid, kernels):
     model, feeds = expert_model(name, constants, attributes), expert_rows(5, 290, 4, 2)
     (wanted,) = twin_of(name, {**constants, **feeds}, attributes)
     for executor in (kernels, None):
-        (got,) = run(session_of(model, executor), feeds)
+        (got,) = run(open_session(model, executor), feeds)
         np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max(), err_msg=f"{executor}")
 
 
@@ -87,7 +87,7 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name, per_ro
     most, num_experts = 100, 9
     constants, attributes = expert_constants(OPS[name], 163, 260, num_experts)
     model = expert_model(name, constants, attributes)
-    sessions = [session_of(model, kernels, threads) for threads in (1, 2)]
+    sessions = [open_session(model, kernels, threads) for threads in (1, 2)]
     feeds = expert_rows(most, 163, num_experts, per_row)
     feeds["ids"][::3] = feeds["ids"][0]  # experts with many rows
     alone = [run(sessions[0], {n: a[r : r + 1] for n, a in feeds.items()})[0] for r in range(most)]
@@ -102,7 +102,7 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name, per_ro
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_may_be_repeated_for_each_expert(name):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
-    session, feeds = session_of(expert_model(name, constants, attributes), library()), expert_rows(6, 70, 5, 3)
+    session, feeds = open_session(expert_model(name, constants, attributes), library()), expert_rows(6, 70, 5, 3)
     repeated = {"x": feeds["x"].repeat(3, axis=0), "ids": feeds["ids"].reshape(-1, 1)}
     assert np.array_equal(run(session, feeds)[0], run(session, repeated)[0])
 
@@ -112,7 +112,7 @@ def test_the_body_keeps_rows_apart(name):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
     feeds = expert_rows(9, 70, 5, 2)
     for threads in (1, 2):
-        session = session_of(expert_model(name, constants, attributes), None, threads)
+        session = open_session(expert_model(name, constants, attributes), None, threads)
         (whole,) = run(session, feeds)
         for row in range(9):
             (alone,) = run(session, {n: a[row : row + 1] for n, a in feeds.items()})
@@ -123,7 +123,7 @@ def test_the_body_keeps_rows_apart(name):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_row(name, value, kernels):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
-    session, feeds = session_of(expert_model(name, constants, attributes), kernels), expert_rows(3, 70, 5, 2)
+    session, feeds = open_session(expert_model(name, constants, attributes), kernels), expert_rows(3, 70, 5, 2)
     feeds["ids"][:] = feeds["ids"][0]
     (clean,) = run(session, feeds)
     feeds["x"][1, 5] = value
@@ -135,7 +135,7 @@ def test_what_is_not_finite_stays_in_its_row(name, value, kernels):
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_without_rows(name, kernels):
     constants, attributes = expert_constants(OPS[name], 70, 52, 5)
-    session = session_of(expert_model(name, constants, attributes), kernels)
+    session = open_session(expert_model(name, constants, attributes), kernels)
     (got,) = run(session, {"x": np.zeros((0, 70), np.float32), "ids": np.zeros((0, 2), np.int64)})
     assert got.shape == (0, 26 if "activation" in attributes else 52)
 
@@ -148,9 +148,9 @@ def test_an_expert_that_is_not_there_is_an_error(name, expert):
     feeds["ids"][1, 1] = expert
     model = expert_model(name, constants, attributes)
     with pytest.raises(FAULTS, match=re.escape(f"{name}: expert {expert} at 3, expected 0 to 4")):
-        run(session_of(model, library()), feeds)
+        run(open_session(model, library()), feeds)
     with pytest.raises(FAULTS):
-        run(session_of(model, None), feeds)
+        run(open_session(model, None), feeds)
     with pytest.raises(IndexError):
         twin_of(name, {**constants, **feeds}, attributes)
 
@@ -170,7 +170,7 @@ def test_tensors_that_do_not_fit_are_refused(op):
             wrong = {**constants, name: shorter(array, axis)}
             expected = rf"{op.name}: {name} has dims \[.*\], expected \[.*\] from the attributes"
             with pytest.raises(FAULTS, match=expected):
-                session_of(expert_model(op.name, wrong, attributes), library())
+                open_session(expert_model(op.name, wrong, attributes), library())
             with pytest.raises(FAULTS, match=expected):
                 run(computed, {**feeds, **wrong})
 
@@ -196,7 +196,7 @@ def test_rows_that_do_not_fit_are_refused(rows, ids, message):
 def test_a_number_of_experts_out_of_range_is_refused(num_experts):
     constants, attributes = expert_constants(OPS["ExpertLinearF32"], 96, 96, 3)
     with pytest.raises(FAULTS, match=re.escape(f"num_experts {num_experts}, expected 1 to 2^20")):
-        session_of(expert_model("ExpertLinearF32", constants, {**attributes, "num_experts": num_experts}), library())
+        open_session(expert_model("ExpertLinearF32", constants, {**attributes, "num_experts": num_experts}), library())
 
 
 def test_the_self_test_runs_every_expert_op():

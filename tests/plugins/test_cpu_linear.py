@@ -9,6 +9,7 @@ import pytest
 from speccompile.backends.onnxruntime.kernel_build import cpu_features
 from speccompile.backends.onnxruntime.linear_cases import OTHER_GRIDS
 from speccompile.ops.packed_linear import PACKED_LINEARS
+from tests.lab.graphs import open_session
 from tests.plugins.cpu_lab import (
     VARIANTS,
     isa_of,
@@ -18,7 +19,6 @@ from tests.plugins.cpu_lab import (
     needs_compiler,
     rows_for,
     run,
-    session_of,
     twin_of,
 )
 
@@ -86,7 +86,7 @@ def test_kernel_body_and_twin_agree(name, num_in, num_out, kernels):
         model = linear_model(name, constants, attributes)
         wanted = twin_of(name, {**constants, **feeds}, attributes)
         for executor in (kernels, None):
-            for got, right in zip(run(session_of(model, executor), feeds), wanted, strict=True):
+            for got, right in zip(run(open_session(model, executor), feeds), wanted, strict=True):
                 assert got.shape == right.shape
                 np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max(), err_msg=f"{executor}")
 
@@ -98,7 +98,7 @@ def test_kernel_and_twin_agree_on_every_grid(form, grid, kernels):
     for name, num_in in ((f"PackedLinear{form}", 1090), (f"NormGatedPackedLinear{form}", 290)):
         constants, attributes = linear_case(name, num_in, 98, **grid)
         model, feeds = linear_model(name, constants, attributes), rows_for(name, 19, num_in)
-        session, wanted = session_of(model, kernels), twin_of(name, {**constants, **feeds}, attributes)
+        session, wanted = open_session(model, kernels), twin_of(name, {**constants, **feeds}, attributes)
         whole = run(session, feeds)
         for got, right in zip(whole, wanted, strict=True):
             np.testing.assert_allclose(got, right, rtol=0, atol=2e-6 * np.abs(right).max())
@@ -116,7 +116,7 @@ def test_graphs_that_name_no_group_and_no_unit_have_groups_of_32(form, kernels):
     older = {key: value for key, value in attributes.items() if key not in ("group", "unit")}
     feeds, executors = rows_for(name, 5, 70), (kernels, None)
     for executor in executors:
-        got, right = (run(session_of(linear_model(name, constants, a), executor), feeds) for a in (older, attributes))
+        got, right = (run(open_session(linear_model(name, constants, a), executor), feeds) for a in (older, attributes))
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(got, right, strict=True))
 
 
@@ -125,11 +125,11 @@ def test_padding_of_a_row_has_no_scale(form, kernels):
     """Rows of 70 have five units of 16 and are padded to six: what stands after five scales is another panel's."""
     constants, attributes = linear_case(f"PackedLinear{form}", 70, 64, group=16, dtype="float32")
     feeds = rows_for(f"PackedLinear{form}", 3, 70)
-    (right,) = run(session_of(linear_model(f"PackedLinear{form}", constants, attributes), kernels), feeds)
+    (right,) = run(open_session(linear_model(f"PackedLinear{form}", constants, attributes), kernels), feeds)
     for name in set(constants) & {"scales", "minimums"}:
         changed = {**constants, name: constants[name].copy()}
         changed[name][1] = np.nan
-        (got,) = run(session_of(linear_model(f"PackedLinear{form}", changed, attributes), kernels), feeds)
+        (got,) = run(open_session(linear_model(f"PackedLinear{form}", changed, attributes), kernels), feeds)
         assert np.array_equal(got[..., :32], right[..., :32]) and np.isnan(got[..., 32:]).all()
 
 
@@ -137,7 +137,7 @@ def test_padding_of_a_row_has_no_scale(form, kernels):
 def test_error_is_at_most_twice_that_of_the_naive_formula(name, kernels):
     constants, attributes = linear_case(name, 515, 130)
     feeds = rows_for(name, 16, 515)
-    got = run(session_of(linear_model(name, constants, attributes), kernels), feeds)
+    got = run(open_session(linear_model(name, constants, attributes), kernels), feeds)
     values = {**constants, **feeds}
     exact, simple = (naive(name, values, attributes, dtype) for dtype in (np.float64, np.float32))
     for mine, plain, right in zip(got, simple, exact, strict=True):
@@ -151,7 +151,7 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name, kernel
     num_in, num_out = 291, 324  # 10 groups: more than one stretch; several tasks
     constants, attributes = linear_case(name, num_in, num_out)
     model = linear_model(name, constants, attributes)
-    sessions = [session_of(model, kernels, threads) for threads in (1, 2)]
+    sessions = [open_session(model, kernels, threads) for threads in (1, 2)]
     feeds = rows_for(name, max(NUM_ROWS), num_in)
     alone = [run(sessions[0], {n: a[:, r : r + 1].copy() for n, a in feeds.items()}) for r in range(max(NUM_ROWS))]
     right = [np.concatenate(rows, axis=1) for rows in zip(*alone, strict=True)]
@@ -167,7 +167,7 @@ def test_rows_have_the_same_bits_in_every_step_and_with_any_threads(name, kernel
 def test_rows_have_the_same_bits_where_panels_share_stretches_of_them(name, kernels):
     num_in, num_out, num_rows = 1102, 300, 260  # more than 1 MiB of float32; ten panels, which are more than share one
     constants, attributes = linear_case(name, num_in, num_out)
-    session = session_of(linear_model(name, constants, attributes), kernels)
+    session = open_session(linear_model(name, constants, attributes), kernels)
     feeds = rows_for(name, num_rows, num_in)
     whole = run(session, feeds)
     for begin in range(0, num_rows, 13):
@@ -180,7 +180,7 @@ def test_rows_have_the_same_bits_where_panels_share_stretches_of_them(name, kern
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(name, value, kernels):
     constants, attributes = linear_case(name, 70, 52)
-    session, feeds = session_of(linear_model(name, constants, attributes), kernels), rows_for(name, 3, 70)
+    session, feeds = open_session(linear_model(name, constants, attributes), kernels), rows_for(name, 3, 70)
     before = run(session, feeds)
     feeds["x"][0, 1, 5] = value
     after = run(session, feeds)
@@ -192,7 +192,7 @@ def test_what_is_not_finite_stays_in_its_row(name, value, kernels):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_zeros_and_steps_without_rows(name, kernels):
     constants, attributes = linear_case(name, 70, 52)
-    session = session_of(linear_model(name, constants, attributes), kernels)
+    session = open_session(linear_model(name, constants, attributes), kernels)
     zeros = {n: np.zeros((1, 2, 70), np.float32) for n in rows_for(name, 1, 1)}
     got = run(session, zeros)[0]
     np.testing.assert_allclose(got, twin_of(name, {**constants, **zeros}, attributes)[0], rtol=2e-6, atol=1e-6)

@@ -16,10 +16,11 @@ import pytest
 from speccompile.backends.onnxruntime.linear_cases import tail_cases
 from speccompile.ops.op import Op
 from speccompile.ops.registry import OPS
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import Case, is_at_boundary, model_of, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import is_possible, wide_case
-from tests.plugins.cpu_lab import needs_compiler, session_of
+from tests.plugins.cpu_lab import needs_compiler
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen
 from tests.plugins.verify_cases import (
@@ -209,7 +210,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """All mutants, without the kernels of other families."""
     path = mutated_library(tmp_path_factory.mktemp("mutants"), MUTANTS, "verify_ops", "draft_ops", "rollback_op")
     used = {call.op.name: call.attributes for call in calls()}
-    sessions = {name: session_of(model_of(name, **attributes), path) for name, attributes in used.items()}
+    sessions = {name: open_session(model_of(name, **attributes), path) for name, attributes in used.items()}
     return Lab(ctypes.CDLL(str(path)), sessions)
 
 

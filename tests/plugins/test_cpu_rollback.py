@@ -6,8 +6,9 @@ import pytest
 
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.ops.kv_rollback import kv_rollback
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import Case, model_of
-from tests.plugins.cpu_lab import library, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -25,7 +26,7 @@ def random_call(rng: np.random.Generator, batch: int, heads: int, width: int, de
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (2, 8), (3, 33), (9, 128)])
 def test_random_paths(heads, width):
     rng = np.random.default_rng(width)
-    sessions = [session_of(model_of("KVRollback"), library(), threads) for threads in (1, 2)]
+    sessions = [open_session(model_of("KVRollback"), library(), threads) for threads in (1, 2)]
     for depth in (1, 2, 9, 33):
         case = random_call(rng, 4, heads, width, depth)
         for session in sessions:
@@ -34,7 +35,7 @@ def test_random_paths(heads, width):
 
 def test_a_bound_cache_is_changed_in_place():
     case = random_call(np.random.default_rng(0), 3, 2, 16, 12)
-    held, session = case["cache"].copy(), session_of(model_of("KVRollback"), library())
+    held, session = case["cache"].copy(), open_session(model_of("KVRollback"), library())
     binding = session.io_binding()
     for name, array in (("cache", held), ("lengths", case["lengths"]), ("path", case["path"])):
         binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -58,6 +59,6 @@ def test_a_bound_cache_is_changed_in_place():
 )
 def test_paths_that_do_not_rise_or_end_outside_are_refused(length, path):
     cache = np.zeros((1, 2, 20, 4), np.float32)
-    session = session_of(model_of("KVRollback"), library())
+    session = open_session(model_of("KVRollback"), library())
     with pytest.raises(FAULTS, match=r"KVRollback: path\[0, \d\] is .* expected rising nodes within the 20 rows"):
         session.run(None, {"cache": cache, "lengths": np.array([length]), "path": np.array([path])})

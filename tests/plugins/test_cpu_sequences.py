@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
@@ -19,6 +18,7 @@ from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.sequences import OP, put_together, sequence_ops
 from speccompile.ops.op import DOMAIN, OPSET, VERSION
 from speccompile.ops.registry import OPS
+from tests.lab.graphs import open_session
 from tests.plugins.cpu_lab import library, linear_case, linear_model, needs_compiler
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen
@@ -72,13 +72,6 @@ def _renamed(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
     return tensor
 
 
-def session_of(model: onnx.ModelProto, path: Path, threads: int = 1) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.register_custom_ops_library(str(path))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
 def rows_of(num: int) -> np.ndarray:
     return np.random.default_rng(num).standard_normal((1, num, SIZE)).astype(np.float32)
 
@@ -98,7 +91,7 @@ def test_sequences_have_the_bits_of_their_kernels(threads):
     model = chain_model()
     joined, num = with_sequences(model, library())
     assert num == len(CHAIN) and [node.op_type for node in joined.graph.node] == [OP, "Add", OP]
-    alone, together = session_of(model, library()), session_of(joined, library(), threads)
+    alone, together = open_session(model, library()), open_session(joined, library(), threads)
     for count in (1, 5, 70, 2):
         feeds = {"x": rows_of(count)}
         assert same(together.run(None, feeds), alone.run(None, feeds)), f"{count} rows"
@@ -107,7 +100,7 @@ def test_sequences_have_the_bits_of_their_kernels(threads):
 def test_runs_at_the_same_time_do_not_share_values():
     model = chain_model()
     joined, _ = with_sequences(model, library())
-    alone, together = session_of(model, library()), session_of(joined, library(), 2)
+    alone, together = open_session(model, library()), open_session(joined, library(), 2)
     feeds = [{"x": rows_of(count)} for count in (3, 40, 8, 21)] * 5
     wanted = [alone.run(None, feed) for feed in feeds]
     with ThreadPoolExecutor(4) as pool:
@@ -119,7 +112,7 @@ def test_a_fault_names_the_kernel_and_the_session_goes_on():
     model = chain_model()
     del model.graph.input[0].type.tensor_type.shape.dim[:]
     joined, _ = with_sequences(model, library())
-    session = session_of(joined, library(), 2)
+    session = open_session(joined, library(), 2)
     right = session.run(None, {"x": rows_of(4)})
     with pytest.raises(FAULTS, match=r"KernelSequence: PackedLinearInt8: x has dims .1, 4, 95.*expected"):
         session.run(None, {"x": rows_of(4)[:, :, 1:].copy()})
@@ -150,7 +143,7 @@ def test_a_broken_program_is_refused_at_load(old, new, fault):
     assert old in text
     program.s = text.replace(old, new, 1).encode()
     with pytest.raises(FAULTS, match=fault):
-        session_of(joined, library())
+        open_session(joined, library())
 
 
 def test_nodes_are_ordered_so_that_kernels_stay_together():
@@ -209,13 +202,13 @@ def test_a_mutated_sequence_is_noticed(mutant, mutated):
     model = chain_model()
     joined, _ = with_sequences(model, mutated)
     feeds = {"x": rows_of(5)}
-    right = session_of(model, mutated).run(None, feeds)
+    right = open_session(model, mutated).run(None, feeds)
     loaded = ctypes.CDLL(str(mutated))
     if mutant is None:
-        assert same(session_of(joined, mutated).run(None, feeds), right)
+        assert same(open_session(joined, mutated).run(None, feeds), right)
         return
     with chosen(loaded, MUTANTS, mutant):
-        assert not same(session_of(joined, mutated).run(None, feeds), right)
+        assert not same(open_session(joined, mutated).run(None, feeds), right)
 
 
 TEAM = """

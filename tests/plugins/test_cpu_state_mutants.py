@@ -14,9 +14,10 @@ import pytest
 
 from speccompile.backends.onnxruntime.kernel_selftest import Case, error_of, open_case, run
 from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault, with_trees
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import model_of
 from tests.ops.state_lab import Layer, conv_layer, delta_layer, rounds_fault
-from tests.plugins.cpu_lab import needs_compiler, session_of
+from tests.plugins.cpu_lab import needs_compiler
 from tests.plugins.cpu_mutants import mutated_library
 from tests.plugins.mutants import Mutants, Swap, chosen
 
@@ -152,7 +153,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(
         ctypes.CDLL(str(path)),
         [(case, open_case(case, str(path))) for case in cases],
-        [(layer, session_of(model_of(layer.op.name, **layer.attributes), path)) for layer in layers],
+        [(layer, open_session(model_of(layer.op.name, **layer.attributes), path)) for layer in layers],
     )
 
 

@@ -12,6 +12,7 @@ from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.backends.onnxruntime.kernel_selftest import run
 from speccompile.backends.onnxruntime.state_cases import paths_fault, state_cases, steps_fault
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import model_of
 from tests.ops.state_lab import (
     Arrays,
@@ -24,7 +25,7 @@ from tests.ops.state_lab import (
     mask_of,
     random_step,
 )
-from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
@@ -43,7 +44,7 @@ each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys()
 
 
 def open_layer(layer: Layer, threads: int = 1, variant: str = "native") -> ort.InferenceSession:
-    return session_of(model_of(layer.op.name, **layer.attributes), library_for(variant), threads)
+    return open_session(model_of(layer.op.name, **layer.attributes), library_for(variant), threads)
 
 
 def plain_run(layer: Layer, threads: int = 1, variant: str = "native") -> Run:
@@ -137,7 +138,7 @@ def test_a_constant_weight_is_a_computed_one():
     kept = [value for value in model.graph.input if value.name not in held]
     del model.graph.input[:]
     model.graph.input.extend(kept)
-    got = run(session_of(model, library()), {n: a for n, a in inputs.items() if n not in held})
+    got = run(open_session(model, library()), {n: a for n, a in inputs.items() if n not in held})
     for mine, other in zip(got, plain_run(layer)(inputs), strict=True):
         np.testing.assert_array_equal(mine, other)
 
@@ -188,7 +189,7 @@ def test_a_graph_without_a_tree_mask_has_chains(layer):
     inputs = random_step(layer, np.random.default_rng(8), 3, 6)
     model = model_of(layer.op.name, **layer.attributes)
     del model.graph.input[-1], model.graph.node[0].input[-1], model.functions[:]
-    got = run(session_of(model, library()), {n: a for n, a in inputs.items() if n != TREE_MASK})
+    got = run(open_session(model, library()), {n: a for n, a in inputs.items() if n != TREE_MASK})
     for mine, other in zip(got, plain_run(layer)(inputs), strict=True):
         np.testing.assert_array_equal(mine, other)
 
@@ -229,14 +230,14 @@ def test_tensors_of_other_dims_are_refused(name, wrong):
     for value in model.graph.input:  # ONNX Runtime itself would refuse a rank
         value.type.tensor_type.ClearField("shape")
     with pytest.raises(FAULTS, match=f"{layer.op.name}: "):
-        run(session_of(model, library()), inputs)
+        run(open_session(model, library()), inputs)
 
 
 @pytest.mark.parametrize("wrong", [{"num_key_heads": 0}, {"num_value_heads": 3}, {"num_value_heads": -2}], ids=str)
 def test_heads_that_make_no_sense_are_refused(wrong):
     layer = LAYERS["delta rule"]
     with pytest.raises(FAULTS, match=r"GatedDelta: .* value heads, expected a multiple of the"):
-        session_of(model_of("GatedDelta", **{**layer.attributes, **wrong}), library())
+        open_session(model_of("GatedDelta", **{**layer.attributes, **wrong}), library())
 
 
 def test_the_self_test_takes_the_twins_for_right():

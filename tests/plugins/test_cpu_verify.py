@@ -21,17 +21,18 @@ from tests.core.distribution_lab import (
     p_value,
     spread,
 )
+from tests.lab.graphs import open_session
 from tests.ops.op_lab import Case, check_unread_parent, model_of, same, verify_case
 from tests.ops.test_finite_token import VALUES, case_of
 from tests.plugins.cases import assert_same, wide_case
-from tests.plugins.cpu_lab import library, library_for, needs_compiler, session_of
+from tests.plugins.cpu_lab import library, library_for, needs_compiler
 from tests.plugins.verify_cases import KINDS, WARP_CASES, empty_residual_case, one_warp_case, warp_case
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
 
 def open_op(name: str, threads: int = 1) -> ort.InferenceSession:
-    return session_of(model_of(name), library(), threads)
+    return open_session(model_of(name), library(), threads)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def part(case: Case, slots: Sequence[int]) -> Case:
 @pytest.mark.parametrize("vocab", [2, 5, 64, 97, 300, 1300])
 @pytest.mark.parametrize("variant", ["native", "avx2", "portable"])
 def test_random_cases_are_decided_as_by_the_twin(variant, vocab):
-    session, rng = session_of(model_of("SpecVerify"), library_for(variant)), np.random.default_rng(vocab)
+    session, rng = open_session(model_of("SpecVerify"), library_for(variant)), np.random.default_rng(vocab)
     num_excused = num_accepted = 0
     for number in range(96):
         heat, is_chain, has_probs = KINDS[number % len(KINDS)]
@@ -187,7 +188,7 @@ def test_tensors_of_other_dims_are_refused(session, name, shape):
     case = one_warp_case(np.random.default_rng(1), 97, 2, 4, temperature=1.0)
     case[name] = np.zeros(shape, case[name].dtype)
     with pytest.raises(FAULTS, match=f"SpecVerify: .*{name} has dims"):
-        session_of(model, library()).run(None, case)
+        open_session(model, library()).run(None, case)
 
 
 @pytest.mark.parametrize("vocab", [5, 16, 64, 1000])

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from speccompile.backends.base import CompileJob, LoadJob
 from tests import store
 from tests.export.eagle3_reference import Oracle, causal
+from tests.lab.graphs import compile_graph
 from tests.pipeline import fakes
 
 VOCAB, HIDDEN, DRAFTED, LAYERS = 40, 32, 24, 7
@@ -234,17 +234,9 @@ def write_learnt_eagle(folder: Path, target: Path) -> Path:
 
 def compiled(source, folder: Path, *backends: str, slots: int = 2, rows: int = 64) -> list:
     """The engines of a source's graph, exported once, on backends of the CPU."""
-    from speccompile.core import registry
-
-    model, _ = store.export(source)
-    engines = []
+    model, dims, engines = store.export(source)[0], source.dims if source.role == "target" else None, []
     for name in backends or ("onnxruntime",):
-        chosen, graphs = registry.backend(name), folder / name / source.job.name
         with store.cheap_measurements():
-            chosen.compile(CompileJob(model, source.spec(), graphs))
-        sizes = {"max_slots": slots, "max_rows": rows, "tuning": {"threads": 1}}
-        if source.role == "target":
-            chosen.compile_rollback(source.dims, graphs / "rollback")
-            sizes["rollback"] = graphs / "rollback" / chosen.graph_file
-        engines.append(chosen.load(LoadJob(graphs / chosen.graph_file, source.spec(), **sizes)))
+            built = compile_graph(model, source.spec(), folder / name / source.job.name, name, dims)
+        engines.append(built.open(slots, max_rows=rows))
     return engines

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.backends.base import CompileJob, LoadJob
-from speccompile.core import registry, specs
+from speccompile.core import specs
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.graph_kinds.heads import DraftForm
 from tests import store
+from tests.lab.graphs import compile_graph
 
 BACKENDS = ("onnxruntime", "reference")
 Logits = Callable[[np.ndarray, list[int]], np.ndarray]  # of a state and the tokens from the root on
@@ -32,10 +32,9 @@ def engines(source: Any, folder: Any) -> Iterator[Any]:
     """The graph of a source on each backend."""
     model, _ = store.export(source)
     for name in BACKENDS:
-        maker = registry.backend(name)
         with store.cheap_measurements():
-            maker.compile(CompileJob(model, source.spec(), folder / name))
-        yield maker.load(LoadJob(folder / name / "graph.onnx", source.spec(), max_slots=4, tuning={"threads": 1}))
+            built = compile_graph(model, source.spec(), folder / name, name)
+        yield built.open(4)
 
 
 def feeds(hidden: int, vocab: int, batch: int = 3, nodes: int = 4, seed: int = 7) -> dict[str, np.ndarray]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.checkpoints.checkpoint import read_dims
-from speccompile.core import registry, specs
+from speccompile.core import specs
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.errors import CheckpointError, ExportError, RecipeError
 from speccompile.export.heads_file import write_heads
@@ -19,6 +18,7 @@ from speccompile.speculators.early_exit.checkpoint import ExitSource
 from speccompile.speculators.early_exit.config import DRAFT, ExitOptions
 from speccompile.speculators.early_exit.config import ExitConfig as Config
 from speccompile.speculators.early_exit.model import ExitHead, ExitSizes, replace_norm
+from tests.lab.graphs import compile_graph
 
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
 NUM_LAYERS = 2
@@ -80,12 +80,7 @@ def test_the_graph_is_the_targets_first_layers(folders, tmp_path, head, asked):
     tokens = np.random.default_rng(2).integers(0, 61, (1, 17))
     want = expected_dists(folders, tokens, head, num_layers)
     for backend in ("reference", "onnxruntime"):
-        maker = registry.backend(backend)
-        maker.compile(CompileJob(model, source.spec(), tmp_path / backend))
-        engine = maker.load(
-            LoadJob(tmp_path / backend / "graph.onnx", source.spec(), max_rows=73, tuning={"threads": 1})
-        )
-        got = []
+        engine, got = compile_graph(model, source.spec(), tmp_path / backend, backend).open(max_rows=73), []
         for start, end in ((0, 9), (9, 10), (10, 17)):
             feeds = {specs.TOKENS: tokens[:, start:end], specs.LENGTHS: np.array([start])}
             got.append(np.array(engine.run({**feeds, specs.TEMPERATURE: np.ones(1, np.float32)})[specs.NODE_PROBS])[0])

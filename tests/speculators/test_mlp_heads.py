@@ -26,6 +26,7 @@ from speccompile.speculators.mlp.checkpoint import FORMATS, PREFIX, HeadsSource,
 from speccompile.speculators.mlp.config import WEIGHTS, HeadsSizes  # noqa: E402
 from speccompile.speculators.mlp.config import MlpConfig as Config  # noqa: E402
 from speccompile.speculators.mlp.model import MlpExpander, MlpHeads, make_heads  # noqa: E402
+from tests.lab.graphs import compile_graph  # noqa: E402
 from tests.speculators import heads_lab  # noqa: E402
 
 VOCAB, HIDDEN, INNER = 97, 20, 12
@@ -175,10 +176,7 @@ def test_a_checkpoint_becomes_a_graph_that_computes_the_formula(variant, form, t
     assert len(names) == (2 if is_tied else 2 * sizes(variant).num_heads)
     spec = source.spec()
     for backend in ("onnxruntime", "reference"):
-        maker = registry.backend(backend)
-        maker.compile(CompileJob(model, spec, tmp_path / backend))
-        path = tmp_path / backend / "graph.onnx"
-        engine = maker.load(LoadJob(path, spec, max_slots=4, tuning={"threads": 1}))
+        engine = compile_graph(model, spec, tmp_path / backend, backend).open(4)
         for batch, nodes, hot in ((4, 5, True), (1, 1, True), (3, 2, False)):
             feeds = make_feeds(sizes(variant).num_heads, batch, nodes, hot)
             got, (drafted, sure, dists) = engine.run(feeds), wanted_from(weights, variant, feeds)
@@ -212,9 +210,7 @@ def test_fewer_heads_than_the_checkpoint_has_draft_its_first_tokens(tmp_path):
     source = open_source(save(tmp_path / "in", weights, config()), num_drafts=2)
     model, _ = source.export(lambda stage: None)
     assert not any("head.2" in name for name in model.graph.initializers)
-    maker = registry.backend("onnxruntime")
-    maker.compile(CompileJob(model, source.spec(), tmp_path / "g"))
-    engine = maker.load(LoadJob(tmp_path / "g/graph.onnx", source.spec(), max_slots=4, tuning={"threads": 1}))
+    engine = compile_graph(model, source.spec(), tmp_path / "g", "onnxruntime").open(4)
     feeds = make_feeds(3)
     got = engine.run({**feeds, specs.UNIFORMS: feeds[specs.UNIFORMS][:, :2]})[specs.SAMPLED_TOKENS]
     np.testing.assert_array_equal(got, wanted_from(weights, "plain", feeds)[0][:, :2])

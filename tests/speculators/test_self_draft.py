@@ -4,13 +4,13 @@
 import numpy as np
 import pytest
 
-from speccompile.backends.base import CompileJob, LoadJob
 from speccompile.checkpoints.checkpoint import read_dims
-from speccompile.core import registry, specs
+from speccompile.core import specs
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.errors import RecipeError
 from speccompile.speculators.self_draft.checkpoint import SelfDraftSource, spread
 from speccompile.speculators.self_draft.config import DRAFT, SelfDraftConfig, SelfDraftOptions
+from tests.lab.graphs import compile_graph
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("cheap_measurements")
@@ -62,10 +62,7 @@ def test_the_graph_is_the_targets_layers_on_its_caches(target, tmp_path, num_lay
     tokens = np.random.default_rng(2).integers(0, 61, (1, 17))
     want = expected_dists(target, tokens, layers)
     for backend in ("reference", "onnxruntime"):
-        maker = registry.backend(backend)
-        maker.compile(CompileJob(model, spec, tmp_path / backend))
-        file = tmp_path / backend / maker.graph_file
-        engine, got = maker.load(LoadJob(file, spec, max_rows=73, tuning={"threads": 1})), []
+        engine, got = compile_graph(model, spec, tmp_path / backend, backend).open(max_rows=73), []
         for start, end in ((0, 9), (9, 10), (10, 17)):
             feeds = {specs.TOKENS: tokens[:, start:end], specs.LENGTHS: np.array([start])}
             got.append(np.array(engine.run({**feeds, specs.TEMPERATURE: np.ones(1, np.float32)})[specs.NODE_PROBS])[0])

@@ -10,7 +10,8 @@ from speccompile.core.sampling import warp
 from speccompile.ops.candidates import node_probs, top_tokens
 from speccompile.ops.sample_token import sample_token
 from speccompile.ops.tensorrt.dists import TRT_WARP, block_sizes
-from tests.ops.op_lab import check_drawn, draw_case, mutated, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import check_drawn, draw_case, mutated
 from tests.ops.tensorrt.lab import Parsed, body_model, random_feeds
 
 pytestmark = pytest.mark.plan
@@ -38,13 +39,13 @@ def _check_warp(session, feeds) -> int:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_warp(vocab):
-    session = session_of(body_model("Warp", {"vocab": vocab}))
+    session = open_session(body_model("Warp", {"vocab": vocab}))
     assert sum(_check_warp(session, random_feeds(vocab, 24, seed)) for seed in range(3)) <= 2
 
 
 @pytest.fixture(scope="module")
 def small_warp():  # type: ignore[no-untyped-def]
-    return session_of(body_model("Warp", {"vocab": 12}))
+    return open_session(body_model("Warp", {"vocab": 12}))
 
 
 @settings(max_examples=150, deadline=None)
@@ -83,7 +84,7 @@ def test_neighbouring_floats_are_told_apart(small_warp):  # type: ignore[no-unty
 
 
 def test_ties_are_kept_as_the_twin_keeps_them():
-    session = session_of(body_model("Warp", {"vocab": 360}))
+    session = open_session(body_model("Warp", {"vocab": 360}))
     logits = np.array([[[1, 2, 2, 0, 2, 1] * 60]], np.float32)  # 180 ties at the top, then 120 more
     for top_k, top_p in ((1, 1.0), (181, 1.0), (0, 0.5), (1, 0.3), (190, 0.97)):
         feeds = {"logits": logits, "temperature": np.ones(1, np.float32), "top_k": np.array([top_k])}
@@ -92,7 +93,7 @@ def test_ties_are_kept_as_the_twin_keeps_them():
 
 
 def test_tokens_that_are_masked_out_get_nothing():
-    session = session_of(body_model("Warp", {"vocab": 64}))
+    session = open_session(body_model("Warp", {"vocab": 64}))
     feeds = {**random_feeds(64, 8, 1), "temperature": np.ones(8, np.float32)}
     feeds["logits"][:, :, 5:40] = -np.inf
     assert _check_warp(session, feeds) == 0
@@ -100,7 +101,7 @@ def test_tokens_that_are_masked_out_get_nothing():
 
 @pytest.mark.parametrize("vocab", [*VOCABS, 300000])
 def test_draw(vocab):
-    session = session_of(body_model("Draw", {"vocab": vocab}))
+    session = open_session(body_model("Draw", {"vocab": vocab}))
     probs, uniforms = draw_case(vocab)
     share = check_drawn(session.run(None, {"probs": probs, "uniforms": uniforms})[0], probs, uniforms, EDGE)
     assert vocab > 9000 or share > 0.9
@@ -113,7 +114,7 @@ def test_blocks_follow_each_other_by_64_at_most():
 
 @pytest.mark.parametrize("vocab", [1, 7, 97, 4097])
 def test_sample_token(vocab):
-    session = session_of(body_model("SampleToken", {"vocab": vocab}))
+    session = open_session(body_model("SampleToken", {"vocab": vocab}))
     feeds = random_feeds(vocab, 16, vocab)
     feeds = {**feeds, "logits": feeds["logits"][:, :1], "uniforms": np.random.default_rng(0).random(16, np.float32)}
     ordered = {n: feeds[n] for n in ("logits", "uniforms", "temperature", "top_k", "top_p")}
@@ -125,7 +126,7 @@ def test_sample_token(vocab):
 
 
 def test_half_logits_are_read_as_they_are():
-    session = session_of(body_model("SampleToken", {"vocab": 97}, dtypes={"logits": "float16"}))
+    session = open_session(body_model("SampleToken", {"vocab": 97}, dtypes={"logits": "float16"}))
     feeds = random_feeds(97, 8, 3)
     logits = feeds.pop("logits")[:, :1].astype(np.float16)
     draws = np.random.default_rng(1).random(8, np.float32)
@@ -138,7 +139,7 @@ def test_half_logits_are_read_as_they_are():
 def test_a_coarser_search_is_noticed():
     """With the last two rounds left out, logits that lie close to each other are kept together."""
     model = body_model("Warp", {"vocab": 12})
-    lazy = session_of(mutated(model, TRT_WARP, "Squeeze(low_k_9,", "Squeeze(low_k_7,", 12))
+    lazy = open_session(mutated(model, TRT_WARP, "Squeeze(low_k_9,", "Squeeze(low_k_7,", 12))
     with pytest.raises(AssertionError):
         test_neighbouring_floats_are_told_apart(lazy)
 
@@ -152,7 +153,7 @@ def nodes_of(vocab: int) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_candidates_equal_the_twins(dtype):
-    session = session_of(body_model("TopTokens", {"vocab": 97, "candidates": 8}, dtypes={"logits": dtype}))
+    session = open_session(body_model("TopTokens", {"vocab": 97, "candidates": 8}, dtypes={"logits": dtype}))
     logits = random_feeds(97, 4, 1)["logits"].astype(dtype)
     expected = top_tokens(logits.astype(np.float32))
     got = session.run(None, {"logits": logits})
@@ -161,7 +162,7 @@ def test_candidates_equal_the_twins(dtype):
 
 
 def test_dists_are_never_a_dummy():
-    session = session_of(body_model("NodeProbs", {"vocab": 97}))
+    session = open_session(body_model("NodeProbs", {"vocab": 97}))
     feeds = random_feeds(97, 6, 2)
     (expected,) = node_probs(**feeds)
     np.testing.assert_allclose(session.run(None, feeds)[0], expected, atol=2e-6)

@@ -12,7 +12,8 @@ from onnx.reference import ReferenceEvaluator
 from speccompile.core.specs import LENGTHS, STATE_LENGTHS, SURE_NODES, TREE_MASK
 from speccompile.ops.registry import attach_functions
 from speccompile.ops.tensorrt.recurrence import gated_delta_op, most_rows
-from tests.ops.op_lab import model_of, mutated, session_of
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import model_of, mutated
 from tests.ops.state_lab import Layer, Run, Slots, assert_near, conv_layer, delta_layer, random_step
 from tests.ops.tensorrt.lab import Parsed, Shape
 
@@ -71,7 +72,7 @@ def test_the_recurrence_builds_without_a_loop(delta):
 def _runs(layer: Layer) -> tuple[Run, Run]:
     """The body on ONNX Runtime and on the reference evaluator."""
     model = unsized_model(layer)
-    session, evaluator = session_of(model), ReferenceEvaluator(model)
+    session, evaluator = open_session(model), ReferenceEvaluator(model)
     return lambda inputs: session.run(None, inputs), lambda inputs: evaluator.run(None, inputs)
 
 
@@ -147,7 +148,7 @@ def test_steps_after_steps_stay_near_the_twin(layer):
 @pytest.mark.parametrize(("right", "wrong"), MUTANTS)
 def test_a_mutated_body_is_noticed(right, wrong):
     layer = LAYERS["delta rule"]
-    session = session_of(mutated(unsized_model(layer), gated_delta_op(32, delta=True), right, wrong))
+    session = open_session(mutated(unsized_model(layer), gated_delta_op(32, delta=True), right, wrong))
     assert _rounds_fault(layer, lambda inputs: session.run(None, inputs))
 
 

@@ -11,7 +11,8 @@ from speccompile.core.tree import TokenTree
 from speccompile.ops.spec_verify import spec_verify
 from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
 from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value, spread
-from tests.ops.op_lab import check_unread_parent, is_at_boundary, mutated, same, session_of, verify_case
+from tests.lab.graphs import open_session
+from tests.ops.op_lab import check_unread_parent, is_at_boundary, mutated, same, verify_case
 from tests.ops.tensorrt.lab import body_model
 
 pytestmark = pytest.mark.plan
@@ -24,7 +25,7 @@ BATCH, MUTANT_BATCH = 20000, 5000
 @pytest.mark.parametrize("form", ["tokens", "dists", "both"])
 def test_verdicts_are_the_twins(vocab, form):
     pins = {"vocab": vocab, **{"tokens": {"draft_vocab": 1}, "dists": {"draft_vocab": vocab}, "both": {}}[form]}
-    session = session_of(body_model("SpecVerify", pins))
+    session = open_session(body_model("SpecVerify", pins))
     rng = np.random.default_rng(vocab)
     num_accepted = num_excluded = 0
     for number in range(120):
@@ -55,7 +56,7 @@ def test_the_form_follows_the_width_of_the_dists():
 def test_nodes_after_the_last_unrolled_one_are_never_kept():
     """A tree larger than the body's limit loses drafts but keeps the distribution: the kept path is a prefix."""
     rng = np.random.default_rng(2)
-    small = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
+    small = open_session(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
     num_shorter = 0
     for heat, is_chain, has_probs in KINDS * 8:
         is_block = is_chain and has_probs  # a shorter block may pass where the longer one does not
@@ -70,13 +71,13 @@ def test_nodes_after_the_last_unrolled_one_are_never_kept():
 
 
 def test_prefill_leaves_a_parent_at_the_root():
-    session = session_of(body_model("SpecVerify", {"vocab": 97}))
+    session = open_session(body_model("SpecVerify", {"vocab": 97}))
     check_unread_parent(session)
 
 
 def test_zero_residual_mass():
     """A one-hot target and a draft distribution equal to it, with a draft outside both."""
-    session = session_of(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
+    session = open_session(body_model("SpecVerify", {"vocab": 5}, max_nodes=3))
     logits = np.full((1, 3, 5), -50, np.float32)
     logits[0, :, 2] = 50
     case = {
@@ -109,7 +110,7 @@ def _decide(session: ort.InferenceSession):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def verify() -> ort.InferenceSession:
-    return session_of(body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=len(TREE)))
+    return open_session(body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=len(TREE)))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ MUTANTS = {
 def test_a_mutated_body_is_noticed(mutant):
     name, right, wrong = MUTANTS[mutant]
     model = body_model("SpecVerify", {"vocab": VOCAB}, max_nodes=len(TREE))
-    session = session_of(mutated(model, tensorrt_ops("both", len(TREE))[name], right, wrong, VOCAB))
+    session = open_session(mutated(model, tensorrt_ops("both", len(TREE))[name], right, wrong, VOCAB))
     setting = SETTINGS[4]
     # Gross faults show with a quarter of the draws that the right body gets (p < 1e-21), this one does not (1e-5).
     num = BATCH if mutant == "does not normalise" else MUTANT_BATCH
@@ -182,7 +183,7 @@ TOKEN_MUTANTS = {
 def test_a_mutated_walk_is_noticed(mutant):
     right, wrong = TOKEN_MUTANTS[mutant]
     model = body_model("SpecVerify", {"vocab": VOCAB, "draft_vocab": 1}, max_nodes=10)
-    session = session_of(mutated(model, tensorrt_ops("tokens", 10)["Walk"], right, wrong))
+    session = open_session(mutated(model, tensorrt_ops("tokens", 10)["Walk"], right, wrong))
     rng = np.random.default_rng(4)
     cases = [verify_case(rng, VOCAB, is_chain=False, has_probs=False, heat="greedy") for _ in range(40)]
     assert not all(same(session.run(None, case), spec_verify(**case)) for case in cases)
