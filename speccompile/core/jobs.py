@@ -145,11 +145,11 @@ class CompileOptions:
     """
 
     dtype: str = "float32"  # of activations and caches: float32, float16 or bfloat16
-    kv_cache: str = "auto"  # of the target's caches: int8, or auto: `dtype`
     max_slots: int = 1
     max_rows: int = 0  # cache rows of each, those for a step's nodes after the last sequence row included; 0: no cache
     max_nodes: int = 1  # most nodes of one step that drafts are scored in, the root included
     backend: Any = None
+    kv_cache: str = "auto"  # of the target's caches: int8, or auto: `dtype`
     consumes_model: bool = False  # the caller no longer needs the model: its weights may be freed while it is compiled
     sample: Any = None
     grids: Any = field(default=None, compare=False)

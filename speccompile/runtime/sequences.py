@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,59 +80,39 @@ class UniformTable:
         return self._start + np.arange(num, num + min(max(3 * num, LEAST_BLOCK), BLOCK), dtype=np.int64)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TokenSequence:
     """One sequence, see `speccompile.core.protocols.TokenSequence`. `sink` makes text; None where none is needed."""
 
-    __slots__ = (
-        "adapter",
-        "draft_state",
-        "error",
-        "fault",
-        "grammar",
-        "handle",
-        "has_draft",
-        "images",
-        "index",
-        "logits_processor",
-        "logprobs",
-        "max_drafts",
-        "may_draft",
-        "num_prompt",
-        "prompt_logprobs",
-        "room",
-        "sampling",
-        "sink",
-        "speculation",
-        "stats",
-        "stop_ids",
-        "table",
-        "tokens",
-        "wants_trace",
-    )
+    index: int
+    prompt: InitVar[list[int]]
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    sink: TextSink | None
+    tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    table: UniformTable | None = field(init=False)
+    adapter: int = 0  # its number, see `specs.ADAPTER`
+    draft_state: Any = None  # made by the proposer
+    error: str | None = None  # the fault that ended it
+    fault: Exception | None = None  # why its latest verdict is void, where its logits were finite
+    grammar: GrammarMatcher | None = None  # of its text, if the request has one
+    room: int = 0
+    max_drafts: int = 0
+    may_draft: bool = True  # False: the target would compact its caches by another verdict
+    has_draft: bool = True  # see the protocol
+    speculation: Speculation = "auto"
+    handle: Any = None  # `handles.RequestHandle` of its request
+    wants_trace: bool = False  # add the tree of every step to its step output
+    logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
+    images: PromptImages | None = None  # of its prompt, if that has some
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its new tokens, if the request asks for them
+    prompt_logprobs: list[TokenLogprobs | None] = field(init=False)  # the same of its prompt; the first has none
+    stats: SequenceStats = field(default_factory=SequenceStats)
 
-    def __init__(
-        self, index: int, prompt: list[int], sampling: SamplingParams, stop_ids: frozenset[int], sink: TextSink | None
-    ) -> None:
-        self.index, self.sampling, self.stop_ids, self.sink = index, sampling, stop_ids, sink
-        self.tokens = list(prompt)
-        self.num_prompt = len(prompt)
-        self.adapter = 0  # its number, see `specs.ADAPTER`
-        self.draft_state: Any = None  # made by the proposer
-        self.error: str | None = None  # the fault that ended it
-        self.fault: Exception | None = None  # why its latest verdict is void, where its logits were finite
-        self.grammar: GrammarMatcher | None = None  # of its text, if the request has one
-        self.room = self.max_drafts = 0
-        self.may_draft = True  # False: the target would compact its caches by another verdict
-        self.has_draft = True  # see the protocol
-        self.speculation: Speculation = "auto"
-        self.handle: Any = None  # `handles.RequestHandle` of its request
-        self.wants_trace = False  # add the tree of every step to its step output
-        self.logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
-        self.images: PromptImages | None = None  # of its prompt, if that has some
-        self.logprobs: list[TokenLogprobs] = []  # of its new tokens, if the request asks for them
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the same of its prompt; the first has none
-        self.stats = SequenceStats()
-        self.table = None if sampling.is_greedy else UniformTable(sampling.seed, len(prompt) - 1)
+    def __post_init__(self, prompt: list[int]) -> None:
+        self.tokens, self.num_prompt, self.prompt_logprobs = list(prompt), len(prompt), [None]
+        self.table = None if self.sampling.is_greedy else UniformTable(self.sampling.seed, len(prompt) - 1)
 
     @property
     def keys(self) -> list[int]:

@@ -6,47 +6,34 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
 from speccompile.runtime.requests import StepOutput
 
 TIME_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 60_000, 300_000)
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
+TIMES_OF_REQUESTS = ("queue_ms", "time_to_first_token_ms", "time_per_token_ms")
+Outcomes: TypeAlias = Counter[tuple[int, int]]  # (draft depth, accepted) -> steps
 
 
+@dataclass(slots=True)
 class SequenceStats:
     """Counts and times of one sequence. Times are wall clock; in a batch they include the work for other sequences."""
 
-    __slots__ = (
-        "end_s",
-        "engine_s",
-        "first_s",
-        "last_s",
-        "num_draft_tokens",
-        "num_first_tokens",
-        "num_in_first",
-        "num_reused",
-        "num_tokens",
-        "outcomes",
-        "prefill_s",
-        "start_s",
-        "step_s",
-    )
-
-    def __init__(self) -> None:
-        self.start_s: float | None = None  # of its prefill; None: it waits
-        self.end_s = 0.0
-        self.prefill_s = 0.0
-        self.step_s = 0.0  # in decoding steps, prefill not counted
-        self.engine_s = 0.0  # the part of it that engines took
-        self.first_s: float | None = None  # of its first step output; None: none yet
-        self.last_s = 0.0  # of its latest step output
-        self.num_in_first = 0  # tokens of its first step output
-        self.num_reused = 0  # prompt tokens that a cache already had
-        self.num_tokens = 0
-        self.num_first_tokens = 0  # those that reading the prompt gave, outside the steps
-        self.num_draft_tokens = 0
-        self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps
+    start_s: float | None = None  # of its prefill; None: it waits
+    end_s: float = 0.0
+    prefill_s: float = 0.0
+    step_s: float = 0.0  # in decoding steps, prefill not counted
+    engine_s: float = 0.0  # the part of it that engines took
+    first_s: float | None = None  # of its first step output; None: none yet
+    last_s: float = 0.0  # of its latest step output
+    num_in_first: int = 0  # tokens of its first step output
+    num_reused: int = 0  # prompt tokens that a cache already had
+    num_tokens: int = 0
+    num_first_tokens: int = 0  # those that reading the prompt gave, outside the steps
+    num_draft_tokens: int = 0
+    outcomes: Outcomes = field(default_factory=Counter)
 
     def json_from_stats(self) -> dict[str, Any]:
         """Returns a JSON-ready dict.
@@ -61,8 +48,7 @@ class SequenceStats:
         steps = sum(self.outcomes.values())
         accepted = sum(num * count for (_, num), count in self.outcomes.items())
         depth = max((drafts for drafts, _ in self.outcomes), default=0)
-        tried = [sum(c for (d, a), c in self.outcomes.items() if d > i and a >= i) for i in range(depth)]
-        kept = [sum(c for (_, a), c in self.outcomes.items() if a > i) for i in range(depth)]
+        tried, kept = _by_position(self.outcomes, depth)
         total_s = 0.0 if self.start_s is None else self.end_s - self.start_s
         return {
             "num_steps": steps,
@@ -115,23 +101,29 @@ class Histogram:
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum, "count": sum(self.counts)}
 
 
+@dataclass
 class Counters:
     """Counts of outputs, tokens and steps, and histograms of times."""
 
-    def __init__(self) -> None:
-        self.num_requests = self.num_busy = 0
+    num_requests: int = 0
+    num_busy: int = 0
+    num_steps: int = 0  # of batches
+    num_slot_steps: int = 0  # of sequences
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_prefix_hits: int = 0
+    num_engine_faults: int = 0
+
+    def __post_init__(self) -> None:
         self.finished: Counter[str] = Counter()  # outputs by finish reason
-        self.num_steps = self.num_slot_steps = 0  # of batches; of sequences
-        self.num_tokens = self.num_draft_tokens = self.num_accepted = 0
-        self.outcomes: Counter[tuple[int, int]] = Counter()  # (draft depth, accepted) -> steps of finished sequences
-        self.num_prompt_tokens = self.num_prefill_tokens = self.num_reused_tokens = 0
-        self.num_prefix_hits = self.num_prompts = 0
-        self.num_engine_faults = 0
+        self.outcomes: Outcomes = Counter()  # of finished sequences
         self.batch = Histogram(BATCH_BOUNDS)
-        self.times = {
-            name: Histogram(TIME_BOUNDS_MS)
-            for name in ("queue_ms", "time_to_first_token_ms", "time_per_token_ms", "request_ms", "step_ms")
-        }
+        self.times = {name: Histogram(TIME_BOUNDS_MS) for name in (*TIMES_OF_REQUESTS, "request_ms", "step_ms")}
 
     def count_step(self, steps: Sequence[StepOutput], step_s: float) -> None:
         """Counts a step of a batch."""
@@ -144,43 +136,33 @@ class Counters:
             self.num_draft_tokens += step.num_draft_tokens
             self.num_accepted += step.num_accepted
 
-    def count_end(
-        self, reason: str, stats: dict[str, Any], request_ms: float, outcomes: Counter[tuple[int, int]]
-    ) -> None:
+    def count_end(self, reason: str, stats: dict[str, Any], request_ms: float, outcomes: Outcomes) -> None:
         """Counts an output that has ended. `request_ms`: milliseconds since its request was submitted."""
         self.finished[reason] += 1
         self.outcomes.update(outcomes)
         self.times["request_ms"].add(request_ms)
-        for name in ("queue_ms", "time_to_first_token_ms", "time_per_token_ms"):
+        for name in TIMES_OF_REQUESTS:
             if stats[name] is not None:
                 self.times[name].add(stats[name])
 
     def json_from_counters(self) -> dict[str, Any]:
         """Returns a snapshot."""
-        outcomes = self.outcomes
-        depth = max((drafts for drafts, _ in outcomes), default=0)
-        tried = [sum(c for (d, a), c in outcomes.items() if d > i and a >= i) for i in range(depth)]
-        kept = [sum(c for (_, a), c in outcomes.items() if a > i) for i in range(depth)]
+        depth = max((drafts for drafts, _ in self.outcomes), default=0)
+        tried, kept = _by_position(self.outcomes, depth)
         return {
-            "num_requests": self.num_requests,
-            "num_busy": self.num_busy,
+            **asdict(self),
             "num_finished": dict(self.finished),
-            "num_steps": self.num_steps,
-            "num_slot_steps": self.num_slot_steps,
-            "num_tokens": self.num_tokens,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted": self.num_accepted,
             "mean_acceptance_length": 1 + self.num_accepted / self.num_slot_steps if self.num_slot_steps else 1.0,
             "num_tried_by_position": tried,
             "num_accepted_by_position": kept,
-            "num_prompts": self.num_prompts,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_prefill_tokens": self.num_prefill_tokens,
-            "num_reused_tokens": self.num_reused_tokens,
-            "num_prefix_hits": self.num_prefix_hits,
-            "num_engine_faults": self.num_engine_faults,
             "histograms": {
                 "batch": self.batch.json_from_histogram(),
                 **{name: times.json_from_histogram() for name, times in self.times.items()},
             },
         }
+
+
+def _by_position(outcomes: Outcomes, depth: int) -> tuple[list[int], list[int]]:
+    """Returns how many steps tried a draft at each depth, and how many accepted it."""
+    tried = [sum(c for (d, a), c in outcomes.items() if d > i and a >= i) for i in range(depth)]
+    return tried, [sum(c for (_, a), c in outcomes.items() if a > i) for i in range(depth)]

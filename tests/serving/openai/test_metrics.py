@@ -65,7 +65,7 @@ def test_why_drafts_are_off_stands_beside_its_two_numbers(monkeypatch):
 def test_rates_of_synthetic_acceptance_are_metrics(monkeypatch):
     with serving() as (app, service, _):
         assert not any("synthetic" in name for name, _ in scrape(app)[0])
-        monkeypatch.setattr(service.engine.verifier, "rates", (0.8, 0.7))
+        monkeypatch.setattr(service._scheduler, "_marks", {"synthetic_acceptance": [0.8, 0.7]})
         samples, types = scrape(app)
     assert types["speccompile_synthetic_acceptance"] == "gauge"
     assert [samples["speccompile_synthetic_acceptance", str(n)] for n in (1, 2)] == [0.8, 0.7]
