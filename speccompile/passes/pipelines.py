@@ -42,6 +42,7 @@ from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
+from speccompile.passes.spread_late import SPREAD_LATE
 from speccompile.passes.stored_rows import StoredRows
 from speccompile.passes.tie_weights import TIE_EMBEDDING, TIE_WEIGHTS
 
@@ -118,6 +119,7 @@ def onnxruntime_table(
         attached = (attach_grids_pass(grids),)
     return (
         attach_tail(spec),
+        *((SPREAD_LATE,) if spec.gives_probs else ()),
         *(() if has_kernels else (LOWER_ATTENTION,)),
         *((FUSE_CROSS_ATTENTION,) if has_kernels and spec.borrowed else ()),
         *((LOWER_CROSS_ATTENTION,) if spec.borrowed else ()),

@@ -204,3 +204,8 @@ def test_a_path_is_kept_in_every_view(open_engine):
             np.testing.assert_array_equal(rows[:, num - 5 : num - 2], kept)
             np.testing.assert_array_equal(rows[:, : num - 5], before[name][:, : num - 5])
             assert not np.array_equal(kept, before[name][:, num - 5 : num - 2])
+
+
+def test_rows_of_whole_cache_lines_begin_at_one():
+    buffers = CacheBuffers({"k": (3, 64, "float32"), "v": (1, 64, "int8")}, max_slots=2, max_rows=300)
+    assert [buffers.view(index).ctypes.data % 64 for index in range(2)] == [0, 0]

@@ -16,6 +16,15 @@ from speccompile.backends.feeds import bucket_rows
 from speccompile.core.specs import GraphSpec
 from speccompile.graph_kinds.borrowed import find_owner
 
+_LINE_BYTES = 64
+
+
+def _aligned_zeros(count: int, dtype: str) -> np.ndarray:
+    # Where numpy begins an array, each 64 bytes that a kernel loads would lie in two lines of the CPU's caches.
+    room = np.zeros(count * np.dtype(dtype).itemsize + _LINE_BYTES, np.uint8)
+    start = -room.ctypes.data % _LINE_BYTES
+    return room[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
 
 class CacheBuffers:
     """The caches of one engine in host memory. `rows` are of the present view; slots from `num_used` on may hold NaN.
@@ -30,7 +39,7 @@ class CacheBuffers:
         self.max_slots, self.max_rows = max_slots, max_rows
         self.rows, self.num_used = min(bucket_rows(1, max_rows), max_rows), 0
         self._of = tuple(sizes.values())
-        self._flat = [np.zeros(max_slots * heads * max_rows * width, dtype) for heads, width, dtype in self._of]
+        self._flat = [_aligned_zeros(max_slots * heads * max_rows * width, dtype) for heads, width, dtype in self._of]
 
     @property
     def num_bytes(self) -> int:
