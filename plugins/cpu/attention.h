@@ -101,6 +101,16 @@ inline Visibility see(const AttentionStep& step, i64* memory) {
     return {all};
 }
 
+// Rotates `count` pairs (x, y), each `Step` floats after the last.
+template <int Step>
+inline void rotate(float* x, float* y, const float* cos, const float* sin, i64 count) {
+    for (i64 i = 0; i < count; i++) {
+        const float first = x[i * Step], second = y[i * Step];
+        x[i * Step] = first * cos[i] - second * sin[i];
+        y[i * Step] = second * cos[i] + first * sin[i];
+    }
+}
+
 // Writes a head of Q or K, normalised and rotated, to `to`.
 inline void prepare_row(const Preparation& how, const float* gamma, const float* from, i64 head_dim, i64 position,
                         float* to) {
@@ -116,13 +126,10 @@ inline void prepare_row(const Preparation& how, const float* gamma, const float*
         std::memcpy(to, from, static_cast<std::size_t>(head_dim) * sizeof(float));
     }
     if (how.cos == nullptr) return;
-    const i64 half = how.rotary_dim / 2, step = how.is_interleaved ? 2 : 1, apart = how.is_interleaved ? 1 : half;
+    const i64 half = how.rotary_dim / 2;
     const float *cos = how.cos + position * half, *sin = how.sin + position * half;
-    for (i64 i = 0; i < half; i++) {
-        const float x = to[i * step], y = to[i * step + apart];
-        to[i * step] = x * cos[i] - y * sin[i];
-        to[i * step + apart] = y * cos[i] + x * sin[i];
-    }
+    if (how.is_interleaved) return rotate<2>(to, to + 1, cos, sin, half);
+    rotate<1>(to, to + half, cos, sin, half);
 }
 
 // Writes the nodes' rows of one kv head to the caches; `memory` holds a row.

@@ -3,6 +3,7 @@
 // and rotary embedding, RotaryCrossAttention; and these with int8 caches, each of which its scales follow.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 
@@ -107,11 +108,13 @@ inline float* block_memory(const AttentionStep& step) {
 // Attends from all queries; the rows of the nodes are in the caches.
 inline void attend_all(const Context& context, const AttentionStep& step, const Visibility& seen) {
     const i64 pairs = step.batch * step.kv_heads, queries = step.nodes * step.group();
-    const i64 blocks = (queries + kTaskQueries - 1) / kTaskQueries;
+    // Tasks of whole blocks of queries, nearly equal, at least two for each core where there are so many blocks.
+    const i64 blocks = ceil_div(queries, kQueries);
+    const i64 parts = std::min(blocks, std::max(ceil_div(queries, kTaskQueries), ceil_div(2 * kNumCores, std::max<i64>(pairs, 1))));
     std::atomic<bool> has_memory{true};
     const auto task = [&](std::size_t number) {
-        const i64 pair = static_cast<i64>(number) / blocks, first = static_cast<i64>(number) % blocks * kTaskQueries;
-        const i64 end = first + kTaskQueries < queries ? first + kTaskQueries : queries;
+        const i64 pair = static_cast<i64>(number) / parts, part = static_cast<i64>(number) % parts;
+        const i64 first = blocks * part / parts * kQueries, end = std::min(queries, blocks * (part + 1) / parts * kQueries);
         try {
             attend(step, seen, pair / step.kv_heads, pair % step.kv_heads, first, end, block_memory(step));
         } catch (const Error&) {
@@ -122,10 +125,10 @@ inline void attend_all(const Context& context, const AttentionStep& step, const 
     for (i64 slot = 0; slot < step.batch; slot++) {
         work += (step.lengths[slot] + step.nodes) * step.heads * step.nodes * step.head_dim;
     }
-    if (work > kInlineWork) {
-        context.parallel(static_cast<std::size_t>(pairs * blocks), task);
+    if (work > kInlineWork / context.cheapness()) {
+        context.parallel(static_cast<std::size_t>(pairs * parts), task);
     } else {
-        for (i64 number = 0; number < pairs * blocks; number++) task(static_cast<std::size_t>(number));
+        for (i64 number = 0; number < pairs * parts; number++) task(static_cast<std::size_t>(number));
     }
     if (!has_memory) throw Error("out of memory");
 }
@@ -148,7 +151,7 @@ inline void run_attention(const Context& context, const AttentionStep& step, i64
     };
     // Every row is written before any is read, as a node's queries may be another task's than its row.
     if (step.k.data != nullptr) {
-        if (pairs * step.nodes * step.head_dim > kInlineRows) {
+        if (pairs * step.nodes * step.head_dim > kInlineRows / context.cheapness()) {
             context.parallel(static_cast<std::size_t>(pairs), write);
         } else {
             for (i64 pair = 0; pair < pairs; pair++) write(static_cast<std::size_t>(pair));

@@ -171,7 +171,7 @@ inline void mix_columns(const Cell* v, [[maybe_unused]] const float* scales, i64
     }
     for (i64 r = 0; r < count; r++, v += head_dim) {
         Float row[C];
-        for (int c = 0; c < C; c++) row[c] = load(v + c * kLanes);
+        for (int c = 0; c < C; c++) row[c] = in_register(load(v + c * kLanes));
         for (int q = 0; q < Q; q++) {
             float share = weights[q][r];
             if constexpr (!std::is_same_v<Cell, float>) share *= scales[r];

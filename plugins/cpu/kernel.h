@@ -17,6 +17,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ort_abi.h"
@@ -45,6 +46,10 @@ inline void check(abi::Status* status) {
 }
 
 inline abi::Status* status_from(const std::string& message) { return call(abi::kCreateStatus, abi::kFail, message.c_str()); }
+
+inline const auto kNumCores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
+
+constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t most) { return (count + most - 1) / most; }
 
 constexpr std::size_t kMaxRank = 8;
 
@@ -200,6 +205,8 @@ class Context {
         if (value != nullptr) check(call(abi::kGetTensorMutableData, value, &data));
         return static_cast<T*>(data);
     }
+    // How many times less work is worth a loop: the threads of a sequence are together already (team.h).
+    std::int64_t cheapness() const { return frame_ != nullptr ? 8 : 1; }
     // Calls task(0) ... task(count - 1) on the session's threads and returns when all are done. Tasks do not throw.
     template <class Task>
     void parallel(std::size_t count, const Task& task) const {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <thread>
 
 #include "amx.h"
 #include "kernel.h"
@@ -22,7 +21,6 @@ constexpr int kAmxSteps = 16;                     // of AMX in a stretch, 32 KB
 constexpr std::ptrdiff_t kAmxFar = 12288;         // bytes ahead of the weights that AMX reads, into the second-level cache
 constexpr int kTogether = 8;                      // panels that share a stretch of the activations, at most
 constexpr std::int64_t kSharedBytes = 1 << 20;    // of activations from which they do: more than the second-level cache keeps
-inline const auto kNumCores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
 constexpr std::int64_t kTaskBytes = 96 * 1024;    // of weights, at least
 constexpr std::int64_t kParallelValues = 16384;   // activations from which rows are prepared in parallel
 
@@ -35,8 +33,6 @@ struct RowBlock {
     std::int64_t at;  // the first of its rows in memory
     int height;       // how many it has there; those after `count` are not used
 };
-
-constexpr std::int64_t ceil_div(std::int64_t count, std::int64_t most) { return (count + most - 1) / most; }
 
 // Whether AMX multiplies the blocks of a form: all of them, as its sums have other bits than those of kTiles.
 template <class Form>
@@ -250,7 +246,7 @@ class Panels {
 
     template <class Body>
     void for_rows(const Context& context, std::int64_t num_rows, const Body& body) const {
-        const std::int64_t rows_a_task = std::max<std::int64_t>(1, kParallelValues / num_in_);
+        const std::int64_t rows_a_task = std::max<std::int64_t>(1, kParallelValues / context.cheapness() / num_in_);
         const std::int64_t num_tasks = (num_rows + rows_a_task - 1) / rows_a_task;
         context.parallel(static_cast<std::size_t>(num_tasks), [&](std::size_t task) {
             const std::int64_t first = static_cast<std::int64_t>(task) * rows_a_task;
@@ -335,15 +331,17 @@ class Panels {
     }
 
     // body(block, row of the block, first, last) for all rows and units of numbers, in parallel where it pays: a task has
-    // some units of all rows of a block, as tasks by rows would write to the same cache lines.
+    // some units of all rows of a block, as tasks by rows would write to the same cache lines. The first tasks have the
+    // first units, which the same thread has probably computed.
     template <class Body>
     void for_units(const Context& context, const RowBlock* begin, const RowBlock* end, std::int64_t units, const Body& body) const {
-        const bool is_small = (end[-1].begin + end[-1].count) * num_in_ <= kParallelValues;
-        const std::int64_t units_a_task = std::max<std::int64_t>(1, kParallelValues / (most_rows<Form>() * kGroup));
-        const std::int64_t parts = is_small ? 1 : ceil_div(units, units_a_task);
+        const std::int64_t least = kParallelValues / context.cheapness();
+        const bool is_small = (end[-1].begin + end[-1].count) * num_in_ <= least;
+        const std::int64_t units_a_task = std::max<std::int64_t>(1, least / (most_rows<Form>() * kGroup));
+        const std::int64_t parts = is_small ? 1 : (ceil_div(units, units_a_task) + 1) / 2 * 2;
         const auto run = [&](std::size_t task) {
-            const RowBlock& block = begin[static_cast<std::int64_t>(task) / parts];
-            const std::int64_t part = static_cast<std::int64_t>(task) % parts;
+            const RowBlock& block = begin[static_cast<std::int64_t>(task) % (end - begin)];
+            const std::int64_t part = static_cast<std::int64_t>(task) / (end - begin);
             for (int r = 0; r < block.count; r++) body(block, r, units * part / parts, units * (part + 1) / parts);
         };
         const auto num_tasks = static_cast<std::size_t>((end - begin) * parts);

@@ -21,6 +21,14 @@ constexpr int kParts = kPartials / kLanes;  // vectors that hold them
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
+// A number that several operations read, in a register: compilers would load it for each of them.
+inline Float in_register(Float a) {
+#if defined(__AVX2__)
+    __asm__("" : "+v"(a));
+#endif
+    return a;
+}
+
 // The sum of 16 partial sums: lanes i and i + 8 first, then 4, 2 and 1 apart.
 inline float sum_partials(const Float (&parts)[kParts]) {
     alignas(64) float lanes[kPartials];
