@@ -23,6 +23,7 @@ import speccompile
 from speccompile import SamplingParams
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.core.specs import ADAPTER, LENGTHS, TOKENS
+from speccompile.export import attention
 from speccompile.export.weights import load_model
 from speccompile.export.wrapper import find_layers
 from speccompile.pipeline import build
@@ -36,6 +37,7 @@ ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 def write_adapters(model: str, folder: Path, num: int, rank: int, modules: tuple[str, ...]) -> dict[str, str]:
     """Writes random adapters, small enough to leave texts readable; returns their folders by name."""
     source = Path(model)
+    attention.register()
     loaded = load_model(source, "checkpoint")
     layers = {id(m) for layer in find_layers(loaded, read_dims(source).num_layers) for m in layer.modules()}
     linears = {n: m for n, m in loaded.named_modules() if id(m) in layers and n.rpartition(".")[2] in modules}

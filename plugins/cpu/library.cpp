@@ -28,7 +28,7 @@ OpTable all_ops() {
     add_expert_ops(table);
     add_embedding_ops(table);
     add_attention_ops<false>(table);
-    add_low_rank_op(table);
+    add_low_rank_ops(table);
     for (Op& op : table) op.is_in_sequences = true;
     sequence_ops() = table;
     table.push_back(sequence_op());

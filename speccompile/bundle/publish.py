@@ -189,12 +189,16 @@ def card_from_manifest(
     target, engine = recipe.get("target") or {}, recipe["engine"]
     method, model = recipe["speculator"]["method"], target.get("model")
     form = manifest["graphs"]["target"].get("form") or "not recorded"
+    adapters = [
+        f"{row['name']} (rank {max(row['ranks'])})" for row in manifest["graphs"]["target"].get("adapters") or ()
+    ]
     sizes = f"{engine['max_batch_size']} sequences of {engine['max_seq_len']} tokens"
     base = [f"base_model: {model}"] if isinstance(model, str) and HUB_ID.fullmatch(model) else []
     rows = [
         ("target", Path(model).name if isinstance(model, str) and os.path.isabs(model) else model),
         *([("LoRA adapter", target["lora"])] if target.get("lora") else []),
         *_change_rows(manifest["graphs"]["target"].get("lora") or {}),
+        *([("adapters, by `model` of a request", ", ".join(adapters))] if adapters else []),
         ("speculation method", method),
         ("weights", form),
         ("backend", f"{engine['backend']} on {engine.get('device', 'cpu')}"),

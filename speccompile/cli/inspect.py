@@ -119,6 +119,7 @@ def _facts_from_record(path: Path, record: dict[str, Any], files: dict[str, Any]
         "file",
         "model",
         "lora",
+        "adapters",
         "dims",
         "max_rows",
         "caches",
@@ -223,9 +224,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
             console.print(f"form {form}{mark}, from float32: {Distance.from_json(row).summary()}")
         if text := graph.get("distance_text"):
             console.print(f"the distances are over text that is {text}")
-        if lora := graph.get("lora"):
+        merged = [("merged into", graph["lora"])] if graph.get("lora") else []
+        for verb, lora in (*merged, *((f"{row['name']!r} for", row) for row in graph.get("adapters", ()))):
             digests = ", ".join(f"{name} {digest[:12]}" for name, digest in lora["sha256"].items())
-            console.print(f"LoRA adapter {lora['model']}, merged into {lora['modules']} modules ({digests})")
+            console.print(f"LoRA adapter {lora['model']}, {verb} {lora['modules']} modules ({digests})")
         if calibration := graph.get("calibration"):
             told = f"{calibration.get('num_tokens')} tokens, {calibration.get('texts')}"
             console.print(f"int4 weights were chosen over {told}")

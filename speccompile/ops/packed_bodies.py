@@ -22,6 +22,13 @@ GATE = """
     y = active * up
 """
 
+# `source`: the rows of `sum` normalised, by the attribute `epsilon`.
+NORM = """
+    sum = x + residual
+    mean = ReduceMean(sum * sum, [-1])
+    source = sum / Sqrt(mean + attr.epsilon) * gamma
+"""
+
 # Numbers from the attributes: of rows in and of units in a row, and of units in a group.
 SIZES = """
     rows1 = Unsqueeze(attr.num_in, [0])

@@ -21,7 +21,7 @@ import numpy as np
 from speccompile.core.specs import TensorSpec
 from speccompile.core.tree import Floats
 from speccompile.ops.op import Op
-from speccompile.ops.packed_bodies import GATE, block_product, nibbles
+from speccompile.ops.packed_bodies import GATE, NORM, block_product, nibbles
 from speccompile.ops.packing import (
     COLUMNS,
     DTYPES,
@@ -113,6 +113,11 @@ def activated(x: Any, kind: int) -> Any:
     return 0.5 * wide * (1 + np.vectorize(erf)(wide / np.sqrt(2)))
 
 
+def normalized(rows: Any, gamma: Any, epsilon: float) -> Any:
+    mean = np.mean(np.square(rows.astype(np.float64)), axis=-1, keepdims=True)
+    return (rows / np.sqrt(mean + epsilon) * gamma).astype(np.float32)
+
+
 def columns_of(num_out: int, has_gate: bool) -> Any:
     """Returns where output columns stand in the panels: as they are, or gate and up in turns of 16."""
     if not has_gate:
@@ -139,10 +144,8 @@ def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any,
         source, results = x, []
         if has_norm:
             residual, gamma = rest[:2]
-            source = x + residual
-            results.append(source)
-            mean = np.mean(np.square(source.astype(np.float64)), axis=-1, keepdims=True)
-            source = (source / np.sqrt(mean + epsilon) * gamma).astype(np.float32)
+            results.append(x + residual)
+            source = normalized(results[0], gamma, epsilon)
         weights, scales, minimums = (*constants, None, None)[:3]
         packed = Packed(weights, scales, minimums, group, unit)
         rows = np.ascontiguousarray(source.reshape(-1, num_in))
@@ -154,11 +157,6 @@ def _twin(form: str, has_norm: bool, has_gate: bool) -> Callable[..., tuple[Any,
     return twin
 
 
-_NORM = """
-    sum = x + residual
-    mean = ReduceMean(sum * sum, [-1])
-    source = sum / Sqrt(mean + attr.epsilon) * gamma
-"""
 _NO_NORM = "source = Identity(x)"
 
 # By form: `by_column` [panels, 32, K or bytes] of the weights.
@@ -205,7 +203,7 @@ def _body(form: str, has_norm: bool, has_gate: bool) -> str:
     product = _integer_product(form, has_gate) if is_integer(form) else _FLOAT_PRODUCT
     end = f"biased = product + bias{GATE}" if has_gate else "y = product + bias"
     unpacked = _BY_COLUMN[form.removesuffix("Min")]
-    parts = (_NORM if has_norm else _NO_NORM, sizes, unpacked, _columns("by_column", "kept", has_gate))
+    parts = (NORM if has_norm else _NO_NORM, sizes, unpacked, _columns("by_column", "kept", has_gate))
     return "\n    ".join((*parts, product, end))
 
 

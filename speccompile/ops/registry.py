@@ -17,7 +17,7 @@ from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.gated_delta import GATED_DELTA
 from speccompile.ops.int8_caches import INT8_ATTENTION, QUANTIZE_ROWS
 from speccompile.ops.kv_rollback import KV_ROLLBACK
-from speccompile.ops.low_rank import LOW_RANK
+from speccompile.ops.low_rank import ADD_NORM, GATED_LOW_RANK, LOW_RANK
 from speccompile.ops.op import DOMAIN, VERSION, Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from speccompile.ops.packed_rows import PACKED_ROWS
@@ -55,6 +55,8 @@ OPS: dict[str, Op] = {
         GATED_DELTA,
         CONV_ROWS,
         LOW_RANK,
+        GATED_LOW_RANK,
+        ADD_NORM,
         WALK,
         WALK_PROBS,
         WARP,

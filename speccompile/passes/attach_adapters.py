@@ -112,7 +112,8 @@ def _merge(model: ir.Model, split: ir.Node, merged: ir.Value, found: list[ir.Nod
     name = "+".join(str(node.inputs[3].name).removesuffix(".a") for node in held if node.inputs[3] is not None)
     constants = edit.const(stacked, f"{name}.a"), edit.const(spread, f"{name}.b")
     y = edit.op("LowRank", merged, *held[0].inputs[1:3], *constants, domain=OPS_DOMAIN)
-    y.type, y.shape = merged.type, merged.shape
+    known = held[0].outputs[0].shape
+    y.type, y.shape = merged.type, None if known is None else ir.Shape([*known.dims[:-1], sum(widths)])
     split.replace_input_with(0, y)
     for node in held:
         part, values = node.inputs[0], node.inputs[3:]

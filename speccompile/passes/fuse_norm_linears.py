@@ -32,10 +32,8 @@ def _is_sum(add: ir.Node | None, size: int) -> bool:
     return is_computed and len(known) == 3 and len(set(known)) == 1 and known[0][-1] == size
 
 
-def _match(linear: ir.Node) -> _Match | None:
-    norm = producer(linear.inputs[0], "RMSNormalization")
-    if norm is None or only_use(norm.outputs[0]) is not linear:
-        return None
+def add_before(norm: ir.Node) -> ir.Node | None:
+    """Returns the residual's Add whose sum an RMSNormalization reads, if our kernels can take both as one."""
     source, gamma = norm.inputs[0], weight_of(norm.inputs[1])
     size = static_dim(source, -1)
     axis, stash = int_attribute(norm, "axis", -1), int_attribute(norm, "stash_type", 1)
@@ -44,14 +42,25 @@ def _match(linear: ir.Node) -> _Match | None:
     if axis not in (-1, (rank(source) or 0) - 1) or stash != 1:
         return None
     add = producer(source, "Add")
-    return _Match(add, norm, linear) if add is not None and _is_sum(add, size) else None
+    return add if add is not None and _is_sum(add, size) else None
+
+
+def _match(linear: ir.Node) -> _Match | None:
+    norm = producer(linear.inputs[0], "RMSNormalization")
+    if norm is None or only_use(norm.outputs[0]) is not linear or (add := add_before(norm)) is None:
+        return None
+    return _Match(add, norm, linear)
+
+
+def epsilon_of(norm: ir.Node) -> float:
+    epsilon = norm.attributes.get("epsilon")
+    return 1e-5 if epsilon is None else epsilon.as_float()
 
 
 def _fuse(model: ir.Model, match: _Match) -> None:
     add, norm, linear = match.add, match.norm, match.linear
     attributes = {name: attribute.value for name, attribute in linear.attributes.items()}
-    epsilon = norm.attributes.get("epsilon")
-    attributes["epsilon"] = 1e-5 if epsilon is None else epsilon.as_float()
+    attributes["epsilon"] = epsilon_of(norm)
     # Readers of the sum may come before the linear, so the fused node stands where the sum was made.
     inputs = (*add.inputs, norm.inputs[1], *linear.inputs[1:])
     name = _WITH_NORM[linear.op_type]

@@ -21,6 +21,7 @@ from speccompile.passes.fold_scale import FOLD_SCALE
 from speccompile.passes.fuse_cross_attention import FUSE_CROSS_ATTENTION
 from speccompile.passes.fuse_growing_attention import FUSE_GROWING_ATTENTION
 from speccompile.passes.fuse_latent_attention import FUSE_LATENT_ATTENTION
+from speccompile.passes.fuse_low_rank import FUSE_LOW_RANK
 from speccompile.passes.fuse_norm_linears import FUSE_NORM_LINEARS
 from speccompile.passes.fuse_qkv_attention import FUSE_QKV_ATTENTION
 from speccompile.passes.gather_blocks import GATHER_BLOCKS
@@ -108,7 +109,7 @@ def onnxruntime_table(
         known = "; ".join(f"{q}: {', '.join(f)}" for q, f in ORT_QUANTIZATION.items())
         raise RecipeError("quantization", f"{quantization}/{form}", known, "Choose one of these.")
     # Our kernels take attention as it is, from the merged product of Q, K and V where there is one.
-    has_kernels = form == PACKED
+    has_kernels, has_adapters = form == PACKED, any(t.name == ADAPTER for t in spec.inputs)
     is_packed = (has_kernels or quantization != "none") if packs_experts is None else packs_experts
     attached: tuple[Pass, ...] = ()
     experts: tuple[Pass, ...] = (_ORT_EXPERTS[quantization],) if is_packed else ()
@@ -128,11 +129,12 @@ def onnxruntime_table(
         FLAT_LINEARS,
         TIE_EMBEDDING,  # a head that is merged with another linear is no table any more
         MERGE_LINEARS,
-        *((MERGE_ADAPTERS,) if any(t.name == ADAPTER for t in spec.inputs) else ()),
+        *((MERGE_ADAPTERS,) if has_adapters else ()),
         *((FUSE_LATENT_ATTENTION, FUSE_QKV_ATTENTION, FUSE_GROWING_ATTENTION) if has_kernels else ()),
         MERGE_HEADS,
         *attached,
         *forms[form],
+        *((FUSE_LOW_RANK,) if has_adapters and has_kernels else ()),
         *((int8_caches_pass(spec),) if int8_caches else ()),
         SHARE_COMMON,
         REMOVE_DEAD,

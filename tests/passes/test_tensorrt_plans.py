@@ -12,10 +12,13 @@ import pytest
 from speccompile.backends.base import CompileJob
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend, predicted_weight_bytes
 from speccompile.backends.tensorrt.config import Config
+from speccompile.checkpoints.adapters import Factors
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions, WeightCounts
+from speccompile.core.specs import ADAPTER
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec
 from speccompile.ops.grid import Grid
+from speccompile.passes.attach_adapters import attach_adapters
 from tests import store
 from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS
@@ -52,10 +55,11 @@ def compile_target(
     dtype: str,
     plugins: str = "auto",
     grids: Any = None,
+    adapters: bool = False,
 ) -> dict[str, Any]:
     config = Config(plugins=plugins, variant="tensorrt_rtx", keep_onnx=True)
     options = CompileOptions(dtype, 2, 56, 8, config, grids=grids)
-    spec = verified_spec(decoder_spec("target", dims))
+    spec = verified_spec(decoder_spec("target", dims, adapters=adapters))
     return TensorRTBackend().compile(CompileJob(model.clone(), spec, dest, quantization=quantization, options=options))
 
 
@@ -92,6 +96,20 @@ def test_every_form_builds_with_its_kernels_and_its_weights(llama, tmp_path, qua
     assert held == pytest.approx(arithmetic, rel=0.05)
     predicted = predicted_weight_bytes(counts_of(model), quantization, dtype, num_head=HEAD)
     assert held == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("none", "float16"), ("int4", "bfloat16")])
+def test_a_target_with_adapters_builds(llama, tmp_path, quantization, dtype):
+    model, dims = llama
+    work, source = model.clone(), np.random.default_rng(0)
+    factors = {}
+    for name, width in (("self_attn.q_proj", 256), ("self_attn.v_proj", 64), ("mlp.up_proj", 512)):
+        a, b = (source.standard_normal((3, 4, size), np.float32) for size in (256, width))
+        factors[f"model.layers.0.{name}"] = Factors(a, b, "adapter_model.safetensors")
+    assert attach_adapters(work, factors) == 3
+    report = compile_target(work, dims, tmp_path, quantization, dtype, adapters=True)
+    assert report["op_histogram"]["after"]["speccompile::LowRank"] == 3
+    assert ADAPTER in [value.name for value in ir.load(tmp_path / LOWERED_FILE).graph.inputs]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from speccompile.bundle.graphs import find_graph
+from speccompile.bundle.publish import card_from_manifest
 from speccompile.bundle.stage_cache import StageCache
+from speccompile.cli.main import app
 from speccompile.core import registry
 from speccompile.core.specs import ADAPTER, LENGTHS, LOGITS, TOKENS
 from speccompile.errors import CheckpointError, RecipeError, RuntimeFault
+from speccompile.passes.pipelines import PACKED
 from speccompile.pipeline import build
 from speccompile.recipe.plan import BuildPlan
 from tests import store
@@ -130,24 +133,33 @@ def test_the_apis_choose_one_as_the_model(bundle):
     params = [sampling(name) for name in ("", "all")]
     texts = [one.text for one in speccompile.load(bundle.path).generate([PROMPTS[0]] * 2, params)]
     with speccompile.load_service(bundle.path) as service:
-        app = make_app(OpenAIServer(service, ServerOptions("base")))
-        ids = [(row["id"], row.get("parent")) for row in get(app, "/v1/models").json()["data"]]
+        served = make_app(OpenAIServer(service, ServerOptions("base")))
+        ids = [(row["id"], row.get("parent")) for row in get(served, "/v1/models").json()["data"]]
         assert ids == [("base", None), ("all", "base"), ("queries", "base")]
         for name, text in zip(("base", "all"), texts, strict=True):
             body = {"model": name, "prompt": PROMPTS[0], "max_tokens": 24, "ignore_eos": True}
-            answer = post(app, "/v1/completions", body).json()
+            answer = post(served, "/v1/completions", body).json()
             assert (answer["model"], answer["choices"][0]["text"]) == (name, text)
-        refused = post(app, "/v1/completions", {"model": "other", "prompt": [3]})
+        refused = post(served, "/v1/completions", {"model": "other", "prompt": [3]})
         assert refused.status == 404 and "`base`, `all`, `queries` is" in refused.json()["error"]["message"]
 
 
-def test_records_and_keys(home, bundle):
+def test_records_and_keys(home, bundle, capsys):
+    with pytest.raises(SystemExit):
+        app(["inspect", str(bundle.path)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "'all' for 14 modules" in shown and "'queries' for 2 modules" in shown
+    assert "all (rank 5), queries (rank 2)" in card_from_manifest(bundle.manifest, "someone/bundle")
     rows = bundle.graphs["target"]["adapters"]
     assert [(row["name"], row["ranks"], row["modules"]) for row in rows] == [("all", [3, 5], 14), ("queries", [2], 2)]
     assert bundle.manifest["recipe"]["target"]["adapters"]["all"] == str(home / "all")
     assert ADAPTER in [tensor.name for tensor in bundle.graph_spec("target").inputs]
     histogram = bundle.graphs["target"]["op_histogram"]["after"]
-    assert histogram["speccompile::LowRank"] == 2 * 4  # QKV and gate-and-up are merged
+    plain, gated = (histogram.get(f"speccompile::{name}", 0) for name in ("LowRank", "GatedLowRank"))
+    assert plain + gated == 2 * 4  # QKV and gate-and-up are merged
+    if bundle.graphs["target"]["form"].endswith(PACKED):
+        assert (gated, histogram["speccompile::AddNorm"]) == (2, 3)
+        assert not any(name in histogram for name in ("Split", "Sigmoid"))
     plans = [
         fakes.make_plan(home / "recipe.yaml", f"target.adapters={{all: {home / name}}}") for name in ("all", "queries")
     ]

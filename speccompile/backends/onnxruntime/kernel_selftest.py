@@ -112,8 +112,8 @@ def embedding_fault(library: str) -> str | None:
 
 
 def low_rank_fault(library: str) -> str | None:
-    """Returns what is wrong with the kernel of low-rank changes; None where nothing is."""
-    cases = (Case(*call, by_row=("base", "x")) for call in low_rank_cases())
+    """Returns what is wrong with a kernel of low-rank changes; None where nothing is."""
+    cases = (Case(*call, by_row=("base", "x", "residual")) for call in low_rank_cases())
     return next(filter(None, (fault_of(case, library) for case in cases)), None)
 
 

@@ -14,7 +14,7 @@ from speccompile.ops.expert_linear import EXPERT_LINEARS
 from speccompile.ops.finite_token import FINITE_TOKEN
 from speccompile.ops.grid import Grid
 from speccompile.ops.kv_rollback import KV_ROLLBACK
-from speccompile.ops.low_rank import LOW_RANK
+from speccompile.ops.low_rank import ADD_NORM, GATED_LOW_RANK, LOW_RANK
 from speccompile.ops.op import Op
 from speccompile.ops.packed_linear import PACKED_LINEARS
 from speccompile.ops.packed_rows import PACKED_ROWS
@@ -109,14 +109,20 @@ def linear_cases(num_in: int = 70, num_out: int = 52) -> Iterator[_Call]:
 
 
 def low_rank_cases(num_in: int = 70, num_out: int = 52, rank: int = 5) -> Iterator[_Call]:
-    """Yields a call of three slots, one without an adapter; of each rank some columns are zeros."""
+    """Yields calls of three slots, one without an adapter; of each rank some columns are zeros. And of AddNorm."""
     rng = np.random.default_rng(0)
     shapes = {"base": (3, NUM_ROWS, num_out), "x": (3, NUM_ROWS, num_in)}
     factors = {"a": (3, rank, num_in), "b": (3, rank, num_out)}
     given = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in {**shapes, **factors}.items()}
     half = num_out // 2
     given["a"][0] = given["b"][0] = given["b"][1, 1:] = given["b"][2, :2, :half] = given["b"][2, 2:, half:] = 0
-    yield LOW_RANK, {t.name: given.get(t.name, np.array([2, 0, 1])) for t in LOW_RANK.inputs}, {}
+    inputs = {t.name: given.get(t.name, np.array([2, 0, 1])) for t in LOW_RANK.inputs}
+    yield LOW_RANK, inputs, {}
+    if num_out % 2 == 0:
+        for activation in range(3):
+            yield GATED_LOW_RANK, inputs, {"activation": activation}
+    gamma = rng.standard_normal(num_in).astype(np.float32)
+    yield ADD_NORM, {"x": given["x"], "residual": given["x"][::-1].copy(), "gamma": gamma}, {"epsilon": 1e-5}
 
 
 Arrays = dict[str, NDArray[Any]]
