@@ -98,7 +98,8 @@ class DecoderSource:
         check_checkpoint(self.folder, self.dims)
         if self.job.lora is not None:
             open_lora(self.job.lora)
-        open_adapters(self.job)
+        if self.job.adapters:
+            open_adapters(self.job)
 
     @functools.cached_property
     def draft_tokens(self) -> DraftTokens | None:
@@ -111,7 +112,9 @@ class DecoderSource:
     def digests(self) -> dict[str, str]:
         own = digests_from_checkpoint(self.folder, self.context.weights, WEIGHT_FILES)
         kept = {} if self.draft_tokens is None else {"draft_vocab": self.draft_tokens.digest}
-        return own | digests_of_adapter(self.job) | digests_of_adapters(self.job) | kept
+        if self.job.lora is not None or self.job.adapters:
+            own |= digests_of_adapter(self.job) | digests_of_adapters(self.job)
+        return own | kept
 
     def counts(self) -> WeightCounts | None:
         """Returns None: they follow from config.json and the sizes."""
@@ -170,7 +173,7 @@ class DecoderSource:
                 weights=weights,
                 max_seq_len=self.max_rows,
                 lora=None if self.job.lora is None else open_lora(self.job.lora),
-                adapters=open_adapters(self.job),
+                adapters=open_adapters(self.job) if self.job.adapters else (),
                 prepare=prepare,
                 kept_tokens=() if self.draft_tokens is None else self.draft_tokens.ids,
                 progress=progress,
