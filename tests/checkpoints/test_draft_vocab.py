@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from speccompile.checkpoints.draft_vocab import MIN_TOKENS, choose_tokens, tokens_of
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.graph_kinds.draft_vocab import DraftVocab
 from speccompile.speculators.draft_model.config import DraftModelConfig
 from speccompile.speculators.mtp.config import MtpConfig
+from tests.pipeline import fakes
 
 pytestmark = pytest.mark.export
 
@@ -21,9 +21,7 @@ VOCAB, END = 32, 31
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [END, 999]}))
     return tmp_path
 

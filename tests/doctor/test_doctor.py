@@ -25,6 +25,7 @@ from tests.checkpoints import checkpoint_lab as lab
 from tests.doctor.config_traps import CONFIG_TRAPS, MASK_TRAPS, TAKEN
 from tests.doctor.dflash_traps import DFLASH_TRAPS
 from tests.doctor.traps import TRAPS as PLANTED
+from tests.speculators.heads_lab import PUBLISHED_MLP
 
 FORMATS = load_formats()
 TRAPS = {**PLANTED, **CONFIG_TRAPS, **DFLASH_TRAPS, **MASK_TRAPS}
@@ -289,23 +290,13 @@ def test_keys_of_nothing_known(tmp_path):
     assert "1 keys of no known layout (a.b, ...)" in found.got
 
 
-PUBLISHED = {  # hidden, inner, vocabulary, heads, tied, scaled
-    "llama-13b": (5120, 4096, 32000, 3, False, False),
-    "llama-13b-code": (5120, 4096, 32016, 7, False, False),
-    "llama3-8b": (4096, 3072, 128256, 4, False, False),
-    "llama3-70b": (8192, 3584, 128256, 4, True, True),
-    "codellama-34b": (8192, 8192, 32000, 5, True, True),
-    "granite-34b": (6144, 6144, 49152, 5, True, False),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_MLP)
 def test_published_sizes_are_checked_by_their_headers_alone(name, tmp_path, monkeypatch):
     def refuse(self: TensorFiles, key: str) -> None:
         raise AssertionError(f"{key} was read")
 
     monkeypatch.setattr(TensorFiles, "array", refuse)
-    hidden, inner, vocab, num, tie, scale = PUBLISHED[name]
+    hidden, inner, vocab, num, tie, scale = PUBLISHED_MLP[name]
     config = lab.mlp_config(hidden, inner, vocab, num, tie, scale)
     folder = lab.write_sparse(tmp_path / "s", config, lab.mlp_shapes(hidden, inner, vocab, num, first_only=tie))
     target = lab.write_target(tmp_path / "t", hidden_size=hidden, vocab_size=vocab)

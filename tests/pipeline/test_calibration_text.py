@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from speccompile.bundle.choices import MAX_TOKENS, MIN_TOKENS, read_texts, sample_of
 from speccompile.checkpoints.texts import TextSample
 from speccompile.core import registry
 from speccompile.core.jobs import GraphJob
 from speccompile.errors import RecipeError
+from tests.pipeline import fakes
 
 VOCAB = 32
 
@@ -22,9 +22,7 @@ VOCAB = 32
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint's folder with a tokenizer of 32 words."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
     return tmp_path
 
 

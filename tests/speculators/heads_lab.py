@@ -28,6 +28,17 @@ def context(hidden: int, vocab: int, weights: str = "checkpoint", target: str = 
     return SourceContext(weights, 64, 16, target_dims(hidden, vocab), job)
 
 
+# (hidden, inner, vocabulary, heads, tied, scaled) of the published speculators.
+PUBLISHED_MLP = {
+    "llama-13b": (5120, 4096, 32000, 3, False, False),
+    "llama-13b-code": (5120, 4096, 32016, 7, False, False),
+    "llama3-8b": (4096, 3072, 128256, 4, False, False),
+    "llama3-70b": (8192, 3584, 128256, 4, True, True),
+    "codellama-34b": (8192, 8192, 32000, 5, True, True),
+    "granite-34b": (6144, 6144, 49152, 5, True, False),
+}
+
+
 def engines(source: Any, folder: Any) -> Iterator[Any]:
     """The graph of a source on each backend."""
     model, _ = store.export(source)

@@ -32,15 +32,6 @@ from tests.speculators import heads_lab  # noqa: E402
 VOCAB, HIDDEN, INNER = 97, 20, 12
 pytestmark = [pytest.mark.usefixtures("cheap_measurements"), pytest.mark.export]
 VARIANTS = {"plain": (3, False, False), "tied": (3, True, False), "scaled": (2, False, True), "both": (5, True, True)}
-# (hidden, inner, vocabulary, heads, tied, scaled) of the published speculators.
-PUBLISHED = {
-    "llama-13b": (5120, 4096, 32000, 3, False, False),
-    "llama-13b-code": (5120, 4096, 32016, 7, False, False),
-    "llama3-8b": (4096, 3072, 128256, 4, False, False),
-    "llama3-70b": (8192, 3584, 128256, 4, True, True),
-    "codellama-34b": (8192, 8192, 32000, 5, True, True),
-    "granite-34b": (6144, 6144, 49152, 5, True, False),
-}
 
 
 def sizes(variant, num_drafts=None):
@@ -230,9 +221,9 @@ def test_a_tree_is_that_of_its_paths(tree, tmp_path):
         heads_lab.check_tree(engine, source.form, logits, heads_lab.feeds(HIDDEN, VOCAB))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", heads_lab.PUBLISHED_MLP)
 def test_published_configs_give_their_sizes(name, tmp_path):
-    hidden, inner, vocab, num, tied, scaled = PUBLISHED[name]
+    hidden, inner, vocab, num, tied, scaled = heads_lab.PUBLISHED_MLP[name]
     flags = {"tie_weights": tied, "scale_input": scaled} if tied or scaled else {}
     written = {"emb_dim": hidden, "inner_dim": 0 if inner == hidden else inner, "vocab_size": vocab, "n_predict": num}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mlp_speculator", **written, **flags}))
