@@ -79,6 +79,7 @@ class Plan:
     calibration: str = "auto"
     weights: str = "checkpoint"
     drafts: tuple[GraphJob, ...] = ()
+    engine: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(kv_cache="auto"))
 
 
 TEMPLATE = (
