@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import onnx.parser
@@ -25,6 +26,20 @@ def graph(text: str, weights: Mapping[str, np.ndarray] | None = None) -> ir.Mode
 def run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs under the reference evaluator."""
     return ReferenceEvaluator(ir.to_proto(model)).run(None, dict(feeds))
+
+
+class GridTable:
+    """A checkpoint of grids by name, see `ops.grid.GridSource`."""
+
+    def __init__(self, grids: Mapping[str, Any]) -> None:
+        self.grids = dict(grids)
+
+    @property
+    def grid_keys(self) -> tuple[str, ...]:
+        return tuple(self.grids)
+
+    def grid(self, key: str) -> Any:
+        return self.grids[key]
 
 
 def ops(model: ir.Model) -> Counter[str]:

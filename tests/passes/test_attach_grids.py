@@ -12,7 +12,7 @@ from speccompile.passes.pack_linears import pack_linears
 from speccompile.passes.quantize_blocks import quantize_blocks
 from speccompile.passes.stored_rows import StoredRows
 from tests.lab.graphs import open_session
-from tests.passes.graphs import graph, ops, run
+from tests.passes.graphs import GridTable, graph, ops, run
 
 K = 64
 
@@ -27,19 +27,16 @@ def random_grid(num_out: int, seed: int, *, bits: int = 4, has_minimums: bool = 
     return Grid(levels, scales, 32, bits, 1 << (bits - 1), order=inputs)
 
 
-class Checkpoint:
+class Checkpoint(GridTable):
     """Grids by name; `reads` counts what is read."""
 
     def __init__(self, **grids: Grid | None) -> None:
-        self.grids, self.reads = grids, 0
-
-    @property
-    def grid_keys(self) -> tuple[str, ...]:
-        return tuple(self.grids)
+        super().__init__(grids)
+        self.reads = 0
 
     def grid(self, key: str) -> Grid | None:
         self.reads += 1
-        return self.grids[key]
+        return super().grid(key)
 
 
 def make(weight: np.ndarray, inputs: tuple[str, ...] = ("x",)) -> ir.Model:

@@ -11,15 +11,16 @@ from speccompile.passes.attach_grids import attach_expert_grids
 from speccompile.passes.dense_experts import EXPERT_FORMS, dense_experts, expert_levels, expert_scales
 from speccompile.passes.pack_experts import pack_experts
 from speccompile.passes.stored_rows import StoredRows
-from tests.passes.graphs import graph, ops
+from tests.passes.graphs import GridTable, graph, ops
 from tests.passes.test_pack_experts import Sizes, check_same, mixture, numbers, run
 
 
-class Grids:
+class Grids(GridTable):
     """A checkpoint in which each expert's matrix is a tensor."""
 
     def __init__(self, model: ir.Model, is_transposed: bool, **kinds: dict[str, int]) -> None:
-        rng, self.grids = np.random.default_rng(0), dict[str, Grid]()
+        super().__init__({})
+        rng = np.random.default_rng(0)
         for name, kind in kinds.items():
             value = model.graph.initializers[name]
             whole = value.const_value.numpy().copy()
@@ -33,13 +34,6 @@ class Grids:
                 self.grids[f"{name}.{expert}"] = grid
                 matrix[:] = grid.weight().T if is_transposed else grid.weight()
             value.const_value = ir.tensor(whole, name=name)
-
-    @property
-    def grid_keys(self) -> tuple[str, ...]:
-        return tuple(self.grids)
-
-    def grid(self, key: str) -> Grid:
-        return self.grids[key]
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings: a tied one is stored once, with the head; rows have the bits of the packed weights."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -10,7 +8,6 @@ import pytest
 
 from speccompile.backends.onnxruntime.linear_cases import random_grid
 from speccompile.core.specs import GraphSpec
-from speccompile.ops.grid import Grid
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.attach_grids import attach_grids, attach_stored
 from speccompile.passes.cleanup import REMOVE_DEAD
@@ -24,7 +21,7 @@ from speccompile.passes.quantize_int8 import quantize_int8
 from speccompile.passes.stored_rows import StoredRows
 from speccompile.passes.tie_weights import tie_embedding
 from tests.lab.graphs import open_session
-from tests.passes.graphs import graph, ops
+from tests.passes.graphs import GridTable, graph, ops
 
 V, H = 140, 48
 RNG = np.random.default_rng(0)
@@ -203,7 +200,7 @@ def test_a_table_of_its_own_grid_is_packed_on_it():
     grids = [random_grid("Int8Min", H, V, seed, group=16, dtype="float32") for seed in range(2)]
     model = make(TIED, table=grids[0].weight(), w=grids[1].weight().T.copy())
     after = model.clone()
-    rows = StoredRows(_Source(grids))
+    rows = StoredRows(GridTable({str(at): grid for at, grid in enumerate(grids)}))
     assert tie_embedding(after) == 0 and attach_stored(after, rows) == 1
     assert [[kind is None for kind, _ in held] for held in rows.attached.values()] == [[False], [False]]
     tensor = after.graph.initializers["table"].const_value
@@ -211,18 +208,6 @@ def test_a_table_of_its_own_grid_is_packed_on_it():
     assert pack_linears(after, "stored") == 1 and pack_embedding(after, "stored") == 1
     assert ops(after) == {"PackedRowsInt8Min": 1, "PackedLinearInt8Min": 1}
     check(model, after, 0, 0.02)
-
-
-@dataclass(frozen=True)
-class _Source:
-    grids: list[Grid]
-
-    @property
-    def grid_keys(self) -> tuple[str, ...]:
-        return tuple(map(str, range(len(self.grids))))
-
-    def grid(self, key: str) -> Grid | None:
-        return self.grids[int(key)]
 
 
 def test_rows_of_a_tied_grid_have_its_bits():

@@ -22,6 +22,7 @@ from speccompile.passes.attach_adapters import attach_adapters
 from tests import store
 from tests.backends.tensorrt.plan_bytes import read_kernels, read_weights_bytes
 from tests.export.families import CONFIGS
+from tests.passes.graphs import GridTable
 from tests.rtx import load_rtx
 
 pytestmark = pytest.mark.plan
@@ -133,11 +134,12 @@ def test_other_families_build(name, tmp_path):
     assert b"SpecVerify" in plan and b"KVRollback" in plan
 
 
-class Grids:
+class Grids(GridTable):
     """A checkpoint whose linears have random levels; by the name of the weights in the graph."""
 
     def __init__(self, model: ir.Model, bits: int, group: int, **values: Any) -> None:
-        rng, self.grids = np.random.default_rng(0), dict[str, Grid]()
+        super().__init__({})
+        rng = np.random.default_rng(0)
         for node in model.graph:
             if node.op_type == "MatMul" and node.inputs[1].const_value is not None:
                 num_in, num_out = node.inputs[1].shape.numpy()
@@ -148,13 +150,6 @@ class Grids:
                 grid = Grid(levels, scales, group, bits, zero, minimums)
                 self.grids[node.inputs[1].name] = grid
                 node.inputs[1].const_value = ir.tensor(grid.weight().T.copy(), name=node.inputs[1].name)
-
-    @property
-    def grid_keys(self) -> tuple[str, ...]:
-        return tuple(self.grids)
-
-    def grid(self, key: str) -> Grid:
-        return self.grids[key]
 
 
 @pytest.mark.parametrize(
