@@ -5,7 +5,7 @@
 
 Chains: `drawn` keeps each drawn draft with min(1, target / draft), `block` is block verification, `race` a draft that
 races with the target's times over its own likeliest tokens (`--racers`), `likeliest` the draft's likeliest token.
-Trees: two children after each node, all of them scored (a bound for node budgets). All rules see the same text; each
+Trees of the race: two children after each node, all scored (a bound for budgets). All rules see the same text; each
 position gives the probability that its token is kept, over all draws of the rule. Steps start at every position. The
 ratio of `race` to `drawn` has its standard error over prompts. No time is measured.
 """
@@ -21,16 +21,6 @@ from speccompile.drafting.race import NUM_RACERS, SHARPNESS
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = NDArray[np.float64]
-
-
-def drawn_tree(target: Row, draft: Row, token: int) -> float:
-    """Returns the probability that one of two siblings, drawn without replacement, is kept, given `token`."""
-    left = np.maximum(target - draft, 0)
-    rest = left[token] / max(left.sum(), 1e-300)
-    refused = np.maximum(draft - target, 0)
-    refused[token] = 0
-    second = (refused * np.minimum(draft[token] / np.maximum(1 - draft, 1e-300), rest)).sum()
-    return float((min(target[token], draft[token]) + second) / target[token])
 
 
 def race_probs(target: Row, rates: Row, candidates: NDArray[np.int64], token: int) -> tuple[float, float]:
@@ -64,7 +54,6 @@ def keep_probs(target: Row, draft: Row, token: int, num_racers: int, exponent: f
         "drawn": min(1.0, draft[token] / target[token]),
         "race": first,
         "likeliest": float(candidates[0] == token),
-        "drawn tree": drawn_tree(target, draft, token),
         "race tree": second,
         "likeliest tree": float(token in candidates[:2]),
     }

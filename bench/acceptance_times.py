@@ -6,7 +6,7 @@
 
 BUNDLE has a draft model with a fixed tree of two children (`speculator.tree: {widths: [2, 2, 2]}`), which can draft
 chains as well, and room for 14 drafts. Rules: `plain` decoding; `block`, drawn chains, which are verified as a block;
-`drawn`, trees whose drafts are drawn without replacement; `race`, drafts that race with the target's times, as servers
+`drawn`, trees whose drafts are drawn; `race`, drafts that race with the target's times, as servers
 draft; `likeliest`, the draft's likeliest tokens. Every step has as many drafts as asked for; nothing decides to draft
 less. Sampled texts differ between rules, so speeds are of all tokens of a rule over all its time, the prompts' own time
 taken out; the error of the ratio to plain is its standard error by the bootstrap over prompts. At temperature 0 drawn

@@ -9,6 +9,7 @@ namespace speccompile {
 
 constexpr int FIRST_TIER = 32;        // chunks that are read again first where top_p alone cuts
 constexpr int TIER_GROWTH = 8;
+constexpr int NUM_CLASSES = 5;  // of target / draft, see `ratio_class`
 constexpr float MASS_UNIT = 0x1p44f;  // masses as integers: sums do not depend on their order; 2^19 * 2^44 fits
 
 struct Shared {
@@ -17,7 +18,6 @@ struct Shared {
             u32 keys[MAX_CANDIDATES];
             u32 indices[MAX_CANDIDATES];
         } list;
-        double residual[MAX_CHUNKS];  // masses of a residual; the list is no longer needed then
         Cell cells[MAX_CHUNKS];       // of the one-launch form, until they are weighted
         Outcome outcomes[MAX_NODES];  // of a slot, for its walk
     };
@@ -27,13 +27,13 @@ struct Shared {
     u32 keys[WARP], firsts[WARP];
     int parents[MAX_NODES];
     int tokens[MAX_NODES];  // -1 where it is none of the vocabulary
-    int refused[MAX_NODES];
-    float unscale[MAX_NODES];  // 1 / mass of the residual
-    float weights[MAX_NODES];  // of the prefixes of a drawn chain
+    int path[MAX_NODES];        // chosen among drawn drafts
+    float weights[MAX_NODES];   // of its prefixes
+    float factors[NUM_CLASSES]; // of the draft's probabilities, where siblings were chosen among
     Outcome outcome;
     u64 above;
     u32 digit;
-    int count, chunk, is_kept, is_last_block;
+    int count, chunk, child, num_children, is_last_block;
 };
 
 // A function, not a reference passed on, so that the compiler knows that this is shared memory.
@@ -59,8 +59,9 @@ struct Work {
     AnyRow row;
     Divider divide;
     Dist dist = {};
-    float weight = 1;  // of the distribution before anything is subtracted from it
-    int num_refused = 0;
+    float weight = 1;  // of the distribution before the draft's is subtracted from it
+    int child = -1;    // whose distribution is subtracted; -1: none
+    int num_children = 0;
 
     __device__ Work(const SpecVerifyParams& params, int slot, int node, float temperature)
         : params(params), slot(slot), node(node), row(params, static_cast<i64>(slot) * params.nodes + node),

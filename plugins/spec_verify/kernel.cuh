@@ -17,9 +17,9 @@ struct Verdict {
         if (threadIdx.x == 0) path[length] = node;
         ++length;
     }
-    // The path of a chain up to its node `last`.
+    // The chosen path up to its node `last`.
     __device__ void keep(int last) {
-        while (length <= last) add(length);
+        while (length <= last) add(shared_state().path[length]);
     }
     __device__ void finish(const SpecVerifyParams& params, int slot, int token) const {
         if (threadIdx.x != 0) return;
@@ -56,34 +56,19 @@ __device__ inline bool open_row(Work& work) {
     return is_whole;
 }
 
-// The walk where drafts were drawn from distributions: residuals are computed only at the nodes that are reached.
-__device__ __noinline__ void walk_draft_probs(const SpecVerifyParams& params, int slot) {
+// The verdict where drafts were drawn from distributions, or would be: then there are none, and the root is raced.
+template <typename Open>
+__device__ inline void verify_drawn(const SpecVerifyParams& params, int slot, Open open) {
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
-    const int end = chain_end(params, slot);
-    if (end == 0) {
-        Work work(params, slot, 0, params.temperature[slot]);
-        open_row(work);
-        verdict.keep(0);
-        verdict.finish(params, slot, race_root(work));
-        return;
-    }
-    if (end > 0) {
-        const auto find = [&](Work& work) {
-            work.dist = fresh(Workspace(params).dists + static_cast<i64>(slot) * params.nodes + work.node);
-        };
-        const Outcome outcome = verify_block(params, slot, end, find, open_row);
+    if (has_child(params, 0)) {
+        const Outcome outcome = verify_block(params, slot, open);
         verdict.keep(outcome.child);
         verdict.finish(params, slot, outcome.token);
-        return;
-    }
-    for (int node = 0; node >= 0;) {
-        Work work(params, slot, node, params.temperature[slot]);
-        const bool is_whole = open_row(work);
-        verdict.add(node);
-        const Outcome outcome = decide_by_draft_probs(work, is_whole);
-        node = outcome.child;
-        if (node < 0) verdict.finish(params, slot, outcome.token);
-        __syncthreads();
+    } else {
+        Work work(params, slot, 0, params.temperature[slot]);
+        open(work);
+        verdict.add(0);
+        verdict.finish(params, slot, race_root(work));
     }
 }
 
@@ -141,7 +126,7 @@ __device__ inline void resolve_rows(const SpecVerifyParams& params) {
         __syncthreads();
         if (!shared.is_last_block) return;
         __threadfence();
-        walk_draft_probs(params, slot);
+        verify_drawn(params, slot, open_row);
         return;
     }
     bool is_mine = threadIdx.x < WARP;
@@ -178,7 +163,6 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
     Verdict verdict{params.path + static_cast<i64>(slot) * params.nodes};
     const auto load = [&](int chunk) { return shared.cells[chunk]; };
     load_tree(params, slot);
-    const bool is_drawn = has_draft_probs(params) && is_hot(temperature);
     const auto open = [&](Work& work) {
         scan_slot(work);
         __syncthreads();
@@ -191,38 +175,23 @@ __device__ inline void verify_slot(const SpecVerifyParams& params) {
         return !cuts.any();
     };
     __syncthreads();  // publishes the tree
-    const int end = is_drawn ? chain_end(params, slot) : -1;
-    if (end == 0) {
-        Work work(params, slot, 0, temperature);
-        open(work);
-        verdict.keep(0);
-        verdict.finish(params, slot, race_root(work));
-        return;
-    }
-    if (end > 0) {
-        const Outcome outcome = verify_block(params, slot, end, open, open);
-        verdict.keep(outcome.child);
-        verdict.finish(params, slot, outcome.token);
+    if (has_draft_probs(params) && is_hot(temperature)) {
+        verify_drawn(params, slot, open);
         return;
     }
     for (int node = 0; node >= 0;) {
         const i64 row = static_cast<i64>(slot) * params.nodes + node;
         Work work(params, slot, node, temperature);
         verdict.add(node);
-        Outcome outcome;
-        if (is_drawn) {
-            outcome = decide_by_draft_probs(work, open(work));
-        } else {
-            scan_slot(work);
-            __syncthreads();
-            const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms + 2 * row);
-            if (drawn.is_mine) {
-                const int child = child_with(params, node, drawn.token);
-                if (threadIdx.x % WARP == 0) shared.outcome = {child, drawn.token};
-            }
-            __syncthreads();
-            outcome = shared.outcome;
+        scan_slot(work);
+        __syncthreads();
+        const Drawn drawn = draw_at_node(work, load, is_hot(temperature), cuts, params.uniforms + 2 * row);
+        if (drawn.is_mine) {
+            const int child = child_with(params, node, drawn.token);
+            if (threadIdx.x % WARP == 0) shared.outcome = {child, drawn.token};
         }
+        __syncthreads();
+        const Outcome outcome = shared.outcome;
         node = outcome.child;
         if (node < 0) verdict.finish(params, slot, outcome.token);
         __syncthreads();

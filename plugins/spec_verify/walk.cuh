@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SpecVerify, second part: draws, residuals, and which child of a node is kept.
+// SpecVerify, second part: draws, and which drafts are kept.
 #pragma once
 
 #include "spec_verify/dist.cuh"
@@ -25,38 +25,62 @@ __device__ inline bool is_held(const Dist& dist, float scaled, int index) {
     return key > dist.key_min || (key == dist.key_min && static_cast<u32>(index) <= dist.last_tie);
 }
 
-// An entry's probability in the residual that the refused children leave.
-__device__ inline float residual_of(const Work& work, float mass, int index) {
-    for (int i = 0; i < work.num_refused; ++i) {
-        const float left = mass - draft_at(work.params, work.slot, shared_state().refused[i], index);
-        mass = left > 0 ? left * shared_state().unscale[i] : 0;
-    }
-    return mass;
+// The edges of target / draft between classes (`core.multi_path.RATIO_EDGES`).
+__device__ inline float ratio_edge(int number) {
+    const float edges[] = {0.35355339059327376f, 0.70710678118654752f, 1.4142135623730951f, 2.8284271247461903f};
+    return edges[number];
 }
 
-// Shares of the chunks in the distribution of `work`, and their sum. Chunks whose top is cut have none.
-__device__ __noinline__ double measure(const Work work, double* shares) {
-    double sum = 0;
+__device__ inline int ratio_class(float target, float drafted) {
+    int number = 0;
+#pragma unroll
+    for (int edge = 0; edge < NUM_CLASSES - 1; ++edge) number += target > __fmul_rn(ratio_edge(edge), drafted) ? 1 : 0;
+    return number;
+}
+
+// The probability of a token in what the child of `work` was chosen from (`core.multi_path.chosen_probs`).
+__device__ inline float chosen_at(const Work& work, float target, int index) {
+    const float drafted = draft_at(work.params, work.slot, work.child, index);
+    return work.num_children > 1 ? drafted * shared_state().factors[ratio_class(target, drafted)] : drafted;
+}
+
+// The weighted probability of an entry less that of the child, if there is one.
+__device__ inline float residual_of(const Work& work, float target, int index) {
+    const float own = target * work.weight;
+    return work.child < 0 ? own : fmaxf(own - chosen_at(work, target, index), 0.0f);
+}
+
+// Calls visit(target, index) for the entries that the cuts keep, and end(chunk) after each chunk of a warp.
+template <typename Visit, typename End>
+__device__ inline void each_held(const Work& work, Visit visit, End end) {
     for (int chunk = threadIdx.x / WARP; chunk < work.chunks(); chunk += RESOLVE_WARPS) {
-        double share = 0;
         if (key_from(work.tops()[chunk]) >= work.dist.key_min) {
             float entries[LANE_ENTRIES];
             work.row.load(chunk, entries);
-            float part = 0;
 #pragma unroll
             for (int j = 0; j < LANE_ENTRIES; ++j) {
                 const int index = chunk * CHUNK + work.row.offset_of(j);
                 const float scaled = work.divide(entries[j]);
                 if (index < work.params.vocab && is_held(work.dist, scaled, index))
-                    part += residual_of(work, exp_fast(scaled - work.dist.top) * work.dist.scale * work.weight, index);
+                    visit(exp_fast(scaled - work.dist.top) * work.dist.scale, index);
             }
-            share = warp_sum(static_cast<double>(part));
         }
+        end(chunk);
+    }
+}
+
+// Shares of the chunks in the distribution of `work`, and their sum. Chunks whose top is cut have none.
+__device__ __noinline__ double measure(const Work work) {
+    double sum = 0;
+    float part = 0;
+    each_held(work, [&](float target, int index) { part += residual_of(work, target, index); }, [&](int chunk) {
+        const double share = warp_sum(static_cast<double>(part));
+        part = 0;
         if (threadIdx.x % WARP == 0) {
-            shares[chunk] = share;
+            work.masses()[chunk] = share;
             sum += share;
         }
-    }
+    });
     return block_sum<RESOLVE_THREADS>(sum, shared_state().reals);  // its barriers also publish the shares
 }
 
@@ -88,7 +112,7 @@ __device__ __noinline__ int draw_in_chunk(const Work work, int chunk, double res
     for (int j = 0; j < LANE_ENTRIES; ++j) {
         const float scaled = work.divide(entries[j]);
         const bool is_inside = base + j < work.params.vocab && is_held(work.dist, scaled, base + j);
-        entries[j] = is_inside ? residual_of(work, expf(scaled - work.dist.top) * work.dist.scale * work.weight, base + j) : 0;
+        entries[j] = is_inside ? residual_of(work, expf(scaled - work.dist.top) * work.dist.scale, base + j) : 0;
         own += entries[j];
     }
     double upto = warp_scan(own) - own;
@@ -167,28 +191,6 @@ __device__ inline int child_with(const SpecVerifyParams& params, int node, int t
     return first < MAX_NODES ? static_cast<int>(first) : -1;
 }
 
-// Subtracts the draft distribution of a refused child from that of `work` (`core.acceptance.residual`), or does nothing
-// where no mass would be left. Returns the mass; above 0, `masses` now hold the shares.
-__device__ inline double refuse(Work& work, int child) {
-    Shared& shared = shared_state();
-    if (threadIdx.x == 0) {
-        shared.refused[work.num_refused] = child;
-        shared.unscale[work.num_refused] = 1;
-    }
-    __syncthreads();
-    ++work.num_refused;
-    const double left = measure(work, shared.residual);
-    if (!(left > 0)) {
-        --work.num_refused;
-        return 0;
-    }
-    if (threadIdx.x == 0) shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left);
-    for (int chunk = threadIdx.x; chunk < work.chunks(); chunk += RESOLVE_THREADS)
-        work.masses()[chunk] = shared.residual[chunk] / left;
-    __syncthreads();
-    return left;
-}
-
 // The target's probability of a token at a node, in double precision as the twin.
 __device__ inline float target_at(const Work& work, int token) {
     const float scaled = work.divide(work.row.at(token));
@@ -200,7 +202,7 @@ __device__ inline float target_at(const Work& work, int token) {
 // Draws from the distribution of `work`; all threads get the token. `has_shares`: `masses` are its shares.
 __device__ __noinline__ Outcome draw_last(const Work work, bool has_shares) {
     Shared& shared = shared_state();
-    if (!has_shares) measure(work, work.masses());
+    if (!has_shares) measure(work);
     const i64 row = static_cast<i64>(work.slot) * work.params.nodes + work.node;
     const Drawn drawn = draw(work, work.masses(), work.params.uniforms[2 * row + 1]);
     if (drawn.is_mine && threadIdx.x % WARP == 0) shared.outcome = {-1, drawn.token};
@@ -208,82 +210,106 @@ __device__ __noinline__ Outcome draw_last(const Work work, bool has_shares) {
     return shared.outcome;
 }
 
-// Children are tried in order, each against the residual that its refused siblings leave. All threads get the outcome.
-// `has_shares`: `masses` are the shares of the distribution.
-__device__ __noinline__ Outcome decide_by_draft_probs(Work work, bool has_shares) {
+__device__ inline bool has_child(const SpecVerifyParams& params, int parent) {
+    for (int node = parent + 1; node < params.nodes; ++node)
+        if (shared_state().parents[node] == parent) return true;
+    return false;
+}
+
+// Chooses the first child of the highest class of target / draft (`core.multi_path`); the node has one.
+__device__ __noinline__ void choose_child(Work& work) {
     const SpecVerifyParams& params = work.params;
     Shared& shared = shared_state();
-    const i64 base = static_cast<i64>(work.slot) * params.nodes;
-    for (int child = work.node + 1; child < params.nodes; ++child) {
-        if (shared.parents[child] != work.node) continue;
-        if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
+        int highest = -1;
+        shared.num_children = 0;
+        for (int child = work.node + 1; child < params.nodes; ++child) {
+            if (shared.parents[child] != work.node) continue;
             const int token = shared.tokens[child];
-            float own = 0, drafted = 0;
-            if (token >= 0) {
-                own = residual_of(work, target_at(work, token), token);
-                drafted = draft_at(params, work.slot, child, token);
-            }
-            shared.is_kept = __fmul_rn(params.uniforms[2 * (base + child)], drafted) < own;
+            const float drafted = token >= 0 ? draft_at(params, work.slot, child, token) : 0.0f;
+            const int own = ratio_class(token >= 0 ? target_at(work, token) : 0.0f, drafted);
+            if (own > highest) shared.child = child;
+            highest = max(highest, own);
+            ++shared.num_children;
         }
-        __syncthreads();
-        const bool is_kept = shared.is_kept != 0;
-        __syncthreads();
-        if (is_kept) return {child, 0};
-        has_shares |= refuse(work, child) > 0;
     }
-    return draw_last(work, has_shares);
+    __syncthreads();
+    work.child = shared.child;
+    work.num_children = shared.num_children;
+    if (work.num_children == 1) return;
+    float parts[NUM_CLASSES - 1] = {};
+    double sums[NUM_CLASSES - 1] = {};
+    const auto visit = [&](float target, int index) {
+        const float drafted = draft_at(params, work.slot, work.child, index);
+        const int own = ratio_class(target, drafted);
+        for (int edge = 0; edge < own; ++edge) parts[edge] += drafted;
+    };
+    each_held(work, visit, [&](int) {
+        for (int edge = 0; edge < NUM_CLASSES - 1; ++edge) {
+            sums[edge] += static_cast<double>(parts[edge]);
+            parts[edge] = 0;
+        }
+    });
+    double below = 0;  // (upto^num - below^num) / (upto - below), of the draft's mass in lower classes
+    for (int number = 0; number < NUM_CLASSES; ++number) {
+        double upto = 1, factor = 0, power = 1;
+        if (number < NUM_CLASSES - 1) upto = fmax(1 - block_sum<RESOLVE_THREADS>(sums[number], shared.reals), 0.0);
+        for (int i = 0; i < work.num_children; ++i, power *= upto) factor = factor * below + power;
+        if (threadIdx.x == 0) shared.factors[number] = static_cast<float>(factor);
+        below = upto;
+    }
+    __syncthreads();
 }
 
-// The last node of a slot's chain; -1 where its nodes branch, or its root is marked, as a drawn tree may happen to be a
-// chain. Every thread finds it alone.
-__device__ inline int chain_end(const SpecVerifyParams& params, int slot) {
-    const Shared& shared = shared_state();
-    const int nodes = params.nodes;
-    int end = 0;
-    while (end + 1 < nodes && shared.parents[end + 1] == end) ++end;
-    if (end > 0 && params.uniforms[2 * static_cast<i64>(slot) * nodes] < 0) return -1;
-    for (int node = 2; node < nodes; ++node)
-        if (shared.parents[node] >= 0 && shared.parents[node] < node - 1) return -1;
-    return end;
-}
-
-// Verifies a drawn chain as a block (`core.acceptance.keep_block`): the longest prefix that passes is kept. `find(work)`
-// makes the distribution of the node of `work`, `open(work)` its tops as well and returns whether `masses` are its shares.
-// All threads get the last node that is kept, and the token after it.
-template <typename Find, typename Open>
-__device__ inline Outcome verify_block(const SpecVerifyParams& params, int slot, int end, Find find, Open open) {
+// Chooses a path of drawn drafts, and verifies it as a block (`core.acceptance.keep_block`): the longest prefix that
+// passes is kept. `open(work)` makes the distribution of the node of `work` and its tops, and returns whether `masses` are
+// its shares. All threads get how many drafts of `path` are kept, and the token after them.
+template <typename Open>
+__device__ inline Outcome verify_block(const SpecVerifyParams& params, int slot, Open open) {
     Shared& shared = shared_state();
     const float temperature = params.temperature[slot];
     const float* draws = params.uniforms + 2 * static_cast<i64>(slot) * params.nodes;
-    if (threadIdx.x == 0) shared.weights[0] = 1;
+    if (threadIdx.x == 0) {
+        shared.path[0] = 0;
+        shared.weights[0] = 1;
+    }
     __syncthreads();
-    for (int node = 0; node < end; ++node) {
-        Work work(params, slot, node, temperature);
-        find(work);
+    int last = 0;
+    for (; shared.weights[last] > 0 && has_child(params, shared.path[last]); ++last) {
+        Work work(params, slot, shared.path[last], temperature);
+        open(work);
+        choose_child(work);
         if (threadIdx.x == 0) {
-            const int token = shared.tokens[node + 1];
+            const int token = shared.tokens[work.child];
             double mass = 0, drafted = 0;
             if (token >= 0) {
-                mass = static_cast<double>(shared.weights[node]) * static_cast<double>(target_at(work, token));
-                drafted = static_cast<double>(draft_at(params, slot, node + 1, token));
+                const float target = target_at(work, token);
+                mass = static_cast<double>(shared.weights[last]) * static_cast<double>(target);
+                drafted = static_cast<double>(chosen_at(work, target, token));
             }
-            shared.weights[node + 1] = mass < drafted ? static_cast<float>(mass / drafted) : mass > 0 ? 1.0f : 0.0f;
+            shared.path[last + 1] = work.child;
+            shared.weights[last + 1] = mass < drafted ? static_cast<float>(mass / drafted) : mass > 0 ? 1.0f : 0.0f;
         }
         __syncthreads();
     }
-    for (int node = end;; --node) {
+    for (int at = last;; --at) {
+        const int node = shared.path[at];
         Work work(params, slot, node, temperature);
-        const double weight = static_cast<double>(shared.weights[node]), uniform = static_cast<double>(draws[2 * node]);
-        if (node == end && node > 0 && !(uniform < weight)) continue;
+        const double weight = static_cast<double>(shared.weights[at]), uniform = static_cast<double>(draws[2 * node]);
+        if (at == last && at > 0 && !(uniform < weight)) continue;
         bool has_shares = open(work);
-        if (node < end) {
-            work.weight = shared.weights[node];
-            const double rest = refuse(work, node + 1);
-            if (node > 0 && weight < 1 && !(uniform < rest / (rest + 1 - weight))) continue;
-            has_shares |= rest > 0;
+        if (at < last) {
+            choose_child(work);
+            work.weight = shared.weights[at];
+            const double rest = measure(work);
+            if (at > 0 && weight < 1 && !(uniform < rest / (rest + 1 - weight))) continue;
+            has_shares = rest > 0;
+            if (!has_shares) {
+                work.weight = 1;
+                work.child = -1;
+            }
         }
-        const Outcome outcome = draw_last(work, has_shares);
-        return {node, outcome.token};
+        return {at, draw_last(work, has_shares).token};
     }
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,18 +110,15 @@ class DrawnDrafts(NoneProposer):
         level: list[tuple[Text, int]] = [(text, 0)]
         for depth in range(1, min(sequence.max_drafts, NUM_TOKENS - len(text)) + 1):
             num = 2 if self.is_tree and depth < NUM_TOKENS else 1
-            draws = batch.sibling_uniforms(depth, num)[slot]
+            draws = batch.draft_uniforms(depth, num * len(level))[slot].tolist()
             following = []
-            for begun, parent in level:
-                dist = self.dists.get(begun)
-                for rank in range(num if dist is not None else 0):
-                    assert dist is not None
-                    token = int(draw(dist, draws[rank]))
+            for (begun, parent), _ in itertools.product(level, range(num)):
+                if (dist := self.dists.get(begun)) is not None:
+                    token = int(draw(dist, draws.pop()))
                     tokens.append(token)
                     parents.append(parent)
                     dists.append(dist)
                     following.append(((*begun, token), len(tokens)))
-                    dist = _without(dist, token) if rank + 1 < num else None
             level = following
         return tokens, parents, dists
 
@@ -134,13 +132,6 @@ def _reversed(row: Mapping[int, float], vocab_size: int) -> Floats:
     dist *= 1 - STRAY_MASS
     dist[stray] = STRAY_MASS
     normed: Floats = dist / dist.sum()
-    return normed
-
-
-def _without(dist: Floats, token: int) -> Floats:
-    left = dist.copy()
-    left[token] = 0
-    normed: Floats = left / left.sum()
     return normed
 
 

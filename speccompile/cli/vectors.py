@@ -13,7 +13,7 @@ import typer
 class Rule(StrEnum):
     """`core.vectors.FORMS`, which would import numpy here."""
 
-    greedy, race, chain, tree, paths = "greedy", "race", "chain", "tree", "paths"
+    greedy, race, chain, tree = "greedy", "race", "chain", "tree"
 
 
 def register(app: typer.Typer) -> None:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy multi-path block verification: a rule for drawn trees whose siblings are independent draws.
+"""Which path of a drawn tree is verified: greedy multi-path block verification (Thomas and Pal 2026, arXiv 2602.16961).
 
-Thomas and Pal 2026, arXiv 2602.16961. Block verification is exact for a chain from any known distribution. So it is for
-one path of a tree that is chosen by the target's distributions, if the draft's are taken as those of the choice.
-Engines verify drawn trees by `core.acceptance`, with siblings drawn without replacement; this rule is a reference.
+Siblings are independent draws from one distribution. A path that is chosen by the target's distributions is verified as
+a chain, if the draft's distributions are taken as those of the choice. A chain is the tree with one path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from speccompile.core.acceptance import Dists, keep_block
-from speccompile.core.sampling import draw
 from speccompile.core.tree import Floats, Ints
 
 RATIO_EDGES = (2**-1.5, 2**-0.5, 2**0.5, 2**1.5)  # of target / draft; not 1, where a draft equals its target
+RowsAt = Callable[[Ints, Ints], Floats]  # [some] slots and a node of each -> the target's warped rows, [some, vocab]
 
 
 def ratio_classes(target_probs: Floats, draft_probs: Floats) -> Ints:
@@ -24,73 +24,63 @@ def ratio_classes(target_probs: Floats, draft_probs: Floats) -> Ints:
     return classes
 
 
-def chosen_probs(target_probs: Floats, draft_probs: Floats, num: int) -> Floats:
-    """Returns the distribution of the first draw of the highest class among `num` independent draws.
+def chosen_probs(target_probs: Floats, draft_probs: Floats, num: Ints) -> Floats:
+    """Returns the distributions of the first draw of the highest class among `num` independent draws.
 
-    With m the mass of a class and a that of the classes above it, it is the highest one that is drawn with probability
-    (1 - a)^num - (1 - a - m)^num; within it, the first draw follows the draft's distribution.
+    With a the mass of the classes below a class and b that with the class, it is the highest one that is drawn with
+    probability b^num - a^num; within it, the first draw follows the draft's distribution.
 
     Args:
-        target_probs: [vocab] float32.
-        draft_probs: [vocab] float32, of each draw.
+        target_probs: [some, vocab] float32.
+        draft_probs: [some, vocab] float32, of each draw.
+        num: [some] int64.
     """
-    if num == 1:
+    if num.max() == 1:
         return draft_probs
     classes = ratio_classes(target_probs, draft_probs)
-    mass = np.bincount(classes, draft_probs, minlength=len(RATIO_EDGES) + 1)
-    none_from = np.maximum(1 - np.cumsum(mass[::-1])[::-1], 0) ** num  # no draw from this class or one above
-    shares = np.append(none_from[1:], 1) - none_from
-    factors = np.divide(shares, mass, out=np.zeros_like(mass), where=mass > 0)
-    probs: Floats = draft_probs * factors.astype(draft_probs.dtype)[classes]
+    above = [np.where(classes > c, draft_probs, 0).sum(axis=-1, dtype=np.float64) for c in range(len(RATIO_EDGES))]
+    upto = np.stack((*np.maximum(1 - np.array(above), 0), np.ones(len(num))), axis=-1)
+    below = np.concatenate((np.zeros((len(num), 1)), upto[:, :-1]), axis=1)
+    factors, power = np.zeros_like(upto), np.ones_like(upto)
+    for number in range(int(num.max())):  # (b^num - a^num) / (b - a)
+        factors = np.where(number < num[:, None], factors * below + power, factors)
+        power = power * upto
+    probs: Floats = draft_probs * np.take_along_axis(factors.astype(draft_probs.dtype), classes, axis=-1)
     return probs
 
 
-def choose_path(tokens: Ints, parents: Ints, target_probs: Dists, draft_probs: Floats) -> tuple[list[int], Floats]:
-    """Chooses one path of a tree.
+def choose_paths(
+    tokens: Ints, links: Ints, rows_at: RowsAt, draft_probs: Floats, slots: Ints
+) -> tuple[Ints, Floats, Floats]:
+    """Chooses one path of each tree: after each node the first child of the highest class of target / draft.
 
-    Nodes with equal tokens after one prefix are one node with the children of all. Of these, which are independent
-    draws, the first one of the highest class of target / draft is chosen. The paper sorts all tokens by that ratio;
-    five classes keep as many drafts and need no sort.
+    The paper sorts all tokens by that ratio; five classes keep as many drafts and need no sort.
 
     Args:
-        tokens: [nodes] int64.
-        parents: [nodes] int64.
-        target_probs: [nodes, vocab] float32, warped; the rows of chosen nodes alone are read.
-        draft_probs: [nodes, vocab] float32, the distribution each node was drawn from.
+        tokens: [batch, nodes] int64.
+        links: [batch, nodes] int64, parents before their nodes, or -1.
+        rows_at: called for nodes of the paths alone, as a row may be computed on demand.
+        draft_probs: [batch, nodes, vocab] float32, the distribution each node was drawn from, its siblings too.
+        slots: [some] int64, those to look at.
 
     Returns:
-        The nodes from the root on; [len(path), vocab] float32, the distribution that each was chosen from.
+        [some, nodes] int64, the nodes from the root on, then -1; their rows of the target and the distributions that
+        they were chosen from, [some, nodes, vocab] float32.
     """
-    path, probs, same = [0], [np.zeros_like(draft_probs[0])], {0}
-    while children := [n for n in range(1, len(tokens)) if parents[n] < n and int(parents[n]) in same]:
-        dist, drawn = target_probs[path[-1]], tokens[children]
-        best = children[int(np.argmax(ratio_classes(dist[drawn], draft_probs[children, drawn])))]
-        probs.append(chosen_probs(dist, draft_probs[best], len(children)))
-        path.append(best)
-        same = {n for n in children if tokens[n] == tokens[best]}
-    return path, np.stack(probs)
-
-
-def keep_path(
-    tokens: Ints, parents: Ints, target_probs: Dists, uniforms: Floats, draft_probs: Floats
-) -> tuple[list[int], Floats]:
-    """Decides one tree; arguments as of `acceptance.accept_slot`. All nodes of one depth may share their uniforms.
-
-    Returns:
-        The path, and what the next token is drawn from, [vocab] float32, which need not be normalised.
-    """
-    nodes, probs = choose_path(tokens, parents, target_probs, draft_probs)
-    rows, links = np.stack([target_probs[node] for node in nodes]), np.arange(len(nodes)) - 1
-    kept, rests = keep_block(tokens[nodes][None], links[None], rows[None], probs[None], uniforms[nodes][None])
-    path = [nodes[int(kept[0])]]
-    while path[0] > 0:  # a chosen node may be the child of an equal one
-        path.insert(0, int(parents[path[0]]))
-    return path, rests[0]
-
-
-def accept_paths(
-    tokens: Ints, parents: Ints, target_probs: Dists, uniforms: Floats, draft_probs: Floats
-) -> tuple[list[int], int]:
-    """Decides one tree, with the arguments of `acceptance.accept_slot`; returns the path and the next token."""
-    path, rest = keep_path(tokens, parents, target_probs, uniforms, draft_probs)
-    return path, int(draw(rest, uniforms[path[-1], 1]))
+    tokens, links, draft_probs = tokens[slots], links[slots], draft_probs[slots]
+    path, last = np.full(tokens.shape, -1, dtype=np.int64), np.zeros(len(slots), dtype=np.int64)
+    rows, probs = np.zeros((2, *draft_probs.shape), dtype=draft_probs.dtype)
+    path[:, 0], rows[:, 0] = 0, rows_at(slots, last)
+    for depth in range(1, tokens.shape[1]):
+        is_child = links == last[:, None]
+        some = np.flatnonzero(is_child.any(axis=1))
+        if not len(some):
+            break
+        is_child, above = is_child[some], rows[some, depth - 1]
+        drawn = np.where(is_child, tokens[some], 0)
+        drafted = np.take_along_axis(draft_probs[some], drawn[:, :, None], axis=-1)[:, :, 0]
+        classes = ratio_classes(np.take_along_axis(above, drawn, axis=-1), drafted)
+        last[some] = path[some, depth] = best = np.where(is_child, classes, -1).argmax(axis=1)
+        probs[some, depth] = chosen_probs(above, draft_probs[some, best], is_child.sum(axis=1))
+        rows[some, depth] = rows_at(slots[some], best)
+    return path, rows, probs

@@ -185,15 +185,8 @@ class Batch(Protocol):
         """Returns `temperature`, `top_k`, `top_p` [batch]; those that are neutral in every sequence are left out."""
         ...
 
-    def draft_uniforms(self, depth: int) -> Floats:
-        """Returns [batch] float32: the draws that decide draft tokens at `depth` (1 = child of the root)."""
-        ...
-
-    def sibling_uniforms(self, depth: int, num: int) -> Floats:
-        """Returns [batch, num] float32: the draws that decide the siblings at `depth`, in their order.
-
-        The first column is `draft_uniforms(depth)`. Nodes of one depth share their draws: at most one is kept.
-        """
+    def draft_uniforms(self, depth: int, num: int = 1) -> Floats:
+        """Returns [batch, num] float32: the draws that decide the draft tokens at `depth` (1 = child of the root)."""
         ...
 
 

@@ -19,19 +19,13 @@ from speccompile.core.tree import Floats, Ints, TokenTree
 
 Words = NDArray[np.uint64]
 
-ACCEPT_LANE = 0  # accept draw of a first child; later siblings use SIBLING_LANE + rank
 TARGET_LANE = 1  # recovered, bonus or plain draw from the target's distribution
-DRAFT_LANE = 2  # the draft's own draw in trees
 RACE_LANE = 3  # both words of a race
-# Accept draws and drafts' draws of drawn chains: these + depth. A block is decided by the draws of all its drafts, also
+# Accept draws of a depth, and draws of drafts: these + depth. A block is decided by the draws of all its drafts, also
 # those that are refused, so the next step must not see them again at its positions.
-CHAIN_ACCEPT_LANE = 1 << 21
-CHAIN_DRAFT_LANE = 1 << 22
-# Accept draw of the root of a drawn tree, which has no other use: which rule verifies drafts must not depend on what
-# was drawn, and a node whose distribution has few tokens has few children.
-NODE_BY_NODE = -1.0
-SIBLING_LANE = 16
-DRAFT_SIBLING_LANE = 1 << 20  # the draft's draws of later siblings: this + rank
+ACCEPT_LANE = 1 << 21
+DRAFT_LANE = 1 << 22
+DRAFT_LANE_STEP = 1 << 11  # between the drafts of one depth: above any depth
 
 _LEAST_TOP_P = 1e-30  # the likeliest token alone; a smaller one could be 0 in float32
 
@@ -146,28 +140,21 @@ def tree_uniforms(seeds: ArrayLike, root_positions: ArrayLike, tree: TokenTree) 
     """Returns [batch, nodes, 2] float32 draws that acceptance reads for a tree, of `seeds` [batch] uint64.
 
     In slots whose drafts are drawn: accept draw of the node, draw made at it; in others those of the race at the node.
-    Nodes of one depth share the draw made at them: at most one of them is on the path.
+    Nodes of one depth share their draws: at most one of them is on the path.
 
     Args:
         root_positions: [batch] int64, index in the sequence of the root token.
     """
-    depths, ranks = tree.depths(), tree.sibling_ranks()
+    depths = tree.depths()
     positions = np.asarray(root_positions, dtype=np.int64)[:, None] + depths
     raced = race_draws(seeds, positions + 1)
     if tree.draft_probs is None:
         return raced
-    accept_lanes = np.where(ranks > 0, SIBLING_LANE + ranks, ACCEPT_LANE)
-    if tree.is_chain:
-        accept_lanes = CHAIN_ACCEPT_LANE + depths
-    lanes = np.concatenate((accept_lanes, np.full_like(ranks, TARGET_LANE)), axis=1)
-    drawn = uniforms(seeds, np.concatenate((positions, positions + 1), axis=1), lanes)
-    drawn = drawn.reshape(tree.batch, 2, tree.nodes).swapaxes(1, 2)
-    if not tree.is_chain:
-        drawn[:, 0, 0] = NODE_BY_NODE
-    return np.ascontiguousarray(np.where((tree.num_nodes > 1)[:, None, None], drawn, raced))
+    drawn = (uniforms(seeds, positions, ACCEPT_LANE + depths), uniforms(seeds, positions + 1, TARGET_LANE))
+    return np.where((tree.num_nodes > 1)[:, None, None], np.stack(drawn, axis=-1), raced)
 
 
-SAMPLER_VERSION = 2  # of the texts that seeds give; 1 drew by the inverse distribution function
+SAMPLER_VERSION = 3  # of the texts that seeds give; 2 verified drawn trees node by node
 PRIME = 2**31 - 1
 NUM_SQUARES = 4
 KEY_SCALE, KEY_STEP = 2.0**24, 128  # a key has 24 bits; 128 times that, plus 1, is below the prime

@@ -53,11 +53,11 @@ def mask_from_bits(rows: Sequence[int], nodes: int) -> Bools:
 class TokenTree:
     """A ragged batch of token trees. Node 0 is the root; children come after their parents.
 
-    Siblings are ordered by index: acceptance tries them in that order. Use `chain` or `tree` to make one.
+    Use `chain` or `tree` to make one.
 
     Args:
-        draft_probs: [batch, nodes, vocab] float32, row c is the distribution that node c was drawn from (row 0 is not
-            read); None when the drafts are deterministic.
+        draft_probs: [batch, nodes, vocab] float32, row c is the distribution that node c was drawn from, as its
+            siblings (row 0 is not read); None when the drafts are deterministic.
         is_chain: every node's parent is its predecessor, so full `parents` and `mask()` are neutral and need no feed.
     """
 
@@ -158,14 +158,6 @@ class TokenTree:
                 depths.append(depths[parent] + 1 if parent >= 0 else 0)
             rows.append(depths)
         return np.array(rows, dtype=np.int64)
-
-    def sibling_ranks(self) -> Ints:
-        """Returns [batch, nodes] int64: number of siblings before each node."""
-        if self.is_chain:
-            return np.zeros(self.tokens.shape, dtype=np.int64)
-        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (self.parents >= 0)[:, :, None]
-        earlier: Ints = np.tril(same, -1).sum(axis=-1, dtype=np.int64)
-        return earlier
 
     def children(self, slot: int, node: int) -> list[int]:
         return [int(c) for c in np.flatnonzero(self.parents[slot] == node) if c > 0]

@@ -7,21 +7,19 @@ arithmetic of any order decides alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from speccompile.core.acceptance import accept_slot, keep_block, residual
-from speccompile.core.multi_path import accept_paths, keep_path
-from speccompile.core.sampling import NODE_BY_NODE, race
-from speccompile.core.tree import Floats, Ints
+from speccompile.core.acceptance import accept_slot, decide
+from speccompile.core.sampling import race
+from speccompile.core.tree import Floats
 
-FORMAT, NUM_VECTORS, VOCAB, NOISE = 1, 12, 7, 1e-4
+FORMAT, NUM_VECTORS, VOCAB, NOISE = 2, 12, 7, 1e-4
 CHAIN, TREE = (-1, 0, 1, 2), (-1, 0, 0, 1, 1, 2, 4)
-FORMS = {"greedy": TREE, "race": TREE, "chain": CHAIN, "tree": TREE, "paths": (-1, 0, 0, 0, 1, 2, 3)}
+FORMS = {"greedy": TREE, "race": TREE, "chain": CHAIN, "tree": TREE}
 Vector = dict[str, Any]
-Decide = Callable[..., tuple[list[int], int]]
 
 
 def make_vectors(rules: Sequence[str] = tuple(FORMS)) -> dict[str, Any]:
@@ -43,28 +41,21 @@ def _make_vector(rule: str, rng: np.random.Generator) -> Vector | None:
     if rule == "greedy":
         target = np.eye(VOCAB, dtype=np.float32)[target.argmax(axis=-1)]
     for node in range(1, len(parents)):  # the distribution of a node's children is that of the first of them
-        elder = [n for n in range(1, node) if parents[n] == parents[node]]
-        same = [n for n in elder if rule == "paths"]
-        draft[node] = draft[same[0]] if same else draft[node]
-        if rule == "tree" and elder:
-            draft[node] = draft[elder[0]]
-            draft[node, tokens[elder]] = 0
-        draft[node] /= draft[node].sum()
+        draft[node] = draft[np.flatnonzero(parents == parents[node])[0]]
         tokens[node] = int(rng.choice(VOCAB, p=draft[node].astype(np.float64) / draft[node].sum(dtype=np.float64)))
         if rule in ("greedy", "race") and rng.random() < 0.35:
             tokens[node] = int(race(target[parents[node]], draws[parents[node]]))
     draft[0] = 0
-    draws[0, 0] = NODE_BY_NODE if rule == "tree" else draws[0, 0]
     given = None if rule in ("greedy", "race") else draft
-    decide: Decide = accept_paths if rule == "paths" else accept_slot
-    path, token = decide(tokens, parents, target, draws, given)
+    path, token = accept_slot(tokens, parents, target, draws, given)
     for _ in range(20):
         noisy = (target * (1 + NOISE * rng.standard_normal(target.shape))).astype(np.float32)
         moved = draws if given is None else np.clip(draws + NOISE * rng.standard_normal(draws.shape), 0, 1 - 2**-24)
-        moved = np.where(draws < 0, draws, moved).astype(np.float32)
-        if decide(tokens, parents, noisy, moved, given) != (path, token):
+        if accept_slot(tokens, parents, noisy, moved.astype(np.float32), given) != (path, token):
             return None
-    rest = _next_probs(rule, path, tokens, parents, target, draws, draft)
+    own = None if given is None else draft[None]
+    rest = decide(tokens[None], parents[None], lambda _, nodes: target[nodes], draws[None], own)[3]
+    rest = target[path[-1:]] if rest is None else rest
     return {
         "rule": rule,
         "target_probs": _listed(target),
@@ -75,22 +66,8 @@ def _make_vector(rule: str, rng: np.random.Generator) -> Vector | None:
         "path": path,
         "num_accepted": len(path) - 1,
         "next_token": token,
-        "next_probs": _listed((rest / rest.sum())[None])[0],
+        "next_probs": _listed(rest / rest.sum())[0],
     }
-
-
-def _next_probs(
-    rule: str, path: list[int], tokens: Ints, parents: Ints, target: Floats, draws: Floats, draft: Floats
-) -> Floats:
-    """Returns what the next token is drawn from, [vocab], not normalised."""
-    dist: Floats = target[path[-1]]
-    if rule == "paths":
-        return keep_path(tokens, parents, target, draws, draft)[1]
-    if rule == "chain":
-        dist = keep_block(tokens[None], parents[None], target[None], draft[None], draws[None])[1][0]
-    for child in np.flatnonzero(parents == path[-1]) if rule == "tree" else ():
-        dist = residual(dist, draft[child])
-    return dist
 
 
 def _listed(rows: Floats) -> list[list[float]]:

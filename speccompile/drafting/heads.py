@@ -132,7 +132,7 @@ class HeadsProposer:
             feeds |= {TOKENS: roots[:, None]}
         if is_drawn:
             draws = [batch.draft_uniforms(depth) for depth in range(1, self.engine.spec.num_drafts + 1)]
-            feeds |= {**batch.warp_feeds(), UNIFORMS: np.stack(draws, axis=1)}
+            feeds |= {**batch.warp_feeds(), UNIFORMS: np.concatenate(draws, axis=1)}
         outputs = self.engine.run(feeds)
         limits = [sequence.max_drafts if slot in drafting else 0 for slot, sequence in enumerate(sequences)]
         if is_drawn:

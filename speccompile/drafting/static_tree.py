@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees of one shape with a scorer: the most probable candidates, or siblings drawn without replacement.
+"""Draft trees of one shape with a scorer: the most probable candidates, or independent draws.
 
 In sequences that sample the former are those to win the target's race (`drafting.race`). A drawn token must not be left
-out because of its value. A fixed shape leaves out none, and a chain may end after any token, see `drawn_length`. A node
-has fewer children only where its distribution has fewer tokens.
+out because of its value. A fixed shape leaves out none, and a chain may end after any token, see `drawn_length`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +24,6 @@ from speccompile.drafting.drawn_length import DrawnChains, DrawnLength
 from speccompile.drafting.grammars import Paths, draft_warp, has_grammars, paths_after, refuse, restrict
 from speccompile.drafting.proposer import Scorer
 from speccompile.drafting.race import raced_candidates
-from speccompile.drafting.siblings import draw_siblings
 from speccompile.drafting.tree import DraftLayout, DraftTrees, Expansion, make_expansion
 
 Level = list[tuple[int, list[int], list[int]]]  # nodes of a depth, each with its children and their ranks
@@ -169,6 +166,7 @@ class _Drafts:
             if len(roots) not in maker.probs:
                 maker.probs[len(roots)] = np.zeros(size, dtype=np.float32)
             self.probs = maker.probs[len(roots)]
+            self.firsts = np.tile(np.arange(1 + maker.shape.num_drafts), (len(roots), 1))  # of equal siblings
 
     def take(self, depth: int, slots: Sequence[int], outputs: Outputs) -> None:
         """Adds the children of the nodes at `depth` in the given slots, from the draft's outputs."""
@@ -209,23 +207,33 @@ class _Drafts:
         return (prob / most) ** self.batch.sequences[slot].sampling.temperature if most > prob else 1.0
 
     def _draw(self, level: Level, depth: int, slots: Sequence[int], node_probs: Floats) -> None:
-        """Replaces candidates with draws; a greedy sequence keeps them, with one-hot distributions."""
+        """Replaces candidates with draws; a greedy sequence keeps them, with one-hot distributions.
+
+        Equal siblings are one: the first has the children of all, drawn from one distribution.
+        """
         assert self.probs is not None
-        width = max(len(children) for _, children, _ in level)
-        draws = self.batch.sibling_uniforms(depth + 1, width).tolist()
-        for slot, (column, (node, children, _)) in itertools.product(slots, enumerate(level)):
-            if not self.exists[slot, node]:
-                self.exists[slot, children] = 0
-                continue
-            rows = self.probs[slot, children[0] : children[-1] + 1]
-            if self.batch.sequences[slot].sampling.is_greedy:
-                rows[...] = 0
-                rows[np.arange(len(children)), self.trees.tokens[slot, children]] = 1
-                continue
-            tokens = draw_siblings(node_probs[slot, column], draws[slot][: len(children)], rows)
-            self.trees.tokens[slot, children[: len(tokens)]] = tokens
-            self.trees.tokens[slot, children[len(tokens) :]] = 0  # of a grammar, there may be no token at all
-            self.exists[slot, children[len(tokens) :]] = 0
+        start, end = level[0][1][0], level[-1][1][-1] + 1
+        draws = self.batch.draft_uniforms(depth + 1, end - start)
+        for slot in slots:
+            rows, firsts = dict[int, Floats](), dict[tuple[int, int], int]()
+            for column, (node, children, _) in enumerate(level):
+                if self.batch.sequences[slot].sampling.is_greedy:
+                    self.probs[slot, children] = 0
+                    self.probs[slot, children, self.trees.tokens[slot, children]] = 1
+                    continue
+                first = int(self.firsts[slot, node])
+                row = rows.setdefault(first, node_probs[slot, column])
+                sums = np.cumsum(row, dtype=np.float64)
+                is_there = bool(self.exists[slot, node]) and sums[-1] > 0  # of a grammar, there may be no token at all
+                self.exists[slot, children], self.trees.parents[slot, children] = is_there, first
+                if not is_there:
+                    self.trees.tokens[slot, children] = 0
+                    continue
+                self.probs[slot, children] = row * np.float32(1 / sums[-1])
+                bounds = draws[slot, np.array(children) - start].astype(np.float64) * sums[-1]
+                for child, token in zip(children, np.searchsorted(sums, bounds, side="right").tolist(), strict=True):
+                    self.trees.tokens[slot, child] = token
+                    self.firsts[slot, child] = firsts.setdefault((first, token), child)
 
     def tree(self) -> tuple[TokenTree, list[list[int]]]:
         """Returns the tree to score, and for each slot the shape's node index of each of its nodes."""

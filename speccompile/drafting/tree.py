@@ -9,7 +9,7 @@ form a chain, need no mask, and are not fed again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -162,13 +162,13 @@ class DraftTrees:
 
         Args:
             kept: by slot, the candidate of each node, parents before their children.
-            draft_probs: [slots, nodes, vocab] by candidate, of a drawn tree: it is no chain, even if it looks like one.
+            draft_probs: [slots, nodes, vocab] by candidate, of a drawn tree.
         """
         nums = list(map(len, kept))
         size, num_nodes = max(nums), np.array(nums, dtype=np.int64)
         end = 1 + max(map(max, kept))
         known, above = self.tokens[:, :end].tolist(), self.parents[:, :end].tolist()
-        tokens, parents, is_chain = list[list[int]](), list[list[int]](), draft_probs is None
+        tokens, parents, is_chain = list[list[int]](), list[list[int]](), True
         for slot, chosen in enumerate(kept):
             node_of = dict(zip(chosen, range(size), strict=False))
             links = list(map(node_of.__getitem__, map(above[slot].__getitem__, chosen[1:])))
@@ -176,15 +176,14 @@ class DraftTrees:
             tokens.append([*map(known[slot].__getitem__, chosen), *[0] * missing])
             parents.append([-1, *links, *[-1] * missing])
             is_chain = is_chain and links == list(range(len(links)))
+        probs = None
+        if draft_probs is not None:
+            probs = np.zeros((len(kept), size, draft_probs.shape[2]), dtype=np.float32)
+            for slot, chosen in enumerate(kept):
+                probs[slot, : len(chosen)] = draft_probs[slot, chosen]
         if is_chain:
-            return TokenTree.chain(np.array(tokens, dtype=np.int64), num_nodes)
-        made = TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), num_nodes)
-        if draft_probs is None:
-            return made
-        probs = np.zeros((*made.tokens.shape, draft_probs.shape[2]), dtype=np.float32)
-        for slot, chosen in enumerate(kept):
-            probs[slot, : len(chosen)] = draft_probs[slot, chosen]
-        return replace(made, draft_probs=probs)
+            return TokenTree.chain(np.array(tokens, dtype=np.int64), num_nodes, probs)
+        return TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), num_nodes, probs)
 
 
 def _first_path_first(chosen: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 """SpecVerify: the acceptance rule on a target's logits, so that logits stay in the engine.
 
 A greedy step of one node costs one argmax, one of more nodes about 10 us on [batch, nodes]; softmax runs for sampled
-batches only, sorting only where top_k or top_p is on, and a Loop only for trees.
+batches only, sorting only where top_k or top_p is on.
 """
 
 from __future__ import annotations

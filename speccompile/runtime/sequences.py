@@ -12,13 +12,9 @@ from numpy.typing import NDArray
 
 from speccompile.core.sampling import (
     ACCEPT_LANE,
-    CHAIN_ACCEPT_LANE,
-    CHAIN_DRAFT_LANE,
     DRAFT_LANE,
-    DRAFT_SIBLING_LANE,
-    NODE_BY_NODE,
+    DRAFT_LANE_STEP,
     RACE_LANE,
-    SIBLING_LANE,
     TARGET_LANE,
     uniform_words,
     uniforms,
@@ -39,8 +35,7 @@ from speccompile.runtime.text import TextSink, Tokenizer
 # few, so a table has 16 at first, then 64, 256, 512 ...
 LEAST_BLOCK, BLOCK = 16, 256
 NUM_NEIGHBOURS = 8  # lanes that are made with one that is read: a chain reads those of all its depths
-LANES = (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, RACE_LANE)
-RACE_ROWS = slice(3, 5)  # of a table, after the first words of the other lanes
+LANES = (TARGET_LANE, RACE_LANE)  # of a table, which has two words of the second
 
 
 class UniformTable:
@@ -50,15 +45,15 @@ class UniformTable:
 
     def __init__(self, seed: int, start: int) -> None:
         self.seed, self._start = np.array([seed], dtype=np.uint64), start
-        self._table = np.empty((5, 0), dtype=np.float32)
+        self._table = np.empty((3, 0), dtype=np.float32)
         self._lanes: dict[int, Floats] = {}  # the others, [NUM_NEIGHBOURS, num] each; made when one is first read
 
     def rows(self, start: int, end: int) -> Floats:
-        """Returns [5, end - start] float32: accept, target, draft and two race draws of positions start .. end - 1."""
+        """Returns [3, end - start] float32: target and two race draws of positions start .. end - 1."""
         while (block := self._next_block(self._table, end)) is not None:
             positions = np.broadcast_to(block, (len(LANES), len(block)))
             words = uniform_words(self.seed, positions, np.array(LANES)[:, None])
-            self._table = np.concatenate((self._table, np.concatenate((words[0], words[1, 3:]))), axis=1)
+            self._table = np.concatenate((self._table, np.concatenate((words[0], words[1, 1:]))), axis=1)
         rows: Floats = self._table[:, start - self._start : end - self._start]
         return rows
 
@@ -203,18 +198,6 @@ class TokenSequence:
             return ""
 
 
-def _draws_of_tree(table: UniformTable, root: int, depths: Ints, ranks: Ints, is_drawn: bool) -> Floats:
-    """Returns the draws of `sampling.tree_uniforms` for one slot, from its table, [nodes, 2] float32."""
-    end = root + int(depths.max()) + 2
-    rows = table.rows(root, end)
-    if not is_drawn:
-        return np.ascontiguousarray(rows[RACE_ROWS, depths + 1].T)
-    later = [table.lane(SIBLING_LANE + rank, root, end) for rank in range(1, int(ranks.max()) + 1)]
-    draws = np.stack((np.stack((rows[0], *later))[ranks, depths], rows[1][depths + 1]), axis=1)
-    draws[0, 0] = NODE_BY_NODE
-    return draws
-
-
 class SequenceBatch:
     """The active sequences in slots 0 .. batch - 1. See `speccompile.core.protocols.Batch`.
 
@@ -287,54 +270,39 @@ class SequenceBatch:
         for slot, sequence in enumerate(self.sequences):
             if sequence.table is not None:
                 at = len(sequence.tokens) + depth - 1
-                draws[slot] = sequence.table.rows(at, at + 1)[RACE_ROWS, 0]
+                draws[slot] = sequence.table.rows(at, at + 1)[1:, 0]
         return draws
 
     def warp_feeds(self) -> dict[str, NDArray[Any]]:
         return self._warp
 
-    def draft_uniforms(self, depth: int) -> Floats:
+    def draft_uniforms(self, depth: int, num: int = 1) -> Floats:
         """See `Batch.draft_uniforms`. The child of the root has position len(tokens)."""
-        draws = np.zeros(len(self.sequences), dtype=np.float32)
-        for slot, sequence in enumerate(self.sequences):
-            if sequence.table is not None:
-                at = len(sequence.tokens) + depth - 1
-                draws[slot] = sequence.table.lane(CHAIN_DRAFT_LANE + depth, at, at + 1)[0]
-        return draws
-
-    def sibling_uniforms(self, depth: int, num: int) -> Floats:
         draws = np.zeros((len(self.sequences), num), dtype=np.float32)
-        draws[:, 0] = self.draft_uniforms(depth)
         for slot, sequence in enumerate(self.sequences):
             if sequence.table is not None:
                 at = len(sequence.tokens) + depth - 1
-                for rank in range(1, num):
-                    draws[slot, rank] = sequence.table.lane(DRAFT_SIBLING_LANE + rank, at, at + 1)[0]
+                for index in range(num):
+                    lane = DRAFT_LANE + index * DRAFT_LANE_STEP + depth
+                    draws[slot, index] = sequence.table.lane(lane, at, at + 1)[0]
         return draws
 
     def tree_uniforms(self, tree: TokenTree) -> Floats:
         """Returns the draws that acceptance reads (`sampling.tree_uniforms`), [batch, nodes, 2] float32."""
-        nodes, is_drawn, num_nodes = tree.nodes, self.is_drawn(tree), tree.num_nodes.tolist()
-        draws = np.zeros((tree.batch, nodes, 2), dtype=np.float32)
-        if not tree.is_chain:
-            depths, ranks = tree.depths(), tree.sibling_ranks()
-            for slot, sequence in enumerate(self.sequences):
-                if sequence.table is not None:
-                    root, drawn = len(sequence.tokens) - 1, is_drawn and num_nodes[slot] > 1
-                    draws[slot] = _draws_of_tree(sequence.table, root, depths[slot], ranks[slot], drawn)
+        draws = np.zeros((tree.batch, tree.nodes, 2), dtype=np.float32)
+        if self.is_greedy:
             return draws
-        for slot, sequence in enumerate(self.sequences):
-            if sequence.table is not None:
-                root = len(sequence.tokens) - 1
-                rows = sequence.table.rows(root, root + nodes + 1)
-                if is_drawn and num_nodes[slot] > 1:
-                    for node in range(1, num_nodes[slot]):
-                        draws[slot, node, 0] = sequence.table.lane(
-                            CHAIN_ACCEPT_LANE + node, root + node, root + node + 1
-                        )[0]
-                    draws[slot, :, 1] = rows[1, 1:]
-                else:
-                    draws[slot] = rows[RACE_ROWS, 1:].T
+        num_nodes, is_drawn = tree.num_nodes.tolist(), self.is_drawn(tree)
+        for slot, (sequence, depths) in enumerate(zip(self.sequences, tree.depths(), strict=True)):
+            if (table := sequence.table) is None:
+                continue
+            root, last = len(sequence.tokens) - 1, int(depths.max())
+            rows = table.rows(root + 1, root + last + 2)
+            if is_drawn and num_nodes[slot] > 1:
+                accepts = [table.lane(ACCEPT_LANE + at, root + at, root + at + 1)[0] for at in range(1, last + 1)]
+                draws[slot, :, 0], draws[slot, :, 1] = np.array([0, *accepts])[depths], rows[0, depths]
+            else:
+                draws[slot] = rows[1:, depths].T
         return draws
 
     def root_positions(self) -> Ints:

@@ -8,7 +8,7 @@ distribution of the emitted tokens even where the first token alone would look r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,29 +99,22 @@ def propose(
     positions: np.ndarray,
     sampled: bool,
 ) -> tuple[TokenTree, np.ndarray]:
-    """Returns drafts for every slot, siblings without replacement, and the context (two tokens) of each node."""
+    """Returns drafts for every slot, siblings as independent draws, and the context (two tokens) of each node."""
     batch, nodes = len(root), len(form)
     draft = tables()[1]
     contexts = np.zeros((batch, nodes, 2), np.int64)
     contexts[:, 0, 0], contexts[:, 0, 1] = previous, root
-    dists = np.zeros((batch, nodes, VOCAB), np.float32)
-    slots = np.arange(batch)
+    dists = np.full((batch, nodes, VOCAB), 1 / VOCAB, np.float32)  # that of the root is not read
     depth = [0] * nodes
     for node in range(1, nodes):
         parent = form[node]
         depth[node] = depth[parent] + 1
-        dist = draft[contexts[:, parent, 0], contexts[:, parent, 1]].copy()
-        for sibling in range(1, node):
-            if form[sibling] == parent:
-                dist[slots, contexts[:, sibling, 1]] = 0
-        dist /= dist.sum(axis=-1, keepdims=True)
-        dists[:, node] = dist
-        drawn = uniforms(seeds, (positions + depth[node])[:, None], DRAFT_LANE + 100 + node)[:, 0]
+        dist = dists[:, node] = draft[contexts[:, parent, 0], contexts[:, parent, 1]]
+        drawn = uniforms(seeds, (positions + depth[node])[:, None], DRAFT_LANE + node)[:, 0]
         token = draw(dist, drawn) if sampled else dist.argmax(axis=-1)
         contexts[:, node, 0], contexts[:, node, 1] = contexts[:, parent, 1], token
     parents = np.broadcast_to(np.array(form), (batch, nodes)).copy()
-    tree = FormTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None)
-    return replace(tree, is_chain=form == tuple(range(-1, nodes - 1))), contexts
+    return FormTree.tree(contexts[:, :, 1].copy(), parents, draft_probs=dists if sampled else None), contexts
 
 
 def decide_by_twin(tree: TokenTree, logits: np.ndarray, draws: np.ndarray, setting: Setting) -> Verdict:

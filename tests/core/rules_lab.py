@@ -11,18 +11,16 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from speccompile.core import acceptance
-from speccompile.core.sampling import NODE_BY_NODE
+from speccompile.core import acceptance, multi_path
 
 VOCAB, NUM_PAIRS = 3, 2
-CHAIN, TREE, WIDE = (-1, 0, 1, 2), (-1, 0, 0, 1, 1), (-1, 0, 0, 2)
+CHAIN, TREE, WIDE, TWO_PATHS = (-1, 0, 1, 2), (-1, 0, 0, 1, 1), (-1, 0, 0, 2), (-1, 0, 0, 1, 2)
 SIBLINGS = WIDE[:3]
 LEAST = 1e-15  # share of a piece that is followed
 Form = tuple[int, ...]
@@ -147,7 +145,7 @@ def _area(corners: list[Point]) -> float:
     return abs(sum(crossed))  # twice the area of its projection: of the whole triangle 1
 
 
-def path_to(form: Form, tokens: list[int], node: int) -> Prefix:
+def path_to(form: Sequence[int], tokens: list[int], node: int) -> Prefix:
     """Returns the drafts on the path to a node."""
     path: list[int] = []
     while node > 0:
@@ -181,6 +179,8 @@ class Rule:
     """
 
     stops = False  # the chain ends after token 0
+    replaces = True  # siblings may be equal; then the first has the children of all
+    one_number = False  # siblings are drawn with one number
     drops_impossible = False  # the chain ends before a draft to which the target gives no probability
 
     def __init__(
@@ -191,22 +191,26 @@ class Rule:
 
     def __call__(self, script: Script) -> Prefix:
         """Returns what a run emits."""
-        form, is_chain = self.form, self.form == tuple(range(-1, len(self.form) - 1))
-        noise = Times if self.races else Uniform
-        at_depth = [noise(script) for _ in range(len(form) + 1)]  # nodes of one depth share the draw made at them
+        form, firsts, noise = list(self.form), [0], Times if self.races else Uniform
+        at_depth = [noise(script) for _ in range(len(form) + 1)]  # nodes of one depth share their draws
+        accepts = [Uniform(script) for _ in form]
         uniforms: Any = np.empty((len(form), 2), dtype=object)
-        tokens, dists, depths = [VOCAB], [np.zeros(VOCAB)], [0]
-        uniforms[0] = 0.0 if is_chain else NODE_BY_NODE, at_depth[0]
+        tokens, dists, depths, numbers = [VOCAB], [np.zeros(VOCAB)], [0], [accepts[0]]
+        uniforms[0] = 0.0, at_depth[0]
         for node in range(1, len(form)):
-            parent = form[node]
+            parent = form[node] = firsts[form[node]]
+            elder = [sibling for sibling in range(1, node) if form[sibling] == parent]
             depths.append(depths[parent] + 1)
-            uniforms[node] = Uniform(script), at_depth[depths[node]]
+            uniforms[node] = accepts[depths[node]], at_depth[depths[node]]
             whole = self.draft(path_to(form, tokens, parent))
             dist = whole.copy()
-            dist[[tokens[sibling] for sibling in range(1, node) if form[sibling] == parent]] = 0
-            own = {"": Uniform(script), "accept": uniforms[node, 0], "next": at_depth[depths[parent]]}
+            if self.by_match or not self.replaces:
+                dist[[tokens[sibling] for sibling in elder]] = 0
+            numbers.append(numbers[elder[0]] if self.one_number and elder else Uniform(script))
+            own = {"": numbers[-1], "accept": uniforms[node, 0], "next": at_depth[depths[parent]]}
             tokens.append(own[self.drafts_share].draw(dist))
-            dists.append(self.declared(dist / dist.sum(), tokens[-1], whole))
+            dists.append(self.declared(whole, tokens[-1]))
+            firsts.append(next((sibling for sibling in elder if tokens[sibling] == tokens[-1]), node))
             if self.drops_impossible and self.target(path_to(form, tokens, parent))[tokens[-1]] == 0:
                 tokens.pop()
                 break
@@ -218,14 +222,8 @@ class Rule:
         path, token = acceptance.accept_slot(np.array(tokens), np.array(form[:num]), probs, uniforms[:num], given)
         return (*(tokens[node] for node in path[1:]), token)
 
-    def declared(self, dist: np.ndarray, token: int, whole: np.ndarray) -> np.ndarray:
-        """Returns the distribution that the rule is told a draft was drawn from.
-
-        Args:
-            dist: it was.
-            token: of the draft.
-            whole: before its elder siblings were taken out.
-        """
+    def declared(self, dist: np.ndarray, token: int) -> np.ndarray:
+        """Returns the distribution that the rule is told a draft was drawn from; it was drawn from `dist`."""
         return dist
 
     def distance(self) -> tuple[float, float]:
@@ -245,7 +243,7 @@ class Rule:
 class OneHot(Rule):
     """Drafts that are told as drawn from one-hot distributions, as those of a lookup may be."""
 
-    def declared(self, dist: np.ndarray, token: int, whole: np.ndarray) -> np.ndarray:
+    def declared(self, dist: np.ndarray, token: int) -> np.ndarray:
         """See `Rule`."""
         return np.eye(VOCAB)[token]
 
@@ -253,39 +251,34 @@ class OneHot(Rule):
 class Ones(Rule):
     """Drafts with a probability of one for every token: how a lookup's missing distribution may be read."""
 
-    def declared(self, dist: np.ndarray, token: int, whole: np.ndarray) -> np.ndarray:
+    def declared(self, dist: np.ndarray, token: int) -> np.ndarray:
         """See `Rule`."""
         return np.ones(VOCAB)
 
 
-class OfTheParent(Rule):
-    """Siblings are told as drawn from what the first one was drawn from."""
+class WithoutReplacement(Rule):
+    replaces = False
 
-    def declared(self, dist: np.ndarray, token: int, whole: np.ndarray) -> np.ndarray:
-        """See `Rule`."""
-        return whole
+
+class OneNumber(Rule):
+    one_number = True
 
 
 @pytest.fixture
 def enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draws of `accept_slot` are those of `Uniform` and `Times`."""
-    follow_draws(acceptance, monkeypatch)
+    monkeypatch.setattr(acceptance, "draw", lambda dists, numbers: np.array([numbers[0].draw(dists[0])]))
+    monkeypatch.setattr(acceptance, "race", lambda dists, numbers: np.array([numbers[0, 1].draw(dists[0])]))
 
 
-def follow_draws(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `draw` and `race` of a module split the numbers that they are given."""
-    monkeypatch.setattr(module, "draw", lambda dist, number: number.draw(dist))
-    monkeypatch.setattr(module, "race", lambda dist, numbers: numbers[1].draw(dist), raising=False)
-
-
-def mutate(
-    function: str, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch, module: ModuleType = acceptance
-) -> None:
-    """Replaces a function of a module by one with another text; each text that is replaced occurs once."""
+def mutate(function: str, changes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces a function of the rules by one with another text; each text that is replaced occurs once."""
+    module = multi_path if function in ("choose_paths", "chosen_probs") else acceptance
     source = inspect.getsource(getattr(module, function))
     for right, wrong in changes.items():
         assert source.count(right) == 1, right
         source = source.replace(right, wrong)
     made: dict[str, object] = dict(vars(module))
     exec("from __future__ import annotations\n" + source, made)
-    monkeypatch.setattr(module, function, made[function])
+    for users in (module, acceptance):
+        monkeypatch.setattr(users, function, made[function], raising=False)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.core import acceptance
-from speccompile.core.acceptance import Verdict, accept, accept_slot, residual
+from speccompile.core.acceptance import Verdict, accept, residual
 from speccompile.core.tree import TokenTree
 from tests.core.distribution_lab import (
     CHAIN,
@@ -66,16 +66,6 @@ def _reused_draw(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, sett
     return decide_by_twin(tree, logits, uniforms, setting)
 
 
-def _dist_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
-    """Siblings are judged by the distribution before their elder siblings were taken out."""
-    assert tree.draft_probs is not None
-    dists = tree.draft_probs.copy()
-    for node in range(1, tree.nodes):
-        first = min(n for n in range(1, tree.nodes) if tree.parents[0, n] == tree.parents[0, node])
-        dists[:, node] = dists[:, first]
-    return accept(tree, warped(logits, setting), uniforms, dists)
-
-
 def _top_p_before_temperature(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray, setting: Setting) -> Verdict:
     cut = np.log(warped(logits, Setting(1.0, setting.top_k, setting.top_p)) + np.float32(1e-30))
     return accept(tree, warped(cut, Setting(setting.temperature, 0, 1.0)), uniforms)
@@ -100,7 +90,6 @@ def _row_of_the_parent(tree: TokenTree, logits: np.ndarray, uniforms: np.ndarray
     [
         (TREE, SETTINGS[0], _shared_accept_draw),
         (CHAIN, SETTINGS[0], _reused_draw),
-        (TREE, SETTINGS[0], _dist_of_the_parent),
         (CHAIN, SETTINGS[4], _top_p_before_temperature),
         (CHAIN, SETTINGS[0], _flatter_draft),
         (CHAIN, SETTINGS[0], _row_of_the_parent),
@@ -239,26 +228,3 @@ def test_every_verdict_is_a_path_of_the_tree(data):
     assert kept[0] == 0 and verdict.path[0, len(kept) :].tolist() == [-1] * (nodes - len(kept))
     assert [parents[n] for n in kept[1:]] == kept[:-1]
     assert 0 <= verdict.next_token[0] < vocab
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_a_batch_is_decided_as_its_slots_are(data):
-    """`accept` walks all slots at once; `accept_slot` is its oracle, and the two agree to the last bit."""
-    batch, nodes, vocab = (data.draw(st.integers(1, top)) for top in (6, 9, 40))
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    parents = np.full((batch, nodes), -1)
-    for row in parents:  # ragged: nodes after a slot's last are padding
-        for node in range(1, rng.integers(1, nodes + 1)):
-            row[node] = rng.integers(0, node)
-    heat = data.draw(st.sampled_from([0.05, 1.0]))
-    target, draft = rng.dirichlet(np.full(vocab, heat), size=(2, batch, nodes)).astype(np.float32)
-    tokens = np.where(rng.random((batch, nodes)) < 0.5, target.argmax(-1), rng.integers(0, vocab, (batch, nodes)))
-    uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
-    dists = data.draw(st.sampled_from([draft, target, draft[..., :1], None]))
-    verdict = accept(TokenTree.tree(tokens, parents), target, uniforms, dists)
-    for slot in range(batch):
-        own = None if dists is None else dists[slot]
-        kept, follows = accept_slot(tokens[slot], parents[slot], target[slot], uniforms[slot], own)
-        assert (verdict.nodes_kept(slot), verdict.next_token[slot]) == (kept, follows)
-        assert verdict.path[slot, len(kept) :].tolist() == [-1] * (nodes - len(kept))

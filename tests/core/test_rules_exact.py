@@ -9,12 +9,14 @@ from tests.core.rules_lab import (
     PAIRS,
     SIBLINGS,
     TREE,
+    TWO_PATHS,
     WIDE,
     Form,
-    OfTheParent,
     OneHot,
+    OneNumber,
     Ones,
     Rule,
+    WithoutReplacement,
     enumerated,  # noqa: F401
     mutate,
 )
@@ -32,9 +34,19 @@ def worst(form: Form, rule: type[Rule] = Rule, **options: object) -> float:
     return max(rule(*pair, form, **options).distance()[0] for pair in PAIRS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("form", "rule"), [(CHAIN, Rule), (CHAIN, Stopping), (TREE, Rule), (WIDE, Rule)])
-def test_drawn_drafts_leave_the_targets_distribution(form, rule):
-    assert worst(form, rule, **DRAWN) < 1e-12
+@pytest.mark.parametrize("form", [CHAIN, SIBLINGS, (-1, 0, 0, 0), TREE, WIDE, TWO_PATHS], ids=str)
+def test_drawn_drafts_leave_the_targets_distribution(form):
+    assert worst(form, **DRAWN) < 1e-12
+
+
+def test_a_chain_may_end_after_any_draft():
+    assert worst(CHAIN, Stopping, **DRAWN) < 1e-12
+
+
+def test_two_paths_keep_more_than_one():
+    for pair in PAIRS:
+        one, two = (Rule(*pair, form, **DRAWN).distance()[1] for form in (CHAIN[:3], TWO_PATHS))
+        assert two > one
 
 
 @pytest.mark.parametrize("form", [CHAIN, TREE], ids=str)
@@ -72,7 +84,7 @@ def test_a_race_keeps_what_the_theory_says():
 
 CAPPED = "out=(mass > 0).astype(np.float64), where=mass < drafted)"
 UNCAPPED = "out=np.zeros(batch), where=drafted > 0)"
-SCALED = "scaled = weights[:, :, None]"
+SCALED, REST = "scaled = weights[:, :, None]", "residual(scaled[slot, kept[slot]], draft_probs[slot, kept[slot] + 1])"
 ENDS = "np.where(index == ends[:, None], weights, passes)"
 BLOCKS = {
     "stops at the first prefix that fails": {
@@ -80,52 +92,50 @@ BLOCKS = {
             "kept = np.cumprod(is_passed[:, 1:], axis=1).sum(axis=1).astype(np.int64)"
         )
     },
-    "residual without the weight": {"rests = scaled[each, kept]": "rests = target_probs[each, kept]"},
+    "residual without the weight": {"residual(scaled[": "residual(target_probs["},
     "no look-ahead": {ENDS: "weights"},
     "weights are not capped": {CAPPED: UNCAPPED},
     "weights are capped at the end alone": {CAPPED: UNCAPPED, SCALED: f"weights = np.minimum(weights, 1); {SCALED}"},
     "the whole chain passes as a prefix does": {ENDS: "passes"},
-    "the next token is the target's own": {"(kept < ends)[:, None], rests": "(kept < 0)[:, None], rests"},
+    "the next token is the target's own": {REST: "target_probs[slot, kept[slot]]"},
     "a prefix of full weight does not pass": {"out=np.ones_like(sums)": "out=np.zeros_like(sums)"},
 }
-NEXT = "rest[0], uniforms[last, 1]"
+NEXT = "chosen[np.arange(len(slots)), kept], 1]"
 SLOTS: dict[str, tuple[Form, dict[str, object], dict[str, str]]] = {
     "a block's next token is drawn with the number that refused a draft": (
         CHAIN[:3],
         DRAWN,
-        {NEXT: "rest[0], uniforms[min(last + 1, len(tokens) - 1), 0]"},
+        {NEXT: "chosen[0, np.minimum(kept + 1, ends)], 0]"},
     ),
     "a tree's next token is drawn with the number that refused a draft": (
         SIBLINGS,
         DRAWN,
-        {"draw(dist, uniforms[path[-1], 1])": "draw(dist, uniforms[node, 0])"},
+        {NEXT: "chosen[0, ends], 0]"},
     ),
-    "a sibling does not see what was refused before it": (
+    "the residual of the draft's own distribution": (
         SIBLINGS,
         DRAWN,
-        {"residual(dist, draft_probs[node])": "residual(target_probs[path[-1]], draft_probs[node])"},
+        {"rows, probs,": "rows, draft_probs[0, chosen],"},
     ),
-    "nothing is taken out after a refusal": (SIBLINGS, DRAWN, {"residual(dist, draft_probs[node])": "dist"}),
-    "a draft's own probability does not count": (SIBLINGS, DRAWN, {"draft_probs[node, token] < dist": "1.0 < dist"}),
     "a race runs with its parent's times": (
         CHAIN[:3],
         RACED,
-        {"race(target_probs[node], uniforms[node])": "race(target_probs[node], uniforms[parents[node]])"},
+        {"uniforms[slots, last[slots]])": "uniforms[slots, np.maximum(last[slots] - 1, 0)])"},
     ),
     "a match on another path is kept": (
         (-1, 0, 0, 1),
         RACED,
-        {"parents[node] != path[-1]": "parents[node] > path[-1]"},
+        {"links[slots] == last": "links[slots] >= last"},
     ),
     "a draft that lost is taken out, and another race decides": (
         CHAIN[:2],
         RACED,
         {
-            "is_kept = token == drawn": (
-                "is_kept = token == drawn\n"
-                "            if not is_kept:\n"
-                "                row = np.where(np.arange(len(dist)) == token, 0, target_probs[path[-1]])\n"
-                "                drawn = int(race(row, uniforms[node]))"
+            "        slots = slots[is_kept]": (
+                "        if not is_kept[0] and not last[0]:\n"
+                "            row = np.where(np.arange(3) == tokens[0, 1], 0, rows_at(slots, last))\n"
+                "            following = race(row, uniforms[:, 1])\n"
+                "        slots = slots[is_kept]"
             )
         },
     ),
@@ -145,8 +155,32 @@ def test_a_wrong_block_rule_is_noticed(mutant, monkeypatch):
 def test_a_wrong_walk_is_noticed(mutant, monkeypatch):
     form, options, changes = SLOTS[mutant]
     assert worst(form, **options) < 1e-12
-    mutate("accept_slot", changes, monkeypatch)
+    mutate("decide", changes, monkeypatch)
     assert worst(form, **options) > 1e-3
+
+
+NUM, BEST = "is_child.sum(axis=1))", "np.where(is_child, classes, -1)"
+CHOICES = {
+    "verified as if it had not been chosen": ("choose_paths", NUM, "np.ones_like(some))"),
+    "one draw too many is counted": ("choose_paths", NUM, "is_child.sum(axis=1) + 1)"),
+    "equal siblings are counted once": ("choose_paths", NUM, "np.array([len(set(drawn[is_child].tolist()))]))"),
+    "the lowest class is chosen": ("choose_paths", BEST, "np.where(is_child, -classes, -9)"),
+    "the most probable draft is chosen": ("choose_paths", BEST, "np.where(is_child, drafted, -1)"),
+    "masses of single classes": ("chosen_probs", "classes > c", "classes == c + 1"),
+    "factors are not by class": (
+        "chosen_probs",
+        "np.take_along_axis(factors",
+        "factors[:, :1] + 0 * np.take_along_axis(factors",
+    ),
+}
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("wrong", CHOICES)
+def test_a_wrong_choice_is_noticed(wrong, monkeypatch):
+    function, right, changed = CHOICES[wrong]
+    mutate(function, {right: changed}, monkeypatch)
+    assert worst(SIBLINGS, **DRAWN) > 1e-3
 
 
 WRONG: dict[str, tuple[Form, type[Rule], dict[str, object]]] = {
@@ -157,7 +191,8 @@ WRONG: dict[str, tuple[Form, type[Rule], dict[str, object]]] = {
     "drafts of a race are verified as drawn, and recovered by it": (CHAIN[:3], Rule, {**RACED, **DRAWN}),
     "a lookup's drafts have probability one in a block": (CHAIN[:3], Ones, DRAWN),
     "a lookup's drafts have probability one in a tree": (SIBLINGS, Ones, DRAWN),
-    "siblings are told as drawn with replacement": (SIBLINGS, OfTheParent, DRAWN),
+    "siblings are drawn without replacement": (SIBLINGS, WithoutReplacement, DRAWN),
+    "siblings are drawn with one number": (SIBLINGS, OneNumber, DRAWN),
 }
 
 

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from speccompile.core.sampling import (
     ACCEPT_LANE,
     DRAFT_LANE,
-    NODE_BY_NODE,
-    SIBLING_LANE,
     TARGET_LANE,
     SamplingParams,
     draw,
@@ -52,7 +50,7 @@ def test_uniforms_are_uniform_and_independent():
     from scipy import stats
 
     positions = np.arange(20000)[None]
-    by_lane = [uniforms([7], positions, lane)[0] for lane in (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE, SIBLING_LANE + 1)]
+    by_lane = [uniforms([7], positions, lane)[0] for lane in (ACCEPT_LANE, TARGET_LANE, DRAFT_LANE)]
     other_seeds = [uniforms([seed], positions, TARGET_LANE)[0] for seed in (8, 7 + 2**32, 2**64 - 1)]
     rows = np.array(by_lane + other_seeds)
     assert rows.dtype == np.float32 and rows.min() >= 0 and rows.max() < 1
@@ -83,11 +81,9 @@ def test_tree_uniforms_belong_to_the_token_they_decide():
     tree = TokenTree.tree([[0] * 5], [[-1, 0, 0, 1, 2]], draft_probs=np.zeros((1, 5, 2), np.float32))
     drawn = tree_uniforms([11], [40], tree)[0]
     assert drawn.shape == (5, 2) and drawn.flags.c_contiguous
-    expected = [(40, 0, 41), (41, 0, 42), (41, SIBLING_LANE + 1, 42), (42, 0, 43), (42, 0, 43)]
-    assert drawn[0, 0] == NODE_BY_NODE
-    for node, (accepted_at, lane, drawn_at) in enumerate(expected):
-        assert node == 0 or drawn[node, 0] == uniforms([11], [[accepted_at]], lane)[0, 0]
-        assert drawn[node, 1] == uniforms([11], [[drawn_at]], TARGET_LANE)[0, 0]
+    for node, depth in enumerate((0, 1, 1, 2, 2)):
+        assert drawn[node, 0] == uniforms([11], [[40 + depth]], ACCEPT_LANE + depth)[0, 0]
+        assert drawn[node, 1] == uniforms([11], [[41 + depth]], TARGET_LANE)[0, 0]
 
 
 @pytest.mark.export

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from speccompile.core.sampling import NODE_BY_NODE, draw, warp
+from speccompile.core.sampling import draw, warp
 from speccompile.ops.op import DOMAIN, OPSET, VERSION, Op
 from speccompile.ops.registry import OPS, functions
 from speccompile.ops.spec_verify import spec_verify
@@ -67,23 +67,19 @@ def _parents(rng: np.random.Generator, batch: int, nodes: int, is_chain: bool) -
 
 
 def _sibling_dists(rng: np.random.Generator, tokens: np.ndarray, parents: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """Draft distributions that are far from, near to or equal to the target's, or one-hot."""
+    """Draft distributions of siblings that are far from, near to or equal to the target's; or one-hot ones of each."""
     dists = np.zeros_like(probs)
     vocab = probs.shape[-1]
     for slot, node in np.ndindex(tokens.shape):
-        target = probs[slot, max(parents[slot, node], 0)]
+        target, elder = probs[slot, max(parents[slot, node], 0)], np.flatnonzero(parents[slot] == parents[slot, node])
         kind = rng.integers(4)
-        if kind == 2 and target[tokens[slot, node]] == 0:
-            kind = (
-                3  # a refusal under equal distributions would leave rounding noise as residual; no draft is drawn there
-            )
+        if kind == 2 and not target[tokens[slot, elder]].all():
+            kind = 3  # a refusal under equal distributions would leave rounding noise as residual
         dist = rng.dirichlet(np.full(vocab, 0.5)) if kind < 2 else target.astype(np.float64)
         if kind == 1:
             dist = 0.9 * target + 0.1 * dist
-        if kind == 3:
-            dist = np.zeros(vocab)
-            dist[tokens[slot, node]] = 1
-        dists[slot, node] = dist
+        if elder[0] == node:
+            dists[slot, elder] = np.eye(vocab)[tokens[slot, elder]] if kind == 3 else dist
     return dists
 
 
@@ -123,9 +119,6 @@ def verify_case(rng: np.random.Generator, vocab: int, *, is_chain: bool, has_pro
         draft_probs = _sibling_dists(rng, tokens, parents, probs)
     tokens[parents < 0] = rng.choice([0, -1, vocab, 10**6])  # roots and padding have arbitrary values
     uniforms = rng.random((batch, nodes, 2)).astype(np.float32)
-    if has_probs:  # a drawn tree may happen to be a chain
-        is_marked = (rng.random(batch) < 0.5) & ((parents >= 0).any(axis=1) & (not is_chain))
-        uniforms[is_marked, 0, 0] = NODE_BY_NODE
     return {
         "logits": logits,
         "tokens": tokens,
@@ -145,7 +138,7 @@ def is_at_boundary(case: Case) -> bool:
     for sign in (-1, 1):
         is_drawn = (case["parents"][:, 1:] >= 0).any(axis=1) & (case["draft_probs"].shape[-1] > 1)
         draws = np.clip(case["uniforms"].astype(np.float64) + sign * MARGIN, 0, 1 - 2**-24).astype(np.float32)
-        draws = np.where(is_drawn[:, None, None] & (case["uniforms"] >= 0), draws, case["uniforms"])
+        draws = np.where(is_drawn[:, None, None], draws, case["uniforms"])
         heat = (case["temperature"] * np.where(is_drawn, 1, 1 + sign * MARGIN)).astype(np.float32)
         shifted.append({**case, "uniforms": draws, "temperature": heat})
         masses = np.where(case["top_p"] < 1, np.clip(case["top_p"] + sign * MARGIN, 1e-6, 1), 1).astype(np.float32)

@@ -161,68 +161,34 @@ def test_deterministic_drafts_do_not_change_the_text(session):
         np.testing.assert_array_equal(emit(form, False, SETTINGS[4], BATCH, decide_by_session(session)), plain)
 
 
+LOOKS_AHEAD = "Where(nodes == end_alive, weight, pass_inside)"
 MUTANTS = {
     "chain accepts without the draft distribution": (
         CHAIN,
         "WalkProbs",
-        " - Log(Max(double(draft_at), double(1e-300)))",
+        " - Log(Max(double(chosen_at), double(1e-300)))",
         "",
     ),
-    "chain forgets the residual": (
-        CHAIN,
-        "WalkProbs",
-        "dist_block = Where(is_rest, rest_dist, ",
-        "dist_block = Where(is_rest & ~is_rest, rest_dist, ",
-    ),
-    "chain takes the residual of a bonus": (
-        (-1, 0),
-        "WalkProbs",
-        "is_rest = (end_block < chain_end) & ",
-        "is_rest = ",
-    ),
+    "chain forgets the residual": (CHAIN, "WalkProbs", "Where(is_rest, ", "Where(is_rest & ~is_rest, "),
+    "chain takes the residual of a bonus": ((-1, 0), "WalkProbs", "is_rest = (end < end_alive) & ", "is_rest = "),
     "chain does not weigh its residual": (
         CHAIN,
         "WalkProbs",
         "Unsqueeze(float32(weight), [-1]) * target_probs",
         "target_probs",
     ),
-    "chain does not look ahead": (
-        CHAIN,
-        "WalkProbs",
-        "Where(nodes == chain_end, weight, pass_inside)",
-        "weight",
-    ),
-    "chain ends like a prefix": (
-        CHAIN,
-        "WalkProbs",
-        "Where(nodes == chain_end, weight, pass_inside)",
-        "pass_inside",
-    ),
+    "chain does not look ahead": (CHAIN, "WalkProbs", LOOKS_AHEAD, "Identity(weight)"),
+    "chain ends like a prefix": (CHAIN, "WalkProbs", LOOKS_AHEAD, "Identity(pass_inside)"),
     "chain's weights are not capped on the way": (
         CHAIN,
         "WalkProbs",
         "Max(ReduceMax(log_before, [-1], keepdims=0), double(0.0))",
         "Max(log_sum, double(0.0))",
     ),
-    "tree accepts without the draft distribution": (
-        TREE,
-        "WalkProbs",
-        "Gather(accepts, node, axis=1) * ",
-        "Gather(accepts, node, axis=1) + 0.0 * ",
-    ),
-    "tree does not normalise": (TREE, "WalkProbs", "left_then / mass_then", "left_then"),
-    "tree judges siblings by the first distribution": (
-        TREE,
-        "WalkProbs",
-        "Where(is_child_then & (mass_then > 0.0), ",
-        "Where(is_child_then & (mass_then > 9.0), ",
-    ),
-    "tree keeps the parent's distribution": (
-        TREE,
-        "WalkProbs",
-        "dist_then = Where(is_kept_then, ",
-        "dist_then = Where(is_kept_then & ~is_kept_then, ",
-    ),
+    "tree is verified as if it had not been chosen": (TREE, "WalkProbs", "has_siblings = ", "has_siblings = 0 * "),
+    "tree counts one draw too many": (TREE, "WalkProbs", "Max(num_children, 1)", "num_children + 1"),
+    "tree chooses the lowest class": (TREE, "WalkProbs", "preference = ", "preference = 0 - "),
+    "tree's factors are not by class": (TREE, "WalkProbs", "Where(is_above_0, factor_1, factor_0)", "factor_0"),
     "top_p counts the token itself": (
         TREE,
         "Warp",
@@ -235,7 +201,7 @@ MUTANTS = {
         TREE,
         "DrawInBlocks",
         "bound = double(Unsqueeze(uniforms, [-1])) * ",
-        "bound = double(Unsqueeze(uniforms * uniforms, [-1])) + double(0.0) * ",
+        "bound = double(Unsqueeze(uniforms * uniforms, [-1])) * ",
     ),
 }
 

@@ -81,39 +81,48 @@ MUTANTS: Mutants = {
     "sums are those before the cut": (
         Swap(WARP, "weights.sums[chunk] = sum_of(values, count);", "weights.total += 0;"),
     ),
-    "accepts without the draft distribution": (
-        Swap(WALK, "draft[token]", "1.0f", within="slot.accept_draw(node) * draft[token]"),
+    "verified as if it had not been chosen": (Swap(WALK, "num > 1", "false", within="return num > 1"),),
+    "the residual of the draft's own distribution": (Swap(WALK, "num == 1", "num > 0", within="if (num == 1)"),),
+    "one draw too many is counted": (Swap(WALK, "number < chosen.num", "number <= chosen.num"),),
+    "of equal classes the last is chosen": (
+        Swap(WALK, "ratio_class > chosen.ratio_class", "ratio_class >= chosen.ratio_class"),
+    ),
+    "classes have each other's masses": (Swap(WALK, "1 - above[i]", "1 - above[0]"),),
+    "one edge for all classes": (
+        Swap(WALK, "kRatioEdges[i]", "kRatioEdges[0]", within="kRatioEdges[i]), draft), target"),
     ),
     "every prefix of a block passes": (Swap(WALK, "rest / (rest + 1 - weight)", "1.0"),),
     "a block's drafts weigh nothing": (Swap(WALK, "mass / drafted", "1.0", within="? mass / drafted :"),),
     "a block forgets the weights before": (
-        Swap(WALK, "weights[node - 1]", "1.0", within="weights[node - 1] * static_cast<double>(row.prob(token))"),
+        Swap(WALK, "path[last].weight", "1.0", within="path[last].weight * static_cast<double>(row.prob(token))"),
     ),
     "a block's residual is not weighed": (
         Swap(WALK, "static_cast<float>(weight)", "1.f", within="memory, static_cast<float>(weight)"),
     ),
     "a whole block passes always": (
-        Swap(WALK, "static_cast<double>(slot.accept_draw(end)) < weights[end]", "weights[end] > 0"),
+        Swap(
+            WALK,
+            "static_cast<double>(slot.accept_draw(path[last].node)) < path[last].weight",
+            "path[last].weight > 0",
+        ),
     ),
-    "the last prefix is passed over": (
-        Swap(WALK, "last = node;", "last = node - 1;", within="last = node;\n        if (!(weights[node] > 0)"),
-    ),
-    "forgets the residual": (Swap(WALK, "subtract(weights, draft, memory);", "weights.total += 0;"),),
-    "does not normalise": (Swap(WALK, "div(load(from + part * kLanes), total)", "load(from + part * kLanes)"),),
+    "a row is taken for the one before": (Swap(WALK, "kept != last - 1", "kept < last - 2"),),
+    "forgets the residual": (Swap(WALK, "rest", "target", within="left.values + at, rest"),),
+    "does not normalise": (Swap(WALK, "div(load(from + lane), total)", "load(from + lane)"),),
     "an empty residual is drawn from": (Swap(WALK, "!(left.total > 0)", "false"),),
     "keeps the parent's distribution": (
         Swap(
             WALK,
-            "weights = warp_row(context, slot.row(node), slot.vocab, slot.warp, memory);",
-            "weights.total += 0;",
+            "row = row_of(path[last].node);",
+            "row.total += 0;",
+            within="row = row_of(path[last].node);\n    } else",
         ),
     ),
     "reads the accept draw for the token": (Swap(WALK, "uniforms[2 * node + 1]", "uniforms[2 * node]"),),
-    "draws the last token by the root": (Swap(WALK, "slot.node_draw(last)", "slot.node_draw(0)"),),
+    "draws the last token by the root": (Swap(WALK, "slot.node_draw(path[kept].node)", "slot.node_draw(0)"),),
     "keeps a child of another node": (
         Swap(WALK, "slot.parents[node] != last", "slot.parents[node] < 0", within="slot.parents[node] != last ||"),
     ),
-    "greedy accepts any draft": (Swap(WALK, "token == best ? 1.f : 0.f", "1.f"),),
     "counts the root": (Swap(WALK, "length - 1", "length", within="length - 1;\n    *verdict.next_token = drawn;"),),
     "one warp for all slots": (Swap(VERIFY, "warps[slot]", "warps[0]", within="warps[slot]}"),),
     "NaN is finite": (Swap(VERIFY, "sum < kLargest", "!(sum >= kLargest)"),),
@@ -146,6 +155,7 @@ class Call:
 def _verify_cases() -> Iterator[Case]:
     yield grandchild_case(has_probs=False)
     yield block_case()
+    yield block_case(-1, 0, 0, 1, 1)
     wide = wide_case(np.random.default_rng(2), 9000, 2, (-1,), spread=0.0, dtype="float32", temperature=0)
     wide["logits"][0, 0, [520, 800]] = wide["logits"][1, 0, [2600, 7700]] = 1  # maxima in one block, and in two
     yield wide

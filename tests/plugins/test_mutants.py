@@ -67,9 +67,12 @@ VERIFY: Mutants = {
         Swap(DIST, "total = weight_from(work, set, dist.key_min);", "weight_from(work, set, dist.key_min);"),
     ),
     "ties from the end": (Swap(DIST, "add(~index, 1)", "add(index, 1)"),),
-    "accepts without the draft distribution": (
-        Swap(WALK, "drafted", "1.0f", within="__fmul_rn(params.uniforms[2 * (base + child)], drafted)"),
+    "verified as if it had not been chosen": (
+        Swap(WALK, "work.num_children > 1", "false", within="return work.num_children > 1"),
     ),
+    "one draw too many is counted": (Swap(WALK, "i < work.num_children", "i <= work.num_children"),),
+    "of equal classes the last is chosen": (Swap(WALK, "own > highest", "own >= highest"),),
+    "classes have each other's masses": (Swap(WALK, "sums[number]", "sums[0]"),),
     "every prefix of a block passes": (Swap(WALK, "rest / (rest + 1 - weight)", "1.0"),),
     "a block is weighed by the target alone": (
         Swap(WALK, "static_cast<float>(mass / drafted)", "static_cast<float>(mass)"),
@@ -77,28 +80,14 @@ VERIFY: Mutants = {
     "a block forgets the weights before": (
         Swap(
             WALK,
-            "static_cast<double>(shared.weights[node])",
+            "static_cast<double>(shared.weights[last])",
             "1.0",
-            within="mass = static_cast<double>(shared.weights[node])",
+            within="mass = static_cast<double>(shared.weights[last])",
         ),
     ),
-    "a block's residual is not weighed": (Swap(WALK, "work.weight = shared.weights[node];", "work.weight = 1;"),),
+    "a block's residual is not weighed": (Swap(WALK, "work.weight = shared.weights[at];", "work.weight = 1;"),),
     "a whole block passes always": (Swap(WALK, "!(uniform < weight)", "false"),),
-    "forgets the residual": (
-        Swap(
-            WALK,
-            "draft_at(work.params, work.slot, shared_state().refused[i], index)",
-            "0 * draft_at(work.params, work.slot, shared_state().refused[i], index)",
-        ),
-    ),
-    "does not normalise": (
-        Swap(
-            WALK,
-            "static_cast<float>(1.0 / left)",
-            "1",
-            within="shared.unscale[work.num_refused - 1] = static_cast<float>(1.0 / left)",
-        ),
-    ),
+    "forgets the residual": (Swap(WALK, "own - chosen_at(work, target, index)", "own"),),
     "a race of tokens alike": (Swap("spec_verify/race.cuh", "(token + 1u)", "1u"),),
     "a race of one key": (Swap("spec_verify/race.cuh", "key_from_draw(draws[1])", "key_from_draw(draws[0])"),),
     "a race without weights": (Swap(SCAN, "exp_fast(scaled_top - scaled(entries[j]))", "1.0f"),),
@@ -182,6 +171,7 @@ def _cases() -> Iterator[Case]:
     yield _last_chunk()
     yield _small_masses()
     yield block_case()
+    yield block_case(-1, 0, 0, 1, 1)
     for top_k in range(1, 6):
         yield _late_draws(top_k, 1.0)
         yield _late_draws(top_k, 0.7)

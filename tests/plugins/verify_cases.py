@@ -108,13 +108,15 @@ def grandchild_case(has_probs: bool) -> Case:
     return case
 
 
-def block_case() -> Case:
-    """Drawn chains whose drafts are about as likely as the target's own tokens."""
+def block_case(*parents: int) -> Case:
+    """Drawn drafts about as likely as the target's own tokens: chains, or trees with the parents of 5 nodes."""
     rng = np.random.default_rng(8)
     case = one_warp_case(rng, 40, 96, 5, temperature=1.0)
     case["logits"] /= 2
     probs = warp(case["logits"], np.ones(96), np.zeros(96, np.int64), np.ones(96))
-    dists = 0.5 * np.roll(probs, 1, axis=1) + 0.5 * rng.dirichlet(np.ones(40), probs.shape[:2])
+    case["parents"] = np.tile(parents, (96, 1)) if parents else case["parents"]
+    above = case["parents"][0]
+    dists = 0.5 * probs[:, above] + 0.5 * rng.dirichlet(np.ones(40), probs.shape[:2])[:, above]
     case["draft_probs"] = dists.astype(np.float32)
     case["tokens"] = (dists.cumsum(-1) > rng.random((96, 5, 1))).argmax(-1)
     return case

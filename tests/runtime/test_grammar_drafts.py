@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts within a grammar: none is scored that it refuses, forced tokens are drafts, and texts stay exact."""
 
+import itertools
 import math
 from dataclasses import replace
 from itertools import product
@@ -110,7 +111,7 @@ class OneRun(NoneProposer):
             for depth in range(1, 4):
                 logits = DRAFT.logits(np.array(tokens)).astype(np.float64)
                 dists.append(np.float32(np.exp(logits) / np.exp(logits).sum()))
-                tokens.append(int(draw(dists[-1], batch.draft_uniforms(depth)[slot])))
+                tokens.append(int(draw(dists[-1], batch.draft_uniforms(depth)[slot, 0])))
             rows.append((tokens[-4:], [np.zeros(VOCAB, np.float32), *dists]))
         nums = np.array([1 + min(3, sequence.max_drafts) for sequence in batch.sequences])
         tree = TokenTree.chain(np.array([row for row, _ in rows]), nums, np.array([dists for _, dists in rows]))
@@ -182,10 +183,10 @@ class _Unmasked:
             self.before[masked.tobytes()] = row.copy()
         return made
 
-    def draw_siblings(self, probs, draws, rows, right=static_tree.draw_siblings):
-        tokens = right(probs, draws, rows)
-        rows[...] = self.before[probs.tobytes()]
-        return tokens
+    def draw(self, drafts, level, depth, slots, node_probs, right=static_tree._Drafts._draw):
+        right(drafts, level, depth, slots, node_probs)
+        for slot, (column, (_, children, _)) in itertools.product(slots, enumerate(level)):
+            drafts.probs[slot, children] = self.before[node_probs[slot, column].tobytes()]
 
 
 UNMASKED = _Unmasked()
@@ -193,7 +194,10 @@ MUTANTS = {
     "the refused draft is cut off as well": ("one run", {(loop, "chains_within"): _cut_with_the_refused}),
     "verified with the distribution before the mask": (
         "chain",
-        {(static_tree, "restrict"): UNMASKED.restrict, (static_tree, "draw_siblings"): UNMASKED.draw_siblings},
+        {
+            (static_tree, "restrict"): UNMASKED.restrict,
+            (static_tree._Drafts, "_draw"): lambda *args: UNMASKED.draw(*args),
+        },
     ),
 }
 

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from speccompile.core.sampling import (
-    CHAIN_ACCEPT_LANE,
-    CHAIN_DRAFT_LANE,
-    SIBLING_LANE,
+    ACCEPT_LANE,
+    DRAFT_LANE,
+    DRAFT_LANE_STEP,
+    TARGET_LANE,
     SamplingParams,
     race_draws,
     uniforms,
 )
 from speccompile.runtime.control import FixedLength
 from speccompile.runtime.handles import FairQueue
-from speccompile.runtime.sequences import BLOCK, RACE_ROWS, SequenceBatch, TokenSequence, UniformTable
+from speccompile.runtime.sequences import BLOCK, SequenceBatch, TokenSequence, UniformTable
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 
 PARAMS = [SamplingParams(temperature=1.0, seed=2**63 + 5), SamplingParams(), SamplingParams(temperature=0.5, seed=7)]
@@ -46,18 +47,16 @@ def test_tables_hold_the_draws_of_every_position_across_blocks(reads):
     table, seeds = UniformTable(2**40 + 11, 40), np.array([2**40 + 11], dtype=np.uint64)
     for start, end in reads:
         rows, positions = table.rows(start, end), np.arange(start, end)[None]
-        for lane in range(3):
-            np.testing.assert_array_equal(rows[lane], uniforms(seeds, positions, lane)[0])
-        np.testing.assert_array_equal(rows[RACE_ROWS].T, race_draws(seeds, positions)[0])
-        for lane in (CHAIN_DRAFT_LANE + 3, CHAIN_DRAFT_LANE + 12, CHAIN_ACCEPT_LANE + 3, SIBLING_LANE + 1):
+        np.testing.assert_array_equal(rows[0], uniforms(seeds, positions, TARGET_LANE)[0])
+        np.testing.assert_array_equal(rows[1:].T, race_draws(seeds, positions)[0])
+        for lane in (DRAFT_LANE + 3, DRAFT_LANE + 12, ACCEPT_LANE + 3, DRAFT_LANE + 2 * DRAFT_LANE_STEP + 1):
             np.testing.assert_array_equal(table.lane(lane, start, end), uniforms(seeds, positions, lane)[0])
 
 
-def test_siblings_have_draws_of_their_own(batch):
-    got = batch.sibling_uniforms(2, 4)
-    np.testing.assert_array_equal(got[:, 0], batch.draft_uniforms(2))
-    assert len(set(got[0].tolist() + batch.sibling_uniforms(3, 4)[0].tolist())) == 8
-    np.testing.assert_array_equal(batch.sibling_uniforms(2, 2), got[:, :2])
+def test_drafts_have_draws_of_their_own(batch):
+    got = batch.draft_uniforms(2, 4)
+    assert len(set(got[0].tolist() + batch.draft_uniforms(3, 4)[0].tolist())) == 8
+    np.testing.assert_array_equal(batch.draft_uniforms(2), got[:, :1])
 
 
 def test_only_sampling_parameters_that_change_something_are_fed(batch):

@@ -73,7 +73,7 @@ def draft_lengths(confidences, costs=None, drawn=False, planned=False, odds=1.0,
     ]
     fields = {"may_draw": drawn, "is_greedy": not drawn, "is_forced": planned, "least_drafts": 0, "warp_feeds": dict}
     batch = SimpleNamespace(sequences=sequences, **fields)
-    batch.sibling_uniforms = lambda depth, num: np.zeros((len(sequences), num), dtype=np.float32)
+    batch.draft_uniforms = lambda depth, num: np.zeros((len(sequences), num), dtype=np.float32)
     return (drafts[drawn].propose(batch).num_nodes - 1).tolist()
 
 

@@ -1,27 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk and WalkProbs as TensorRT builds them: no loop, no branch.
-
-With draft distributions each refused sibling changes the residual against which the next one is verified, so the walk
-through a tree is unrolled over the nodes, and so are the weights of a chain's prefixes, as TensorRT has no double.
-"""
+"""Walk and WalkProbs as TensorRT builds them: no branch. It has no double, so weights of prefixes are unrolled."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from speccompile.ops.op import Op
-from speccompile.ops.walk import (
-    BY_SLOT,
-    NEXT_TOKEN_OF_DIST,
-    PATH_OF_ALIVE,
-    PROBS_HEAD,
-    RACED,
-    WALK,
-    WALK_PROBS,
-    block_body,
-    offer,
-    walk_body,
-)
+from speccompile.ops.walk import LINKS, RACED, WALK, WALK_PROBS, block_body, choice_body, chosen_body, walk_body
 
 
 def _weigh(node: int) -> str:
@@ -41,40 +26,22 @@ def walk_probs_body(max_nodes: int) -> str:
     `draft_probs` may be [batch, nodes, 1]: then only its shape is used.
     """
     nodes = range(1, max(max_nodes, 2))
-    kept, weights = (", ".join(f"{name}_{n}" for n in (0, *nodes)) for name in ("kept", "weight"))
-    offers = "".join(
-        f"{offer(f'[{node}]', f'_{node}', f'_{node - 1}')}kept_{node} = int64(is_kept_{node})\n" for node in nodes
-    )
-    return f"""
+    weights = ", ".join(f"weight_{node}" for node in (0, *nodes))
+    return f"""{LINKS}
     drafts = Expand(draft_probs, Shape(target_probs))
-    {PROBS_HEAD}
+    {choice_body(max_nodes)}
+    {chosen_body("float32")}
+    chosen = Identity(factored)
+    is_on = (alive > 0) & (nodes > 0)
     limit = Identity([{len(nodes) + 1}])
     pads = Concat([0], Max(limit - num_nodes1, [0]), axis=0)
     surplus = Concat([0], Max(num_nodes1 - limit, [0]), axis=0)
-    links = Pad(link, pads, -1, [1])
-    tokens_used = Pad(used, pads, 0, [1])
-    accepts = Pad(accept_draws, pads, 0.0, [1])
-    dist_0 = Identity(dist_root)
-    at_0 = Identity(at_root)
-    kept_0 = Expand(1, column)
-    {offers}
-    dist_tree = Identity(dist_{nodes[-1]})
-    alive = Slice(Pad(Concat({kept}, axis=1), surplus, 0, [1]), [0], num_nodes1, [1])
-    {PATH_OF_ALIVE}
-    is_on = (link == previous) & (nodes < limit) & (nodes > 0)
-    is_on_chain = CumSum(int64(~is_on), 1) == 1
-    targets_at = Pad(target_at, pads, 0.0, [1])
-    drafts_at = Pad(draft_at, pads, 1.0, [1])
-    weight_0 = Expand(1.0, column)
+    targets_at = Pad(Where(is_on, target_at, 1.0), pads, 1.0, [1])
+    drafts_at = Pad(Where(is_on, GatherND(chosen, at_token, batch_dims=1), 1.0), pads, 1.0, [1])
+    weight_0 = Expand(1.0, Concat(Shape(tokens, end=1), [1], axis=0))
     {"".join(map(_weigh, nodes))}
     weight = Slice(Pad(Concat({weights}, axis=1), surplus, 0.0, [1]), [0], num_nodes1, [1])
     {block_body("float32")}
-    {BY_SLOT}
-    path = Identity(path_of_slot)
-    num = Identity(num_of_slot)
-    end = Identity(end_of_slot)
-    dist = Identity(dist_of_slot)
-    {NEXT_TOKEN_OF_DIST}
     next_token = Squeeze(Where(has_drafts, drawn, {RACED}), [1])
     """
 

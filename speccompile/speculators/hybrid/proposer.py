@@ -67,11 +67,8 @@ class PartBatch:
     def race_draws(self, depth: int) -> Floats:
         return self._batch.race_draws(depth)
 
-    def draft_uniforms(self, depth: int) -> Floats:
-        return self._batch.draft_uniforms(depth)
-
-    def sibling_uniforms(self, depth: int, num: int) -> Floats:
-        return self._batch.sibling_uniforms(depth, num)
+    def draft_uniforms(self, depth: int, num: int = 1) -> Floats:
+        return self._batch.draft_uniforms(depth, num)
 
 
 @dataclass(frozen=True, eq=False)
