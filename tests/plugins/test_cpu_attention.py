@@ -27,6 +27,7 @@ from speccompile.ops.cached_attention import (
     SINK_ATTENTION,
     cached_attention,
 )
+from speccompile.ops.int8_caches import INT8_ATTENTION, quantize_rows
 from speccompile.ops.op import Op
 from speccompile.ops.qkv_attention import QKV_ATTENTION
 from tests.lab.graphs import open_session
@@ -36,7 +37,8 @@ from tests.plugins.cpu_lab import library, library_for, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.plan]
 
-OPS = (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, *QKV_ATTENTION.values())
+FLOAT_OPS = (CACHED_ATTENTION, SINK_ATTENTION, LATENT_ATTENTION, *QKV_ATTENTION.values())
+OPS = (*FLOAT_OPS, *(INT8_ATTENTION[op.name] for op in FLOAT_OPS))
 NAMES = [op.name for op in OPS]
 HEAD_DIMS = (1, 2, 6, 16, 20, 64, 80, 128, 256)
 KINDS: list[dict[str, Any]] = [
@@ -113,6 +115,27 @@ def test_shared_attention_gives_the_bits_of_the_layer_that_wrote(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_int8_rows_are_the_twins_levels_and_scales_in_bits(variant):
+    sizes = AttentionSizes(head_dim=37)
+    op = INT8_ATTENTION[CACHED_ATTENTION.name]
+    inputs = attention_inputs(op, sizes, np.random.default_rng(3), np.array([0, 30]))
+    inputs["k"][0, 0] *= np.float32(1e-20)
+    inputs["k"][0, 1, 2] = 0
+    inputs["k"][1, 0, 1, 5] = 3e-31  # beside larger ones
+    inputs["v"][1, 1, 3, 7], inputs["v"][1, 1, 4, 0] = np.inf, np.nan
+    session = open_op(op, 2, variant, **attention_attributes(op, sizes))
+    out, *caches = run(session, inputs)
+    for name, levels, scales in (("k", *caches[:2]), ("v", *caches[2:])):
+        wanted, steps = quantize_rows(inputs[name])
+        for slot, length in enumerate(inputs[LENGTHS]):
+            rows = np.isfinite(steps[slot, ..., 0])
+            part = slice(length, length + sizes.nodes)
+            np.testing.assert_array_equal(levels[slot][:, part][rows], wanted[slot][rows])
+            np.testing.assert_array_equal(scales[slot][:, part], steps[slot])
+    assert np.isnan(out[1, 3:, 3:]).all() and np.isfinite(out[0]).all() and np.isfinite(out[1, :, :3]).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sink", [-200.0, -1.0, 3.0, 200.0])
 def test_a_sink_takes_its_share_of_each_head(sink, variant):
     sizes = AttentionSizes()
@@ -152,7 +175,7 @@ def test_threads_slots_and_other_nodes_change_no_bit(op):
     whole = run(one, inputs)
     for mine, other in zip(whole, run(two, inputs), strict=True):
         np.testing.assert_array_equal(mine, other)
-    by_slot = ("qkv", "q", "k", "v", "k_cache", "v_cache", LENGTHS, TREE_MASK)
+    by_slot = ("qkv", "q", "k", "v", *CACHES, LENGTHS, TREE_MASK)
     for slot in range(sizes.batch):
         alone = run(one, {n: a[slot : slot + 1] if n in by_slot else a for n, a in inputs.items()})
         np.testing.assert_array_equal(alone[0][0], whole[0][slot])
@@ -178,7 +201,7 @@ def test_a_path_of_a_tree_gives_the_bits_of_a_chain(op, window):
             np.moveaxis(branched[name], axis, 0)[path] = np.moveaxis(straight[name], axis, 0)
     for slot, length in enumerate(straight[LENGTHS]):
         for name in caches_of(branched):
-            branched[name][slot, :, length:] = np.nan
+            branched[name][slot, :, length:] = 99 if branched[name].dtype == np.int8 else np.nan
     branched[TREE_MASK] = tree_mask(rng, 2, tree.nodes)
     for index, node in enumerate(path):
         branched[TREE_MASK][:, node] = np.isin(np.arange(tree.nodes), path[: index + 1])
@@ -203,8 +226,8 @@ def bound_run(session: ort.InferenceSession, inputs: Arrays, caches: dict[str, n
         binding.bind_input(name, "cpu", 0, held.dtype.type, held.shape, held.ctypes.data)
     binding.bind_output("out", "cpu")
     for name, held in caches.items():
-        output = name.replace("cache", "updated")
-        binding.bind_output(output, "cpu", 0, np.float32, held.shape, held.ctypes.data)
+        output = name.replace("cache", "updated").replace("scale", "scale_updated")
+        binding.bind_output(output, "cpu", 0, held.dtype.type, held.shape, held.ctypes.data)
     session.run_with_iobinding(binding)
     return binding.copy_outputs_to_cpu()[0]
 

@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 
 from speccompile.backends.onnxruntime.engine import FAULTS
 from speccompile.ops.kv_rollback import kv_rollback
@@ -31,6 +32,15 @@ def test_random_paths(heads, width):
         case = random_call(rng, 4, heads, width, depth)
         for session in sessions:
             np.testing.assert_array_equal(session.run(None, case)[0], kv_rollback(**case)[0])
+
+
+def test_levels_of_int8_caches_move_as_floats_do():
+    case = random_call(np.random.default_rng(1), 4, 3, 33, 9)
+    case["cache"] = (40 * case["cache"]).astype(np.int8)
+    model = model_of("KVRollback")
+    for value in (*model.graph.input[:1], *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.INT8
+    np.testing.assert_array_equal(session_of(model, library()).run(None, case)[0], kv_rollback(**case)[0])
 
 
 def test_a_bound_cache_is_changed_in_place():
