@@ -467,7 +467,7 @@ struct RotaryCrossAttention {
 };
 
 template <bool IsInt8>
-void add_attention_ops(OpTable& table) {
+void add_attention_ops_over(OpTable& table) {
     table.push_back(custom_op<CachedAttention<AttentionKind::kPlain, IsInt8>>());
     table.push_back(custom_op<CachedAttention<AttentionKind::kSinks, IsInt8>>());
     table.push_back(custom_op<CachedAttention<AttentionKind::kLatent, IsInt8>>());
@@ -477,6 +477,11 @@ void add_attention_ops(OpTable& table) {
     table.push_back(custom_op<QkvAttention<true, false, IsInt8>>());
     table.push_back(custom_op<QkvAttention<true, true, IsInt8>>());
     table.push_back(custom_op<RotaryCrossAttention<IsInt8>>());
+}
+
+inline void add_attention_ops(OpTable& table) {
+    add_attention_ops_over<false>(table);
+    add_attention_ops_over<true>(table);
 }
 
 }  // namespace speccompile::cpu

@@ -27,12 +27,12 @@ OpTable all_ops() {
     add_linear_ops(table);
     add_expert_ops(table);
     add_embedding_ops(table);
-    add_attention_ops<false>(table);
+    add_attention_ops(table);
     add_low_rank_ops(table);
     for (Op& op : table) op.is_in_sequences = true;
     sequence_ops() = table;
-    table.push_back(sequence_op());
-    add_attention_ops<true>(table);  // in no sequence, whose outputs are floats
+    table.push_back(sequence_op<KernelSequence, abi::kFloat>());
+    table.push_back(sequence_op<MixedSequence, abi::kAnyType>());
     add_verify_ops(table);
     add_draft_ops(table);
     add_rollback_op(table);

@@ -234,20 +234,28 @@ class KernelSequence {
     mutable Memory memory_;
 };
 
-// Any number of inputs of any types, any number of float outputs.
-inline Op sequence_op() {
+// The same with outputs of any types, which ONNX Runtime takes from the graph.
+struct MixedSequence : KernelSequence {
+    static constexpr const char* kName = "MixedSequence";
+    using KernelSequence::KernelSequence;
+};
+
+// Any number of inputs of any types, any number of outputs.
+template <class Sequence, int OutputType>
+Op sequence_op() {
     static const abi::CustomOp op = [] {
-        abi::CustomOp made = op_without_types<KernelSequence>();
+        abi::CustomOp made = op_without_types<Sequence>();
         made.get_input_count = [](const abi::CustomOp*) -> std::size_t { return 1; };
         made.get_output_count = [](const abi::CustomOp*) -> std::size_t { return 1; };
         made.get_input_type = [](const abi::CustomOp*, std::size_t) -> int { return abi::kAnyType; };
-        made.get_output_type = [](const abi::CustomOp*, std::size_t) -> int { return abi::kFloat; };
+        made.get_output_type = [](const abi::CustomOp*, std::size_t) -> int { return OutputType; };
         made.get_input_characteristic = [](const abi::CustomOp*, std::size_t) -> int { return abi::kVariadic; };
         made.get_output_characteristic = [](const abi::CustomOp*, std::size_t) -> int { return abi::kVariadic; };
         made.get_variadic_input_same = [](const abi::CustomOp*) { return 0; };
+        made.get_variadic_output_same = [](const abi::CustomOp*) { return OutputType == abi::kAnyType ? 0 : 1; };
         return made;
     }();
-    return {&op, KernelSequence::kName, nullptr};
+    return {&op, Sequence::kName, nullptr};
 }
 
 }  // namespace speccompile::cpu

@@ -22,10 +22,13 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture
-def copied(compiled: Callable[..., Any], tmp_path: Path) -> tuple[Path, Any]:
-    path, spec, _ = compiled("onnxruntime", "int8", "packed", "target")
-    shutil.copytree(path.parent, tmp_path / "graph")
-    return tmp_path / "graph/graph.onnx", spec
+def copied(compiled: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    def copy(kv_cache: str = "auto") -> tuple[Path, Any]:
+        path, spec, _ = compiled("onnxruntime", "int8", "packed", "target", kv_cache)
+        shutil.copytree(path.parent, tmp_path / "graph")
+        return tmp_path / "graph/graph.onnx", spec
+
+    return copy
 
 
 def ops_of(path: Path) -> list[str]:
@@ -42,18 +45,20 @@ def logits(path: Path, spec: Any, threads: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def test_the_layers_of_a_graph_are_one_node_with_the_bits_of_their_kernels(copied):
-    path, spec = copied
-    joined = ops_of(sequences_path(path))
-    assert joined.count("KernelSequence") == 1 and "RotaryQkvAttention" not in joined
-    assert "KernelSequence" not in ops_of(path) and ops_of(path).count("RotaryQkvAttention") == 2
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_the_layers_of_a_graph_are_one_node_with_the_bits_of_their_kernels(copied, kv_cache):
+    path, spec = copied(kv_cache)
+    joined, attention = ops_of(sequences_path(path)), {"auto": "", "int8": "Int8"}[kv_cache] + "RotaryQkvAttention"
+    sequence = {"auto": "KernelSequence", "int8": "MixedSequence"}[kv_cache]
+    assert joined.count(sequence) == 1 and attention not in joined
+    assert sequence not in ops_of(path) and ops_of(path).count(attention) == 2
     together = logits(path, spec, 2)
     sequences_path(path).unlink()
     assert np.array_equal(together.view(np.int32), logits(path, spec, 1).view(np.int32))
 
 
 def test_a_session_without_the_library_opens_the_graph_with_bodies(copied, monkeypatch):
-    path, _ = copied
+    path, _ = copied()
     sequences_path(path).write_bytes(b"no graph")
     monkeypatch.setenv(kernel_library.SWITCH, "off")
     kernel_library.begin_search.cache_clear()
@@ -65,7 +70,7 @@ def test_a_session_without_the_library_opens_the_graph_with_bodies(copied, monke
 
 
 def test_a_full_disk_is_a_build_error(copied, monkeypatch):
-    path, _ = copied
+    path, _ = copied()
     plain = Path.open
 
     def refuse(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:

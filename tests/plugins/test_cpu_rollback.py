@@ -40,7 +40,7 @@ def test_levels_of_int8_caches_move_as_floats_do():
     model = model_of("KVRollback")
     for value in (*model.graph.input[:1], *model.graph.output):
         value.type.tensor_type.elem_type = TensorProto.INT8
-    np.testing.assert_array_equal(session_of(model, library()).run(None, case)[0], kv_rollback(**case)[0])
+    np.testing.assert_array_equal(open_session(model, library()).run(None, case)[0], kv_rollback(**case)[0])
 
 
 def test_a_bound_cache_is_changed_in_place():

@@ -116,6 +116,12 @@ def test_dtype_and_device_left_open_are_the_backends_own(tmp_path, backend, dtyp
         ),
         (("speculator.quantization=fp8",), "speculator.quantization", "none, bf16, int8, int4"),
         (("target.quantization=auto", "engine.backend=tensorrt"), "target.quantization", "int4, fp8, stored with"),
+        (
+            ("engine.kv_cache=int8", "engine.backend=tensorrt"),
+            "engine.kv_cache",
+            "one of auto with engine.backend: tensorrt",
+        ),
+        (("engine.kv_cache=int8", "engine.device=cuda"), "engine.kv_cache", "one of auto with"),
         (("target.quantization=auto", "engine.backend=reference"), "target.quantization", "none, stored with"),
         (("target.quantization=auto", "engine.device=cuda"), "target.quantization", "none, int8, int4, stored with"),
         (("target.dtype=float16",), "target.dtype", "float32 with"),

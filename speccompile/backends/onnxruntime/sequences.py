@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import onnx
 
 DOMAIN, OP = "speccompile", "KernelSequence"
+MIXED_OP, MIXED_KERNEL = "MixedSequence", "Int8"  # where a kernel, whose name begins so, has outputs that are no floats
 LEAST_KERNELS = 2
 
 
@@ -67,11 +68,23 @@ def put_together(model: onnx.ModelProto, ops: Collection[str]) -> int:
             nodes += group
             continue
         read = {name for name, by in readers.items() if by - {index}}
-        nodes.append(_sequence(group, read.__contains__))
+        nodes.append(sequence := _sequence(group, read.__contains__))
+        if sequence.op_type == MIXED_OP:
+            _state_types(graph, sequence.output)
         num += len(group)
     del graph.node[:]
     graph.node.extend(nodes)
     return num
+
+
+def _state_types(graph: onnx.GraphProto, names: Sequence[str]) -> None:
+    """States the types of values that leave a sequence: float32, but for outputs of the graph, which have theirs."""
+    from onnx import TensorProto, helper
+
+    known = {value.name for value in (*graph.output, *graph.value_info)}
+    graph.value_info.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in known
+    )
 
 
 def schedule(graph: onnx.GraphProto, ops: frozenset[str]) -> list[list[onnx.NodeProto]]:
@@ -116,7 +129,8 @@ def _sequence(group: Sequence[onnx.NodeProto], is_read: Callable[[str], bool]) -
     lines = [_line(node, numbers) for node in group]
     lines.append("outputs " + ",".join(str(numbers[name]) for name in outputs))
     attributes = {"program": "\n".join(lines), "num_inputs": len(inputs)}
-    return helper.make_node(OP, inputs, outputs, f"{OP}.{made[0]}", domain=DOMAIN, **attributes)
+    op = MIXED_OP if any(node.op_type.startswith(MIXED_KERNEL) for node in group) else OP
+    return helper.make_node(op, inputs, outputs, f"{op}.{made[0]}", domain=DOMAIN, **attributes)
 
 
 def _line(node: onnx.NodeProto, numbers: dict[str, int]) -> str:
