@@ -202,7 +202,7 @@ def compile_graph(context: BuildContext, graph: Graph, folder: Path) -> tuple[Gr
 
 
 def _caches_of(graph: Graph, plan: BuildPlan, backend: Backend) -> dict[str, Any]:
-    """Returns what the caches of a slot take where they have not all rows of a sequence, or are int8."""
+    # What a slot takes where it has not all rows of a sequence, or int8 ones.
     slides, is_int8 = (
         bool(graph.spec.window and backend.slides_caches),
         graph.is_target and plan.engine.kv_cache == INT8,

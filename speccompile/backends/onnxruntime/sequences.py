@@ -78,7 +78,7 @@ def put_together(model: onnx.ModelProto, ops: Collection[str]) -> int:
 
 
 def _state_types(graph: onnx.GraphProto, names: Sequence[str]) -> None:
-    """States the types of values that leave a sequence: float32, but for outputs of the graph, which have theirs."""
+    # Values that leave a sequence are float32, but for outputs of the graph, which have their types.
     from onnx import TensorProto, helper
 
     known = {value.name for value in (*graph.output, *graph.value_info)}
