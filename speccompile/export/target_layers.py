@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.folders import digests_from_checkpoint
+from speccompile.checkpoints.lora import digests_of_adapter
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts
 from speccompile.core.specs import GraphSpec
@@ -41,16 +42,17 @@ class TargetLayersSource:
         self.job, self.context, self.of_target = job, context, context.target
         self.num_candidates = min(job.options.num_candidates, context.target.vocab_size)
         kept = DecoderOptions(num_layers=context.target_job.options.num_layers)
-        self.target = DecoderSource(replace(context.target_job, options=kept), replace(context, target=None))
+        target_job = replace(context.target_job, options=kept, adapters=())  # requests choose those of the target alone
+        self.target = DecoderSource(target_job, replace(context, target=None))
         self.folder, self.max_rows = self.target.folder, self.target.max_rows
 
     def check(self) -> None:
         """Checks nothing: the target's keys and shapes are checked with the target."""
 
     def digests(self) -> dict[str, str]:
-        """Returns the digests of the target's config and weights."""
+        """Returns the digests of the target's config and weights, and of the adapter in them."""
         weights = self.context.weights
-        found = digests_from_checkpoint(self.folder, weights, WEIGHT_FILES)
+        found = digests_from_checkpoint(self.folder, weights, WEIGHT_FILES) | digests_of_adapter(self.target.job)
         return {f"target/{name}": digest for name, digest in found.items()}
 
     def counts(self) -> WeightCounts | None:

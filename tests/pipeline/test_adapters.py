@@ -102,6 +102,25 @@ def test_each_text_is_that_of_its_merged_model(home, bundle):
         engine.generate(PROMPTS[:1], sampling("other"))
 
 
+@pytest.mark.parametrize("bundle", ["none"], indirect=True)
+@pytest.mark.parametrize("method", ["self_draft", "early_exit"])
+def test_a_drafter_of_the_targets_own_weights_has_no_adapter_and_changes_no_text(home, bundle, method):
+    """They run layers of the target, the second on its caches."""
+    layers = {"num_exit_layers": 1} if method == "early_exit" else {}
+    section = json.dumps({"method": method, "num_draft_tokens": 3, **layers})
+    plan = fakes.make_plan(home / "recipe.yaml", f"speculator={section}", "target.quantization=none")
+    with store.cheap_stages():
+        made = build(plan, home / f"out-{method}", cache=StageCache(home / "cache"))
+    assert ADAPTER not in [tensor.name for tensor in made.graph_spec("draft").inputs]
+    params = [sampling(name) for name in CHOSEN]
+    wanted = [one.tokens for one in speccompile.load(bundle.path).generate(PROMPTS, params)]
+    engine = speccompile.load(made.path)
+    engine.controller = None
+    found = engine.generate(PROMPTS, params)
+    assert [one.tokens for one in found] == wanted
+    assert all(one.stats["num_draft_tokens"] > 0 for one in found)
+
+
 def test_chains_have_the_bits_of_single_steps(bundle):
     """And a slot's rows are those that it has alone, whatever the adapters of others are."""
     target = speccompile.load(bundle.path).verifier.engine
