@@ -71,7 +71,7 @@ struct Weights {
 // distance and spends no registers on sums. Far: into the second-level cache, which takes more misses at a time than the
 // first. float32 weights need that (16 rows: 2.5 ms in place of 3.3 for 69 MB), and int8 weights that several blocks of rows
 // read (8 rows: 3.6 ms in place of 5.3 for 117 MB); the others are faster without.
-template <bool IsFar>
+template <bool IsFar, bool IsOnce = false>
 struct Fetch {
     const char* lines[2];
     Fetch(const char* weights, const std::ptrdiff_t (&ahead)[2]) : lines{weights + ahead[0], weights + ahead[1]} {
@@ -80,7 +80,7 @@ struct Fetch {
     // `bytes` after the weights that it was made for; `column` is the first of the vector.
     void at(std::ptrdiff_t bytes, int column) const {
         const char* line = lines[line_of(column)] + bytes + column * 4;
-        IsFar ? prefetch_far(line) : prefetch(line);
+        IsFar ? prefetch_far(line) : IsOnce ? prefetch_once(line) : prefetch(line);
     }
     void advance(std::ptrdiff_t bytes) {
         lines[0] += bytes;
@@ -203,7 +203,7 @@ struct FormInteger {
 
     // `record` and `w` are those of the unit; sums without the scales.
     template <int Rows, bool IsFar, int Unit>
-    static void add_unit(const std::int32_t* record, const char* w, const Fetch<IsFar>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
+    static void add_unit(const std::int32_t* record, const char* w, const Fetch<IsFar, IsInt4>& fetch, int column, QuadSum (&sum)[Rows][kIntVectors]) {
         using Words = Record<Unit>;
         for (int r = 0; r < Rows; r++) {
             for (int v = 0; v < kIntVectors; v++) sum[r][v] = start_sum(HasMinimums ? 0 : record[Words::kOffset * Rows + r]);
@@ -257,7 +257,7 @@ struct FormInteger {
         const char *scales = panel.scales + first, *minimums = HasMinimums ? panel.minimums + first : nullptr;
         int units_left = panel.units_a_group - s.begin % panel.units_a_group;
         const std::int32_t* record = s.rows.records + static_cast<std::ptrdiff_t>(s.begin) * Words::kWords * Rows;
-        Fetch<IsFar> fetch(w, s.ahead);
+        Fetch<IsFar, IsInt4> fetch(w, s.ahead);
         for (int left = s.end - s.begin; left > 0; left--) {
             prefetch(scales + s.ahead_of_scales);
             if constexpr (HasMinimums) prefetch(minimums + s.ahead_of_scales);

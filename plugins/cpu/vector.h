@@ -20,6 +20,15 @@ constexpr int kParts = kPartials / kLanes;  // vectors that hold them
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
+// What a step reads once: AMD's CPUs keep it out of their larger caches, which then hold K, V and all else. Others might
+// lose weights that lie in a large third-level cache.
+inline void prefetch_once(const void* p) {
+#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+    __builtin_prefetch(p, 0, 0);
+#else
+    prefetch(p);
+#endif
+}
 
 // A number that several operations read, in a register: compilers would load it for each of them.
 inline Float in_register(Float a) {

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of a part of the vocabulary that are spread over all of it: candidates are chosen before.
-
-A draft whose LM head has 12,288 tokens otherwise gathers 49,152 numbers in each run, and looks through them. NodeProbs
-gets them only where a slot samples: with a temperature of 0 everywhere it gives zeros [batch, nodes, 1] of any logits.
-"""
+"""Chooses candidates before logits of a part of the vocabulary are spread over all of it, and spreads few."""
 
 from __future__ import annotations
 
@@ -59,6 +55,7 @@ def _choose(model: ir.Model, node: ir.Node, found: _Spread) -> None:
 
 
 def _spread_if_sampled(model: ir.Model, node: ir.Node, found: _Spread) -> None:
+    # With a temperature of 0 everywhere NodeProbs gives zeros [batch, nodes, 1] of any logits.
     edit, temperature = Editor(model, node), node.inputs[1]
     is_sampled = edit.op("Greater", edit.op("ReduceMax", temperature), edit.const(np.zeros(1, np.float32), "float.0"))
     num = edit.op("Where", edit.op("Squeeze", is_sampled), edit.ints([found.vocab]), edit.ints([1]))

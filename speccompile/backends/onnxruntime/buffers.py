@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache memory of an engine: one flat buffer per cache, used as [slots, kv_heads, rows, head_dim] views.
-
-ONNX Runtime's Attention computes over every row of its view, so the view grows with the context in use (`bucket_rows`).
-Growing re-strides the rows of the slots in use, once per bucket.
-"""
+"""Cache memory of an engine: flat buffers, used as [slots, kv_heads, rows, head_dim] views that grow by buckets."""
 
 from __future__ import annotations
 

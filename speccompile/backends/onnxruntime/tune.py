@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short measurements on this machine: threads, and the time of a step of n nodes.
-
-A process of its own (`measure_graph` starts it): sessions of the parent would spin against the measured one, and the
-first session decides how denormals are treated.
-"""
+"""Short measurements on this machine: threads, and the time of a step of n nodes."""
 
 from __future__ import annotations
 
@@ -81,6 +77,7 @@ def measure_graph(job: LoadJob, node_counts: Sequence[int] = NODE_COUNTS, tries:
 
 
 def _measure_once(request: Mapping[str, Any]) -> dict[str, Any]:
+    # Sessions of this process would spin against the measured one, and the first decides how denormals are treated.
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.tune"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode != 0:
