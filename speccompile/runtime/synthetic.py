@@ -40,12 +40,7 @@ def synthetic_note(rates: Sequence[float]) -> str:
 
 
 class SyntheticVerifier(Verifier):
-    """A verifier that keeps drafts along the path of first children, those at each depth at its rate.
-
-    Args:
-        rates: probabilities that a draft at depth 1, 2 ... is kept, given those before it; the last holds for all
-            deeper ones. At least one.
-    """
+    """A verifier that keeps drafts along the path of first children, at each depth at its rate, deeper at the last."""
 
     def __init__(self, engine: Engine, max_seq_len: int, chunk: int, rates: Sequence[float]) -> None:
         super().__init__(engine, max_seq_len, chunk)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget's rule: which drafts are worth their time, by recorded costs and by measured ones."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -265,3 +267,20 @@ def test_the_best_length_is_the_one_found_by_enumeration():
     assert best([0.99, 0.2], 2, cheap) > best([0.2], 2, cheap)
     by_hand = max(range(16), key=lambda n: (3 + sum(0.7**i + 0.4**i for i in range(1, n + 1))) / cheap.ms(3 * (n + 1)))
     assert best([0.7, 0.4], 3, cheap) == by_hand
+
+
+@pytest.mark.parametrize("points", [((1, 1.0), (2, 1.0), (4, 1.1), (5, 2.0), (20, 5.0)), ((1, 1.0), (20, 20.0))])
+def test_no_choice_of_positions_of_all_requests_brings_more_in_a_padded_step(points):
+    """A step pads every sequence to the widest, so the best choice takes one number of positions in each."""
+    rng, costs = np.random.default_rng(7), StepCosts(points)
+    for num_slots in (1, 2, 3):
+        budget = Budget(4, 4, 1, costs)
+        for _ in range(30):
+            falling = np.cumprod(rng.uniform(0.2, 1.0, (num_slots, 4)), axis=1)
+            speeds = [
+                (num_slots + sum(falling[slot, :num].sum() for slot, num in enumerate(nums)))
+                / costs.ms(num_slots * (1 + max(nums)))
+                for nums in itertools.product(range(5), repeat=num_slots)
+            ]
+            _, expected, ms = budget.best(falling.sum(axis=0).tolist(), num_slots)
+            assert expected / ms == pytest.approx(max(speeds))

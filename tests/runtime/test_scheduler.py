@@ -11,7 +11,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import SCORED_NODES
 from speccompile.core.tree import TokenTree
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.control import FixedLength
+from speccompile.runtime.control import Controller, FixedLength
 from speccompile.runtime.loop import FORCED_LENGTH
 from tests.mock_lm import VOCAB
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
@@ -376,3 +376,19 @@ def test_graphs_that_were_lost_are_reported():
     assert bench.scheduler.json_from_scheduler()["graph_faults"] == {}
     bench.target.graph_fault = "a capture that failed"
     assert bench.scheduler.json_from_scheduler()["graph_faults"] == {"target": "a capture that failed"}
+
+
+def test_every_sequence_of_512_gets_a_token_in_every_step():
+    """However a budget divides drafts, no sequence starves: a step gives each one token at least."""
+    bench = Bench(Controller(), slots=512, max_seq=32, chunk=1024)
+    handles = [bench.submit([i % 20, i % 7, 3], sampling=SamplingParams(max_new_tokens=8 + i % 5)) for i in range(600)]
+    num_steps = most = 0
+    while bench.scheduler.has_work:
+        active = [sequence.handle for sequence in bench.scheduler.allocator.active]
+        before = [len(bench.tokens(handle)) for handle in active]
+        bench.step()
+        assert all(len(bench.tokens(handle)) > num for handle, num in zip(active, before, strict=True))
+        num_steps, most = num_steps + 1, max(most, len(active))
+    assert most == 512 and num_steps < 30
+    for handle in handles[::50]:
+        assert bench.tokens(handle) == greedy([handle.number % 20, handle.number % 7, 3], 8 + handle.number % 5)
