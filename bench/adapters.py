@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds of a step, and tokens/s of plain decoding, with LoRA adapters that requests choose, beside none.
 
-    python bench/adapters.py MODEL FOLDER [--num 16] [--rank 8] [--modules q_proj,v_proj] [--set KEY=VALUE ...]
+    python bench/adapters.py MODEL FOLDER [--num 16] [--rank 8] [--modules q_proj,v_proj] [--threads 1] [--cpu-time]
 
 Builds two bundles of MODEL in FOLDER, unless they are there: one with random adapters, one without. Ways take turns
 within a round; medians over the rounds are printed, and each one's share of the speed without adapters.
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def open_bundles(args: argparse.Namespace) -> dict[str, SpecEngine]:
             path = args.folder / f"{way}.json"
             path.write_text(json.dumps({"target": target, "engine": engine}))
             build(resolve(load_recipe(path, args.set), find_device("cpu")), dest)
-        engines[way] = speccompile.load(dest)
+        engines[way] = speccompile.load(dest, threads=args.threads)
     return engines
 
 
@@ -85,22 +86,22 @@ def ways_of(engines: dict[str, SpecEngine], batch: int) -> dict[str, tuple[SpecE
     }
 
 
-def step_ms(engine: SpecEngine, chosen: np.ndarray, nodes: int) -> float:
+def step_ms(engine: SpecEngine, chosen: np.ndarray, nodes: int, clock: Callable[[], float]) -> float:
     target, batch = engine.verifier.engine, len(chosen)
     tokens = np.random.default_rng(0).integers(0, target.spec.vocab_size, (batch, nodes))
     feeds = {TOKENS: tokens, LENGTHS: np.full(batch, LENGTH)} | ({ADAPTER: chosen} if chosen.any() else {})
-    start = time.perf_counter()
+    start = clock()
     target.run(feeds)
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
-def tokens_per_s(engine: SpecEngine, chosen: np.ndarray) -> float:
+def tokens_per_s(engine: SpecEngine, chosen: np.ndarray, clock: Callable[[], float]) -> float:
     prompts = [[5 + i + j for j in range(24)] for i in range(len(chosen))]
     fields = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     params = [SamplingParams(adapter=engine.adapters[i - 1] if i else "", **fields) for i in chosen.tolist()]
-    start = time.perf_counter()
+    start = clock()
     made = engine.generate(prompts, params, speculative=False)
-    return sum(len(one.tokens) for one in made) / (time.perf_counter() - start)
+    return sum(len(one.tokens) for one in made) / (clock() - start)
 
 
 def main() -> None:
@@ -115,7 +116,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--nodes", default="1,5")
     parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--cpu-time", action="store_true", help="of this process, which waiting for a CPU leaves out")
     args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
     args.folder.mkdir(parents=True, exist_ok=True)
     ways = ways_of(open_bundles(args), args.batch)
     columns = [*(f"step of {nodes}, ms" for nodes in args.nodes.split(",")), "tokens/s"]
@@ -124,8 +127,8 @@ def main() -> None:
     while time.monotonic() < end:
         for way, (engine, chosen) in ways.items():
             for nodes, column in zip(args.nodes.split(","), columns, strict=False):
-                found[way, column] += [step_ms(engine, chosen, int(nodes)) for _ in range(6)][1:]
-            found[way, "tokens/s"].append(tokens_per_s(engine, chosen))
+                found[way, column] += [step_ms(engine, chosen, int(nodes), clock) for _ in range(6)][1:]
+            found[way, "tokens/s"].append(tokens_per_s(engine, chosen, clock))
     medians = {key: statistics.median(values) for key, values in found.items()}
     print(f"{'':14}" + "".join(f"{column:>24}" for column in columns))
     for way in ways:
