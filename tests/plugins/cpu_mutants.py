@@ -16,6 +16,7 @@ FAMILIES = {
     "expert_ops": "experts.h",
     "embedding_ops": "embedding.h",
     "attention_ops": "attention_ops.h",
+    "low_rank_ops": "low_rank.h",
     "verify_ops": "verify_ops.h",
     "draft_ops": "draft_ops.h",
     "rollback_op": "rollback.h",
