@@ -248,7 +248,7 @@ def test_a_speculative_text_that_is_not_its_plain_one_is_told():
 @pytest.mark.usefixtures("with_wait_share")
 def test_a_busy_machine_is_told():
     modes = {"plain": {"wait_share": 0.31}, "openvino fp32 plain": {"wait_share": None}}
-    environment = {"num_cores": 2, "load_average_after": [7.25, 1.0, 1.0]}
+    environment = {"num_cores": 2, "load_average_after": [7.25, 1.0, 1.0], "recipe": {"engine": {}}}
     [line] = measure._warnings(environment, modes)
     assert line.startswith("threads that decode waited for a CPU in 31% of their time (2 cores, load average 7.2): ")
     assert measure._warnings({**environment, "load_average_after": None}, {"plain": {"wait_share": 0.05}}) == []
