@@ -20,6 +20,7 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.errors import BundleError, SpecCompileError
 from speccompile.planner.candidates import Candidate
 from speccompile.planner.trial import build_candidates, try_candidates
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions
 
 
 def run(*arguments):
@@ -135,7 +136,7 @@ def synthetic(pair, tmp_path):
     return folder
 
 
-def test_synthetic_acceptance_is_measured_marked_and_not_served(synthetic, prompts, tmp_path):
+def test_synthetic_acceptance_is_measured_marked_and_not_served(pair, synthetic, prompts, tmp_path):
     out = tmp_path / "out.json"
     flags = ["--prompts", prompts, "--max-new-tokens", 16, "--json", out]
     assert "warning: acceptance is synthetic" in run("generate", synthetic, *flags).output
@@ -151,6 +152,9 @@ def test_synthetic_acceptance_is_measured_marked_and_not_served(synthetic, promp
         refused = CliRunner().invoke(app, [str(a) for a in command])
         assert isinstance(refused.exception, BundleError), command
         assert "synthetic_acceptance" in str(refused.exception)
+    for bundle, mark in ((synthetic, "synthetic"), (pair, "sc")):
+        with speccompile.load_service(bundle, allow_synthetic_acceptance=True) as service:
+            assert OpenAIServer(service, ServerOptions()).fingerprint.startswith(f"{mark}-")
 
 
 def test_profile_says_where_the_time_goes_by_engine_file_and_operator(pair, tmp_path):

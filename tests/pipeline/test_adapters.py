@@ -161,6 +161,8 @@ def test_the_apis_choose_one_as_the_model(bundle):
             assert (answer["model"], answer["choices"][0]["text"]) == (name, text)
         refused = post(served, "/v1/completions", {"model": "other", "prompt": [3]})
         assert refused.status == 404 and "`base`, `all`, `queries` is" in refused.json()["error"]["message"]
+        with pytest.raises(RuntimeFault, match="served model: got 'all', an adapter's name too; expected a name"):
+            OpenAIServer(service, ServerOptions("all"))
 
 
 def test_records_and_keys(home, bundle, capsys):

@@ -74,8 +74,16 @@ class OpenAIServer:
         self.model_name = options.model_name or (bundle.path.resolve().name if bundle else "speccompile")
         self.token_texts = TokenTexts(self.engine.tokenizer)
         self.metrics = Metrics(service, self.model_name if options.vllm_metrics else None)
+        if self.model_name in self.engine.adapters:
+            raise RuntimeFault(
+                "the name of the served model",
+                f"{self.model_name!r}, an adapter's name too",
+                "a name of its own for each",
+                "Give --served-model-name another name.",
+            )
         # Two answers with the same fingerprint and seed are the same text.
-        self.fingerprint = f"sc-{bundle.manifest['digest'][:12]}" if bundle else None
+        mark = "synthetic" if self.engine.verifier.rates else "sc"
+        self.fingerprint = f"{mark}-{bundle.manifest['digest'][:12]}" if bundle else None
         self.certificate = certificate_facts(bundle.path, bundle.manifest) if bundle else None
         self.created = int(time.time())
 
