@@ -154,12 +154,12 @@ def test_other_work_that_ends_during_a_comparison_leaves_all_threads():
     assert single[0] is False and not single[-1]
 
 
-@pytest.mark.parametrize(("quantization", "form"), FORMS)
-def test_an_engine_changes_its_threads_and_no_number(open_engine, quantization, form):
+@pytest.mark.parametrize(("quantization", "form", "kv_cache"), FORMS)
+def test_an_engine_changes_its_threads_and_no_number(open_engine, quantization, form, kv_cache):
     """Recorded times that no machine reaches: every step seems slow, so both numbers of threads have their turns."""
     tuning = {"threads": 2, "step_ms": {"1": 1e-5, "4": 2e-5}}
-    engine = open_engine(quantization=quantization, form=form, tuning=tuning)
-    plain = open_engine(quantization=quantization, form=form)
+    kind = {"quantization": quantization, "form": form, "kv_cache": kv_cache}
+    engine, plain = open_engine(**kind, tuning=tuning), open_engine(**kind)
     sessions = set()
     for at, token in enumerate(TOKENS[: 6 * TURN]):
         sessions.add(id(engine.session))
