@@ -14,7 +14,7 @@ from speccompile.errors import RuntimeFault
 
 TEXTS = Path(__file__).with_name("categories.jsonl")  # to be continued: for models without a chat template
 _FIGURES = (
-    *("tokens_per_s", "tokens_per_s_spread", "mean_acceptance_length", "num_tokens"),
+    *("tokens_per_s", "tokens_per_s_spread", "mean_acceptance_length", "acceptance", "num_tokens"),
     *("of_plain", "of_plain_spread", "num_texts", "num_equal", "mean_first_difference"),
 )
 

@@ -140,6 +140,7 @@ def _speeds(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "tokens_per_s_with_prefill_spread": spread_of(speeds_with_prefill),
         "first_token_ms": median(result["first_token_s"] for result in results) * 1e3,
         "mean_acceptance_length": 1 + sum(result["num_accepted"] for result in results) / max(steps, 1),
+        "acceptance": [{"stats": result["stats"]} for result in rounds[-1] if "stats" in result],
         "outside_engine_share": None if None in outside else sum(outside) / max(decode_s, 1e-9),
         "num_tokens": sum(len(result["tokens"]) for result in rounds[0]),
         "peak_rss_bytes": results[-1]["peak_rss_bytes"],

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Decode = Callable[[str, list[int], int], dict[str, Any]]  # of mode, prompt and most new tokens
 
+COUNTED = ("num_steps", "acceptance_histogram", "acceptance_by_position")
+
 
 def _speccompile(job: dict[str, Any]) -> Decode:
     from speccompile.runtime.engine import load
@@ -63,6 +65,7 @@ def decode_with(engine: SpecEngine) -> Decode:
             "num_first_tokens": stats["num_first_tokens"],
             "num_steps": stats["num_steps"],
             "num_accepted": stats["num_accepted"],
+            "stats": {name: stats[name] for name in COUNTED},
             "drafts": sentence(stats) if mode == "speculative" else None,
             "outside_s": stats["outside_engine_ms"] / 1e3,
         }

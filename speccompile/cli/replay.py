@@ -57,10 +57,16 @@ def replay_command(
         num_outputs = sum(len(one.outputs) for one in recorded)
         options = ServiceOptions(max_queue=len(recorded) + 1, speculation=chosen)
         with Service(engine, options) as service, open_display() as display:
-            differences = replay(service, recorded, lambda num: display.stage(f"replay: texts {num}/{num_outputs}"))
+            stats: list[dict[str, Any]] = []
+            differences = replay(
+                service, recorded, lambda num: display.stage(f"replay: texts {num}/{num_outputs}"), stats.append
+            )
     if as_json:
+        results = [{"stats": one} for one in stats]
         rows = [asdict(difference) for difference in differences]
-        print_json({"num_texts": num_outputs, "num_left_out": found.num_left_out, "differences": rows})
+        print_json(
+            {"num_texts": num_outputs, "num_left_out": found.num_left_out, "differences": rows, "results": results}
+        )
     else:
         _print(engine, differences, num_outputs, found.num_left_out)
     if differences:

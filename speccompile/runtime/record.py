@@ -162,7 +162,10 @@ class Difference:
 
 
 def replay(
-    service: Submits, recorded: Sequence[Recorded], progress: Callable[[int], None] = lambda num: None
+    service: Submits,
+    recorded: Sequence[Recorded],
+    progress: Callable[[int], None] = lambda num: None,
+    on_stats: Callable[[dict[str, Any]], None] = lambda stats: None,
 ) -> list[Difference]:
     """Decodes recorded requests again, all at once, and returns the outputs that differ.
 
@@ -170,6 +173,7 @@ def replay(
 
     Args:
         progress: called with the number of outputs that have ended so far, from 1 on.
+        on_stats: called with the counts and times of each output that has ended (`StepOutput.stats`).
     """
     texts: list[list[list[int]]] = [[[] for _ in one.outputs] for one in recorded]
     ended = threading.Semaphore(0)
@@ -177,6 +181,8 @@ def replay(
     def collect(line: int) -> Callable[[StepOutput], None]:
         def on_output(step: StepOutput) -> None:
             texts[line][step.output_index] += step.tokens
+            if step.stats is not None:
+                on_stats(step.stats)
             if step.finish_reason is not None:
                 ended.release()
 

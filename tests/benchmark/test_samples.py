@@ -70,6 +70,8 @@ def test_figures_of_groups_are_those_of_their_prompts_alone():
         row = told["modes"]["speculative"]
         assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / steps) and accepted > 0
         assert told["modes"]["plain"]["mean_acceptance_length"] == 1
+        kept = sum(i * num for text in row["acceptance"] for i, num in enumerate(text["stats"]["acceptance_histogram"]))
+        assert kept == sum(runs["speculative"][-1][i]["num_accepted"] for i in members)
         assert row["num_equal"] == len(members) - (5 in members)
         assert row["num_tokens"] == NUM_TOKENS * len(members) and told["num_prompts"] == len(members)
         seconds = [sum(one[i]["total_s"] - one[i]["prefill_s"] for i in members) for one in runs["speculative"]]
