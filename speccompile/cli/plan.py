@@ -17,9 +17,9 @@ from speccompile.cli.prompts import check_results
 
 if TYPE_CHECKING:
     from speccompile.errors import SpecCompileError
-    from speccompile.planner.acceptance import Acceptance
     from speccompile.planner.candidates import Candidate
     from speccompile.planner.machine import Machine
+    from speccompile.planner.traffic import Traffic
     from speccompile.recipe.model_recipe import ModelOptions
 
 
@@ -40,10 +40,16 @@ def plan_command(
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew, in under a minute.")] = False,
     acceptance: Annotated[
         list[str] | None,
-        typer.Option(help="Accepted share by position, 0.8,0.7, or a file of generate --json; METHOD=... for one."),
+        typer.Option(help="[METHOD=]rates by position, 0.8,0.7, or results of generate, bench or replay --json."),
     ] = None,
+    traffic: Annotated[
+        str | None, typer.Option(help="Kind of text, e.g. chat or code, or a file of serve --record.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the texts; as recorded by default.")] = None,
     batches: Annotated[str, typer.Option(help="Comma-separated numbers of sequences at once.")] = "1,8,32",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt included.")] = 512,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence, prompt included; as recorded, or 512.")
+    ] = None,
     latency: Annotated[
         float | None, typer.Option(min=0.0, help="Most milliseconds between two tokens; then the highest throughput.")
     ] = None,
@@ -70,6 +76,7 @@ def plan_command(
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads; as measured by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the recipe of the fastest one.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the roofline and the break-even map.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Find the speculation method that pays.
@@ -82,9 +89,12 @@ def plan_command(
         raise typer.BadParameter("give a MODEL, or --measure")
     if model.speculative:
         raise typer.BadParameter("give drafters as --speculator, and methods as --methods")
-    if tries and (machine != "this" or acceptance or latency is not None or throughput):
-        raise typer.BadParameter("--try measures here; leave --machine, --acceptance, --latency and --throughput out")
+    if tries and (machine != "this" or acceptance or traffic or html or latency is not None or throughput):
+        raise typer.BadParameter("--try measures here; leave the options of predictions out, --machine to --html")
+    if latency is not None and throughput:
+        raise typer.BadParameter("give --latency or --throughput")
     check_results(out)
+    check_results(html)
     quiet_libraries()
     left_out: dict[str, str] = {}
     chosen = (speculators or [], methods)
@@ -94,8 +104,9 @@ def plan_command(
             if source is None:
                 typer.echo(f"this machine: {rates.source}, {rates.launch_s * 1e6:.1f} us a launch")
                 return
-            wanted = (_read_acceptance(acceptance or []), read_batches(batches), context, *chosen)
-            print_forecast(source, model, rates, wanted, (latency, throughput), left_out, out, as_json)
+            known = _read_traffic(traffic, temperature, acceptance or [])
+            wanted = (known, read_batches(batches), context or known.context, *chosen)
+            print_forecast(source, model, rates, wanted, (latency, throughput), left_out, (out, html), as_json)
             return
         settings = {"max_new_tokens": max_new_tokens, "repeats": repeats, "threads": usable_threads(threads)}
         report, candidates = _try(source, model, *chosen, left_out, _samples(prompts, categories, limit), settings)
@@ -124,14 +135,15 @@ def _read_machine(name: str, is_anew: bool, threads: int | None) -> Machine:
         return measure_machine(num, lambda what: progress(f"measure this machine: {what}"))
 
 
-def _read_acceptance(given: list[str]) -> dict[str, Acceptance]:
-    from speccompile.planner.acceptance import assumed, read_acceptance
+def _read_traffic(text: str | None, temperature: float | None, given: list[str]) -> Traffic:
+    from speccompile.planner.acceptance import read_acceptance
+    from speccompile.planner.traffic import read_traffic
 
-    found = {"": assumed()}
-    for text in given:
-        name, equals, rates = text.rpartition("=")
-        found[name if equals else ""] = read_acceptance(rates)
-    return found
+    found = {}
+    for one in given:
+        name, _, rates = one.rpartition("=")
+        found[name] = read_acceptance(rates, text)
+    return read_traffic(text, temperature, found)
 
 
 def _samples(prompts: Path | None, categories: str, limit: int | None) -> Callable[[Any], Any]:

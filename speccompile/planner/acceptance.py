@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many draft tokens are accepted, by position: stated, or counted in results of `generate`; always a range."""
+"""How many draft tokens are accepted, by position: counted, published or stated; always a range, with its source."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +15,11 @@ from typing import Any
 
 from speccompile.errors import RecipeError
 
+LENGTHS = Path(__file__).with_name("lengths.toml")
+MIXED = "mixed"  # the kind of text of averages over several
+POSITIONS = 16  # of a published chain, at most
 ASSUMED = (0.5, 0.8)  # where nothing is known: what trained drafters reach on most texts, not a forecast
-_STATED = 0.05  # on both sides of a stated rate
+_STATED = 0.05  # on both sides of a stated rate, and of one that a single drafter has published
 _QUANTILE = 1.96  # of 95 %
 
 
@@ -24,10 +30,19 @@ class Acceptance:
     low: tuple[float, ...]
     high: tuple[float, ...]
     source: str
+    drafted: float = 1.0  # share of the counted steps that drafted
 
     def lengths(self, num: int) -> tuple[float, float]:
         """Returns the expected tokens of a step with a chain of `num` drafts, from and to."""
         return expected_length(self.low, num), expected_length(self.high, num)
+
+    def of_all_steps(self) -> Acceptance:
+        """Returns the rates of lookups, which keep no draft in a step without a match."""
+        low, high = ((rates[0] * self.drafted, *rates[1:]) for rates in (self.low, self.high))
+        return Acceptance(low, high, self.source)
+
+
+NOTHING = Acceptance((0.0,), (0.0,), "")  # of plain decoding
 
 
 def expected_length(rates: Sequence[float], num: int) -> float:
@@ -44,50 +59,137 @@ def assumed() -> Acceptance:
     return Acceptance((low,), (high,), f"assumed: {low:.0%} to {high:.0%}")
 
 
-def read_acceptance(text: str) -> Acceptance:
+def read_acceptance(text: str, kind: str | None = None) -> Acceptance:
     """Returns what an option says.
 
     Args:
-        text: rates from 0 to 1 by position, comma-separated; or the file of `generate --json`.
+        text: rates from 0 to 1 by position, comma-separated; or a file of `generate`, `bench` or `replay --json`.
+        kind: of text; of `bench` that category alone; None: all.
 
     Raises:
         RecipeError: neither.
     """
     path = Path(text)
     if path.is_file():
-        return _from_results(path)
+        return _from_results(path, kind)
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
         rates = []
     if not rates or not all(0 <= rate <= 1 for rate in rates):
-        expected = "rates from 0 to 1 by position, as 0.8,0.7, or a file of generate --json"
+        expected = "rates from 0 to 1 by position, as 0.8,0.7, or results of generate, bench or replay --json"
         raise RecipeError("--acceptance", repr(text), expected, "Correct it.")
+    return _around(rates, f"stated, within {_STATED:.0%}")
+
+
+def _around(rates: Sequence[float], source: str) -> Acceptance:
     low, high = (tuple(min(max(rate + side, 0.0), 1.0) for rate in rates) for side in (-_STATED, _STATED))
-    return Acceptance(low, high, f"stated, within {_STATED:.0%}")
+    return Acceptance(low, high, source)
 
 
-def _from_results(path: Path) -> Acceptance:
-    """Returns the rates of all texts together, with their 95 % interval (normal approximation)."""
+def _from_results(path: Path, kind: str | None) -> Acceptance:
     try:
-        results: list[Mapping[str, Any]] = [row["stats"] for row in json.loads(path.read_text(encoding="utf-8"))]
-        by_text = [(stats["acceptance_by_position"], stats["num_steps"]) for stats in results]
-    except (ValueError, KeyError, TypeError) as fault:
-        expected = "the results of generate --json, with stats.acceptance_by_position"
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rows = document if isinstance(document, list) else document.get("results") or _texts(document, kind)
+        counted = [_counts(row["stats"]) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as fault:
+        expected = "results of generate, bench or replay --json, with acceptance_by_position"
         raise RecipeError(f"--acceptance {path}", f"another document ({fault})", expected, "Write it anew.") from fault
+    steps = sum(num for num, _ in counted)
+    pairs = itertools.zip_longest(*(counts for _, counts in counted), fillvalue=(0.0, 0.0))
+    tried_kept = [(sum(tried for tried, _ in row), sum(kept for _, kept in row)) for row in pairs]
+    found = from_counts([pair for pair in tried_kept if pair[0] >= 1], f"counted in {path.name}")
+    if found is None:
+        raise RecipeError(f"--acceptance {path}", "no drafts in it", "texts decoded with drafts", "Decode more.")
+    return Acceptance(found.low, found.high, found.source, tried_kept[0][0] / max(steps, 1))
+
+
+def _texts(report: Mapping[str, Any], kind: str | None) -> list[Mapping[str, Any]]:
+    modes: Mapping[str, Any] = report.get("by_category", {}).get(kind, report)["modes"]
+    found: list[Mapping[str, Any]] = next(
+        row["acceptance"] for name, row in modes.items() if name.endswith("speculative")
+    )
+    return found
+
+
+def _counts(stats: Mapping[str, Any]) -> tuple[int, list[tuple[float, float]]]:
+    """Returns the steps, and by position how many drafts were tried and kept."""
+    tried, counts = float(sum(stats["acceptance_histogram"])), []
+    for rate in stats["acceptance_by_position"]:
+        counts.append((tried, tried * rate))
+        tried *= rate
+    return stats["num_steps"], counts
+
+
+def from_counts(counts: Sequence[tuple[float, float]], source: str) -> Acceptance | None:
+    """Returns rates with their 95 % interval (normal approximation) from (tried, kept) by position; None: no counts."""
     low, high = [], []
-    for position in range(max((len(rates) for rates, _ in by_text), default=0)):
-        num_tried = num_accepted = 0.0
-        for rates, steps in by_text:
-            if position < len(rates) and rates[position] is not None:
-                tried = steps * math.prod(rates[:position])
-                num_tried, num_accepted = num_tried + tried, num_accepted + tried * rates[position]
-        if num_tried < 1:
-            break
-        rate = num_accepted / num_tried
-        error = _QUANTILE * math.sqrt(max(rate * (1 - rate), 0.25 / num_tried) / num_tried)
+    for tried, kept in counts:
+        rate = kept / tried
+        error = _QUANTILE * math.sqrt(max(rate * (1 - rate), 0.25 / tried) / tried)
         low.append(max(rate - error, 0.0))
         high.append(min(rate + error, 1.0))
-    if not low:
-        raise RecipeError(f"--acceptance {path}", "no drafts in it", "texts decoded with drafts", "Decode more.")
-    return Acceptance(tuple(low), tuple(high), f"counted in {path.name}")
+    return Acceptance(tuple(low), tuple(high), source) if low else None
+
+
+def published_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = tomllib.loads(LENGTHS.read_text(encoding="utf-8"))["lengths"]
+    return rows
+
+
+def published_kinds() -> set[tuple[str, str]]:
+    """Returns the methods and kinds of text of which lengths are published."""
+    return {(row["method"], row["kind"]) for row in published_rows()}
+
+
+def published(method: str, kind: str | None, temperature: float | None) -> Acceptance | None:
+    """Returns the range of the published drafters of a method; None: there are none.
+
+    Args:
+        kind: of text; rows of other kinds serve where there are none of it, and the source says so.
+        temperature: 0 prefers greedy rows, above it sampled ones; None: all.
+    """
+    rows = [row for row in published_rows() if row["method"] == method]
+    if not rows:
+        return None
+    of_kind = [row for row in rows if row["kind"] == kind] or rows
+    alike = [row for row in of_kind if temperature is None or (row["temperature"] > 0) == (temperature > 0)] or of_kind
+    kinds = "/".join(sorted({row["kind"] for row in alike}))
+    warmth = "/".join(sorted({"sampled" if row["temperature"] > 0 else "greedy" for row in alike}))
+    source = f"published, {len(alike)} of {kinds}, {warmth}"
+    curves = [_survival(rates_from_lengths(row["drafts"], row["tokens"])) for row in alike]
+    if len(curves) < 2:
+        return _around(_rates(curves[0]), source)
+    columns = list(zip(*curves, strict=True))
+    low, high = (tuple(_rates(list(map(end, columns)))) for end in (min, max))
+    return Acceptance(low, high, source)
+
+
+def rates_from_lengths(drafts: Sequence[int], tokens: Sequence[float]) -> list[float]:
+    """Returns rates by position that give these tokens a step; between two chains the rate is constant.
+
+    Points that are no longer than a shorter chain's are noise of the measurement, and left out.
+    """
+    rates: list[float] = []
+    survives = length = 1.0
+    for num, tokens_of_step in zip(drafts, tokens, strict=True):
+        gained, positions = tokens_of_step - length, num - len(rates)
+        if gained <= 0:
+            continue
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            is_short = survives * sum(middle**i for i in range(1, positions + 1)) < gained
+            low, high = (middle, high) if is_short else (low, middle)
+        rates += [high] * positions
+        survives, length = survives * high**positions, tokens_of_step
+    return rates
+
+
+def _survival(rates: Sequence[float]) -> list[float]:
+    padded = itertools.islice(itertools.chain(rates, itertools.repeat(rates[-1])), POSITIONS)
+    return list(itertools.accumulate(padded, operator.mul))
+
+
+def _rates(survival: Sequence[float]) -> list[float]:
+    return [now / before if before else 0.0 for before, now in itertools.pairwise([1.0, *survival])]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from speccompile.backends.base import Backend
@@ -12,11 +12,12 @@ from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.core import registry
 from speccompile.core.jobs import STORED
 from speccompile.errors import SpecCompileError
-from speccompile.planner.acceptance import Acceptance
+from speccompile.planner.acceptance import NOTHING
 from speccompile.planner.candidates import PLAIN, Candidate, candidates_of_source
 from speccompile.planner.costs import Graphs, graphs_of_plan
 from speccompile.planner.machine import Machine
 from speccompile.planner.outlook import Row, rows_of
+from speccompile.planner.traffic import Traffic
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
 from speccompile.recipe.plan import AUTO
@@ -36,7 +37,7 @@ def forecast(
     source: str,
     model: ModelOptions,
     machine: Machine,
-    acceptance: Mapping[str, Acceptance],
+    traffic: Traffic,
     batches: Sequence[int],
     context: int,
     speculators: Sequence[str] = (),
@@ -45,21 +46,17 @@ def forecast(
 ) -> list[tuple[Row, ModelOptions]]:
     """Returns the rows by batch and speed, each with the options that build it.
 
-    Methods without a graph, and several drafters in one bundle, are predicted only where their acceptance is given.
+    Candidates of which nothing is known are left out: see `Traffic.acceptance`.
 
     Args:
-        acceptance: by the candidate's name; the empty name is that of all others.
         context: number of cache rows in use of each sequence.
         leave_out: is called with the name of a candidate that this target cannot have, and why.
     """
     model = settings_for(machine, model)
-    # A lookup drafts where the text repeats itself, which no assumption covers; of several drafters in one bundle each
-    # step uses another one.
-    candidates = [
-        one
-        for one in candidates_of_source(source, model, speculators, names)
-        if one.name in (PLAIN, *acceptance) or (one.needs_graphs and not one.is_several)
-    ]
+    candidates = candidates_of_source(source, model, speculators, names)
+    known = {one.name: NOTHING if one.name == PLAIN else traffic.acceptance(one) for one in candidates}
+    acceptance = {name: found for name, found in known.items() if found is not None}
+    candidates = [one for one in candidates if one.name in acceptance]
     rows: list[tuple[Row, ModelOptions]] = []
     for form in _forms(source, model):
         setting = f"{_QUANTIZATION}={form}"

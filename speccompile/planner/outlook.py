@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted speed and memory of methods by precision and batch, and the choice among them."""
+"""Predicted speed and memory of methods by precision and batch, what is uncertain in it, and the choice among them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from statistics import fmean
 from speccompile.errors import RecipeError
 from speccompile.planner.acceptance import Acceptance
 from speccompile.planner.candidates import PLAIN
-from speccompile.planner.costs import LOOP_S, Graphs
-from speccompile.planner.machine import Machine
+from speccompile.planner.costs import LOOP_S, GraphCosts, Graphs, distinct_experts
+from speccompile.planner.machine import BITS, Machine
+from speccompile.planner.traffic import MAX_DRAFTS
 
-MAX_DRAFTS = 8  # of a chain that is looked at
 BREAK_EVEN_BATCHES = tuple(1 << i for i in range(10))  # to 512
 TARGET = "target"
+TITLES = ("method", "K", "form", "batch", "tokens/s", "of plain", "ms a\ntoken", "GB", "pays\nbelow", "uncertain")
+Ends = tuple[float, float]  # low and high
+Grid = tuple[tuple[Ends, Ends], tuple[Ends, Ends]]  # by the ends of the machine and of acceptance
 
 
 @dataclass(frozen=True)
@@ -26,36 +29,91 @@ class Row:
     precision: str
     batch: int
     num_drafts: int
-    tokens_per_s: tuple[float, float]  # of all sequences together
-    of_plain: tuple[float, float]
+    tokens_per_s: Ends  # of all sequences together
+    of_plain: Ends
     token_ms: float  # between two tokens of a sequence, the middle of the range
     prompt_ms: float  # of 512 tokens
     memory_bytes: float
-    break_even_batch: int | None  # the smallest of `BREAK_EVEN_BATCHES` where plain decoding is as fast; None: none is
+    # At both ends of acceptance, the smallest of `BREAK_EVEN_BATCHES` where plain decoding is as fast; None: none is.
+    break_even: tuple[int | None, int | None]
+    uncertain: Mapping[str, float]  # half the range of the speed, of its middle, over acceptance and machine alone
+    acceptance: str  # its source; empty for plain decoding
+    step: tuple[float, float, float]  # of the target: operations of its products, bytes that it reads, seconds
 
     @property
     def speed(self) -> float:
         return fmean(self.tokens_per_s)
 
+    @property
+    def sentence(self) -> str:
+        drafts = f", up to {self.num_drafts} drafts" if self.num_drafts else ""
+        low, high = self.tokens_per_s
+        return f"{self.method}{drafts}, {self.precision}, batch {self.batch}: {low:.0f} to {high:.0f} tokens/s"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What tables show, in the order of `TITLES`."""
+        what, share = max(self.uncertain.items(), key=lambda found: found[1])
+        even = [{None: "> 512", 1: "never"}.get(end, f"{end}") for end in self.break_even]
+        return (
+            self.method,
+            f"{self.num_drafts or ''}",
+            self.precision,
+            f"{self.batch}",
+            "-".join(dict.fromkeys(map(_short, self.tokens_per_s))),
+            f"{self.of_plain[0]:.2f}-{self.of_plain[1]:.2f}" if self.num_drafts else "",
+            f"{self.token_ms:.2f}",
+            f"{self.memory_bytes / 1e9:.{2 if self.memory_bytes < 1e10 else 0}f}",
+            "-".join(dict.fromkeys(even)) if self.num_drafts else "",
+            f"{what} ±{share:.0%}" if share >= 0.005 else "",
+        )
+
 
 def speeds(
     graphs: Graphs, machines: Sequence[Machine], acceptance: Acceptance, num_drafts: int, batch: int, context: int
-) -> list[tuple[float, float]]:
-    """Returns tokens/s and its quotient to plain decoding, at the low and the high end of acceptance.
+) -> Grid:
+    """Returns tokens/s and their quotient to plain decoding at each end of the machine and of acceptance.
 
     Args:
         machines: the slow and the fast end of what the machine reaches.
         num_drafts: K of a chain; 0: plain decoding.
     """
-    found = []
-    for machine, length in zip(machines, acceptance.lengths(num_drafts), strict=True):
+    lengths = acceptance.lengths(num_drafts)
+
+    def on(machine: Machine) -> tuple[Ends, Ends]:
         target = graphs[TARGET]
         plain_s = target.step_s(machine, 1, batch, context) + LOOP_S
         step_s = target.step_s(machine, num_drafts + 1, batch, context) + LOOP_S
         for name, graph in graphs.items():
             step_s += 0.0 if name == TARGET else graph.drafts_s(machine, num_drafts, batch, context)
-        found.append((batch * length / step_s, length * plain_s / step_s))
-    return found
+        low, high = ((batch * length / step_s, length * plain_s / step_s) for length in lengths)
+        return low, high
+
+    slow, fast = machines
+    return on(slow), on(fast)
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number < 1e4 else f"{number / 1e3:.3g}k" if number < 1e6 else f"{number / 1e6:.3g}M"
+
+
+def step_work(graph: GraphCosts, nodes: int, batch: int) -> tuple[float, float]:
+    """Returns the operations of a step's products with weights, and the bytes of the weights that it reads."""
+    rows, read, used = nodes * batch, float(graph.counts.num_linear), float(graph.counts.num_linear)
+    if graph.num_experts:
+        read -= graph.counts.num_experts * (
+            1 - distinct_experts(graph.num_experts, graph.num_chosen, rows) / graph.num_experts
+        )
+        used -= graph.counts.num_experts * (1 - graph.num_chosen / graph.num_experts)
+    return 2 * used * rows, read * BITS[graph.precision] / 8
+
+
+def _speed_of(grid: Grid) -> float:
+    return fmean((grid[0][0][0], grid[1][1][0]))
+
+
+def _half_range(pairs: Sequence[Ends]) -> float:
+    return fmean((high - low) / (high + low) for low, high in pairs)
 
 
 def best_row(
@@ -68,31 +126,40 @@ def best_row(
 ) -> Row:
     """Returns a method with the K that is expected to be the fastest."""
     ends = machine.at(0), machine.at(1)
-
-    def at(num: int, size: int) -> list[tuple[float, float]]:
-        return speeds(graphs, ends, acceptance, num, size, context)
-
     counts = [0] if name == PLAIN else range(1, MAX_DRAFTS + 1)
-    num = max(counts, key=lambda k: fmean(speed for speed, _ in at(k, batch)))
-    (low, low_ratio), (high, high_ratio) = at(num, batch)
-    even = None
-    if num:
-        lost = (size for size in BREAK_EVEN_BATCHES if max(fmean(r for _, r in at(k, size)) for k in counts) <= 1.0)
-        even = next(lost, None)
+
+    def grids(size: int) -> dict[int, Grid]:
+        return {k: speeds(graphs, ends, acceptance, k, size, context) for k in counts}
+
+    num, grid = max(grids(batch).items(), key=lambda found: _speed_of(found[1]))
+    even: list[int | None] = [None, None]
+    for size in reversed(BREAK_EVEN_BATCHES if num else ()):
+        for end, held in enumerate(even):
+            best = max(fmean(row[end][1] for row in found) for found in grids(size).values())
+            even[end] = size if best <= 1.0 else held
+    ratios = [ratio for row in grid for _, ratio in row]
     weights = sum(graph.weights_bytes for graph in graphs.values())
     kept = batch * sum(graph.slot_bytes for graph in graphs.values())
-    prompt_s = fmean(graphs[TARGET].prompt_s(end, 512) for end in ends)
+    target = graphs[TARGET]
+    prompt_s = fmean(target.prompt_s(end, 512) for end in ends)
+    step_s = fmean(target.step_s(end, num + 1, batch, context) for end in ends)
     return Row(
         method=name,
-        precision=graphs[TARGET].precision,
+        precision=target.precision,
         batch=batch,
         num_drafts=num,
-        tokens_per_s=(low, high),
-        of_plain=(low_ratio, high_ratio),
-        token_ms=1e3 * batch / fmean((low, high)),
+        tokens_per_s=(grid[0][0][0], grid[1][1][0]),
+        of_plain=(min(ratios), max(ratios)),
+        token_ms=1e3 * batch / _speed_of(grid),
         prompt_ms=1e3 * prompt_s,
         memory_bytes=weights + kept,
-        break_even_batch=even,
+        break_even=(even[0], even[1]),
+        uncertain={
+            "drafts": _half_range([(row[0][0], row[1][0]) for row in grid]),
+            "machine": _half_range([(slow[0], fast[0]) for slow, fast in zip(*grid, strict=True)]),
+        },
+        acceptance=acceptance.source,
+        step=(*step_work(target, num + 1, batch), step_s),
     )
 
 
@@ -106,15 +173,11 @@ def rows_of(
     """Returns the rows of all methods that fit into the machine's memory, by batch and then by speed.
 
     Args:
-        acceptance: by the method's name; "" is that of all others.
         context: number of cache rows in use of each sequence.
     """
     rows = []
     for batch in batches:
-        found = [
-            best_row(name, held, machine, acceptance.get(name, acceptance[""]), batch, context)
-            for name, held in graphs.items()
-        ]
+        found = [best_row(name, held, machine, acceptance[name], batch, context) for name, held in graphs.items()]
         rows += sorted((row for row in found if row.memory_bytes <= machine.memory_bytes), key=lambda r: -r.speed)
     return rows
 

@@ -139,7 +139,7 @@ def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, mod
     code, out, err = run("plan", target, *flags, "--batches", "4,1", "--out", "best.yaml")
     assert code == 0, err
     assert "predicted for EPYC-9654 (AMD EPYC 9004 data sheet" in out and "not measured by us" in out
-    assert "acceptance of every method: stated, within 5%" in out and "acceptance of ngram: stated" in out
+    assert "acceptance of small: stated, within 5%" in out and "acceptance of ngram: stated" in out
     methods = {line.split()[0] for line in out.splitlines() if re.search(" (int8|float32|int4) +[14] ", line)}
     assert {"none", "ngram", "small", "self_draft"} >= methods > {"ngram"}
     assert re.search(r"^best: ngram, up to \d drafts, \w+, batch 1: ", out, re.MULTILINE)
@@ -149,8 +149,30 @@ def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, mod
     code, out, _ = run("plan", target, *flags, "--json", "--throughput", "--quantization", "int8")
     report = json.loads(out)
     assert report["best"]["batch"] == 32 and {row["precision"] for row in report["rows"]} == {"int8"}
-    for wrong in (("--machine", "H1"), ("--batches", "0"), ("--acceptance", "2"), ("--latency", "1e-9")):
+    wrongs = (("--machine", "H1"), ("--batches", "0"), ("--acceptance", "2"), ("--latency", "1e-9"), ("--traffic", "x"))
+    for wrong in (*wrongs, ("--latency", "9", "--throughput")):
         assert run("plan", target, "--machine", "EPYC-9654", *wrong)[0] == 2
+
+
+def test_a_page_and_published_acceptance(run, models):
+    flags = (
+        "--methods",
+        "ngram",
+        "--machine",
+        "EPYC-9654",
+        "--traffic",
+        "editing",
+        "--temperature",
+        "0",
+        "--batches",
+        "2",
+    )
+    code, out, err = run("plan", models[0], *flags, "--html", "plan.html")
+    assert code == 0, err
+    assert "acceptance of ngram: published, 1 of editing, greedy" in out
+    assert "page: plan.html" in out and "pays" in out and "uncertain" in out
+    page = Path("plan.html").read_text()
+    assert "not measured by us" in page and page.count("<svg") == 2 and ">512</text>" in page
 
 
 def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):

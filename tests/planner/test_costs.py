@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model by hand-made figures, the table of machines, acceptance and the choice."""
+"""The cost model by hand-made figures, and the table of machines."""
 
 import json
 from dataclasses import replace
@@ -9,11 +9,9 @@ import pytest
 
 from speccompile.core.jobs import WeightCounts
 from speccompile.errors import RecipeError
-from speccompile.planner.acceptance import Acceptance, assumed, expected_length, read_acceptance
-from speccompile.planner.costs import LOOP_S, OPS_BESIDE, OPS_PER_LAYER, GraphCosts, distinct_experts, graphs_of_plan
+from speccompile.planner.costs import OPS_BESIDE, OPS_PER_LAYER, GraphCosts, distinct_experts, graphs_of_plan
 from speccompile.planner.machine import BITS, EFFICIENCY, Machine, find_machine, published_machines
 from speccompile.planner.measuring import machine_from_json
-from speccompile.planner.outlook import Row, best_row, choose
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
 from tests.pipeline import fakes
@@ -85,53 +83,3 @@ def test_sizes_come_from_the_plan(tmp_path):
     assert name == "target" and graph.precision == "int8" and graph.num_experts == 0
     assert graph.counts.num_linear == 2 * (attention + feed_forward) + head
     assert (graph.cache_columns, graph.group, graph.num_layers, graph.vocab_size) == (2 * 2 * 4, 2, 2, 32)
-
-
-def test_acceptance_is_a_range_by_position(tmp_path):
-    assert expected_length((0.5,), 3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-    assert expected_length((0.8, 0.5), 2) == pytest.approx(1 + 0.8 + 0.4) and expected_length((0.8,), 0) == 1.0
-    stated = read_acceptance("0.8,1")
-    assert stated.low == pytest.approx((0.75, 0.95)) and stated.high == pytest.approx((0.85, 1.0))
-    results = [{"stats": {"acceptance_by_position": [0.8, 0.5], "num_steps": 100}},
-               {"stats": {"acceptance_by_position": [0.4], "num_steps": 100}}]  # fmt: skip
-    file = tmp_path / "out.json"
-    file.write_text(json.dumps(results))
-    counted = read_acceptance(str(file))
-    assert counted.low[0] < 0.6 < counted.high[0] and counted.high[0] - counted.low[0] == pytest.approx(0.136, abs=1e-3)
-    assert counted.low[1] < 0.5 < counted.high[1] and len(counted.low) == 2
-    for wrong in ("1.5", "high", ""):
-        with pytest.raises(RecipeError, match="rates from 0 to 1"):
-            read_acceptance(wrong)
-    file.write_text('{"no": 1}')
-    with pytest.raises(RecipeError, match="acceptance_by_position"):
-        read_acceptance(str(file))
-
-
-def test_the_best_chain_and_the_batch_to_which_it_pays():
-    draft = replace(GRAPH, name="draft", counts=WeightCounts(10**5, 10**5, 0), num_layers=1, cache_columns=0)
-    graphs = {"target": GRAPH, "draft": draft}
-    row = best_row("drafted", graphs, MACHINE, Acceptance((0.8,), (0.8,), "stated"), 1, 0)
-
-    def speed(k):
-        step_s = GRAPH.step_s(MACHINE, k + 1) + draft.drafts_s(MACHINE, k, 1, 0) + LOOP_S
-        return expected_length((0.8,), k) / step_s
-
-    assert row.tokens_per_s[0] < row.tokens_per_s[1] < speed(row.num_drafts) and row.of_plain[0] > 1
-    assert row.break_even_batch in (2, 4, 8, 16) and row.memory_bytes == 2 * (10**6 + 4096)
-    plain = best_row("none", graphs, MACHINE, assumed(), 4, 0)
-    assert plain.num_drafts == 0 and plain.of_plain == (1.0, 1.0) and plain.break_even_batch is None
-
-
-def row(method, batch, speed, token_ms):
-    return Row(method, "int8", batch, 1, (speed, speed), (1.0, 1.0), token_ms, 1.0, 1.0, None)
-
-
-def test_the_choice_follows_latency_or_throughput():
-    rows = [row("a", 1, 100, 10.0), row("b", 1, 90, 11.0), row("c", 8, 400, 20.0)]
-    assert [choose(rows, *goal).method for goal in ((None, False), (None, True), (15.0, False), (25.0, False))] == [
-        "a", "c", "a", "c",
-    ]  # fmt: skip
-    with pytest.raises(RecipeError, match=r"at least 10\.00 ms"):
-        choose(rows, 5.0, False)
-    with pytest.raises(RecipeError, match="fits into the memory"):
-        choose([], None, False)
