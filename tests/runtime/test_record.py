@@ -126,7 +126,7 @@ def test_the_command_says_how_many_texts_are_equal(record, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["num_texts"], len(result["differences"])) == (1, 1)
     [text] = result["results"]
-    assert text["stats"]["num_steps"] > 0 and sum(text["stats"]["acceptance_histogram"]) > 0
+    assert text["stats"]["num_steps"] > 0 and {"acceptance_histogram", "acceptance_by_position"} <= set(text["stats"])
 
 
 def test_serve_records_what_it_is_asked(tmp_path, monkeypatch):
