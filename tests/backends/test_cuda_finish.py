@@ -43,7 +43,6 @@ def test_the_finished_graph_gives_the_same_bits(lowered, role):
     after = before.clone()
     traces = {t.name: t.num_rewrites for t in run_pipeline(after, ORT_CUDA_FINISH)}
     assert traces["inline_bodies"] > 1 and traces["shapes_on_device"] >= 1
-    assert (traces["pad_integers"] > 0) == (role == "target")
     assert not after.functions and {n.op_type for n in after.graph}.isdisjoint({"If", "Loop", "Scan"})
     rng = np.random.default_rng(5)
     theirs, ours = session(before), session(after)

@@ -235,9 +235,9 @@ def test_a_target_without_logits_is_measured_with_them_and_written_without(neutr
     seen: list[Any] = []
     monkeypatch.setattr(tune, "measure_graph", lambda *_: {"step_ms": FAST})
 
-    def measure(reference: Path, forms: Any, spec: Any, sample: TextSample) -> dict[str, Distance]:
+    def measure(reference: Path, forms: Any, spec: Any, sample: TextSample, form_spec: Any) -> dict[str, Distance]:
         seen.append(spec)
-        assert sample is SAMPLE
+        assert sample is SAMPLE and form_spec == spec
         return {form: Distance(float(form != "blocks32"), 0.5) for form in FORMS}
 
     monkeypatch.setattr(fidelity, "measure_distances", measure)

@@ -42,7 +42,8 @@ def test_a_bundle_states_and_holds_the_rows_of_a_window(tmp_path, capsys):
     with store.cheap_stages():
         bundle = build(fakes.make_plan(recipe), tmp_path / "bundle", cache=StageCache(tmp_path / "cache"))
     row_bytes = 2 * 4 * 1 * 16  # K and V, float32, one head of 16 columns
-    assert bundle.graphs["draft"]["caches"] == {"rows": ROWS, "slot_bytes": ROWS * row_bytes}
+    caches = {"rows": ROWS, "slot_bytes": ROWS * row_bytes, "dtype": "float32", "slides": True}
+    assert bundle.graphs["draft"]["caches"] == caches
     assert "caches" not in bundle.graphs["target"] and bundle.graph_spec("draft").window == WINDOW
     with pytest.raises(SystemExit) as end:
         app(["inspect", str(bundle.path)])
