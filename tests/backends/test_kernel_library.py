@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding, compiling, trying and switching off the library of CPU kernels."""
 
+import fcntl
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -102,6 +104,24 @@ def test_the_search_runs_in_a_thread_and_is_joined(tmp_path, monkeypatch):
     assert begun.wait(60) and not found.done() and not kernel_library.is_compiled()
     ready.set()
     assert kernel_library.find_library() == found.result() and kernel_library.is_compiled()
+
+
+def test_a_library_that_another_process_compiles_is_awaited(tmp_path, monkeypatch):
+    monkeypatch.setenv(kernel_library.SWITCH, str(tmp_path))
+    monkeypatch.setattr(kernel_library, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(kernel_library, "_prebuilt", list)
+    begun = threading.Event()
+    monkeypatch.setattr(kernel_library, "compile_library", lambda *_: begun.set())
+    monkeypatch.setattr(kernel_library, "_run_selftest", lambda library: None)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    found = kernel_library.begin_search()
+    assert not begun.wait(0.3)
+    path = kernel_library._path_of(kernel_library.find_sources(), "c++")
+    path.write_bytes(b"code")
+    path.chmod(0o600)
+    os.close(handle)
+    assert found.result() == path and not begun.is_set()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b'{"fault": 3}', b'{"fault"', b"\xff", b"[" * 9999])

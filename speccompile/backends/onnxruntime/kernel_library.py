@@ -9,6 +9,7 @@ first use, a child process runs every kernel: a library that crashes or computes
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -116,12 +117,24 @@ def _compiled() -> tuple[Path | None, str]:
         return None, "no C++ compiler" if sources else "no kernel sources"
     path = _path_of(sources, compiler)
     if not _is_kept(path):
-        _log.info("compiling the CPU kernels into %s", path)
         tell("compile the CPU kernels")
-        fault = compile_library(sources, path, compiler, native_flags())
-        if fault:
-            return None, fault
+        with _locked(path.parent):
+            if not _is_kept(path):
+                _log.info("compiling the CPU kernels into %s", path)
+                if fault := compile_library(sources, path, compiler, native_flags()):
+                    return None, fault
     return path, ""
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a disk without locks: every process compiles its own
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _path_of(sources: Path, compiler: str) -> Path:
