@@ -117,6 +117,25 @@ def export(source: Any) -> tuple[Any, Any]:
     return _graph(depends_on, lambda: source.export(lambda stage: None), lambda d: dims_from_json(type(source.dims), d))
 
 
+def write_checkpoint(write: Callable[[Path, Path], Any], folder: Path, target: Path) -> None:
+    """Fills the new `folder` with the speculator that `write` of tests.method_rows trains for a target."""
+    labs = Path(__file__).parent.rglob("[!t]*.py")  # no test
+    depends_on = {
+        "write": write.__qualname__,
+        "target": digests_from_folder(target),
+        "labs": {file.name: file.read_text() for file in sorted(labs) if file.parent.name in ("tests", "speculators")},
+        "sources": digest_of_sources(("serving", "cli", "planner", "benchmark")),
+    }
+
+    def make(made: Path) -> None:
+        write(made / "new", target)
+        for file in (made / "new").iterdir():
+            file.rename(made / file.name)
+        (made / "new").rmdir()
+
+    fetch("checkpoints", depends_on, folder, make)
+
+
 @contextmanager
 def cheap_measurements() -> Iterator[None]:
     """ONNX Runtime's backend inside measures a few steps on one thread in this process.

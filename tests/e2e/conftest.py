@@ -96,7 +96,7 @@ def lab(tmp_path_factory):
     def load(method, form, backend, costs=None):
         row = ROWS[method]
         if row.write is not None and method not in models:
-            row.write(folder / method, folder / "target")
+            store.write_checkpoint(row.write, folder / method, folder / "target")
         models[method] = folder / method
         target, *rest = sources(method, form, folder / "target", models[method], keep_logits=True)
         drafts = {source.job.name: engine_of(source, backend, target) for source in rest}

@@ -10,6 +10,7 @@ from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.training_contract import TargetParts, TrainingBatch
+from tests import store
 from tests.method_rows import MAX_NODES, MAX_ROWS, MAX_SEQ, ROWS, config_of, sources
 
 torch = pytest.importorskip("torch")
@@ -29,7 +30,7 @@ def checkpoints(tmp_path_factory, kind):
 
     folder = tmp_path_factory.mktemp("block_texts")
     eagle_lab.write_target(folder / "target")
-    ROWS[kind].write(folder / "draft", folder / "target")
+    store.write_checkpoint(ROWS[kind].write, folder / "draft", folder / "target")
     return folder
 
 

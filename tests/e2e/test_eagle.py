@@ -14,6 +14,8 @@ from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
+from tests import store
+from tests.method_rows import ROWS
 
 BACKENDS = ("onnxruntime", "reference")
 METHODS = ("eagle3", "eagle")
@@ -28,8 +30,8 @@ def checkpoints(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("eagle")
     target = lab.write_target(folder / "target")
-    lab.write_learnt_eagle3(folder / "eagle3", target)
-    lab.write_learnt_eagle(folder / "eagle", target)
+    for name in ("eagle3", "eagle"):
+        store.write_checkpoint(ROWS[name].write, folder / name, target)
     return folder
 
 

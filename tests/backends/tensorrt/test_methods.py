@@ -55,7 +55,7 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
     model = folder / method
     write = ROWS[method].write
     if write is not None and not model.exists():
-        write(model, folder / "target")
+        store.write_checkpoint(write, model, folder / "target")
     backend = registry.backend("tensorrt")
     _, *drafts = sources(method, form, folder / "target", model)
     assert drafts
