@@ -17,7 +17,7 @@ import numpy as np
 
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext
-from speccompile.core.method import Method
+from speccompile.core.registry import Method
 from tests.speculators.heads_lab import write_medusa, write_prophet
 
 MAX_SEQ, MAX_NODES = 60, 10

@@ -25,7 +25,7 @@ from speccompile.bundle.format import (
     read_json,
 )
 from speccompile.bundle.manifest_records import GraphRecord, ImageRecord, Manifest, RecipeRecord, closed_keys
-from speccompile.checkpoints.gguf.header import is_gguf
+from speccompile.checkpoints.folders import is_gguf
 from speccompile.common.extras import todo_for_checkpoint
 from speccompile.common.json_reader import expected_of_fault, finite_number, shown, whole_number
 from speccompile.core.specs import GraphSpec, compacted_cache_name, spec_from_json, updated_cache_name

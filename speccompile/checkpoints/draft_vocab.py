@@ -13,7 +13,7 @@ import numpy as np
 from speccompile.checkpoints.checkpoint import special_tokens
 from speccompile.checkpoints.texts import tokens_from_file
 from speccompile.errors import RecipeError
-from speccompile.graph_kinds.draft_vocab import KEY, DraftVocab
+from speccompile.graph_kinds.decoder import DRAFT_VOCAB, DraftVocab
 
 MIN_TOKENS, MAX_TOKENS = 1000, 1 << 22  # of the text
 HELD_OUT = 4  # every fourth text, or the last fourth of a single one, is left out where the coverage is estimated
@@ -47,7 +47,7 @@ def choose_tokens(vocab: DraftVocab, folder: Path, vocab_size: int) -> DraftToke
     """
     if vocab.size >= vocab_size:
         todo = "Leave it out to draft with the whole vocabulary."
-        raise RecipeError(KEY, f"{vocab.size}", f"fewer than the {vocab_size} tokens of the draft", todo)
+        raise RecipeError(DRAFT_VOCAB, f"{vocab.size}", f"fewer than the {vocab_size} tokens of the draft", todo)
     bounds = (MIN_TOKENS, MAX_TOKENS)
     texts = tokens_from_file("speculator.draft_vocab_text", Path(vocab.text), folder, vocab_size, bounds)
     ends = [token for token in special_tokens(folder)[0] if token < vocab_size]

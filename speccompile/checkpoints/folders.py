@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from speccompile.checkpoints.gguf.folder import find_gguf, folder_from_gguf, is_made, several
-from speccompile.checkpoints.gguf.header import is_gguf, split_names
+from speccompile.checkpoints.gguf.header import MAGIC, SUFFIX, split_names
 from speccompile.common.json_reader import shown
 from speccompile.common.waiting import download_bar
 from speccompile.core.jobs import GraphJob
@@ -28,6 +28,21 @@ _SMALL_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether a file is a GGUF file by its name or its first bytes; one by its name need not be there."""
+    if path.is_dir():
+        return False
+    if path.name.lower().endswith(SUFFIX):
+        return True
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def resolve_checkpoint(model: str, patterns: Sequence[str] = HUB_FILES) -> Path:

@@ -99,9 +99,8 @@ def serve_command(
     from speccompile.runtime.service import Service, ServiceOptions
     from speccompile.serving.openai.app import make_app
     from speccompile.serving.openai.connections import ConnectionLimits
-    from speccompile.serving.openai.limits import check_keys, keys_from_environment
     from speccompile.serving.openai.process import Listener, bind, run
-    from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+    from speccompile.serving.openai.server import OpenAIServer, ServerOptions, check_keys, keys_from_environment
     from speccompile.serving.openai.tools import check_parsers
     from speccompile.serving.page.routes import page_routes
 

@@ -31,8 +31,7 @@ from speccompile.core.specs import GraphSpec
 from speccompile.doctor.doctor import check_method
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.export.checks import check_decoder
-from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verified_spec
-from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
+from speccompile.graph_kinds.decoder import VocabCandidateOptions, candidate_spec, decoder_spec, verified_spec
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from speccompile.core.dims import ModelDims
+from speccompile.core.jobs import CandidateOptions
 from speccompile.core.specs import (
     ADAPTER,
     CANDIDATE_PROBS,
@@ -40,6 +41,7 @@ from speccompile.core.specs import (
     state_names,
     updated_cache_name,
 )
+from speccompile.errors import RecipeError
 
 
 def _caches(dims: ModelDims) -> tuple[TensorSpec, ...]:
@@ -189,3 +191,52 @@ def vision_spec(name: str, image_size: int, image_tokens: int, hidden_size: int)
     pixels = TensorSpec(PIXELS, (1, NUM_CHANNELS, image_size, image_size), "float32")
     rows = TensorSpec(IMAGE_EMBEDDING, (1, image_tokens, hidden_size), "float32")
     return GraphSpec(name, (pixels,), (rows,))
+
+
+DRAFT_VOCAB = "speculator.draft_vocab_size"
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Which tokens a draft may name: a large LM head takes long. The others have probability 0 in its distribution."""
+
+    size: int
+    text: str = field(compare=False)  # file in which they are counted; no part of a cache key: the chosen tokens are
+
+
+@dataclass(frozen=True)
+class VocabCandidateOptions(CandidateOptions):
+    """Options of a draft whose LM head may be cut."""
+
+    vocab: DraftVocab | None = field(default=None, kw_only=True)  # the tokens that are kept; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabFields:
+    """Recipe fields; a method's `Config` inherits them.
+
+    Args:
+        draft_vocab_size: draft only the most frequent tokens of `draft_vocab_text`, so many of them; null: all tokens.
+        draft_vocab_text: text like that which will be written: JSON lines with `text` or `prompt`, else a text file.
+
+    Raises:
+        RecipeError: there is one without the other, or the size is no vocabulary's.
+    """
+
+    draft_vocab_size: int | None = None
+    draft_vocab_text: str | None = None
+
+    def check_vocab(self) -> None:
+        """Checks both fields."""
+        size, text = self.draft_vocab_size, self.draft_vocab_text
+        if size is not None and size < 2:
+            raise RecipeError(DRAFT_VOCAB, f"{size}", "at least 2 tokens", "Correct the recipe.")
+        if (size is None) != (text is None):
+            got = "draft_vocab_text alone" if size is None else "draft_vocab_size alone"
+            todo = "Give both, or neither to draft with the whole vocabulary."
+            raise RecipeError("speculator", got, "the number of tokens and the text in which they are counted", todo)
+
+    @property
+    def draft_vocab(self) -> DraftVocab | None:
+        size, text = self.draft_vocab_size, self.draft_vocab_text
+        return None if size is None or text is None else DraftVocab(size, text)

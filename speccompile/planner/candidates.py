@@ -13,7 +13,7 @@ from typing import Any
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.core import registry
 from speccompile.core.jobs import TargetOutputs
-from speccompile.core.method import SECTIONS, Method
+from speccompile.core.registry import SECTIONS, Method
 from speccompile.errors import RecipeError
 from speccompile.prepare import is_recipe, plan_from_source
 from speccompile.recipe import load_recipe

@@ -15,8 +15,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from speccompile.checkpoints.folders import HUB_GGUF, hint
-from speccompile.checkpoints.gguf.header import is_gguf
+from speccompile.checkpoints.folders import HUB_GGUF, hint, is_gguf
 from speccompile.common.extras import todo_for_checkpoint
 from speccompile.common.json_reader import expected_of_fault, shown
 from speccompile.core import registry

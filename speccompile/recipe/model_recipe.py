@@ -16,7 +16,7 @@ from speccompile.common.json_reader import read_json_object
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import GraphJob
-from speccompile.core.method import SECTIONS
+from speccompile.core.registry import SECTIONS
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import CheckpointError
 from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe

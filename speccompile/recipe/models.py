@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from speccompile.common.parameters import METADATA_KEY, Parameter, parameters, sampling_parameters
 from speccompile.core import registry
-from speccompile.core.method import SECTIONS
+from speccompile.core.registry import SECTIONS
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.recipe.training import TrainingSection
 

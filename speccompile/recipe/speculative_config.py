@@ -15,7 +15,7 @@ from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
 from speccompile.common.json_reader import shown
 from speccompile.core import registry
-from speccompile.core.method import Method
+from speccompile.core.registry import Method
 from speccompile.doctor.doctor import check_kind, open_checkpoint
 from speccompile.errors import CheckpointError, RecipeError
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from speccompile.core import registry
-from speccompile.core.method import Method
+from speccompile.core.registry import Method
 from speccompile.errors import RecipeError
 from speccompile.recipe.models import Recipe, Section
 from speccompile.recipe.training import GeneratedSection, TrainingSection

@@ -20,8 +20,7 @@ from speccompile.runtime.engine import load
 from speccompile.runtime.requests import Speculation
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.serving.openai.app import make_app
-from speccompile.serving.openai.limits import check_keys
-from speccompile.serving.openai.server import OpenAIServer, ServerOptions
+from speccompile.serving.openai.server import OpenAIServer, ServerOptions, check_keys
 
 DEPLOYMENT = "speccompile"
 

@@ -9,7 +9,7 @@ import pytest
 
 from speccompile.checkpoints.draft_vocab import MIN_TOKENS, choose_tokens, tokens_of
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.graph_kinds.draft_vocab import DraftVocab
+from speccompile.graph_kinds.decoder import DraftVocab
 from speccompile.speculators.draft_model.config import DraftModelConfig
 from speccompile.speculators.mtp.config import MtpConfig
 from tests.pipeline import fakes

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from speccompile.core import registry
-from speccompile.core.method import Method
+from speccompile.core.registry import Method
 from speccompile.errors import RecipeError
 
 

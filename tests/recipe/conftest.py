@@ -10,7 +10,7 @@ import pytest
 
 from speccompile.core import registry
 from speccompile.core.jobs import DraftBounds, GraphJob, TargetOutputs
-from speccompile.core.method import Method
+from speccompile.core.registry import Method
 from speccompile.recipe.models import Quantization
 
 

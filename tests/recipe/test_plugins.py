@@ -10,7 +10,7 @@ from speccompile.backends.reference.backend import ReferenceBackend
 from speccompile.common.parameters import parameter
 from speccompile.core import registry
 from speccompile.core.jobs import DraftBounds
-from speccompile.core.method import Method
+from speccompile.core.registry import Method
 from speccompile.errors import RecipeError
 from speccompile.recipe import Device, load_recipe, resolve
 

@@ -7,7 +7,7 @@ import pytest
 from speccompile.core.jobs import DecoderOptions, MethodContext, StepCosts
 from speccompile.core.sampling import SamplingParams, warp
 from speccompile.errors import RecipeError
-from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
+from speccompile.graph_kinds.decoder import VocabCandidateOptions
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 from speccompile.speculators.draft_model.config import DraftModelConfig, DraftModelMethod

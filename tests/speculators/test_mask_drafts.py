@@ -13,7 +13,7 @@ from speccompile.core.specs import LENGTHS, TOKENS
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.errors import RecipeError
-from speccompile.graph_kinds.draft_vocab import VocabCandidateOptions
+from speccompile.graph_kinds.decoder import VocabCandidateOptions
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier

@@ -12,7 +12,7 @@ from speccompile.checkpoints.checkpoint import check_checkpoint, read_dims
 from speccompile.core.jobs import AS_TARGET, GraphJob, SourceContext
 from speccompile.core.specs import CANDIDATES, FEATURE_NODES, FEATURES, LENGTHS, NEXT_FEATURES, SCORED_NODES, TOKENS
 from speccompile.errors import CheckpointError, ExportError, RecipeError
-from speccompile.graph_kinds.draft_vocab import DraftVocab
+from speccompile.graph_kinds.decoder import DraftVocab
 
 torch = pytest.importorskip("torch")
 

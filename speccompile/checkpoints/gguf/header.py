@@ -22,7 +22,7 @@ from speccompile.checkpoints.gguf.blocks import BLOCKS, name_of_kind
 from speccompile.common.json_reader import shown
 from speccompile.errors import CheckpointError
 
-SUFFIX, _MAGIC = ".gguf", b"GGUF"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -52,21 +52,6 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
     digest: str  # SHA-256 of the headers' bytes and the files' sizes
     files: tuple[Path, ...] = field(default=())
-
-
-def is_gguf(path: Path) -> bool:
-    """Returns whether a file is a GGUF file by its name or its first bytes; one by its name need not be there."""
-    if path.is_dir():
-        return False
-    if path.name.lower().endswith(SUFFIX):
-        return True
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
 
 
 def split_names(name: str) -> list[str]:
@@ -126,8 +111,8 @@ class _Header:
 
     def read(self) -> GgufHeader:
         magic, version, num_tensors, num_keys = self.unpack("4sIQQ")
-        if magic != _MAGIC or version not in _VERSIONS:
-            got = f"version {version}" if magic == _MAGIC else f"a file that begins with {bytes(magic)!r}"
+        if magic != MAGIC or version not in _VERSIONS:
+            got = f"version {version}" if magic == MAGIC else f"a file that begins with {bytes(magic)!r}"
             todo = "Give a GGUF file; one of another version or byte order is converted by llama.cpp's tools."
             raise CheckpointError(str(self.path), got, "a little-endian GGUF file of version 2 or 3", todo)
         fields: dict[str, Any] = {}

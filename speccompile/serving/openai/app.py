@@ -16,10 +16,9 @@ import speccompile
 from speccompile.serving.openai.chat import ChatApi
 from speccompile.serving.openai.completions import CompletionApi
 from speccompile.serving.openai.errors import INVALID, NOT_FOUND, SERVER, ApiError
-from speccompile.serving.openai.limits import BodyCheck, KeyCheck
 from speccompile.serving.openai.messages import MessagesApi
 from speccompile.serving.openai.responses import ResponsesApi
-from speccompile.serving.openai.server import Api, OpenAIServer
+from speccompile.serving.openai.server import Api, BodyCheck, KeyCheck, OpenAIServer
 from speccompile.serving.openai.token_routes import token_routes
 
 APIS: tuple[type[Api], ...] = (CompletionApi, ChatApi, ResponsesApi, MessagesApi)

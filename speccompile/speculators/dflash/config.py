@@ -9,9 +9,8 @@ from typing import Literal
 
 from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
-from speccompile.core.registry import find_class
+from speccompile.core.registry import Method, find_class
 from speccompile.drafting.block_drafts import BlockCache
 from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
 from speccompile.drafting.feature_drafts import fused_features

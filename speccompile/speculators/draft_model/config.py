@@ -10,14 +10,14 @@ from typing import Literal
 
 from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.mask_drafts import MaskDraftCache
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import CachedDraftFields
 from speccompile.errors import RecipeError
-from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
+from speccompile.graph_kinds.decoder import DraftVocabFields, VocabCandidateOptions
 
 DRAFT = "draft"  # the graph's name in the bundle
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.core.specs import HIDDEN
 from speccompile.drafting.feature_config import FeatureFields
 from speccompile.drafting.proposer import DraftProposer

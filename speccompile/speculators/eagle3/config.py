@@ -9,8 +9,8 @@ from typing import Literal
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import CandidateOptions, GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.drafting.feature_config import FeatureFields, FusedLayers, FusionOptions
 from speccompile.drafting.feature_drafts import fused_features
 from speccompile.drafting.proposer import DraftProposer

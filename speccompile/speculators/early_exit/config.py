@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.shared_rows import SharedRows
 from speccompile.drafting.tree_config import CachedDraftFields

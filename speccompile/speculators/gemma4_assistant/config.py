@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine, Outputs, TokenSequence
+from speccompile.core.registry import Method
 from speccompile.core.specs import TARGET_LENGTHS
 from speccompile.drafting.heads import HeadsProposer
 from speccompile.drafting.heads_config import HeadsFields

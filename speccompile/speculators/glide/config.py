@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import PREFILL_CHUNK, CandidateOptions, GraphJob, MethodContext
-from speccompile.core.method import Method
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
+from speccompile.core.registry import Method
 from speccompile.core.specs import TARGET_LENGTHS, TOKENS, GraphSpec, cache_names
 from speccompile.core.tree import Ints
 from speccompile.drafting.kv_cache import DraftCache

@@ -9,8 +9,8 @@ from typing import Any
 
 from speccompile.core import registry
 from speccompile.core.jobs import DraftBounds, GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import SECTIONS, Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import SECTIONS, Method
 from speccompile.errors import RecipeError
 from speccompile.speculators.hybrid.choice import DrafterCosts
 from speccompile.speculators.hybrid.proposer import Drafter, HybridProposer

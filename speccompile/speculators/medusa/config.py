@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, StepCosts, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.core.specs import CANDIDATES, GraphSpec
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.core.specs import GraphSpec
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.graph_kinds.heads import heads_spec

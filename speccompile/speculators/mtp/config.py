@@ -9,13 +9,13 @@ from typing import Literal
 
 from speccompile.common.parameters import check_parameters, declared, parameter
 from speccompile.core.jobs import AS_TARGET, GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.core.specs import HIDDEN, hidden_name
 from speccompile.drafting.feature_config import FeatureFields
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.tree_config import Tree
-from speccompile.graph_kinds.draft_vocab import DraftVocabFields, VocabCandidateOptions
+from speccompile.graph_kinds.decoder import DraftVocabFields, VocabCandidateOptions
 
 DRAFT = "draft"  # the graph's name in the bundle
 SOURCE = "speccompile.speculators.mtp.checkpoint:DraftSource"

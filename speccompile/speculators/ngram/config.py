@@ -11,9 +11,9 @@ from typing import Literal
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core import registry
 from speccompile.core.jobs import DraftBounds, MethodContext
-from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 
 PROPOSER = "speccompile.speculators.ngram.proposer:NgramProposer"
 

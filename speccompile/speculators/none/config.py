@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DraftBounds, MethodContext
-from speccompile.core.method import Method
 from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
+from speccompile.core.registry import Method
 from speccompile.core.tree import Ints, TokenTree
 
 

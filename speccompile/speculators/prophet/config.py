@@ -9,9 +9,9 @@ from typing import Any
 
 from speccompile.common.parameters import check_parameters, parameter
 from speccompile.core.jobs import GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.drafting.heads_config import HeadsFields
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.heads import FormOptions

@@ -9,8 +9,8 @@ from typing import Literal
 
 from speccompile.common.parameters import parameter
 from speccompile.core.jobs import AS_TARGET, CandidateOptions, GraphJob, MethodContext
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.shared_rows import SharedRows
 from speccompile.drafting.tree_config import MAX_DEPTH, CachedDraftFields

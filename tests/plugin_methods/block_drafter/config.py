@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from speccompile.core.jobs import DraftBounds, GraphJob, MethodContext, TargetOutputs
-from speccompile.core.method import Method
 from speccompile.core.protocols import Engine
+from speccompile.core.registry import Method
 from speccompile.errors import RecipeError
 from tests.plugin_methods.block_drafter.proposer import BlockProposer
 
@@ -58,7 +58,7 @@ class BlockOptions:
 
 
 class BlockMethod(Method):
-    """See `speccompile.core.method.Method`."""
+    """See `speccompile.core.registry.Method`."""
 
     name = "block_drafter"
     Config = BlockConfig

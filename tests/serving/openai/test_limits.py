@@ -6,8 +6,7 @@ from typer.testing import CliRunner
 
 from speccompile.cli.main import app
 from speccompile.errors import BundleError, RuntimeFault
-from speccompile.serving.openai.limits import VARIABLE, check_keys, keys_from_environment
-from speccompile.serving.openai.server import ServerOptions
+from speccompile.serving.openai.server import VARIABLE, ServerOptions, check_keys, keys_from_environment
 from tests.serving.asgi_lab import ask_now, get, post
 from tests.serving.mock_service import serving
 
