@@ -46,7 +46,7 @@ _TUNING = "tuning.json"
 # Sources that can change a compiled graph, besides those that its backend names and its method's folder: no decode-time
 # policy, no engine, no recipe reader. tests/meta/test_cache_key.py compares it with what these modules import.
 SOURCES = (
-    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/sampling", "graph_kinds"),
+    *("core/dims", "core/specs", "core/tree_shape", "core/jobs", "core/sampling", "core/multi_path", "graph_kinds"),
     *("ops", "checkpoints", "doctor", "export", "passes", "bundle/graphs"),
 )
 # Modules of a method's folder; options are in the key themselves.
