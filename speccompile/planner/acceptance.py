@@ -9,7 +9,7 @@ import math
 import operator
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ MIXED = "mixed"  # the kind of text of averages over several
 POSITIONS = 16  # of a published chain, at most
 ASSUMED = (0.5, 0.8)  # where nothing is known: what trained drafters reach on most texts, not a forecast
 _STATED = 0.05  # on both sides of a stated rate, and of one that a single drafter has published
-_QUANTILE = 1.96  # of 95 %
+QUANTILE = 1.96  # of 95 %
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,11 @@ class Acceptance:
     low: tuple[float, ...]
     high: tuple[float, ...]
     source: str
-    drafted: float = 1.0  # share of the counted steps that drafted
+    of_lookups: Acceptance | None = None  # a draft that was not made counts as refused, as lookups have none to make
 
     def lengths(self, num: int) -> tuple[float, float]:
         """Returns the expected tokens of a step with a chain of `num` drafts, from and to."""
         return expected_length(self.low, num), expected_length(self.high, num)
-
-    def of_all_steps(self) -> Acceptance:
-        """Returns the rates of lookups, which keep no draft in a step without a match."""
-        low, high = ((rates[0] * self.drafted, *rates[1:]) for rates in (self.low, self.high))
-        return Acceptance(low, high, self.source)
 
 
 NOTHING = Acceptance((0.0,), (0.0,), "")  # of plain decoding
@@ -95,13 +90,17 @@ def _from_results(path: Path, kind: str | None) -> Acceptance:
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as fault:
         expected = "results of generate, bench or replay --json, with acceptance_by_position"
         raise RecipeError(f"--acceptance {path}", f"another document ({fault})", expected, "Write it anew.") from fault
-    steps = sum(num for num, _ in counted)
     pairs = itertools.zip_longest(*(counts for _, counts in counted), fillvalue=(0.0, 0.0))
     tried_kept = [(sum(tried for tried, _ in row), sum(kept for _, kept in row)) for row in pairs]
-    found = from_counts([pair for pair in tried_kept if pair[0] >= 1], f"counted in {path.name}")
+    source = f"counted in {path.name}"
+    found = from_counts([pair for pair in tried_kept if pair[0] >= 1], source)
     if found is None:
         raise RecipeError(f"--acceptance {path}", "no drafts in it", "texts decoded with drafts", "Decode more.")
-    return Acceptance(found.low, found.high, found.source, tried_kept[0][0] / max(steps, 1))
+    histograms = itertools.zip_longest(*(row["stats"]["acceptance_histogram"] for row in rows), fillvalue=0)
+    kept = list(itertools.accumulate(reversed(list(map(sum, histograms)))))[-2::-1]
+    steps = [sum(num for num, _ in counted), *kept]
+    of_lookups = from_counts([(float(a), float(b)) for a, b in itertools.pairwise(steps) if a], source)
+    return replace(found, of_lookups=of_lookups)
 
 
 def _texts(report: Mapping[str, Any], kind: str | None) -> list[Mapping[str, Any]]:
@@ -126,7 +125,7 @@ def from_counts(counts: Sequence[tuple[float, float]], source: str) -> Acceptanc
     low, high = [], []
     for tried, kept in counts:
         rate = kept / tried
-        error = _QUANTILE * math.sqrt(max(rate * (1 - rate), 0.25 / tried) / tried)
+        error = QUANTILE * math.sqrt(max(rate * (1 - rate), 0.25 / tried) / tried)
         low.append(max(rate - error, 0.0))
         high.append(min(rate + error, 1.0))
     return Acceptance(tuple(low), tuple(high), source) if low else None
@@ -143,7 +142,7 @@ def published_kinds() -> set[tuple[str, str]]:
 
 
 def published(method: str, kind: str | None, temperature: float | None) -> Acceptance | None:
-    """Returns the range of the published drafters of a method; None: there are none.
+    """Returns where one more drafter of a method is expected, by those that are published; None: none is.
 
     Args:
         kind: of text; rows of other kinds serve where there are none of it, and the source says so.
@@ -160,9 +159,11 @@ def published(method: str, kind: str | None, temperature: float | None) -> Accep
     curves = [_survival(rates_from_lengths(row["drafts"], row["tokens"])) for row in alike]
     if len(curves) < 2:
         return _around(_rates(curves[0]), source)
-    columns = list(zip(*curves, strict=True))
-    low, high = (tuple(_rates(list(map(end, columns)))) for end in (min, max))
-    return Acceptance(low, high, source)
+    # One more drafter may lie outside of the range of the others: by its width, as for some drawn from a normal law.
+    ends = [(min(column), max(column)) for column in zip(*curves, strict=True)]
+    low = itertools.accumulate((max(2 * least - most, 0.0) for least, most in ends), min)
+    high = itertools.accumulate((min(2 * most - least, 1.0) for least, most in ends), min)
+    return Acceptance(tuple(_rates(list(low))), tuple(_rates(list(high))), source)
 
 
 def rates_from_lengths(drafts: Sequence[int], tokens: Sequence[float]) -> list[float]:

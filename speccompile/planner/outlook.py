@@ -16,7 +16,7 @@ from speccompile.planner.traffic import MAX_DRAFTS
 
 BREAK_EVEN_BATCHES = tuple(1 << i for i in range(10))  # to 512
 TARGET = "target"
-TITLES = ("method", "K", "form", "batch", "tokens/s", "of plain", "ms a\ntoken", "GB", "pays\nbelow", "uncertain")
+TITLES = ("method", "K", "form", "batch", "tokens/s", "of plain", "ms a\ntoken", "GB", "pays\nbelow", "uncertain\nby ±")
 Ends = tuple[float, float]  # low and high
 Grid = tuple[tuple[Ends, Ends], tuple[Ends, Ends]]  # by the ends of the machine and of acceptance
 
@@ -54,7 +54,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """What tables show, in the order of `TITLES`."""
         what, share = max(self.uncertain.items(), key=lambda found: found[1])
-        even = [{None: "> 512", 1: "never"}.get(end, f"{end}") for end in self.break_even]
+        low, high = (0 if end == 1 else end for end in self.break_even)
+        pays = f"{low}" if low == high else f"{low}-{high}" if high is not None else f"{low}+"
         return (
             self.method,
             f"{self.num_drafts or ''}",
@@ -64,8 +65,8 @@ class Row:
             f"{self.of_plain[0]:.2f}-{self.of_plain[1]:.2f}" if self.num_drafts else "",
             f"{self.token_ms:.2f}",
             f"{self.memory_bytes / 1e9:.{2 if self.memory_bytes < 1e10 else 0}f}",
-            "-".join(dict.fromkeys(even)) if self.num_drafts else "",
-            f"{what} ±{share:.0%}" if share >= 0.005 else "",
+            {"0": "never", "None": ">512"}.get(pays, pays) if self.num_drafts else "",
+            f"{what} {share:.0%}" if share >= 0.005 else "",
         )
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from speccompile.planner.machine import BITS, Machine
 from speccompile.planner.outlook import BREAK_EVEN_BATCHES, TITLES, Row
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 360, 70, 44  # of a drawing, and of its margins, pixels
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 720, 360, 70, 30, 44  # of a drawing, and of its margins, pixels
 _ROWS = tuple(2.0 ** (i / 4) for i in range(45))  # of the roofline: 1 to 2,048
 _MANY = 4096.0  # rows of a product that the bandwidth does not bound
 _CELL, _NAMES = 56, 190  # of the map, pixels
@@ -22,7 +22,7 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{padding:.15rem .6rem;text-align:left;border-bottom:1px solid #8884}
 svg{max-width:100%;height:auto}
 svg text{font-size:12px;fill:currentColor}
-.grid{stroke:#8884}.peak{stroke:#888;stroke-dasharray:4 4}.roof{stroke:#0072b2;stroke-width:2}
+.grid{stroke:#888;stroke-opacity:.3}.peak{stroke:#888;stroke-dasharray:4 4}.roof{stroke:#0072b2;stroke-width:2}
 .peak,.roof{fill:none}.step{fill:#d55e00}.plain{fill:#888}
 """
 
@@ -98,7 +98,7 @@ def _roofline(machine: Machine, rows: Sequence[Row], best: Row) -> str:
 
     def at(x: float, y: float) -> tuple[float, float]:
         right, up = (math.log10(x) - x0) / (x1 - x0), (math.log10(y) - y0) / (y1 - y0)
-        return LEFT + right * (WIDTH - LEFT - 10), 10 + (1 - up) * (HEIGHT - BOTTOM - 10)
+        return LEFT + right * (WIDTH - LEFT - RIGHT), 10 + (1 - up) * (HEIGHT - BOTTOM - 10)
 
     parts = []
     for power in range(x0, x1 + 1):
@@ -107,7 +107,7 @@ def _roofline(machine: Machine, rows: Sequence[Row], best: Row) -> str:
         parts.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{10.0**power:g}</text>')
     for power in range(y0, y1 + 1):
         x, y = at(10.0**x0, 10.0**power)
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{10.0 ** (power - 12):g}</text>')
     for name, curve in curves:
         points = " ".join("{:.1f},{:.1f}".format(*at(*point)) for point in curve)
@@ -134,12 +134,12 @@ def _map(rows: Sequence[Row]) -> str:
         for i, batch in enumerate(BREAK_EVEN_BATCHES):
             row, x = found.get((method, batch)), _NAMES + _CELL * i
             ratio = None if row is None else fmean(row.of_plain)
-            fill, text, title = "none", "-", "does not fit into the memory"
+            fill, text, title = 'fill="none"', "-", "does not fit into the memory"
             if row is not None and ratio is not None:
                 share = min(abs(math.log2(ratio)), 1.0) * 0.8
-                fill = f"rgb({'0 114 178' if ratio > 1 else '213 94 0'} / {share:.2f})"
+                fill = f'fill="{"#0072b2" if ratio > 1 else "#d55e00"}" fill-opacity="{share:.2f}"'
                 text, title = f"{ratio:.2f}", " ".join(row.cells[4:6])
-            parts.append(f'<rect x="{x}" y="{y}" width="{_CELL - 2}" height="22" fill="{fill}" stroke="#8888">'
+            parts.append(f'<rect x="{x}" y="{y}" width="{_CELL - 2}" height="22" {fill} class="grid">'
                          f"<title>{escape(f'{method}, batch {batch}: {title}')}</title></rect>")  # fmt: skip
             parts.append(f'<text x="{x + _CELL / 2 - 1:.0f}" y="{y + 15}" text-anchor="middle">{text}</text>')
     return _svg(_NAMES + _CELL * len(BREAK_EVEN_BATCHES), 24 * (len(methods) + 1) + 4, "Where drafts pay", parts)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,23 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RecipeError
-from speccompile.planner.acceptance import MIXED, Acceptance, assumed, from_counts, published, published_kinds
+from speccompile.planner.acceptance import (
+    MIXED,
+    QUANTILE,
+    Acceptance,
+    assumed,
+    published,
+    published_kinds,
+    rates_from_lengths,
+)
 from speccompile.recipe.speculative_config import METHOD
 
 if TYPE_CHECKING:
     from speccompile.planner.candidates import Candidate
 
 MAX_DRAFTS = 8  # of a chain that is looked at
+COUNTED = (1, 2, 4, MAX_DRAFTS)  # lengths of chains of lookups
+MOST_TOKENS = 20_000  # of recorded outputs in which they are counted
 CONTEXT = 512  # tokens of a sequence, where nothing says how many
 
 
@@ -46,7 +56,7 @@ class Traffic:
         method = one.section[METHOD]
         for name in (one.name, method):
             if (found := self.given.get(name)) is not None:
-                return found if one.needs_graphs else found.of_all_steps()
+                return found if one.needs_graphs else found.of_lookups or found
         if one.is_several:
             return None
         if one.needs_graphs:
@@ -110,32 +120,48 @@ class _Texts:
 
 
 def count_lookups(section: Mapping[str, Any], texts: Sequence[tuple[list[int], list[int]]]) -> Acceptance | None:
-    """Returns how many drafts of a method without a graph the texts have, step by step; None: no step.
+    """Returns the acceptance of a method without a graph in the texts; None: there is no step.
 
     Drafts of lookups depend on the tokens before them alone, and are accepted where the text goes on so, whoever
-    decoded it.
+    decoded it. Longer chains pass easy tokens over, so each length is counted by itself; the range is the 95 % interval
+    of tokens a step over texts.
     """
-    method, reached = registry.method(section[METHOD]), Counter[int]()
+    lengths: list[tuple[float, float]] = []
+    texts = [(prompt, output) for prompt, output in texts if len(output) > 1]
+    texts = texts[
+        : max(sum(1 for end in itertools.accumulate(len(text[1]) for text in texts) if end <= MOST_TOKENS), 1)
+    ]
+    for num in COUNTED if texts else ():
+        steps = np.array([_steps_of_text(section, *text, num) for text in texts], dtype=float)
+        tokens = np.array([len(output) - 1 for _, output in texts], dtype=float)
+        mean = tokens.sum() / steps.sum()
+        error = QUANTILE * np.sqrt(np.sum((tokens - mean * steps) ** 2)) / steps.sum()
+        lengths.append((max(mean - error, 1.0), min(mean + error, num + 1.0)))
+    if not lengths:
+        return None
+    low, high = (tuple(rates_from_lengths(COUNTED, ends)) or (0.0,) for ends in zip(*lengths, strict=True))
+    return Acceptance(low, high, f"counted in {len(texts)} recorded texts")
+
+
+def _steps_of_text(section: Mapping[str, Any], prompt: list[int], output: list[int], max_drafts: int) -> int:
+    method = registry.method(section[METHOD])
     config = method.Config(**{key: value for key, value in section.items() if key != METHOD})
-    for prompt, output in texts:
-        context = MethodContext(1, len(prompt) + len(output) + MAX_DRAFTS, MAX_DRAFTS)
-        proposer: Any = method.make_proposer(config, {}, context)
-        whole, text = [*prompt, *output], _Text([*prompt, output[0]])
-        batch = _Texts([text])
-        proposer.start(0, text)
-        proposer.prefill(0, text, np.array([prompt], dtype=np.int64), 0, {})
-        while len(text.tokens) < len(whole):
-            text.max_drafts = min(MAX_DRAFTS, len(whole) - len(text.tokens) - 1)
-            tree, path = proposer.propose(batch), [0]
-            following = whole[len(text.tokens) :]
-            while child := [c for c in tree.children(0, path[-1]) if tree.tokens[0, c] == following[len(path) - 1]]:
-                path.append(child[0])
-            num = len(path) - 1
-            row = np.full((1, tree.tokens.shape[1]), -1, dtype=np.int64)
-            row[0, : num + 1] = path
-            verdict = Verdict(row, np.array([num]), np.array([following[num]]))
-            proposer.commit(batch, tree, verdict, {})
-            text.tokens = whole[: len(text.tokens) + num + 1]
-            reached.update(range(num + 1))
-    counts = [(float(reached[i]), float(reached[i + 1])) for i in range(MAX_DRAFTS) if reached[i]]
-    return from_counts(counts, f"counted in {len(texts)} recorded texts")
+    context = MethodContext(1, len(prompt) + len(output) + max_drafts, max_drafts)
+    proposer: Any = method.make_proposer(config, {}, context)
+    whole, text, num_steps = [*prompt, *output], _Text([*prompt, output[0]]), 0
+    batch = _Texts([text])
+    proposer.start(0, text)
+    proposer.prefill(0, text, np.array([prompt], dtype=np.int64), 0, {})
+    while len(text.tokens) < len(whole):
+        following, path = whole[len(text.tokens) :], [0]
+        text.max_drafts = min(max_drafts, len(following) - 1)
+        tree = proposer.propose(batch)
+        while alike := [c for c in tree.children(0, path[-1]) if tree.tokens[0, c] == following[len(path) - 1]]:
+            path.append(alike[0])
+        num = len(path) - 1
+        row = np.full((1, tree.tokens.shape[1]), -1, dtype=np.int64)
+        row[0, : num + 1] = path
+        proposer.commit(batch, tree, Verdict(row, np.array([num]), np.array([following[num]])), {})
+        text.tokens = whole[: len(text.tokens) + num + 1]
+        num_steps += 1
+    return num_steps
