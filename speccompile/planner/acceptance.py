@@ -159,7 +159,7 @@ def published(method: str, kind: str | None, temperature: float | None) -> Accep
     curves = [_survival(rates_from_lengths(row["drafts"], row["tokens"])) for row in alike]
     if len(curves) < 2:
         return _around(_rates(curves[0]), source)
-    # One more drafter may lie outside of the range of the others: by its width, as for some drawn from a normal law.
+    # One more drafter may lie outside of the range of the others: by its width, as for a few draws of one distribution.
     ends = [(min(column), max(column)) for column in zip(*curves, strict=True)]
     low = itertools.accumulate((max(2 * least - most, 0.0) for least, most in ends), min)
     high = itertools.accumulate((min(2 * most - least, 1.0) for least, most in ends), min)
