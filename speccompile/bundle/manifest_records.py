@@ -87,6 +87,7 @@ class TargetRecord(Record):
     model: Text | None = None  # the checkpoint's folder or hub id where it was built; None: not recorded
     weights: Text = "checkpoint"
     lora: Text | None = None  # folder or hub id of the adapter in its weights, if any
+    adapters: dict[str, Text] = {}  # those that a request may choose, by name
 
 
 @with_config(_OPEN)

@@ -86,18 +86,23 @@ class Reference:
         return row
 
 
-def open_reference(folder: Path, lora: str | None = None) -> tuple[Reference | None, str]:
-    """Returns the target of a checkpoint with its adapter `lora`, or None and why it cannot be run here."""
+def open_reference(folder: Path, lora: str | None = None, adapter: str | None = None) -> tuple[Reference | None, str]:
+    """Returns a checkpoint's target with `lora` and `adapter` merged, or None and why it cannot be run here."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return None, f"{' and '.join(missing)} not installed: {install_command('build')}"
     import torch
 
+    from speccompile.checkpoints.lora import open_lora
+    from speccompile.export.lora import merge_lora
     from speccompile.training.target import Target, keep_pages
 
     keep_pages()
     try:
-        return Reference(Target(folder, torch.float32, lora=lora)), ""
+        target = Target(folder, torch.float32, lora=lora)
+        if adapter is not None:
+            merge_lora(target.model, open_lora(adapter))
+        return Reference(target), ""
     except (SpecCompileError, ImportError, MemoryError) as fault:
         return None, f"transformers cannot run {folder}: {fault}"
 

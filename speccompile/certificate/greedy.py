@@ -35,8 +35,8 @@ GREEDY, REFERENCE = "greedy", "reference"
 TEMPERATURE, TOP_P = 0.9, 0.95  # of sampled texts
 
 
-def plain_texts(engine: SpecEngine, prompts: Prompts, num_tokens: int) -> list[list[int]]:
-    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+def plain_texts(engine: SpecEngine, prompts: Prompts, num_tokens: int, adapter: str = "") -> list[list[int]]:
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, adapter=adapter)
     return decode_with(engine, plain_proposer(), prompts, params).texts
 
 

@@ -94,11 +94,24 @@ def _greedy(subject: Subject) -> Check:
 
 
 def _reference(subject: Subject) -> Check:
-    if (found := subject.reference) is None:
+    if (found := subject.reference) is None or subject.checkpoint is None:
         return not_run(REFERENCE, subject.why_not)
-    wanted = [found.greedy_beside(p, text) for p, text in zip(subject.prompts, subject.plain, strict=True)]
+    check, target = _beside(subject, found, subject.plain), subject.bundle.recipe.target
+    for name, folder in sorted(target.adapters.items()):  # one merged model at a time
+        merged, why_not = open_reference(subject.checkpoint, target.lora, folder)
+        if merged is None:
+            return not_run(REFERENCE, f"adapter {name}: {why_not}")
+        own = _beside(subject, merged, plain_texts(subject.engine, subject.prompts, subject.num_tokens, name))
+        facts = {**check.facts, "adapters": {**check.facts.get("adapters", {}), name: own.facts}}
+        status = check.status if own.status == "passed" else own.status
+        check = replace(check, status=status, facts=facts, summary=f"{check.summary}; adapter {name}: {own.summary}")
+    return check
+
+
+def _beside(subject: Subject, reference: Reference, plain: Sequence[list[int]]) -> Check:
+    wanted = [reference.greedy_beside(p, text) for p, text in zip(subject.prompts, plain, strict=True)]
     exact = is_exact(subject.bundle.manifest)
-    return check_reference(subject.prompts, subject.plain, wanted, found.last_logits, exact)
+    return check_reference(subject.prompts, plain, wanted, reference.last_logits, exact)
 
 
 def _tokenizer(subject: Subject) -> Check:

@@ -13,6 +13,7 @@ from speccompile.core.jobs import GraphJob
 from speccompile.errors import CheckpointError
 
 _TODO = "Merge it into a bundle of its own (target.lora), or train the adapter without it."
+_MERGED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 _ALONE = "a change of rank r of linear layers alone, chosen by request"
 
 
@@ -60,6 +61,17 @@ def stack_factors(adapters: Sequence[LoraAdapter]) -> dict[str, Factors]:
             a[number, : change.rank], b[number, : change.rank] = first, np.float32(change.scale) * second.T
         made[module] = Factors(a, b, held[0][1].file)
     return made
+
+
+def bytes_of_factors(job: GraphJob) -> int:
+    """Predicts the float32 bytes of a job's factors in a graph; parts of a merged linear have ranks of their own."""
+    adapters, merged = open_adapters(job), dict[str, list[tuple[int, int, int]]]()
+    for module in {name for adapter in adapters for name in adapter.changes}:
+        held = [adapter.changes[module] for adapter in adapters if module in adapter.changes]
+        parent, _, end = module.rpartition(".")
+        merged.setdefault(f"{parent}.{_MERGED.get(end, end)}", []).append((max(c.rank for c in held), *held[0].shape))
+    sizes = (sum(rank for rank, *_ in rows) * (sum(out for _, out, _ in rows) + rows[0][2]) for rows in merged.values())
+    return 4 * (len(adapters) + 1) * sum(sizes)
 
 
 def digests_of_adapters(job: GraphJob) -> dict[str, str]:

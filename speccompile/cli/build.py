@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _SIZES = {
     "weights": "weights_bytes",
+    "of them adapters": "adapter_bytes",
     "smallest file": "least_file_bytes",
     "largest file": "file_bytes",
     "caches": "cache_bytes",
@@ -142,6 +143,7 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool, dump: Path | None) -> Bu
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundle.graphs import open_source
+    from speccompile.checkpoints.adapters import bytes_of_factors
     from speccompile.checkpoints.checkpoint import read_text_config
     from speccompile.core import registry
     from speccompile.export.decoder_source import DecoderSource
@@ -168,7 +170,11 @@ def _predictions(plan: BuildPlan) -> dict[str, Any]:
             held_bytes = own_cache_bytes(source.spec(), slots, source.max_rows, plan.dtype)
             prediction = predict_counts(counts, job.quantization, held_bytes, backend, plan.dtype)
         target = target or source.dims
-        graphs[job.name] = prediction.json_from_prediction()
+        graphs[job.name] = made = prediction.json_from_prediction()
+        if job.adapters:
+            made["adapter_bytes"] = bytes_of_factors(job)
+            for key in ("weights_bytes", "file_bytes", "least_file_bytes"):
+                made[key] += made["adapter_bytes"]
     total = {
         "bundle_bytes": sum(g["file_bytes"] for g in graphs.values()),
         "least_bundle_bytes": sum(g["least_file_bytes"] for g in graphs.values()),
@@ -201,7 +207,7 @@ def _print_plan(plan: BuildPlan, prediction: dict[str, Any]) -> None:
     sizes = Table(Column("graph", overflow="fold"), *columns, box=None, header_style="dim")
     sizes.add_row("parameters", *(f"{graph['num_params'] / 1e6:.1f} M" for graph in graphs.values()))
     for label, key in _SIZES.items():
-        sizes.add_row(label, *(text_from_bytes(graph[key]) if graph[key] else "" for graph in graphs.values()))
+        sizes.add_row(label, *(text_from_bytes(graph[key]) if graph.get(key) else "" for graph in graphs.values()))
     total = {k: text_from_bytes(v) for k, v in prediction["total"].items()}
     console.print(sizes)
     sizes_of_bundle = dict.fromkeys((total["least_bundle_bytes"], total["bundle_bytes"]))

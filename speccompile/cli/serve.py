@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import json
 import math
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from speccompile.cli.options import MAX_THREADS, SOURCE_HELP, LogLevel, load_source, usable_threads, with_model_options
 from speccompile.common.extras import install_command
 from speccompile.errors import RuntimeFault
+
+if TYPE_CHECKING:
+    from speccompile.recipe.model_recipe import ModelOptions
 
 
 def register(app: typer.Typer) -> None:
@@ -81,6 +87,10 @@ def serve_command(
     method: Annotated[str | None, typer.Option(help="Another speculation method than the recipe's.")] = None,
     backend: Annotated[str | None, typer.Option(help="Another backend than the recipe's.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads of the target's engine.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="Short for --set target.adapters=...: a LoRA adapter; repeatable."),
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Write all requests with their texts into this new file, for `replay`.")
     ] = None,
@@ -117,7 +127,7 @@ def serve_command(
     bound = bind(listener)
     loaded: dict[str, Any] = {"method": method, "backend": backend, "threads": usable_threads(threads)}
     loaded["allow_synthetic_acceptance"] = allow_synthetic_acceptance
-    engine, name = load_source(source, model, **loaded)
+    engine, name = load_source(source, with_adapters(model, adapter or ()), **loaded)
     service_options = ServiceOptions(max_queue=max_queue, timeout_s=timeout_s, speculation=wanted)
     service = Service(engine, service_options) if record is None else RecordedService(engine, service_options, record)
     options = ServerOptions(
@@ -138,6 +148,18 @@ def serve_command(
         run(app, service, listener, bound)
     finally:
         service.close()
+
+
+def with_adapters(model: ModelOptions, given: Sequence[str]) -> ModelOptions:
+    """Returns the options of a build with adapters, NAME=PATH each. Raises typer.BadParameter: one is not so."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not name or not path or name in found:
+            raise typer.BadParameter(f"got {text!r}; expected NAME=PATH, each name once", param_hint="--adapter")
+        found[name] = path
+    settings = [f"target.adapters={json.dumps(found)}"] if found else []
+    return replace(model, settings=(*model.settings, *settings))
 
 
 def is_loopback(host: str) -> bool:

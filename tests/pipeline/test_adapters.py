@@ -3,20 +3,24 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
 from speccompile.bundle.graphs import find_graph
 from speccompile.bundle.publish import card_from_manifest
 from speccompile.bundle.stage_cache import StageCache
 from speccompile.cli.main import app
+from speccompile.cli.serve import with_adapters
 from speccompile.core import registry
 from speccompile.core.specs import ADAPTER, LENGTHS, LOGITS, TOKENS
 from speccompile.errors import CheckpointError, RecipeError, RuntimeFault
 from speccompile.passes.pipelines import PACKED
 from speccompile.pipeline import build
+from speccompile.recipe.model_recipe import ModelOptions
 from speccompile.recipe.plan import BuildPlan
 from tests import store
 from tests.greedy_check import differing
@@ -81,6 +85,31 @@ def bundle(home: Path, request: pytest.FixtureRequest) -> Any:
     plan = fakes.make_plan(home / "recipe.yaml", f"target.quantization={request.param}")
     with store.cheap_stages():
         return build(plan, home / f"out-{request.param}", cache=StageCache(home / "cache"))
+
+
+def test_verify_compares_each_adapter_with_its_merged_model(home, bundle):
+    """And a wrong adapter's texts fail where the weights are exact."""
+    from speccompile.certificate import verify
+
+    options = verify.Options(PROMPTS[:2], 12, checkpoint=home / "base")
+    engine = speccompile.load(bundle.path)
+    engine.controller = None
+    check = verify.STEPS["reference"](verify.Subject(engine, engine.bundle, options))
+    rows = check.facts["adapters"]
+    exact = bundle.manifest["recipe"]["target"]["quantization"] == "none"
+    assert check.status == "passed" and list(rows) == ["all", "queries"] and check.facts["is_exact"] == exact
+    assert not exact or [row["num_equal"] for row in (check.facts, *rows.values())] == [2, 2, 2]
+    assert "adapter queries: " in check.summary
+    swapped = {"all": str(home / "queries"), "queries": str(home / "all")}
+    subject = verify.Subject(engine, engine.bundle, options)
+    subject.bundle = SimpleNamespace(
+        manifest=bundle.manifest,
+        recipe=SimpleNamespace(target=bundle.recipe.target.model_copy(update={"adapters": swapped})),
+    )
+    assert verify.STEPS["reference"](subject).status == ("failed" if exact else "passed")
+    subject.bundle.recipe.target = bundle.recipe.target.model_copy(update={"adapters": {"all": "/nowhere"}})
+    gone = verify.STEPS["reference"](subject)
+    assert gone.status == "not run" and "adapter all: " in gone.summary
 
 
 def sampling(adapter: str, **fields: Any) -> SamplingParams:
@@ -185,6 +214,32 @@ def test_records_and_keys(home, bundle, capsys):
         fakes.make_plan(home / "recipe.yaml", f"target.adapters={{all: {home / name}}}") for name in ("all", "queries")
     ]
     assert len({key(plan) for plan in (*plans, fakes.make_plan(home / "recipe.yaml", "target.adapters={}"))}) == 3
+
+
+def test_a_dry_run_tells_the_adapters_bytes(home, bundle, capsys):
+    """As the graph has them in float32: of merged linears each part has ranks of its own."""
+    import onnx
+
+    with pytest.raises(SystemExit):
+        app(["build", str(home / "recipe.yaml"), "--dry-run", "--json"])
+    told = json.loads(capsys.readouterr().out)["predicted"]["graphs"]["target"]
+    graph = onnx.load(next(bundle.path.glob("**/target/**/graph.onnx")), load_external_data=False).graph
+    factors = {n for node in graph.node if node.op_type.endswith("LowRank") for n in node.input[3:]}
+    held = sum(4 * int(np.prod(t.dims)) for t in graph.initializer if t.name in factors)
+    assert told["adapter_bytes"] == held > 0
+    assert told["least_file_bytes"] > held
+
+
+def test_serve_builds_with_the_adapters_of_its_options(home):
+    model = with_adapters(
+        ModelOptions(settings=("engine.threads=1",)), [f"a.b={home / 'all'}", f"c={home / 'queries'}"]
+    )
+    plan = fakes.make_plan(home / "recipe.yaml", *model.settings)
+    assert dict(plan.target.adapters) == {"a.b": str(home / "all"), "c": str(home / "queries")}
+    assert with_adapters(model, []) == model
+    for given in (["all"], ["=all"], ["a="], ["a=b", "a=c"]):
+        with pytest.raises(typer.BadParameter, match="expected NAME=PATH"):
+            with_adapters(model, given)
 
 
 def key(plan: BuildPlan) -> str:

@@ -84,6 +84,7 @@ WISHES = (
 )
 # Of our models, not of TensorRT-LLM's.
 OWN = (
+    Tensor("adapter", "string"),
     Tensor("speculation", "string"),
     Tensor("timeout_s", "float32"),
 )

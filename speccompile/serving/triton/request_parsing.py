@@ -154,7 +154,7 @@ def given_sampling(row: Arrays) -> dict[str, Any]:
 def _row(row: Arrays, rules: Rules) -> tuple[Request, bool, bool]:
     request = Request(
         prompt=_prompt(row, rules),
-        sampling=rules.sampling(row),
+        sampling=replace(rules.sampling(row), **_adapter(row)),
         num_outputs=int(one_value(row, "num_return_sequences")) if "num_return_sequences" in row else 1,
         speculation=_speculation(row, rules.speculation),  # type: ignore[arg-type]
         timeout_s=float(one_value(row, "timeout_s")) if "timeout_s" in row else None,
@@ -212,6 +212,10 @@ def text_from_value(value: Any, name: str) -> str:
 def _texts(row: Arrays, name: str) -> tuple[str, ...]:
     words = [text_from_value(word, name) for word in row[name].reshape(-1)]
     return tuple(dict.fromkeys(word for word in words if word))
+
+
+def _adapter(row: Arrays) -> dict[str, Any]:
+    return {"adapter": text_from_value(one_value(row, "adapter"), "adapter")} if "adapter" in row else {}
 
 
 def _speculation(row: Arrays, default: str) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import base64
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,11 +63,12 @@ def test_every_decoding_input_reaches_the_sampler():
         "ignore_eos": flag(True),
         "num_return_sequences": numbers(3),
         "timeout_s": numbers(2.5, dtype=np.float32),
+        "adapter": texts("tax"),
         "num_draft_tokens": numbers(4),
     }
     [request] = call(text_input=texts("a"), **given).rows
     wanted = SamplingParams(5, 0.5, 7, 0.25, 2**64 - 1, 0.125, 1.5, 0.5, -0.5, (), ("x", "yy"), (), True)
-    assert request.sampling == wanted
+    assert request.sampling == replace(wanted, adapter="tax")
     assert (request.num_outputs, request.timeout_s, request.speculation) == (3, 2.5, "on")
     declared = {trtllm.SYNONYMS.get(t.name, t.name) for t in text_inputs(True)}
     assert {trtllm.SYNONYMS.get(name, name) for name in given} <= declared
