@@ -45,7 +45,7 @@ struct Cache {
         if constexpr (IsInt8) scales = context.input(input + 1);
     }
     void check(const std::string& op) const {
-        if constexpr (IsInt8) expect_dims(op, "scales", scales.dims, rows.dims.with_last(1));
+        if constexpr (IsInt8) expect_dims(op, "scales", scales.dims, rows.dims.with_last(num_groups(rows.dims.last())));
     }
     CacheRows read() const {
         const i64 width = rows.dims.last();

@@ -3,9 +3,10 @@
 //
 // A number never depends on how many queries or rows are computed together: a score is 16 partial sums over head_dim,
 // added in one order, and a column of the output adds its rows one after the other. Rows are floats, or levels of 8 bits
-// with a scale each, which multiplies a row's score, or its weight: levels become floats in registers.
+// with a scale for 32 columns: their products are made in registers, for all queries of a tile.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -22,6 +23,9 @@ constexpr int kScoreRows = 4;
 constexpr int kScoreQueries = kLanes == 16 ? 4 : 1;
 constexpr int kColumnVectors = kLanes == 16 ? 4 : 2;
 
+constexpr i64 kCacheGroup = 32;  // columns of an int8 row with one scale; the last may be fewer
+
+inline i64 num_groups(i64 width) { return (width + kCacheGroup - 1) / kCacheGroup; }
 inline i64 round_up(i64 value, i64 multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Rows of K or V of one head; `floats`, or `levels` and `scales`.
@@ -32,15 +36,15 @@ struct CacheRows {
     i64 width;
     CacheRows from(i64 row) const {
         if (levels == nullptr) return {floats + row * width, nullptr, nullptr, width};
-        return {nullptr, levels + row * width, scales + row, width};
+        return {nullptr, levels + row * width, scales + row * num_groups(width), width};
     }
 };
 
-constexpr float kLeastRowPeak = 1e-30f;  // a row whose largest magnitude is smaller has levels of 0
+constexpr float kLeastGroupPeak = 1e-30f;  // a group whose largest magnitude is smaller has levels of 0
 
-// Writes a row of `count` numbers: levels -127 ... 127 with the scale peak / 127, ties to even. NaN or infinity give the
-// scale NaN. The same numbers as QuantizeRows's twin, in bits.
-inline void quantize_head(const float* x, i64 count, std::int8_t* levels, float* scale) {
+// Writes a group of `count` numbers: levels -127 ... 127 with the scale peak / 127, ties to even. NaN or infinity give
+// the scale NaN. The same numbers as QuantizeRows's twin, in bits.
+inline void quantize_group(const float* x, i64 count, std::int8_t* levels, float* scale) {
     alignas(64) float padded[kPartials];
     alignas(64) std::int8_t whole[kPartials];
     const auto chunk = [&](i64 at) {
@@ -57,7 +61,7 @@ inline void quantize_head(const float* x, i64 count, std::int8_t* levels, float*
     const std::uint32_t peak_bits = reduce_max_bits(bits);  // as integers, so that NaN is the largest
     float peak;
     std::memcpy(&peak, &peak_bits, sizeof(peak));
-    const bool is_finite = peak_bits < 0x7f800000u, is_small = is_finite && peak < kLeastRowPeak;
+    const bool is_finite = peak_bits < 0x7f800000u, is_small = is_finite && peak < kLeastGroupPeak;
     *scale = is_small ? 0.f : is_finite ? peak / 127.f : __builtin_nanf("");
     const Float divisor = broadcast(is_small || !is_finite ? 1.f : *scale);
     for (i64 at = 0; at < count; at += kPartials) {
@@ -68,6 +72,19 @@ inline void quantize_head(const float* x, i64 count, std::int8_t* levels, float*
         }
         std::memcpy(levels + at, whole, static_cast<std::size_t>(at + kPartials <= count ? kPartials : count - at));
     }
+}
+
+inline void quantize_head(const float* x, i64 count, std::int8_t* levels, float* scales) {
+    for (i64 at = 0; at < count; at += kCacheGroup) {
+        quantize_group(x + at, std::min(kCacheGroup, count - at), levels + at, scales + at / kCacheGroup);
+    }
+}
+
+// Returns numbers of a row as floats, `scale` being that of their group.
+template <class Cell>
+inline Float row_floats(const Cell* from, [[maybe_unused]] const float* scale) {
+    if constexpr (std::is_same_v<Cell, float>) return load(from);
+    else return mul(load(from), broadcast(*scale));
 }
 
 // Returns `count` < kPartials numbers followed by zeros, in `padded`.
@@ -103,8 +120,8 @@ inline void store_four_sums(float* to, const Float (&a)[kParts], const Float (&b
 
 // Scores of Q queries and 4 rows of K. The last, incomplete chunk of a row is given padded.
 template <int Q, class Cell>
-inline void score_tile(const Cell* const (&rows)[kScoreRows], i64 head_dim, const float* const* queries,
-                       float* const (&to)[Q]) {
+inline void score_tile(const Cell* const (&rows)[kScoreRows], const float* const (&scales)[kScoreRows], i64 head_dim,
+                       const float* const* queries, float* const (&to)[Q]) {
     Float sums[Q][kScoreRows][kParts];
     for (int q = 0; q < Q; q++) {
         for (int r = 0; r < kScoreRows; r++) {
@@ -116,7 +133,7 @@ inline void score_tile(const Cell* const (&rows)[kScoreRows], i64 head_dim, cons
             Float query[Q];
             for (int q = 0; q < Q; q++) query[q] = load(queries[q] + column + part * kLanes);
             for (int r = 0; r < kScoreRows; r++) {
-                const Float row = load(from[r] + part * kLanes);
+                const Float row = row_floats(from[r] + part * kLanes, scales[r] + column / kCacheGroup);
                 for (int q = 0; q < Q; q++) sums[q][r][part] = fma(row, query[q], sums[q][r][part]);
             }
         }
@@ -138,44 +155,40 @@ inline void score_tile(const Cell* const (&rows)[kScoreRows], i64 head_dim, cons
 
 // scores[q][r] = queries[q] . row r for `count` rows of K; up to 3 floats after the last score are overwritten.
 template <int Q, class Cell>
-inline void score_rows(const Cell* k, [[maybe_unused]] const float* scales, i64 count, i64 head_dim,
-                       const float* const* queries, float* const* scores) {
+inline void score_rows(const Cell* k, const float* scales, i64 count, i64 head_dim, const float* const* queries,
+                       float* const* scores) {
     for (i64 first = 0; first < count; first += kScoreRows) {
         const Cell* rows[kScoreRows];
-        i64 index[kScoreRows];
-        for (int r = 0; r < kScoreRows; r++) index[r] = first + r < count ? first + r : count - 1;
-        for (int r = 0; r < kScoreRows; r++) rows[r] = k + index[r] * head_dim;
+        const float* own[kScoreRows];
+        for (int r = 0; r < kScoreRows; r++) {
+            const i64 index = first + r < count ? first + r : count - 1;
+            rows[r] = k + index * head_dim;
+            own[r] = scales + index * num_groups(head_dim);
+        }
         for (int q = 0; q < Q; q += kScoreQueries) {
             constexpr int kTile = Q < kScoreQueries ? Q : kScoreQueries;
             float* to[kTile];
             for (int i = 0; i < kTile; i++) to[i] = scores[q + i] + first;
-            score_tile<kTile>(rows, head_dim, queries + q, to);
-            if constexpr (!std::is_same_v<Cell, float>) {
-                float by_row[kScoreRows];
-                for (int r = 0; r < kScoreRows; r++) by_row[r] = scales[index[r]];
-                for (int i = 0; i < kTile; i++) {
-                    for (int r = 0; r < kScoreRows; r++) to[i][r] *= by_row[r];
-                }
-            }
+            score_tile<kTile>(rows, own, head_dim, queries + q, to);
         }
     }
 }
 
-// outputs[q][columns] += sum over rows of weights[q][r] * V[r][columns], for `C` vectors of columns.
+// outputs[q][columns] += sum over rows of weights[q][r] * V[r][columns], for `C` vectors of columns from `column` on.
 template <int Q, int C, class Cell>
-inline void mix_columns(const Cell* v, [[maybe_unused]] const float* scales, i64 count, i64 head_dim,
+inline void mix_columns(const Cell* v, const float* scales, i64 column, i64 count, i64 head_dim,
                         const float* const* weights, float* const* outputs) {
     Float sums[Q][C];
     for (int q = 0; q < Q; q++) {
         for (int c = 0; c < C; c++) sums[q][c] = load(outputs[q] + c * kLanes);
     }
-    for (i64 r = 0; r < count; r++, v += head_dim) {
+    for (i64 r = 0; r < count; r++, v += head_dim, scales += num_groups(head_dim)) {
         Float row[C];
-        for (int c = 0; c < C; c++) row[c] = in_register(load(v + c * kLanes));
+        for (int c = 0; c < C; c++) {
+            row[c] = in_register(row_floats(v + c * kLanes, scales + (column + c * kLanes) / kCacheGroup));
+        }
         for (int q = 0; q < Q; q++) {
-            float share = weights[q][r];
-            if constexpr (!std::is_same_v<Cell, float>) share *= scales[r];
-            const Float weight = broadcast(share);
+            const Float weight = broadcast(weights[q][r]);
             for (int c = 0; c < C; c++) sums[q][c] = fma(weight, row[c], sums[q][c]);
         }
     }
@@ -195,11 +208,11 @@ inline void mix_rows(const Cell* v, const float* scales, i64 count, i64 head_dim
     };
     for (; column + kColumnVectors * kLanes <= head_dim; column += kColumnVectors * kLanes) {
         advance();
-        mix_columns<Q, kColumnVectors>(v + column, scales, count, head_dim, weights, to);
+        mix_columns<Q, kColumnVectors>(v + column, scales, column, count, head_dim, weights, to);
     }
     for (; column + kLanes <= head_dim; column += kLanes) {
         advance();
-        mix_columns<Q, 1>(v + column, scales, count, head_dim, weights, to);
+        mix_columns<Q, 1>(v + column, scales, column, count, head_dim, weights, to);
     }
     for (i64 r = 0; column < head_dim && r < count; r++) {
         alignas(64) Cell padded[kPartials];
@@ -207,11 +220,12 @@ inline void mix_rows(const Cell* v, const float* scales, i64 count, i64 head_dim
         advance();
         const float* weight[Q];
         for (int q = 0; q < Q; q++) weight[q] = weights[q] + r;
-        mix_columns<Q, 1>(padded, scales + (scales == nullptr ? 0 : r), 1, 0, weight, to);
+        mix_columns<Q, 1>(padded, scales + r * num_groups(head_dim), column, 1, 0, weight, to);
     }
 }
 
-// Calls `score_rows` or `mix_rows` for a number of queries and a kind of rows that are known at run time.
+// Calls `score_rows` or `mix_rows` for a number of queries and a kind of rows that are known at run time. Floats have no
+// scales: any pointer is passed, and nothing read there.
 template <class Cell>
 inline void score_rows(int q, const Cell* k, const float* scales, i64 count, i64 head_dim, const float* const* queries,
                        float* const* to) {
@@ -231,12 +245,12 @@ inline void mix_rows(int q, const Cell* v, const float* scales, i64 count, i64 h
 }
 
 inline void score_rows(int q, const CacheRows& k, i64 count, const float* const* queries, float* const* to) {
-    if (k.levels == nullptr) return score_rows(q, k.floats, k.scales, count, k.width, queries, to);
+    if (k.levels == nullptr) return score_rows(q, k.floats, k.floats, count, k.width, queries, to);
     score_rows(q, k.levels, k.scales, count, k.width, queries, to);
 }
 
 inline void mix_rows(int q, const CacheRows& v, i64 count, const float* const* weights, float* const* to) {
-    if (v.levels == nullptr) return mix_rows(q, v.floats, v.scales, count, v.width, weights, to);
+    if (v.levels == nullptr) return mix_rows(q, v.floats, v.floats, count, v.width, weights, to);
     mix_rows(q, v.levels, v.scales, count, v.width, weights, to);
 }
 

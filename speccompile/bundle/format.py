@@ -24,7 +24,7 @@ from speccompile.core.sampling import SAMPLER_VERSION
 from speccompile.errors import BuildError, BundleError
 from speccompile.version import VERSION
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 REBUILD = "Build the bundle again, or copy it again from where it was built."
 MANIFEST = "manifest.json"
 # Made after the bundle, by `speccompile verify`; the manifest does not list them.

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # of activations and caches
+INT8_CACHE_GROUP = 32  # columns of a row of an int8 cache with one float32 scale; the last may be fewer
 DimsT = TypeVar("DimsT")
 
 
@@ -106,9 +107,11 @@ class ModelDims:
 
     def cache_row_bytes_in(self, dtype: str) -> int:
         """Returns the bytes of K and V of one token of one slot; `dtype` is of `DTYPE_BYTES`, or int8 with scales."""
-        heads = sum(layer.num_caches * layer.num_kv_heads for layer in self.per_layer)
-        columns = sum(layer.num_caches * layer.num_kv_heads * layer.head_dim for layer in self.per_layer)
-        return columns + 4 * heads if dtype == "int8" else DTYPE_BYTES[dtype] * columns
+        heads = [(layer.num_caches * layer.num_kv_heads, layer.head_dim) for layer in self.per_layer]
+        columns = sum(num * width for num, width in heads)
+        if dtype != "int8":
+            return DTYPE_BYTES[dtype] * columns
+        return columns + 4 * sum(num * -(-width // INT8_CACHE_GROUP) for num, width in heads)
 
     def state_bytes(self, max_pending: int) -> int:
         """Returns the bytes of the recurrent states of one slot, all layers, whatever its length."""

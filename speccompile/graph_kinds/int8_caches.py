@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs whose target caches are int8 rows: after each cache comes another of width 1, with the scale of every row.
+"""Graphs whose target caches are int8 rows: after each cache comes another, with a scale for 32 columns of a row.
 
 So whatever moves rows of caches moves scales like them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from speccompile.core.specs import GraphSpec, TensorSpec, updated_cache_name
+from speccompile.core.dims import INT8_CACHE_GROUP
+from speccompile.core.specs import Dim, GraphSpec, TensorSpec, updated_cache_name
 
 INT8 = "int8"  # of `engine.kv_cache`
 
 
 def scale_name(cache: str) -> str:
-    """Returns the name of the cache [slots, kv_heads, max_seq, 1] float32 with the scales of `cache`."""
+    """Returns the name of the cache [slots, kv_heads, max_seq, groups] float32 with the scales of `cache`."""
     return f"{cache}.scale"
+
+
+def scale_dims(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    """Returns the dims of the scales of rows whose last dim is a number."""
+    return (*dims[:-1], -(-int(dims[-1]) // INT8_CACHE_GROUP))
 
 
 def int8_cache_names(spec: GraphSpec) -> tuple[str, ...]:
@@ -49,5 +55,5 @@ def _tensors(tensors: Iterable[TensorSpec], pairs: Mapping[str, tuple[str, ...]]
         if (pair := pairs.get(tensor.name)) is None:
             made.append(tensor)
         else:
-            made += [replace(tensor, dtype=INT8), TensorSpec(pair[1], (*tensor.dims[:-1], 1), "float32")]
+            made += [replace(tensor, dtype=INT8), TensorSpec(pair[1], scale_dims(tensor.dims), "float32")]
     return tuple(made)

@@ -4,18 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
+import numpy as np
 import onnx_ir as ir
 
-from speccompile.core.specs import GraphSpec, updated_cache_name
+from speccompile.core.dims import INT8_CACHE_GROUP
+from speccompile.core.specs import Dim, GraphSpec, updated_cache_name
 from speccompile.errors import PassError
-from speccompile.graph_kinds.int8_caches import int8_cache_names, scale_name
+from speccompile.graph_kinds.int8_caches import int8_cache_names, scale_dims, scale_name
 from speccompile.ops.int8_caches import INT8_ATTENTION, QUANTIZE_ROWS
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, add_input, replace
 
 _LEVELS = ir.TensorType(ir.DataType.INT8)
 _FLOAT = ir.TensorType(ir.DataType.FLOAT)
+
+
+def _scale_dims(cache: ir.Value) -> tuple[Dim, ...]:
+    assert cache.shape is not None
+    return scale_dims([dim if isinstance(dim, int) else str(dim) for dim in cache.shape])
 
 
 class _Quantizer:
@@ -27,10 +35,10 @@ class _Quantizer:
         self._floats: dict[ir.Value, ir.Value] = {}
 
     def add_cache(self, cache: ir.Value) -> None:
-        assert cache.shape is not None
         position = self.model.graph.inputs.index(cache)
-        dims = [dim if isinstance(dim, int) else str(dim) for dim in (*cache.shape[:-1], 1)]
-        self.scales[cache] = add_input(self.model, scale_name(str(cache.name)), dims, "float32", position + 1)
+        self.scales[cache] = add_input(
+            self.model, scale_name(str(cache.name)), _scale_dims(cache), "float32", position + 1
+        )
         cache.type = _LEVELS
 
     def rewrite(self, node: ir.Node) -> bool:
@@ -70,14 +78,14 @@ class _Quantizer:
         levels, scales = edit.op(QUANTIZE_ROWS.name, rows, domain=OPS_DOMAIN, num_outputs=2)
         all_levels = edit.op("TensorScatter", cache, levels, lengths, axis=2, mode="linear")
         all_scales = edit.op("TensorScatter", self.scales[cache], scales, lengths, axis=2, mode="linear")
-        all_levels.shape = node.outputs[0].shape
+        all_levels.shape = cache.shape
         replace(node, all_levels)
         self._keep([all_levels], [all_scales])
 
     def _keep(self, levels: list[ir.Value], scales: list[ir.Value]) -> None:
         for value, scale in zip(levels, scales, strict=True):
             value.type, scale.type = _LEVELS, _FLOAT
-            scale.shape = None if value.shape is None else ir.Shape([*value.shape[:-1], 1])
+            scale.shape = None if value.shape is None else ir.Shape(_scale_dims(value))
             self.scales[value] = scale
 
     def _read(self, node: ir.Node) -> None:
@@ -87,7 +95,10 @@ class _Quantizer:
             if value not in self._floats:
                 edit = Editor(self.model, node)
                 levels = edit.op("Cast", value, to=ir.DataType.FLOAT)
-                self._floats[value] = edit.op("Mul", levels, self.scales[value])
+                assert value.shape is not None
+                groups = edit.const(np.arange(cast(int, value.shape[-1])) // INT8_CACHE_GROUP, f"{value.name}.groups")
+                scales = edit.op("Gather", self.scales[value], groups, axis=3)
+                self._floats[value] = edit.op("Mul", levels, scales)
             node.replace_input_with(index, self._floats[value])
 
     def add_outputs(self, names: Collection[str]) -> None:

@@ -87,7 +87,7 @@ class EngineSection(Section):
     max_draft_nodes: int = Field(16, ge=1, le=1024, description="Most draft tokens scored in one step.")
     kv_cache: Literal["auto", "int8"] = Field(
         "auto",
-        description="Rows of the target's caches: 'auto' has target.dtype, 'int8' a scale for each row and head.",
+        description="Rows of the target's caches: 'auto' has target.dtype, 'int8' a scale for 32 columns of a head.",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="Threads of an engine; 'auto' measures at build time."

@@ -22,7 +22,7 @@ SPEC = {
     "caches": ["k"], "vocab_size": 8, "max_rows": 4, "borrowed": [{"name": "a", "cache": "b", "owner": "target"}],
 }  # fmt: skip
 MANIFEST: Any = {
-    "schema_version": 3,
+    "schema_version": 4,
     "recipe": {
         "target": {"model": "m"},
         "engine": {"backend": "onnxruntime", "max_batch_size": 1, "max_seq_len": 32, "max_draft_nodes": 4},

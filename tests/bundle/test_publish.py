@@ -85,7 +85,7 @@ def bundle(tmp_path: Path) -> Bundle:
     }
     engine = {"backend": "onnxruntime", "device": "cpu", "max_batch_size": 8, "max_seq_len": 64, "max_draft_nodes": 4}
     manifest: dict[str, Any] = {
-        "schema_version": 3,
+        "schema_version": 4,
         "speccompile_version": "1",
         "created_at": "2026-11-23",
         "recipe": {"target": {"model": "owner/model"}, "speculator": {"method": "suffix"}, "engine": engine},

@@ -34,6 +34,8 @@ def test_layers_are_alike_where_nothing_else_is_said():
     assert PLAIN.per_layer == (LayerDims(2, 16),) * 3
     assert PLAIN.attention_layers == (0, 1, 2) and PLAIN.recurrent_layers == ()
     assert PLAIN.cache_row_bytes_in("float16") == 2 * 2 * 3 * 2 * 16
+    assert PLAIN.cache_row_bytes_in("int8") == 2 * 3 * 2 * (16 + 4)
+    assert replace(PLAIN, head_dim=80).cache_row_bytes_in("int8") == 2 * 3 * 2 * (80 + 12)
     assert PLAIN.state_bytes(5) == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from speccompile.backends.onnxruntime.attention_cases import attention_cases, chain_fault, cross_cases
-from speccompile.ops.int8_caches import INT8_ATTENTION, quantize_rows
+from speccompile.ops.int8_caches import INT8_ATTENTION, Int8Rows, quantize_rows
 from speccompile.ops.registry import OPS
 from tests.lab.graphs import open_session
 from tests.ops.op_lab import model_of
@@ -18,22 +18,25 @@ IDS = [f"{op.name}-{i}" for i, (op, _, _) in enumerate(CASES)]
 
 
 def test_a_row_is_within_half_a_level_of_itself():
-    rows = np.random.default_rng(0).standard_normal((3, 2, 5, 19)).astype(np.float32)
+    rows = np.random.default_rng(0).standard_normal((3, 2, 5, 83)).astype(np.float32)
+    rows[..., 32:64] *= 1e3
     rows[0, 0, 0] = 0
     levels, scales = quantize_rows(rows)
-    assert np.abs(levels.astype(np.float32) * scales - rows).max() <= scales.max() * 0.5001
-    assert np.abs(levels[0, 0, 1:]).max(axis=-1).tolist() == [127] * 4  # the peak of a row is its last level
-    assert scales[0, 0, 0] == 0 and not levels[0, 0, 0].any()
+    for first, group in ((0, 0), (32, 1), (64, 2)):  # each group by its own scale, the last one of 19 columns too
+        part, own = rows[..., first : first + 32], scales[..., group, None]
+        assert (np.abs(levels[..., first : first + 32].astype(np.float32) * own - part) <= own * 0.5001).all()
+        assert np.abs(levels[0, 0, 1:, first : first + 32]).max(axis=-1).tolist() == [127] * 4  # the peak
+    assert not scales[0, 0, 0].any() and not levels[0, 0, 0].any()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("run", ["twin", "body"])
 def test_a_row_that_is_not_finite_has_no_scale(value: float, run: str):
-    rows = np.ones((1, 1, 3, 20), np.float32)
-    rows[0, 0, 1, 7] = value
+    rows = np.ones((1, 1, 3, 40), np.float32)
+    rows[0, 0, 1, 33] = value
     body: Callable[..., list[np.ndarray]] = open_session(model_of("QuantizeRows")).run
     _, scales = quantize_rows(rows) if run == "twin" else body(None, {"rows": rows})
-    assert np.isnan(scales[0, 0, :, 0]).tolist() == [False, True, False]
+    assert np.isnan(scales[0, 0]).tolist() == [[False, False], [False, True], [False, False]]
 
 
 @pytest.mark.parametrize(("op", "inputs", "attributes"), CASES, ids=IDS)
@@ -55,7 +58,7 @@ def test_attention_is_that_over_the_rows_as_they_are_stored(op, inputs, attribut
     made = dict(zip([t.name for t in op.outputs], op.twin(*inputs.values(), **attributes), strict=True))
     floats = OPS[op.name.removeprefix("Int8")]
     if "lengths" not in inputs or len(made) == 1:  # nothing is written
-        stored = {n: inputs[f"{n}_cache"].astype(np.float32) * inputs[f"{n}_scale"] for n in "kv"}
+        stored = {n: np.array(Int8Rows(inputs[f"{n}_cache"], inputs[f"{n}_scale"])) for n in "kv"}
         names = [t.name for t in floats.inputs]
         given = [stored[name[0]] if name.endswith("_cache") else inputs[name] for name in names]
         (wanted,) = floats.twin(*given, **attributes)
@@ -63,7 +66,7 @@ def test_attention_is_that_over_the_rows_as_they_are_stored(op, inputs, attribut
         return  # the same twin after norms and rotations
     else:
         pairs = {n: (f"{n}_updated", f"{n}_scale_updated") for n in "kv" if f"{n}_updated" in made}
-        rows = {n: made[levels].astype(np.float32) * made[scales] for n, (levels, scales) in pairs.items()}
+        rows = {n: np.array(Int8Rows(made[levels], made[scales])) for n, (levels, scales) in pairs.items()}
         rest = {n: a for n, a in inputs.items() if n in ("q", "lengths", "tree_mask", "sinks")}
         step = (rest["q"], rows["k"], rows.get("v", rows["k"]), rest["lengths"], rest["tree_mask"])
         sinks = [rest["sinks"]] if "sinks" in rest else []

@@ -18,7 +18,7 @@ from tests.passes.graphs import ops
 from tests.passes.test_lowering import CACHES, attention_model, random_tree
 
 TOLERANCE = 2e-6  # of numbers of order 1, float32
-HEADS, KV_HEADS, WIDTH = 4, 2, 8
+HEADS, KV_HEADS, WIDTH = 4, 2, 40
 
 
 def model_with_caches() -> ir.Model:

@@ -102,7 +102,7 @@ def test_no_bundle_is_refused(tmp_path):
     assert refused(tmp_path / "empty").where.endswith("manifest.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 4}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 5}', "\x00"])
 def test_a_broken_manifest_is_refused(bundle, text):
     (bundle / "manifest.json").write_text(text)
     assert "manifest.json" in refused(bundle).where
@@ -111,7 +111,7 @@ def test_a_broken_manifest_is_refused(bundle, text):
 def test_another_schema_version_is_refused_before_anything_else(bundle):
     edit_manifest(bundle, lambda m: m.update(schema_version=1, files=3))
     error = refused(bundle)
-    assert (error.got, error.expected) == ("schema version 1", "schema version 3")
+    assert (error.got, error.expected) == ("schema version 1", "schema version 4")
 
 
 @pytest.mark.parametrize(

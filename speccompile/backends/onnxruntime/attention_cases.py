@@ -32,7 +32,7 @@ class AttentionSizes:
     nodes: int = 7
     num_kv_heads: int = 2
     group: int = 3
-    head_dim: int = 20
+    head_dim: int = 36
     max_seq: int = 40
     rotary_dim: int = 12
 
