@@ -75,7 +75,7 @@ def plan_command(
     threads: Annotated[
         int | None, typer.Option(min=1, max=MAX_THREADS, help="Threads; as measured by default.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the recipe of the fastest one.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the recipe of the choice.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the roofline and the break-even map.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -110,14 +110,14 @@ def plan_command(
             return
         settings = {"max_new_tokens": max_new_tokens, "repeats": repeats, "threads": usable_threads(threads)}
         report, candidates = _try(source, model, *chosen, left_out, _samples(prompts, categories, limit), settings)
-        best = next(one for one in candidates if one.name == report["rows"][0]["name"])
+        best = next(one for one in candidates if one.name == report["choice"])
         if out is not None:
             write_recipe(out, source, best.options(model), f"plan --try: {report['reason']}")
     if as_json:
         print_json({**report, "left_out": left_out})
         return
     _print(report, left_out)
-    typer.echo(f"recipe: {out}" if out is not None else "--out FILE writes the recipe of the first row.")
+    typer.echo(f"recipe: {out}" if out is not None else "--out FILE writes the recipe of the choice.")
 
 
 def _read_machine(name: str, is_anew: bool, threads: int | None) -> Machine:

@@ -8,12 +8,13 @@ A step of n nodes in b sequences with c cache rows each has r = b n rows of acti
 - dense products: all linear weights, with r rows (`Machine.product_s`).
 - experts: of E experts each row reads k, so of r rows E (1 - (1 - k/E)^r) distinct ones are expected (the coupon
   collector with k coupons a draw), each with r k / distinct rows.
-- attention: the K and V rows of a sequence are weights of its own, c times the columns of all layers, which n nodes of
-  every query head of their group are multiplied with.
-- recurrent states: read and written for every node, float32.
+- attention: the K and V rows of a sequence are weights of its own, c + n times the columns of all layers, which n nodes
+  of every query head of their group are multiplied with.
+- recurrent states: those of a sequence, which n nodes update.
 - logits: written by the head and read by the verification, float32.
-- launches: operators of the fused graph, `OPS_PER_LAYER` a layer and `OPS_BESIDE` (counted in graphs of this package).
+- launches: our operators in the fused graph, and those of ONNX Runtime beside them: counted in graphs of this package.
 
+All that a step reads decides from what level of memory it comes.
 Prompts are steps of `PREFILL_CHUNK` nodes. A draft of K tokens takes ceil(K / d) runs of a graph that gives d tokens a
 run. `LOOP_S` is what a step takes outside of the engines.
 """
@@ -31,11 +32,13 @@ from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import PREFILL_CHUNK, GraphJob, WeightCounts
-from speccompile.planner.machine import BITS, Machine
+from speccompile.graph_kinds.int8_caches import INT8
+from speccompile.planner.machine import BITS, CACHES, INT8_CACHES, OTHER_BITS, OTHERS, STATES, Machine
 from speccompile.recipe import BuildPlan
 from speccompile.recipe.predict import count_weights, own_cache_bytes, predict_counts
 
-OPS_PER_LAYER, OPS_BESIDE = 6, 12
+OPS_PER_LAYER, OPS_BESIDE = 6, 12  # of ours, and those of the runtime beside all layers
+RUNTIME_OPS = {"states": 32, "experts": 15}  # of ONNX Runtime's, in a layer with these
 LOOP_S = 0.15e-3  # docs/lab/2026-11-26-benchmarks.md: 0.13 ms a step of the example pair
 _PRECISIONS = {"none": "float32", "bf16": "bf16", "fp8": "int8", "int8": "int8", "int4": "int4"}
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")
@@ -58,27 +61,30 @@ class GraphCosts:
     num_drafts: int  # d; 0: one, or none of a target
     weights_bytes: int
     slot_bytes: int  # caches and states of one sequence
-
-    @property
-    def set_bytes(self) -> float:
-        return self.counts.num_linear * BITS[self.precision] / 8
+    num_int8: int = 0  # weights of `counts.num_linear` that have 8 bits beside others of 4: those of a target's LM head
+    num_state_layers: int = 0  # of `num_layers`, recurrent ones
+    caches: str = CACHES  # `CACHES` or `INT8_CACHES`
 
     def step_s(self, machine: Machine, nodes: int, batch: int = 1, context: int = 0) -> float:
         """Returns the seconds of a step; see the module."""
-        rows = nodes * batch
-        num_dense = self.counts.num_linear - self.counts.num_experts
-        seconds = machine.product_s(self.precision, num_dense, rows, self.set_bytes)
+        rows, held = nodes * batch, (context + nodes) * self.cache_columns
+        kept = batch * (held * OTHER_BITS[self.caches][0] / 8 + self.state_values * 4)
+        num = self.counts.num_linear - self.num_int8
+        step_bytes = (num * BITS[self.precision] + self.num_int8 * BITS["int8"]) / 8 + kept
+        seconds = machine.product_s(self.precision, num - self.counts.num_experts, rows, step_bytes)
+        seconds += machine.product_s("int8", self.num_int8, rows, step_bytes)
         if self.num_experts:
             distinct = distinct_experts(self.num_experts, self.num_chosen, rows)
             num_read = self.counts.num_experts * distinct / self.num_experts
-            rows_each = rows * self.num_chosen / distinct
-            seconds += machine.product_s(self.precision, num_read, rows_each, self.set_bytes)
-        caches = "bf16" if machine.kind == "gpu" else "float32"
-        held = context * self.cache_columns
-        set_bytes = batch * held * BITS[caches] / 8
-        seconds += batch * machine.product_s(caches, held, nodes * self.group, set_bytes)
-        seconds += machine.bytes_s(4 * 2 * (self.state_values + self.vocab_size) * rows)
-        return seconds + (OPS_PER_LAYER * self.num_layers + OPS_BESIDE) * machine.launch_s
+            seconds += machine.product_s(self.precision, num_read, rows * self.num_chosen / distinct, step_bytes)
+        seconds += machine.product_s(self.caches, batch * held, nodes * self.group, step_bytes)
+        seconds += machine.product_s(STATES, batch * self.state_values, nodes, step_bytes)
+        seconds += machine.bytes_s(2 * 4 * self.vocab_size * rows)
+        num_others, per_layer = OPS_BESIDE, RUNTIME_OPS if machine.measured else {}
+        num_others += per_layer.get("states", 0) * self.num_state_layers
+        num_others += per_layer.get("experts", 0) * self.num_layers * bool(self.num_experts)
+        seconds += machine.product_s(OTHERS, num_others, rows, step_bytes)
+        return seconds + OPS_PER_LAYER * self.num_layers * machine.launch_s
 
     def prompt_s(self, machine: Machine, num_tokens: int) -> float:
         """Returns the seconds in which a prompt of one sequence is read."""
@@ -107,18 +113,21 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
         source = open_source(plan, job, target, weights="random")
         if job.is_optional and not source.is_needed:
             continue
-        counts, config = source.counts(), {}
+        counts, config, precision = source.counts(), {}, _precision(plan, job)
         dims = source.dims if isinstance(source.dims, ModelDims) else None
+        recurrent = [] if dims is None else [one.recurrent for one in dims.per_layer if one.recurrent is not None]
         if counts is None:
             config = read_text_config(source.folder)
             counts = count_weights(config, source.dims)
         slot_bytes = own_cache_bytes(source.spec(), 1, source.max_rows, plan.dtype)
-        if dims is not None and target is None and plan.engine.kv_cache != "auto":
+        is_int8 = dims is not None and target is None and plan.engine.kv_cache == INT8
+        if dims is not None and is_int8:
             slot_bytes = source.max_rows * dims.cache_row_bytes_in(plan.engine.kv_cache)
         slot_bytes += 0 if dims is None else 2 * dims.state_bytes(plan.engine.max_draft_nodes + 1)
         found[job.name] = GraphCosts(
             name=job.name,
-            precision=_precision(plan, job),
+            precision=precision,
+            num_int8=counts.num_head if precision == "int4" and target is None and plan.weights != "random" else 0,
             counts=counts,
             num_experts=_first(config, ("num_local_experts", "num_experts", "n_routed_experts"), 0)
             if counts.num_experts
@@ -127,8 +136,10 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
             cache_columns=0 if dims is None else dims.cache_row_bytes // 4,
             group=1 if dims is None else max(dims.num_heads // max(dims.num_kv_heads, 1), 1),
             num_layers=1 if dims is None else dims.num_layers,
+            num_state_layers=len(recurrent),
             vocab_size=(target or source.dims).vocab_size,
-            state_values=0 if dims is None else dims.state_bytes(0) // 4,
+            state_values=sum(one.num_value_heads * one.key_dim * one.value_dim for one in recurrent),
+            caches=INT8_CACHES if is_int8 else CACHES,
             num_drafts=source.spec().num_drafts,
             weights_bytes=predict_counts(counts, job.quantization, 0, backend, plan.dtype).weights_bytes,
             slot_bytes=slot_bytes,

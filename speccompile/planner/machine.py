@@ -4,7 +4,7 @@
 A published machine is a roofline: a product of `rows` rows with w weights takes max(w b / B, 2 w rows / R) seconds,
 with b bytes a weight, B bytes/s of memory and R operations/s of that precision (Williams et al., Roofline, 2009).
 Nothing reaches both; `EFFICIENCY` says which share is assumed, as a range. A measured machine has the seconds per
-weight that our kernels took, by precision, rows and size of the working set (`planner.measuring`).
+number that our kernels took, by kind, rows and bytes of all that a step reads (`planner.measuring`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from speccompile.errors import RecipeError
 
 MACHINES = Path(__file__).with_name("machines.toml")
 THIS = "this"
+CACHES, INT8_CACHES, STATES, OTHERS = "caches", "int8 caches", "states", "others"
 # Bits of a weight with its scales: a scale of 16 bits for each 32 weights of int4, one for a column of int8.
 BITS = {"float32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.5}
+# Of what is no weight; on a published machine the rate of its products is that of the precision beside.
+OTHER_BITS = {CACHES: (32.0, "float32"), INT8_CACHES: (8.5, "int8"), STATES: (64.0, "float32"), OTHERS: (0.0, "")}
 # Shares of published peaks, low and high: of bandwidth in decoding, of products in prompts and wide steps.
 EFFICIENCY = {"bandwidth": (0.6, 0.9), "products": (0.4, 0.75)}
 
@@ -39,7 +42,7 @@ class Machine:
     launch_s: float  # of one operator or kernel inside a graph
     source: str
     rates: Mapping[str, float] = field(default_factory=dict)  # operations/s by precision
-    # By precision: (bytes of a working set, ((rows, seconds per weight), ...)); empty: published.
+    # By kind: (bytes that a step reads, ((rows, seconds per number), ...)); empty: published.
     measured: Mapping[str, Sequence[tuple[float, Sequence[tuple[int, float]]]]] = field(default_factory=dict)
     efficiency: tuple[float, float] = (1.0, 1.0)  # of bandwidth and of products
 
@@ -52,21 +55,27 @@ class Machine:
             raise RecipeError(f"machine {self.name}", f"no rate of {wanted}", f"one of {', '.join(known)}", "Add it.")
         return wider[0]
 
-    def product_s(self, precision: str, num_weights: float, rows: float, set_bytes: float) -> float:
-        """Returns the seconds of products of `rows` rows with `num_weights` weights.
+    def product_s(self, kind: str, num: float, rows: float, step_bytes: float) -> float:
+        """Returns the seconds of `rows` rows with `num` weights of a precision, numbers of caches or states, or others.
+
+        Others are operators of ONNX Runtime's between activations.
 
         Args:
-            set_bytes: the weights that a whole step reads, which decides what level of memory they come from.
+            step_bytes: all that a step reads, which decides what level of memory it comes from.
         """
-        if num_weights <= 0 or rows <= 0:
+        if num <= 0 or rows <= 0:
             return 0.0
-        known = self.precision(precision)
         if not self.measured:
-            read_s = num_weights * BITS[precision] / 8 / (self.bandwidth * self.efficiency[0])
-            return max(read_s, 2 * num_weights * rows / (self.rates[known] * self.efficiency[1]))
-        sizes = self.measured[known]
+            if kind == OTHERS:
+                return num * self.launch_s
+            bits, rate = OTHER_BITS.get(kind, (BITS.get(kind, 0.0), kind))
+            if kind == CACHES and self.kind == "gpu":
+                bits, rate = BITS["bf16"], "bf16"
+            products_s = 2 * num * rows / (self.rates[self.precision(rate)] * self.efficiency[1])
+            return max(self.bytes_s(num * bits / 8), products_s)
+        sizes = self.measured[kind if kind in OTHER_BITS else self.precision(kind)]
         by_size = [(math.log(size), _between(points, rows)) for size, points in sizes]
-        return num_weights * _between(by_size, math.log(max(set_bytes, 1.0)), is_bounded=True)
+        return num * _between(by_size, math.log(max(step_bytes, 1.0)), is_bounded=True)
 
     def bytes_s(self, num_bytes: float) -> float:
         """Returns the seconds in which so many bytes are read."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds each candidate, decodes the same prompts with all of them in turn, and names the fastest."""
+"""Builds each candidate, decodes the same prompts with all of them in turn, and names the one to use."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def try_candidates(
 
     Returns:
         {"rows": [{"name", "tokens_per_step", "step_ms", "tokens_per_s", "tokens_per_s_spread", "of_plain",
-        "of_plain_spread", "num_different", "memory_bytes", "bundle_bytes", "by_category": {name: of_plain}}],
-        "reason", "plain_tokens_per_s", "wait_share", "took_turns"}; `num_different`: texts unlike plain decoding's.
+        "of_plain_spread", "num_parts", "num_different", "memory_bytes", "bundle_bytes", "by_category": {kind: ratio}}],
+        "choice", "reason", "plain_tokens_per_s", "wait_share", "took_turns"}; `num_different`: texts unlike plain's.
 
     Raises:
         RuntimeFault: the process of plain decoding cannot be loaded, or one of them ends early.
@@ -103,6 +103,7 @@ def try_candidates(
     waits = [result.get("wait_share") or 0.0 for rounds in runs.values() for one in rounds for result in one]
     return {
         "rows": rows,
+        "choice": choose_row(rows)["name"],
         "reason": reason_from_rows(rows),
         "plain_tokens_per_s": next(row["tokens_per_s"] for row in rows if row["name"] == PLAIN),
         "wait_share": max(waits, default=0.0),
@@ -145,6 +146,7 @@ def _rows(built: Sequence[Built], runs: Runs, samples: Sequence[Sample]) -> list
                 "tokens_per_s_spread": row["tokens_per_s_spread"] if spread is None else spread * plain_speed,
                 "of_plain": ratio,
                 "of_plain_spread": spread,
+                "num_parts": _num_parts(one.candidate),
                 "num_different": 0 if name == PLAIN else row["num_texts"] - row["num_equal_to_plain"],
                 "memory_bytes": row["peak_rss_bytes"],
                 "bundle_bytes": one.bundle_bytes,
@@ -152,6 +154,21 @@ def _rows(built: Sequence[Built], runs: Runs, samples: Sequence[Sample]) -> list
             }
         )
     return sorted(rows, key=lambda row: -row["tokens_per_s"])
+
+
+def _num_parts(one: Candidate) -> int:
+    """Returns 0 for plain decoding, 1 for lookups, 2 for a drafter with graphs, 3 for several drafters."""
+    return 0 if one.name == PLAIN else 1 + one.needs_graphs + one.is_several
+
+
+def choose_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the row with the fewest parts of those that are as fast as the first one within the noise."""
+    return min((row for row in rows if _is_close(rows[0], row)), key=lambda row: int(row["num_parts"]))
+
+
+def _is_close(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    noise = sum(row["of_plain_spread"] or 0.0 for row in (one, other))
+    return bool(abs(one["of_plain"] - other["of_plain"]) <= noise)
 
 
 def _part(runs: Runs, indices: Iterable[int]) -> Runs:
@@ -164,7 +181,7 @@ def _ratios(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def reason_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns in a sentence or two why the first row is the choice.
+    """Returns in a few sentences why a row is the choice.
 
     Raises:
         RuntimeFault: nothing beside plain decoding was measured.
@@ -182,11 +199,12 @@ def reason_from_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"Plain decoding: no drafter is faster here. The best, {what}: {speed}."
     if Ratio(best["of_plain"], best["of_plain_spread"]).is_noise:
         speed += ", which is within the noise (more --repeats or prompts would tell)"
-    if len(drafted) < 2:
-        return f"{what}: {speed}."
-    near = drafted[1]
-    gap = best["of_plain"] - near["of_plain"]
-    is_close = gap <= (best["of_plain_spread"] or 0.0) + (near["of_plain_spread"] or 0.0)
-    return f"{what}: {speed}. The next, {near['name']}, has x{near['of_plain']:.2f}" + (
-        ", no difference within the noise." if is_close else "."
+    chosen = choose_row(rows)
+    end = (
+        "" if chosen is rows[0] else f" {chosen['name']} has fewer parts and is no slower within the noise: the choice."
     )
+    if len(drafted) < 2:
+        return f"{what}: {speed}.{end}"
+    near = drafted[1]
+    close = ", no difference within the noise" if _is_close(best, near) else ""
+    return f"{what}: {speed}. The next, {near['name']}, has x{near['of_plain']:.2f}{close}.{end}"

@@ -122,13 +122,17 @@ def test_wrong_usage_is_refused_before_anything_is_built(run, models, flags, cod
     assert got == code and words in err and "candidate" not in err
 
 
-def test_noise_is_called_noise():
-    row = {"tokens_per_step": 2.0, "step_ms": 1.5, "of_plain": 1.3, "of_plain_spread": 0.4}
-    rows = [{"name": "a", **row}, {"name": "b", **row, "of_plain": 1.2}, {"name": "none", "step_ms": 1.0}]
+def test_within_the_noise_fewer_parts_are_chosen():
+    row = {"tokens_per_step": 2.0, "step_ms": 1.5, "of_plain": 1.3, "of_plain_spread": 0.4, "num_parts": 2}
+    plain = {"name": "none", "step_ms": 1.0, "of_plain": 1.0, "of_plain_spread": None, "num_parts": 0}
+    rows = [{"name": "a", **row}, {"name": "b", **row, "of_plain": 1.2, "num_parts": 1}, plain]
     assert trial.reason_from_rows(rows) == (
         "a brings 2.00 tokens a step in the time of 1.50 plain steps: x1.30 of plain decoding, which is within the "
-        "noise (more --repeats or prompts would tell). The next, b, has x1.20, no difference within the noise."
+        "noise (more --repeats or prompts would tell). The next, b, has x1.20, no difference within the noise. none "
+        "has fewer parts and is no slower within the noise: the choice."
     )
+    for spread, chosen in ((0.4, "none"), (0.06, "b"), (0.04, "a"), (None, "a")):
+        assert trial.choose_row([{**one, "of_plain_spread": spread} for one in rows[:2]] + [plain])["name"] == chosen
     with pytest.raises(RuntimeFault, match="one beside plain decoding"):
         trial.reason_from_rows(rows[2:])
 
@@ -178,17 +182,19 @@ def test_a_page_and_published_acceptance(run, models):
 def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):
     calls = []
 
-    def time_stack(shapes, precision, threads, rows, clock):
-        calls.append(precision)
-        return {count: 1e-3 * (1 + count / 8) for count in rows}
+    def seconds(stack, threads, clock, folder):
+        calls.append(stack)
+        return {count: 1e-3 * (1 + count / 8) for count in stack.rows}
 
-    monkeypatch.setattr(measuring, "_time_stack", time_stack)
+    monkeypatch.setattr(measuring, "seconds_by_rows", seconds)
+    monkeypatch.setattr(measuring, "_SIZES", (1, 2))
+    once = 2 * (8 * 2 + 1)  # passes of the kinds in two sizes, and of launches
     monkeypatch.setattr(kernel_library, "find_library", lambda: Path("kernels.so"))
-    for num in (13, 13):
+    for num in (once, once):
         code, out, err = run("plan", models[0], "--threads", 1, "--methods", "self_draft")
         assert code == 0, err
         assert "predicted for this (measured on " in out and "not measured by us" not in out and len(calls) == num
-    assert run("plan", "--measure", "--threads", 1)[0] == 0 and len(calls) == 26
+    assert run("plan", "--measure", "--threads", 1)[0] == 0 and len(calls) == 2 * once
     monkeypatch.setattr(kernel_library, "find_library", lambda: None)
     code, _, err = run("plan", "--measure", "--threads", 1)
     assert code == 6 and "no library of CPU kernels" in err

@@ -9,8 +9,25 @@ import pytest
 
 from speccompile.core.jobs import WeightCounts
 from speccompile.errors import RecipeError
-from speccompile.planner.costs import OPS_BESIDE, OPS_PER_LAYER, GraphCosts, distinct_experts, graphs_of_plan
-from speccompile.planner.machine import BITS, EFFICIENCY, Machine, find_machine, published_machines
+from speccompile.planner.costs import (
+    OPS_BESIDE,
+    OPS_PER_LAYER,
+    RUNTIME_OPS,
+    GraphCosts,
+    distinct_experts,
+    graphs_of_plan,
+)
+from speccompile.planner.machine import (
+    BITS,
+    CACHES,
+    EFFICIENCY,
+    INT8_CACHES,
+    OTHER_BITS,
+    OTHERS,
+    Machine,
+    find_machine,
+    published_machines,
+)
 from speccompile.planner.measuring import machine_from_json
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
@@ -18,17 +35,22 @@ from tests.pipeline import fakes
 
 # 1e9 bytes/s, 1e10 operations/s of int8; 1e-6 s a launch.
 MACHINE = Machine("m", "cpu", 1, 1e12, 1e9, 1e-6, "made up", {"int8": 1e10, "float32": 2e9})
-GRAPH = GraphCosts("target", "int8", WeightCounts(10**6, 10**6, 0), 0, 1, 100, 2, 3, 1000, 50, 0, 10**6, 4096)
+GRAPH = GraphCosts(
+    name="target", precision="int8", num_int8=0, counts=WeightCounts(10**6, 10**6, 0), num_experts=0, num_chosen=1,
+    cache_columns=100, group=2, num_layers=3, num_state_layers=1, vocab_size=1000, state_values=50, caches=CACHES,
+    num_drafts=0, weights_bytes=10**6, slot_bytes=4096,
+)  # fmt: skip
+WEIGHTS_S = 1e6 / 1e9  # to read them
 
 
 def test_a_step_is_the_sum_of_what_it_reads_and_multiplies():
     beside = (OPS_PER_LAYER * 3 + OPS_BESIDE) * 1e-6
     for nodes, batch, context in ((1, 1, 0), (4, 1, 200), (8, 8, 200)):
         rows = nodes * batch
-        products = max(1e6 / 1e9, 2e6 * rows / 1e10)
-        held = 100 * context
-        attention = batch * max(4 * held / 1e9, 2 * held * nodes * 2 / 2e9)
-        moved = 8 * (50 + 1000) * rows / 1e9
+        products = max(WEIGHTS_S, 2e6 * rows / 1e10)
+        held = batch * 100 * (context + nodes)
+        attention = max(4 * held / 1e9, 2 * held * nodes * 2 / 2e9)
+        moved = 8 * (50 * batch + 1000 * rows) / 1e9
         assert GRAPH.step_s(MACHINE, nodes, batch, context) == pytest.approx(products + attention + moved + beside)
     assert GRAPH.drafts_s(MACHINE, 5, 1, 0) == pytest.approx(5 * GRAPH.step_s(MACHINE, 1))
     assert replace(GRAPH, num_drafts=3).drafts_s(MACHINE, 5, 1, 0) == pytest.approx(2 * GRAPH.step_s(MACHINE, 1))
@@ -41,9 +63,19 @@ def test_rows_read_as_many_experts_as_draws_say():
         drawn = [len({e for _ in range(rows) for e in rng.choice(16, 4, replace=False)}) for _ in range(4000)]
         assert distinct_experts(16, 4, rows) == pytest.approx(np.mean(drawn), abs=0.1)
     mixture = replace(GRAPH, counts=WeightCounts(10**7, 10**7, 0, num_experts=9 * 10**6), num_experts=16, num_chosen=4)
-    beside = GRAPH.step_s(MACHINE, 1) - 1e6 / 1e9  # GRAPH has a million weights
-    assert mixture.step_s(MACHINE, 1) == pytest.approx(beside + (1e6 + 9e6 * 4 / 16) / 1e9)
-    assert mixture.step_s(MACHINE, 64) > 1e6 * 2 * 64 / 1e10 + 9e6 / 1e9
+    beside = GRAPH.step_s(MACHINE, 1) - WEIGHTS_S  # GRAPH has a million weights
+    assert mixture.step_s(MACHINE, 1) == pytest.approx(beside + WEIGHTS_S * (1 + 9 * 4 / 16))
+    assert mixture.step_s(MACHINE, 64) > 1e6 * 2 * 64 / 1e10 + 9 * WEIGHTS_S
+
+
+def test_a_measured_machine_has_operators_of_its_runtime():
+    point = ((1e3, ((1, 1e-9), (64, 1e-9))),)
+    kinds = dict.fromkeys((*BITS, *OTHER_BITS), point) | {OTHERS: ((1e3, ((1, 1e-6), (64, 1e-6))),)}
+    machine = replace(MACHINE, measured=kinds)
+    plain = replace(GRAPH, num_state_layers=0)
+    assert GRAPH.step_s(machine, 1) - plain.step_s(machine, 1) == pytest.approx(RUNTIME_OPS["states"] * 1e-6)
+    mixed = replace(plain, counts=replace(GRAPH.counts, num_experts=10**5), num_experts=4, num_chosen=4)
+    assert mixed.step_s(machine, 1) - plain.step_s(machine, 1) == pytest.approx(3 * RUNTIME_OPS["experts"] * 1e-6)
 
 
 def test_measured_products_are_read_off_between_rows_and_sizes():
@@ -82,4 +114,9 @@ def test_sizes_come_from_the_plan(tmp_path):
     attention, feed_forward, head = 8 * 8 * 2 + 2 * 8 * 4, 3 * 8 * 16, 32 * 8
     assert name == "target" and graph.precision == "int8" and graph.num_experts == 0
     assert graph.counts.num_linear == 2 * (attention + feed_forward) + head
+    assert (graph.num_int8, graph.caches) == (0, CACHES)
+    changed = ("target.quantization=int4", "engine.kv_cache=int8", "speculator.method=none")
+    [small] = graphs_of_plan(plan_from_source(str(model), ModelOptions(settings=changed))).values()
+    assert (small.precision, small.num_int8, small.caches) == ("int4", head, INT8_CACHES)
+    assert small.slot_bytes * 2 == graph.slot_bytes  # heads of 4 columns: 4 levels and a scale, not 16 bytes
     assert (graph.cache_columns, graph.group, graph.num_layers, graph.vocab_size) == (2 * 2 * 4, 2, 2, 32)

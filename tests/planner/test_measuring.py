@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks hold our operators, joined as in a bundle; what is measured predicts products of every kind."""
+
+import numpy as np
+import onnx
+
+from speccompile.backends.onnxruntime.kernel_library import sequences_path
+from speccompile.planner import measuring
+from speccompile.planner.machine import BITS, OTHER_BITS
+from speccompile.planner.stacks import caches, launches, linears, open_stack, seconds_by_rows, states
+from tests.plugins.cpu_lab import needs_compiler
+
+pytestmark = needs_compiler
+
+
+def test_stacks_have_the_sizes_that_they_count():
+    linear = linears("Int8", 3 << 20)
+    shapes = [(call.attributes["num_in"], call.attributes["num_out"]) for call in linear.calls]
+    assert shapes == [(512, 768), (512, 512), (512, 2816), (1408, 512), (512, 768)] and linear.num == sum(
+        a * b for a, b in shapes
+    )
+    for dtype, bits in (("float32", 32), ("int8", 8 + 32 / 64)):
+        stack = caches(dtype, 3 << 20)
+        assert 3 << 20 <= stack.num * bits / 8 < 4 << 20
+    assert states(1 << 20).num == 2 * 4 * 8 * 64 * 64
+
+
+def test_a_stack_is_opened_as_a_bundle_is(tmp_path):
+    made = [linears("Int4", 3 << 20), caches("float32", 3 << 20), caches("int8", 3 << 20), states(3 << 20)]
+    for number, stack in enumerate(made):
+        path = tmp_path / str(number)
+        session, feeds = open_stack(stack, 1, path), stack.feeds(stack.rows[-1])
+        model = onnx.load(path / "graph.onnx", load_external_data=False)
+        assert not model.functions, "bodies would run where a kernel is missing"
+        if stack is not made[-1]:  # recurrent operators run one by one
+            joined = onnx.load(sequences_path(path / "graph.onnx"), load_external_data=False)
+            assert len(joined.graph.node) == 1 < len(model.graph.node)
+        outputs = dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
+        assert all(np.isfinite(array).all() for array in outputs.values())
+        states_of = [name.removesuffix(".out") for name in outputs if name.removesuffix(".out") in feeds]
+        assert len(states_of) == (0, 2, 4, 1.5)[number] * len(stack.calls)
+        assert all(outputs[f"{name}.out"].shape == feeds[name].shape for name in states_of)
+
+
+def test_a_measured_machine_knows_every_kind(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_SIZES", (1, 1 << 21))
+    machine = measuring.measure_machine(1)
+    assert set(machine.measured) == {*BITS, *OTHER_BITS} and measuring.kept_machine(1) == machine
+    for kind in machine.measured:
+        few, many = (machine.product_s(kind, 1e6, rows, 1e6) for rows in (1, 512))
+        assert 0 < few < many
+    assert 0 < machine.launch_s < 1e-3
+
+
+def test_the_faster_pass_counts():
+    assert measuring.faster([[5, [[1, 0.3], [2, 0.4]]]], [[5, [[1, 0.2], [2, 0.5]]]]) == [[5, [[1, 0.2], [2, 0.4]]]]
+
+
+def test_seconds_are_of_one_run(tmp_path):
+    ticks = iter(range(10**6))
+    assert seconds_by_rows(launches(), 1, lambda: float(next(ticks)), tmp_path) == {1: 1.0}
