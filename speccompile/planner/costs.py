@@ -8,8 +8,7 @@ A step of n nodes in b sequences with c cache rows each has r = b n rows of acti
 - dense products: all linear weights, with r rows (`Machine.product_s`).
 - experts: of E experts each row reads k, so of r rows E (1 - (1 - k/E)^r) distinct ones are expected (the coupon
   collector with k coupons a draw), each with r k / distinct rows.
-- attention: the K and V rows of a sequence are weights of its own, c + n times the columns of all layers, which n nodes
-  of every query head of their group are multiplied with.
+- attention: K and V of a sequence are weights of its own, c + n times the columns, for n nodes of each query head.
 - recurrent states: those of a sequence, which n nodes update.
 - logits: written by the head and read by the verification, float32.
 - launches: our operators in the fused graph, and those of ONNX Runtime beside them: counted in graphs of this package.

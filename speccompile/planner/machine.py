@@ -56,12 +56,9 @@ class Machine:
         return wider[0]
 
     def product_s(self, kind: str, num: float, rows: float, step_bytes: float) -> float:
-        """Returns the seconds of `rows` rows with `num` weights of a precision, numbers of caches or states, or others.
+        """Returns the seconds of `rows` rows with `num` weights, numbers of caches or states, or other operators.
 
-        Others are operators of ONNX Runtime's between activations.
-
-        Args:
-            step_bytes: all that a step reads, which decides what level of memory it comes from.
+        `step_bytes`, all that a step reads, decides from what level of memory they come.
         """
         if num <= 0 or rows <= 0:
             return 0.0

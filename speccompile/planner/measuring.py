@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures this machine in under a minute: seconds by rows of the operators of our graphs (`planner.stacks`).
+"""Measures this machine in about a minute: seconds by rows of the operators of our graphs (`planner.stacks`).
 
-Stacks of 2 to 64 MiB come from a core's own cache, from the one that cores share, or from memory. All are timed in
-two passes, of which the faster one counts: other work on a machine only adds.
+Stacks come from near and far caches and from memory. Of two passes the faster one counts, as other work only adds.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def measure_machine(
 
 
 def faster(first: list[list[Any]], second: list[list[Any]]) -> list[list[Any]]:
-    """Returns the lesser seconds of two measurements at each size and number of rows."""
+    # Returns the lesser seconds of two measurements at each size and number of rows.
     return [
         [size, [[rows, min(s, other)] for (rows, s), (_, other) in zip(mine, theirs, strict=True)]]
         for (size, mine), (_, theirs) in zip(first, second, strict=True)

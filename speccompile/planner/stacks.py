@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of the operators of our graphs, of no model's sizes, opened and timed as a bundle's graph is.
-
-A stack reads about a given number of bytes a run. Its activations are few and used again, as in a step, and its caches
-and states are updated in place.
-"""
+"""Stacks of the operators of our graphs, of no model's sizes, opened and timed as a bundle's graph is."""
 
 from __future__ import annotations
 
@@ -62,20 +58,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Stack:
-    """Operators side by side.
-
-    Args:
-        num: numbers that it reads: weights, columns of all rows of K and V with one node's, or of states.
-        rows: for which it is timed: of activations, or queries of one K head, or nodes of a sequence.
-        feeds: returns the stack's inputs for so many rows.
-        others_bytes: read before each run, beside the time.
-    """
+    """Operators side by side. Activations are few and used again, as in a step; caches are updated in place."""
 
     calls: Sequence[Call]
-    num: int
-    rows: Sequence[int]
-    feeds: Callable[[int], Arrays]
-    others_bytes: int = 0
+    num: int  # numbers that it reads: weights, columns of K and V in all rows, states
+    rows: Sequence[int]  # of activations, or queries of one K head, or nodes of a sequence
+    feeds: Callable[[int], Arrays]  # its inputs for so many rows
+    others_bytes: int = 0  # read before each run, beside the time
 
 
 def linears(form: str, num_bytes: int) -> Stack:
@@ -147,7 +136,7 @@ def states(num_bytes: int) -> Stack:
 
 
 def launches() -> Stack:
-    """Returns operators of ours, which a sequence joins, that cost nothing but their launch."""
+    # Returns operators of ours, which a sequence joins, that cost nothing but their launch.
     given: dict[str, Any] = {"x": f"x{COLUMNS}", **random_packed("F32", COLUMNS, COLUMNS, 0).constants}
     given["bias"] = np.zeros(COLUMNS, np.float32)
     calls = [_call(OPS["PackedLinearF32"], 0, given, {"num_in": COLUMNS, "num_out": COLUMNS})] * _NUM_LAUNCHES
@@ -155,7 +144,7 @@ def launches() -> Stack:
 
 
 def others(num_bytes: int) -> Stack:
-    """Returns operators of ONNX Runtime on activations, run as in a step: after it has read `num_bytes` of weights."""
+    # Returns operators of ONNX Runtime on activations, run as in a step: after it has read `num_bytes` of weights.
     calls = [Call("Mul", {"a": f"x{_HIDDEN}", "b": f"x{_HIDDEN}"}, {}, domain="")] * _NUM_LAUNCHES
     return Stack(calls, _NUM_LAUNCHES, ROWS, _activations(calls), num_bytes)
 
@@ -168,13 +157,13 @@ def _activations(calls: Sequence[Call]) -> Callable[[int], Arrays]:
 
 
 def _updated(op: str, name: str) -> str | None:
-    """Returns the output that an input of an operator is updated as; None: it is not."""
+    # Returns the output that an input of an operator is updated as; None: it is not.
     found = f"{name.removesuffix('_cache')}_updated"
     return found if op in OPS and any(tensor.name == found for tensor in OPS[op].outputs) else None
 
 
 def _call(op: Op, index: int, given: Mapping[str, Any], attributes: Mapping[str, int | float]) -> Call:
-    """Returns the operator with inputs of its own where it updates them, given ones, and those of the stack."""
+    # Returns the operator with inputs of its own where it updates them, given ones, and those of the stack.
     inputs = {}
     for name in (tensor.name for tensor in op.inputs):
         inputs[name] = f"{name}.{index}" if _updated(op.name, name) else given.get(name, name)
@@ -182,13 +171,14 @@ def _call(op: Op, index: int, given: Mapping[str, Any], attributes: Mapping[str,
 
 
 def seconds_by_rows(stack: Stack, threads: int, clock: Clock, folder: Path) -> dict[int, float]:
-    """Returns the seconds of a run of a stack, by rows: a low quantile, as noise only adds."""
+    # Returns the seconds of a run of a stack, by rows: a low quantile, as noise only adds.
     session = open_stack(stack, threads, folder)
     others = np.ones(stack.others_bytes // 8)
     return {rows: _time(session, stack.feeds(rows), others, clock) for rows in stack.rows}
 
 
 def open_stack(stack: Stack, threads: int, folder: Path) -> onnxruntime.InferenceSession:
+    """Returns a session of a stack, written to `folder`."""
     import onnx_ir as ir
 
     from speccompile.backends.onnxruntime.engine import open_session

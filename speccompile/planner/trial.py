@@ -157,12 +157,12 @@ def _rows(built: Sequence[Built], runs: Runs, samples: Sequence[Sample]) -> list
 
 
 def _num_parts(one: Candidate) -> int:
-    """Returns 0 for plain decoding, 1 for lookups, 2 for a drafter with graphs, 3 for several drafters."""
+    # Returns 0 for plain decoding, 1 for lookups, 2 for a drafter with graphs, 3 for several drafters.
     return 0 if one.name == PLAIN else 1 + one.needs_graphs + one.is_several
 
 
 def choose_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the row with the fewest parts of those that are as fast as the first one within the noise."""
+    # Returns the row with the fewest parts of those that are as fast as the first one within the noise.
     return min((row for row in rows if _is_close(rows[0], row)), key=lambda row: int(row["num_parts"]))
 
 
