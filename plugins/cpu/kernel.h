@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "flush.h"
 #include "ort_abi.h"
 
 namespace speccompile::cpu {
@@ -214,7 +215,10 @@ class Context {
             if (count == 1) task(0);
             return;
         }
-        Frame::Task invoke = [](void* data, std::size_t index) { (*static_cast<const Task*>(data))(index); };
+        Frame::Task invoke = [](void* data, std::size_t index) {
+            const FlushSubnormals flush;
+            (*static_cast<const Task*>(data))(index);
+        };
         void* data = const_cast<void*>(static_cast<const void*>(&task));
         if (frame_ != nullptr) return frame_->parallel(count, invoke, data);
         check(call(abi::kKernelContextParallelFor, static_cast<const abi::KernelContext*>(context_), invoke, count,
@@ -306,6 +310,7 @@ abi::CustomOp op_without_types() {
         return guarded(Kernel::kName, [&] { *kernel = new Kernel(Info(Kernel::kName, info)); });
     };
     made.compute_v2 = [](void* kernel, abi::KernelContext* context) {
+        const FlushSubnormals flush;
         return guarded(Kernel::kName, [&] { static_cast<const Kernel*>(kernel)->run(Context(context)); });
     };
     made.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };

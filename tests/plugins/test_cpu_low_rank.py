@@ -27,6 +27,24 @@ def test_rows_are_the_twins_and_depend_on_nothing_else(num_in, num_out, rank, ke
         assert fault_of(Case(*call, by_row=("base", "x", "residual")), kernels) is None
 
 
+def test_subnormal_numbers_are_zeros_on_every_thread(kernels):
+    """-13 Phi(-13) is 8e-38 where Phi(-13) = 6e-39 is not taken for zero: by any of the threads."""
+    import torch
+
+    op, inputs, attributes = list(low_rank_cases(33, 70, 3))[3]
+    base = np.ones_like(inputs["base"])
+    base[..., :35] = -13
+    case = Case(op, {**inputs, "base": base, "adapter": np.zeros(3, np.int64)}, attributes, by_row=("base", "x"))
+    session = open_case(case, kernels)
+    for flushes in (True, False):
+        torch.set_flush_denormal(flushes)
+        try:
+            results = [run(session, case.inputs)[0] for _ in range(50)]
+        finally:
+            torch.set_flush_denormal(False)
+        assert not np.any(results)
+
+
 def test_a_wrong_twin_is_reported(monkeypatch):
     monkeypatch.setattr("speccompile.ops.low_rank.matmul_rows", lambda a, b: (a @ b) * np.float32(1.01))
     assert "differs by" in str(low_rank_fault(str(library())))
