@@ -159,6 +159,7 @@ class SpecRow(TypedDict):
     max_pending: NotRequired[Annotated[int, Field(ge=0, le=1025)] | None]
     conv_history: NotRequired[SmallCount | None]
     state_trees: NotRequired[bool | None]
+    state_owner: NotRequired[Text | None]
     image_tokens: NotRequired[Annotated[int, Field(ge=0, le=65536)] | None]
     window: NotRequired[Count | None]
 

@@ -3,7 +3,7 @@
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,9 +11,9 @@ import pytest
 
 from speccompile.bundle.bundle import Bundle, check_fields, check_types, read_bundle
 from speccompile.bundle.format import digest_from_manifest
-from speccompile.bundle.manifest_records import EngineRecord, RecipeRecord, TargetRecord
+from speccompile.bundle.manifest_records import EngineRecord, RecipeRecord, SpecRow, TargetRecord
 from speccompile.cli.main import main
-from speccompile.core.specs import spec_from_json
+from speccompile.core.specs import GraphSpec, spec_from_json
 from speccompile.errors import BundleError
 from tests.backends.hybrid_lab import hybrid_spec
 
@@ -152,6 +152,10 @@ def test_a_bundle_without_a_target_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_from_manifest(manifest)}))
     with pytest.raises(BundleError, match="got no graph 'target'"):
         read_bundle(tmp_path)
+
+
+def test_every_field_of_a_graphs_spec_may_be_recorded():
+    assert set(SpecRow.__annotations__) == {field.name for field in fields(GraphSpec)}
 
 
 def test_what_a_manifest_records_is_read_with_types_and_defaults():

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A target that drafts for itself in 4 bits, on caches, latent caches and recurrent states: the text is its own."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from speccompile.certificate.verify import STEPS, Options, verify
 from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
@@ -145,3 +147,36 @@ def test_states_of_an_engine_without_an_owner_stay_as_they_are(engines):
     draft.states.follow(SLOTS)
     draft.states.owner = owner
     assert all(np.array_equal(array, draft.states.arrays[name]) for name, array in before.items())
+
+
+# A hybrid of attention and recurrent layers, one of convolutions, two mixtures; windows, sinks, norms of heads.
+CERTIFIED = ("llama3", "qwen3", "phi3", "gpt-oss", "qwen3-moe", "qwen3.5", "lfm2")
+NEEDS_LETTERS = "grammar"  # tokens of these are w0, w1, ...
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
+def test_the_certificate_of_a_bundle_passes(tmp_path, name):
+    """The product's own checks, on a bundle of its own build, with drafts that were kept and drafts that were not."""
+    from tests.e2e.conftest import build_bundle
+    from tests.export.families import CONFIGS, VOCAB
+    from tests.export.harness import make_checkpoint
+    from tests.export.hybrids import HYBRIDS
+    from tests.pipeline import fakes
+
+    make_checkpoint({**CONFIGS, **HYBRIDS}[name], tmp_path / "target")
+    (tmp_path / "target/tokenizer.json").write_text(json.dumps(fakes.tokenizer(VOCAB)))
+    recipe = (
+        f"target: {{model: {tmp_path / 'target'}, quantization: none}}\nspeculator: {{method: self_draft}}\n"
+        "engine: {max_batch_size: 4, max_seq_len: 60, max_draft_nodes: 8, threads: 1}\n"
+    )
+    bundle = build_bundle(tmp_path, "bundle", recipe)
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(3, VOCAB, length).tolist() for length in (9, 2, 17, 4, 6, 12, 3, 8)]
+    certificate = verify(bundle, Options(texts, num_tokens=24, num_samples=150))
+    found = {check["name"]: check for check in certificate["checks"]}
+    assert list(found) == list(STEPS) and found.pop(NEEDS_LETTERS)["status"] == "not run"
+    assert {n: c["status"] for n, c in found.items()} == dict.fromkeys(found, "passed"), found
+    drafting = [run for run in found["greedy"]["runs"] if run["run"].startswith("drafts, batch")]
+    assert len(drafting) == 2
+    for run in drafting:
+        assert 20 < run["num_accepted"] < run["num_draft_tokens"] - 20 and run["num_equal"] == len(texts)
