@@ -37,7 +37,7 @@ def plan_command(
     machine: Annotated[
         str, typer.Option(help="Predict for `this` machine, as measured, or a published one, e.g. H100-SXM.")
     ] = "this",
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew, in under a minute.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine anew, in about a minute.")] = False,
     acceptance: Annotated[
         list[str] | None,
         typer.Option(help="[METHOD=]rates by position, 0.8,0.7, or results of generate, bench or replay --json."),
