@@ -146,9 +146,9 @@ def test_loading_a_bundle_shows_the_compiling_of_kernels(tmp_path, monkeypatch, 
     from speccompile.backends.onnxruntime import kernel_library
     from speccompile.runtime import engine
 
-    monkeypatch.setattr(kernel_library, "code_file", lambda name: tmp_path / "kernels" / name)
+    monkeypatch.setattr(kernel_library, "code_file", lambda name: tmp_path / name)
     monkeypatch.setattr(kernel_library, "find_compiler", lambda: "c++")
-    monkeypatch.setattr(kernel_library, "compile_library", lambda sources, dest, *rest: dest.parent.mkdir())
+    monkeypatch.setattr(kernel_library, "compile_library", lambda *_: "")
 
     def load(*args: Any, **options: Any) -> Any:
         kernel_library._compiled()
