@@ -77,7 +77,7 @@ def test_bodies_decide_as_the_vectors_say(dialect):
 @pytest.mark.plan
 @cpu_lab.needs_compiler
 def test_the_cpu_kernel_decides_as_the_vectors_say():
-    session = cpu_lab.open_session(model_of("SpecVerify"), cpu_lab.library())
+    session = open_session(model_of("SpecVerify"), cpu_lab.library())
     check(lambda case: session.run(None, case))
 
 
