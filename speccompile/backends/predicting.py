@@ -14,6 +14,7 @@ _LEAST_BYTES["auto"] = _LEAST_BYTES["int8"]
 # Experts have one form, whose scales are float16.
 _EXPERT_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "stored": 4.0, "auto": 4.0}
 _FLOAT_BYTES = 4
+_TEXT_BYTES = 2**18  # operators and bodies beside the weights; the most that was seen: 230 kB, of 30 layers
 # Beside torch's copy an export holds rewritten tensors (at most 0.3 of the weights) and the libraries themselves.
 _EXPORT_FACTOR, _LIBRARY_BYTES = 2.3, 700 * 2**20
 
@@ -38,4 +39,5 @@ def predict_float32(
     table_bytes = (_LEAST_BYTES["int8"] if quantization in ("int8", "int4") else 2) * num_own
     least_bytes = int(counts.num_linear * _LEAST_BYTES[quantization] + table_bytes) + _FLOAT_BYTES * num_other
     export_bytes = int(counts.num_params * _FLOAT_BYTES * _EXPORT_FACTOR) + _LIBRARY_BYTES
-    return BuildSizes(weights_bytes, weights_bytes, export_bytes, least_file_bytes=min(least_bytes, weights_bytes))
+    least_bytes = min(least_bytes, weights_bytes)
+    return BuildSizes(weights_bytes, weights_bytes + _TEXT_BYTES, export_bytes, least_file_bytes=least_bytes)

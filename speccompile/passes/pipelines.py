@@ -38,7 +38,6 @@ from speccompile.passes.mix_rows import MIX_ROWS
 from speccompile.passes.pack_embedding import pack_embedding_pass
 from speccompile.passes.pack_experts import pack_experts_pass
 from speccompile.passes.pack_linears import Weights, pack_linears_pass
-from speccompile.passes.pad_integers import PAD_INTEGERS
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
@@ -81,7 +80,7 @@ _ORT_EXPERTS = {
 }
 
 # The passes on CUDA after bodies are attached: without them nodes on the CPU and copies prevent CUDA graphs.
-ORT_CUDA_FINISH = (INLINE_BODIES, PAD_INTEGERS, SHAPES_ON_DEVICE, REMOVE_DEAD)
+ORT_CUDA_FINISH = (INLINE_BODIES, SHAPES_ON_DEVICE, REMOVE_DEAD)
 
 
 def onnxruntime_table(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from speccompile.core.dims import INT8_CACHE_GROUP
 from speccompile.errors import RecipeError
 
 MACHINES = Path(__file__).with_name("machines.toml")
@@ -25,7 +26,12 @@ CACHES, INT8_CACHES, STATES, OTHERS = "caches", "int8 caches", "states", "others
 # Bits of a weight with its scales: a scale of 16 bits for each 32 weights of int4, one for a column of int8.
 BITS = {"float32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.5}
 # Of what is no weight; on a published machine the rate of its products is that of the precision beside.
-OTHER_BITS = {CACHES: (32.0, "float32"), INT8_CACHES: (8.5, "int8"), STATES: (64.0, "float32"), OTHERS: (0.0, "")}
+OTHER_BITS = {
+    CACHES: (32.0, "float32"),
+    INT8_CACHES: (8 + 32 / INT8_CACHE_GROUP, "int8"),
+    STATES: (64.0, "float32"),
+    OTHERS: (0.0, ""),
+}
 # Shares of published peaks, low and high: of bandwidth in decoding, of products in prompts and wide steps.
 EFFICIENCY = {"bandwidth": (0.6, 0.9), "products": (0.4, 0.75)}
 

@@ -31,8 +31,8 @@ _KINDS: dict[str, Callable[[int], Stack]] = {
     "bf16": lambda size: linears("Bf16", size),
     "int8": lambda size: linears("Int8", size),
     "int4": lambda size: linears("Int4", size),
-    CACHES: lambda size: caches("float32", size),
-    INT8_CACHES: lambda size: caches("int8", size),
+    CACHES: lambda size: caches(CACHES, size),
+    INT8_CACHES: lambda size: caches(INT8_CACHES, size),
     STATES: states,
     OTHERS: others,
 }

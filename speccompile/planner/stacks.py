@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from speccompile.ops.int8_caches import INT8_ATTENTION
 from speccompile.ops.op import DOMAIN, OPSET, Op
 from speccompile.ops.packing import COLUMNS
 from speccompile.ops.registry import OPS
+from speccompile.planner.machine import INT8_CACHES, OTHER_BITS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -83,13 +85,13 @@ def linears(form: str, num_bytes: int) -> Stack:
     raise AssertionError
 
 
-def caches(dtype: str, num_bytes: int) -> Stack:
-    """Returns attention over caches, float32 or int8, of `SLOTS` sequences with `CONTEXT` rows each."""
+def caches(kind: str, num_bytes: int) -> Stack:
+    """Returns attention over `CACHES` or `INT8_CACHES` of `SLOTS` sequences with `CONTEXT` rows each."""
     op = OPS["RotaryQkvAttention"]
-    op = INT8_ATTENTION[op.name] if dtype == "int8" else op
+    op = INT8_ATTENTION[op.name] if kind == INT8_CACHES else op
     columns, most, lengths = 2 * _KV_HEADS * _HEAD_DIM, _MOST_QUERIES // GROUP, np.full(SLOTS, CONTEXT)
-    row_bytes = columns + 2 * _KV_HEADS * 4 if dtype == "int8" else columns * 4
-    count = -(-num_bytes // (SLOTS * CONTEXT * row_bytes))
+    row_bytes = columns * OTHER_BITS[kind][0] / 8
+    count = math.ceil(num_bytes / (SLOTS * CONTEXT * row_bytes))
 
     def step(nodes: int) -> Arrays:
         sizes = AttentionSizes(SLOTS, nodes, _KV_HEADS, GROUP, _HEAD_DIM, CONTEXT + most, _HEAD_DIM)

@@ -13,7 +13,6 @@ from speccompile.graph_kinds.decoder import candidate_spec, decoder_spec, verifi
 from speccompile.ops.registry import attach_functions
 from speccompile.passes.base import run_pipeline
 from speccompile.passes.inline_bodies import INLINE_BODIES
-from speccompile.passes.pad_integers import INTEGERS_PADDED, PAD_INTEGERS
 from speccompile.passes.pipelines import ORT_CUDA_FINISH, onnxruntime_table
 from speccompile.passes.shapes_on_device import NO_CROSSINGS, SHAPES_ON_DEVICE, host_values
 from tests.lab.graphs import open_session as session
@@ -43,6 +42,8 @@ def test_the_finished_graph_gives_the_same_bits(lowered, role):
     after = before.clone()
     traces = {t.name: t.num_rewrites for t in run_pipeline(after, ORT_CUDA_FINISH)}
     assert traces["inline_bodies"] > 1 and traces["shapes_on_device"] >= 1
+    # ONNX Runtime's CUDA provider (1.31) has no Pad of int64.
+    assert all(n.inputs[0].dtype.is_floating_point() for n in after.graph if n.op_type == "Pad")
     assert not after.functions and {n.op_type for n in after.graph}.isdisjoint({"If", "Loop", "Scan"})
     rng = np.random.default_rng(5)
     theirs, ours = session(before), session(after)
@@ -104,18 +105,3 @@ def test_several_numbers_at_once_are_refused():
     model = graph_of(nodes, inputs, [("z", TensorProto.INT64, [2])])
     with pytest.raises(PassError, match=r"size .*read by Add; expected one number"):
         SHAPES_ON_DEVICE.run(model)
-
-
-@pytest.mark.parametrize("with_fill", [True, False])
-def test_integers_are_padded_exactly_and_floats_left_alone(with_fill):
-    fill = ["fill"] if with_fill else []
-    nodes = [helper.make_node("Pad", ["x", "pads", *fill], ["y"]), helper.make_node("Pad", ["f", "pads"], ["g"])]
-    inputs = [("x", TensorProto.INT64, ["n"]), ("f", TensorProto.FLOAT, ["n"])]
-    outputs = [("y", TensorProto.INT64, ["m"]), ("g", TensorProto.FLOAT, ["m"])]
-    model = graph_of(nodes, inputs, outputs, pads=[1, 2], fill=-7)
-    feeds = {"x": np.array([3, -(2**52), 2**52 + 1]), "f": np.array([1, 2, 3], np.float32)}
-    wanted = session(model).run(None, feeds)
-    assert PAD_INTEGERS.run(model) == 1 and INTEGERS_PADDED.find_fault(model) is None
-    for got, known in zip(session(model).run(None, feeds), wanted, strict=True):
-        np.testing.assert_array_equal(got, known)
-    assert PAD_INTEGERS.run(model) == 0

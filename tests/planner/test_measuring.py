@@ -6,8 +6,8 @@ import onnx
 
 from speccompile.backends.onnxruntime.kernel_library import sequences_path
 from speccompile.planner import measuring
-from speccompile.planner.machine import BITS, OTHER_BITS
-from speccompile.planner.stacks import caches, launches, linears, open_stack, seconds_by_rows, states
+from speccompile.planner.machine import BITS, CACHES, INT8_CACHES, OTHER_BITS
+from speccompile.planner.stacks import CONTEXT, caches, launches, linears, open_stack, seconds_by_rows, states
 from tests.plugins.cpu_lab import needs_compiler
 
 pytestmark = needs_compiler
@@ -19,14 +19,16 @@ def test_stacks_have_the_sizes_that_they_count():
     assert shapes == [(512, 768), (512, 512), (512, 2816), (1408, 512), (512, 768)] and linear.num == sum(
         a * b for a, b in shapes
     )
-    for dtype, bits in (("float32", 32), ("int8", 8 + 32 / 64)):
-        stack = caches(dtype, 3 << 20)
-        assert 3 << 20 <= stack.num * bits / 8 < 4 << 20
+    for kind in (CACHES, INT8_CACHES):
+        stack = caches(kind, 3 << 20)
+        read = stack.num * OTHER_BITS[kind][0] / 8
+        held = sum(array.nbytes for name, array in stack.feeds(8).items() if name.startswith(("k_", "v_")))
+        assert 3 << 20 <= read < 4 << 20 and held == read * (CONTEXT + 16) / CONTEXT  # 16: room for most queries
     assert states(1 << 20).num == 2 * 4 * 8 * 64 * 64
 
 
 def test_a_stack_is_opened_as_a_bundle_is(tmp_path):
-    made = [linears("Int4", 3 << 20), caches("float32", 3 << 20), caches("int8", 3 << 20), states(3 << 20)]
+    made = [linears("Int4", 3 << 20), caches(CACHES, 3 << 20), caches(INT8_CACHES, 3 << 20), states(3 << 20)]
     for number, stack in enumerate(made):
         path = tmp_path / str(number)
         session, feeds = open_stack(stack, 1, path), stack.feeds(stack.rows[-1])
