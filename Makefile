@@ -12,8 +12,10 @@ BUNDLE ?= bundles/pycode
 ARGS   ?=
 WORKERS ?= 2
 PEERS  ?=
-# One thread a worker. Bytecode is kept even where the environment says no: tests start many children.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Bytecode is kept even where the environment says no: tests start many children.
+unexport PYTHONDONTWRITEBYTECODE
+# One thread a worker.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The C++ plugin library: TensorRT's headers (in no wheel), GPUs by compute capability, where it goes.
 TENSORRT_INCLUDE_DIR ?= $(dir $(firstword $(wildcard \

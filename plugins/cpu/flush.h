@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Subnormal numbers are zeros in every kernel, on whatever thread it runs.
 //
-// The threads of a session flush them, the caller's thread only where its first session asked for it: without this a
-// row's bits depended on which of them had its task.
+// Without this a row's bits depend on which thread has its task: a caller may flush them, the threads of a session do not.
 #pragma once
 
 #include <cstdint>

@@ -231,3 +231,10 @@ def test_a_step_that_fails_says_so_and_the_next_one_runs(open_engine):
     with pytest.raises(RuntimeFault, match=r"engine target: got .*; expected a step that runs"):
         engine.run(feed(np.array([10**6, 1, 2, 3]), 0))
     np.testing.assert_array_equal(engine.run(feed(TOKENS[:4], 0))[specs.LOGITS], wanted)
+
+
+def test_a_session_leaves_the_callers_floats_as_they_were(open_engine):
+    """A subnormal number of the caller's own is not zero after a step."""
+    engine = open_engine(quantization="none", form="packed", kv_cache="auto")
+    engine.run(feed(TOKENS[:4], 0))
+    assert np.array([1e-39], np.float32) * np.float32(0.5) > 0

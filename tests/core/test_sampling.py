@@ -135,7 +135,6 @@ def test_a_draw_at_an_edge_takes_the_next_token_with_mass():
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(5, 500), st.integers(0, 40), st.integers(1, 100), st.integers(1, 30))
 def test_warp_keeps_the_most_probable(seed, heat, top_k, mass, vocab):
-    # Percents, not st.floats: hypothesis refuses floats once an engine has made this thread flush denormals.
     temperature, top_p = heat / 100, mass / 100
     logits = np.random.default_rng(seed).normal(size=(1, vocab)).astype(np.float32)
     probs = warp(logits, [temperature], [top_k], [top_p])[0]

@@ -228,7 +228,7 @@ def test_significant_bits(value, bits):
 
 
 def test_significant_bits_of_a_denormal():
-    """Given by its bits: a process that has used ONNX Runtime may take a denormal for 0."""
+    """Given by its bits: a thread that flushes denormals takes it for 0."""
     assert significant_bits(np.array([[1]], np.uint32).view(np.float32)) == 24
 
 

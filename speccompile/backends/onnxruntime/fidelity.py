@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distance of a quantised form of a target from the float32 graph, and the choice of the form.
 
-A process of its own (`measure_distances` starts it): the first session decides how denormals are treated.
+A process of its own (`measure_distances` starts it) gives the memory of all forms back.
 """
 
 from __future__ import annotations

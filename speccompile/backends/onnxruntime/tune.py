@@ -77,7 +77,7 @@ def measure_graph(job: LoadJob, node_counts: Sequence[int] = NODE_COUNTS, tries:
 
 
 def _measure_once(request: Mapping[str, Any]) -> dict[str, Any]:
-    # Sessions of this process would spin against the measured one, and the first decides how denormals are treated.
+    # Sessions of this process would spin against the measured one.
     command = [sys.executable, "-m", "speccompile.backends.onnxruntime.tune"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode != 0:
