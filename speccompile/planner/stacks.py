@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Clock = Callable[[], float]
+Beside = tuple[float, float]  # seconds of the fastest and the slowest probe beside runs
+Timed = tuple[Beside, float]  # and of a run
 Arrays = dict[str, np.ndarray]
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 SLOTS, GROUP = 4, 4  # of attention: sequences of `CONTEXT` rows, query heads of a K head
@@ -44,7 +47,10 @@ _LAYER = (
 _KV_HEADS, _HEAD_DIM, _MOST_QUERIES = 2, 64, 64
 _KEY_HEADS, _VALUE_HEADS, _KERNEL, _PENDING = 4, 8, 4, 16  # of recurrent states of 64 x 64
 _NUM_LAUNCHES = 64
-_SECONDS, _LEAST, _MOST = 0.06, 3, 100  # of the repeats of a number of rows, and how many
+_SECONDS, _LEAST, _MOST = 0.06, 3, 100  # of the runs that count, and how many
+_PATIENCE_S = 0.15
+_NEAR, _PROBES = math.log(1.25), 5  # of the usual speed; of so many probes in a row the fastest counts
+_PROBE, _PROBE_ROWS = (8, 128, 128), 16  # some 50 microseconds, with weights that stay in a core's own caches
 _OUT = ".out"
 
 
@@ -139,10 +145,15 @@ def states(num_bytes: int) -> Stack:
 
 def launches() -> Stack:
     # Returns operators of ours, which a sequence joins, that cost nothing but their launch.
-    given: dict[str, Any] = {"x": f"x{COLUMNS}", **random_packed("F32", COLUMNS, COLUMNS, 0).constants}
-    given["bias"] = np.zeros(COLUMNS, np.float32)
-    calls = [_call(OPS["PackedLinearF32"], 0, given, {"num_in": COLUMNS, "num_out": COLUMNS})] * _NUM_LAUNCHES
-    return Stack(calls, _NUM_LAUNCHES, (1,), _activations(calls))
+    return _products(_NUM_LAUNCHES, COLUMNS, COLUMNS)
+
+
+def _products(count: int, num_in: int, num_out: int) -> Stack:
+    # Returns the same product several times.
+    given: dict[str, Any] = {"x": f"x{num_in}", **random_packed("F32", num_in, num_out, 0).constants}
+    given["bias"] = np.zeros(num_out, np.float32)
+    calls = [_call(OPS["PackedLinearF32"], 0, given, {"num_in": num_in, "num_out": num_out})] * count
+    return Stack(calls, count, (1,), _activations(calls))
 
 
 def others(num_bytes: int) -> Stack:
@@ -172,11 +183,61 @@ def _call(op: Op, index: int, given: Mapping[str, Any], attributes: Mapping[str,
     return Call(op.name, inputs, {**op.attributes, **attributes})
 
 
-def seconds_by_rows(stack: Stack, threads: int, clock: Clock, folder: Path) -> dict[int, float]:
-    # Returns the seconds of a run of a stack, by rows: a low quantile, as noise only adds.
-    session = open_stack(stack, threads, folder)
-    others = np.ones(stack.others_bytes // 8)
-    return {rows: _time(session, stack.feeds(rows), others, clock) for rows in stack.rows}
+class Probe:
+    """Times runs at one speed, which a small product beside each tells: other tenants halve it for seconds."""
+
+    def __init__(self, threads: int, clock: Clock, folder: Path, usual_s: float | None = None) -> None:
+        stack = _products(*_PROBE)
+        self._clock, self._run = clock, bound_run(open_stack(stack, threads, folder), stack.feeds(_PROBE_ROWS))
+        # The product's seconds at that speed; None: the median so far.
+        self._given, self._seen = usual_s, [self._once() for _ in range(_PROBES)]
+
+    @property
+    def usual_s(self) -> float:
+        return self._given or float(np.median(self._seen))
+
+    def is_usual(self, beside: Beside) -> bool:
+        return _distance(beside, self.usual_s) < _NEAR
+
+    def time(
+        self, run: Callable[[], object], before: Callable[[], object] = lambda: None, patience_s: float = _PATIENCE_S
+    ) -> Timed:
+        """Returns the fastest and slowest probe beside the runs that count, and their seconds, a low quantile."""
+        run()
+        runs: list[Timed] = []
+        counted, end, last = list[float](), time.monotonic() + patience_s, self._speed()
+        while len(counted) < _LEAST or (sum(counted) < _SECONDS and len(counted) < _MOST):
+            before()
+            start = self._clock()
+            run()
+            seconds, speed = self._clock() - start, self._speed()
+            runs.append(((min(last, speed), max(last, speed)), seconds))
+            last, usual_s = speed, self.usual_s
+            counted = [one for beside, one in runs if _distance(beside, usual_s) < _NEAR]
+            if time.monotonic() > end and len(runs) >= _LEAST:
+                break
+        chosen = sorted(runs, key=lambda timed: _distance(timed[0], usual_s))[: max(len(counted), _LEAST)]
+        beside = min(low for (low, _), _ in chosen), max(high for (_, high), _ in chosen)
+        return beside, float(np.quantile([one for _, one in chosen], 0.1))
+
+    def _speed(self) -> float:
+        self._seen.append(min(self._once() for _ in range(_PROBES)))
+        return self._seen[-1]
+
+    def _once(self) -> float:
+        start = self._clock()
+        self._run()
+        return self._clock() - start
+
+
+def _distance(beside: Beside, usual_s: float) -> float:
+    return max(abs(math.log(seconds / usual_s)) for seconds in beside)
+
+
+def times_by_rows(stack: Stack, threads: int, probe: Probe, folder: Path) -> dict[int, Timed]:
+    # Returns what `Probe.time` does of a run of a stack, by rows.
+    session, others = open_stack(stack, threads, folder), np.ones(stack.others_bytes // 8)
+    return {rows: probe.time(bound_run(session, stack.feeds(rows)), others.sum) for rows in stack.rows}
 
 
 def open_stack(stack: Stack, threads: int, folder: Path) -> onnxruntime.InferenceSession:
@@ -216,7 +277,8 @@ def _source(name: str, array: np.ndarray) -> ir.Value:
     return ir.Value(name=name, type=element, shape=ir.Shape([None] * array.ndim))
 
 
-def _time(session: onnxruntime.InferenceSession, feeds: Arrays, others: np.ndarray, clock: Clock) -> float:
+def bound_run(session: onnxruntime.InferenceSession, feeds: Arrays) -> Callable[[], object]:
+    # Returns a run of a stack that writes to the same arrays each time.
     binding, buffers = session.io_binding(), dict[tuple[int, ...], np.ndarray]()
     for name, array in feeds.items():
         binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -225,11 +287,4 @@ def _time(session: onnxruntime.InferenceSession, feeds: Arrays, others: np.ndarr
         to = feeds.get(value.name.removesuffix(_OUT))
         to = buffers.setdefault(array.shape, array) if to is None else to
         binding.bind_output(value.name, "cpu", 0, to.dtype.type, to.shape, to.ctypes.data)
-    session.run_with_iobinding(binding)
-    times: list[float] = []
-    while len(times) < _LEAST or (sum(times) < _SECONDS and len(times) < _MOST):
-        others.sum()
-        start = clock()
-        session.run_with_iobinding(binding)
-        times.append(clock() - start)
-    return float(np.quantile(times, 0.1))
+    return lambda: (session.run_with_iobinding(binding), feeds, buffers)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -182,13 +183,15 @@ def test_a_page_and_published_acceptance(run, models):
 def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):
     calls = []
 
-    def seconds(stack, threads, clock, folder):
+    def times(stack, threads, probe, folder):
         calls.append(stack)
-        return {count: 1e-3 * (1 + count / 8) for count in stack.rows}
+        return {count: ((1e-4, 1e-4), 1e-3 * (1 + count / 8)) for count in stack.rows}
 
-    monkeypatch.setattr(measuring, "seconds_by_rows", seconds)
+    monkeypatch.setattr(measuring, "times_by_rows", times)
+    monkeypatch.setattr(measuring, "Probe", lambda *_: SimpleNamespace(usual_s=1e-4, is_usual=lambda beside: True))
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: 1e3 * len(calls)))
     monkeypatch.setattr(measuring, "_SIZES", (1, 2))
-    once = 2 * (8 * 2 + 1)  # passes of the kinds in two sizes, and of launches
+    once = 8 * 2 + 1  # the kinds in two sizes, and launches
     monkeypatch.setattr(kernel_library, "find_library", lambda: Path("kernels.so"))
     for num in (once, once):
         code, out, err = run("plan", models[0], "--threads", 1, "--methods", "self_draft")

@@ -1,13 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks hold our operators, joined as in a bundle; what is measured predicts products of every kind."""
 
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+
 import numpy as np
 import onnx
 
 from speccompile.backends.onnxruntime.kernel_library import sequences_path
 from speccompile.planner import measuring
 from speccompile.planner.machine import BITS, CACHES, INT8_CACHES, OTHER_BITS
-from speccompile.planner.stacks import CONTEXT, caches, launches, linears, open_stack, seconds_by_rows, states
+from speccompile.planner.stacks import (
+    CONTEXT,
+    Probe,
+    Stack,
+    Timed,
+    caches,
+    launches,
+    linears,
+    open_stack,
+    states,
+    times_by_rows,
+)
 from tests.plugins.cpu_lab import needs_compiler
 
 pytestmark = needs_compiler
@@ -47,7 +62,7 @@ def test_a_stack_is_opened_as_a_bundle_is(tmp_path):
 def test_a_measured_machine_knows_every_kind(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(measuring, "_SIZES", (1, 1 << 21))
-    machine = measuring.measure_machine(1)
+    machine = measuring.measure_machine(1, seconds=0.0)
     assert set(machine.measured) == {*BITS, *OTHER_BITS} and measuring.kept_machine(1) == machine
     for kind in machine.measured:
         few, many = (machine.product_s(kind, 1e6, rows, 1e6) for rows in (1, 512))
@@ -55,10 +70,62 @@ def test_a_measured_machine_knows_every_kind(tmp_path, monkeypatch):
     assert 0 < machine.launch_s < 1e-3
 
 
-def test_the_faster_pass_counts():
-    assert measuring.faster([[5, [[1, 0.3], [2, 0.4]]]], [[5, [[1, 0.2], [2, 0.5]]]]) == [[5, [[1, 0.2], [2, 0.4]]]]
+class _Ticks:
+    """A clock of a machine that changes its speed: a run takes 10 ticks at full speed, the probe 1."""
+
+    def __init__(self, *factors: int) -> None:
+        self.now, self.factors, self.factor = 0.0, list(factors), 1
+
+    def work(self, ticks: float) -> None:
+        self.now += ticks * _TICK * self.factor
+
+    def run(self) -> None:
+        self.factor = self.factors.pop(0) if self.factors else self.factor
+        self.work(10)
+
+    def time(self, folder: Path, usual_s: float | None, patience_s: float) -> tuple[list[float], float]:
+        probe = Probe(1, lambda: self.now, folder, usual_s)
+        probe._run = lambda: self.work(1)
+        beside, seconds = probe.time(self.run, patience_s=patience_s)
+        return [round(one / _TICK, 6) for one in beside], round(seconds / _TICK, 6)
+
+
+_TICK = 1e-3
+
+
+def test_runs_at_the_usual_speed_count(tmp_path):
+    # Between two speeds the probe before a run differs from the one after it, so that the run does not count.
+    phases = (1, 2, 2, 1, 2, 1, 1, 1, 2, 1, 1)
+    assert _Ticks(*phases).time(tmp_path / "fast", _TICK, 60) == ([1, 1], 10)
+    assert _Ticks(*phases, 2, 2, 2).time(tmp_path / "slow", 2 * _TICK, 60) == ([2, 2], 20)
+
+
+def test_another_speed_is_told(tmp_path):
+    assert _Ticks(2).time(tmp_path, _TICK, 0.0) == ([2, 2], 20)
+
+
+def test_what_had_another_speed_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_SIZES", (1,))
+    asked: list[tuple[int, ...]] = []
+    kinds = len(measuring._KINDS)
+
+    def times(stack: Stack, threads: int, probe: Probe, folder: Path) -> dict[int, Timed]:
+        probe._given = 2.0
+        asked.append(tuple(stack.rows))
+        found: dict[int, Timed] = dict.fromkeys(stack.rows, ((2.0, 2.1), 3.0))
+        return found | ({32: ((1.0, 2.0), 2.0), 64: ((2.0, 4.0), 5.0)} if len(asked) == 1 else {})
+
+    monkeypatch.setattr(measuring, "times_by_rows", times)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: len(asked)))
+    machine = measuring.measure_machine(1, clock=perf_counter, seconds=kinds + 2)
+    # Then all of it while there is time, of which the fastest counts.
+    assert asked[kinds] == (32, 64) and asked[kinds + 1] == asked[1] and machine.probe_s == 2.0
+    [(_, points)] = machine.measured["float32"]
+    assert len({seconds for _, seconds in points}) == 1
 
 
 def test_seconds_are_of_one_run(tmp_path):
     ticks = iter(range(10**6))
-    assert seconds_by_rows(launches(), 1, lambda: float(next(ticks)), tmp_path) == {1: 1.0}
+    probe = Probe(1, lambda: float(next(ticks)), tmp_path / "probe")
+    assert times_by_rows(launches(), 1, probe, tmp_path) == {1: ((1.0, 1.0), 1.0)}
