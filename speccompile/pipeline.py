@@ -9,7 +9,7 @@ from typing import Any
 
 from speccompile.backends.base import Backend, LoadJob
 from speccompile.bundle.bundle import Bundle, read_bundle
-from speccompile.bundle.choices import complete_plan
+from speccompile.bundle.choices import complete_plan, with_drafts_of
 from speccompile.bundle.format import BUNDLE, weights_beside
 from speccompile.bundle.graphs import (
     BuildContext,
@@ -18,6 +18,7 @@ from speccompile.bundle.graphs import (
     compile_options,
     export_graph,
     find_graph,
+    leaves_out,
     needed_jobs,
     open_source,
     tune_graph,
@@ -62,10 +63,9 @@ def build(
     cache: StageCache | None = None,
     beginning: Beginning | None = None,
 ) -> Bundle:
-    """Builds the bundle of `plan`; `dest` is replaced atomically, if no file of an earlier one was added or changed.
+    """Builds the bundle of `plan`; `dest` or what it links to is replaced atomically, if no file there was changed.
 
     Args:
-        dest: the bundle's folder; a link is followed.
         progress: called with "STAGE" and "STAGE: STEP".
         cache: source of stages whose inputs did not change; the user's cache by default.
         beginning: what `begin` did with the same plan; None: it is called here.
@@ -81,13 +81,13 @@ def build(
         with log.stage("check checkpoints"):
             plan = complete_plan(plan)
             context = BuildContext(plan, backend, cache, log, begun.exported)
-            graphs = _check_checkpoints(context)
-        graphs_folder = folder / "graphs"
-        graphs_folder.mkdir()
-        records: dict[str, Any] = {}
-        for index, graph in enumerate(graphs):
-            name = graph.job.name
-            graphs[index], records[name] = compile_graph(context, graph, graphs_folder / name)
+            found = _check_checkpoints(context)
+        (graphs_folder := folder / "graphs").mkdir()
+        graphs, records = list[Graph](), dict[str, Any]()
+        for graph in found:
+            if not leaves_out(context, graph.job, records, {}):
+                made, records[graph.job.name] = compile_graph(context, graph, graphs_folder / graph.job.name)
+                graphs.append(made)
         if graphs[0].dims.attention_layers:  # without caches there is nothing to compact
             with log.stage(f"compile {ROLLBACK}"):
                 options = compile_options(plan, graphs[0].max_rows)
@@ -103,21 +103,21 @@ def build(
             record["file"] = files[name].relative_to(folder).as_posix()
         threads = None if plan.engine.threads == "auto" else plan.engine.threads
         in_turn = [files[graph.job.name] for graph in graphs if graph.job.name != VISION]  # an image is read once
-        jobs: list[LoadJob] = []
+        jobs: list[tuple[Graph, LoadJob]] = []
         for graph in graphs:
             record = records[graph.job.name]
             spec, file = spec_from_json(record["spec"]), files[graph.job.name]
             job = LoadJob(file, spec, max_rows=record["max_rows"], device=plan.engine.device, threads=threads)
             job = replace(job, others_bytes=weights_beside(file, in_turn))
             record["tuning"] = tune_graph(context, graph, job)
-            jobs.append(replace(job, tuning=record["tuning"]))
+            if not leaves_out(context, graph.job, records, files):
+                jobs.append((graph, replace(job, tuning=record["tuning"])))
         with log.stage("check graphs") as stage:
-            for graph, job in zip(graphs, jobs, strict=True):
+            for graph, job in jobs:
                 checks = records[graph.job.name]["checks"] = _check_compiled(context, graph, job)
                 stage.skipped = stage.skipped or checks.get("skipped")
-        log.current = "bundle"
-        progress(log.current)
-        write_bundle_files(folder, plan, graphs[0].source.folder, records, log.rows)
+        progress("bundle")
+        write_bundle_files(folder, with_drafts_of(plan, records), graphs[0].source.folder, records, log.rows)
     return read_bundle(claim.path, verify=False)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan leaves open: the dtype, whether quantised weights are kept, and the text by which forms are chosen."""
+"""What a plan leaves open: dtype, whether quantised weights are kept, drafts that may not pay, text to choose forms."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from speccompile.common.chat_prompts import tokens_of_messages
 from speccompile.common.chats import read_chats
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
-from speccompile.core.jobs import STORED, GraphJob
+from speccompile.core.jobs import STORED, GraphJob, StepCosts
 from speccompile.core.protocols import GraphSource
+from speccompile.core.registry import Method
 from speccompile.errors import BundleError, CheckpointError, RecipeError, RuntimeFault
 from speccompile.graph_kinds.int8_caches import INT8
 from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS
-from speccompile.recipe.plan import AUTO, TARGET, BuildPlan, draft_form
+from speccompile.recipe.plan import AUTO, FLOATS, TARGET, BuildPlan, draft_form
 
 
 def complete_plan(plan: BuildPlan) -> BuildPlan:
@@ -76,6 +78,60 @@ def _stored_dtype(folder: Path, config: Mapping[str, Any]) -> str | None:
         counts = Counter(tensor.dtype for tensor in read_header(file).values())
         return {"F16": "float16", "BF16": "bfloat16"}.get(counts.most_common(1)[0][0]) if counts else None
     return None
+
+
+MAX_SHARE = 1 / 3  # of the target's bytes
+MAX_CHAIN = 10
+ACCEPTED = 0.9  # of a self-draft on SmolLM2's answers 0.88 were accepted (docs/lab/2026-11-28-self-draft.md)
+
+
+def why_left_out(job: GraphJob, records: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
+    """Returns why a draft with a `min_gain` does not pay, by what is known yet of the graphs; None: nothing says so."""
+    if not job.min_gain:
+        return None
+    target, own = records[TARGET], records.get(job.name)
+    if (form := target.get("quantization", "none")) not in FLOATS:
+        return f"the target's weights are {form}, not floats"
+    if own is None:
+        return None
+    if (share := sizes[job.name] / sizes[TARGET]) > MAX_SHARE:
+        return f"its files are {share:.0%} of the target's, more than a third"
+    gain = promised_gain(*(StepCosts.from_json(record["tuning"]) for record in (target, own)))
+    if gain < job.min_gain:
+        return f"the measured times promise {gain:.2f} times plain decoding, less than {job.min_gain}"
+    return None
+
+
+def promised_gain(target: StepCosts, draft: StepCosts) -> float:
+    """Returns tokens/s to plain decoding of the best chain where `ACCEPTED` of each draft are right; unknown: infinity.
+
+    A chain of n drafts brings 1 + a + ... + a^n tokens in n draft runs and a step of n + 1 nodes.
+    """
+    if not (target.ms_by_nodes and draft.ms_by_nodes):
+        return math.inf
+    tokens, best = 1.0, 0.0
+    for num in range(1, MAX_CHAIN + 1):
+        tokens += ACCEPTED**num
+        best = max(best, tokens * target.ms(1) / (target.ms(num + 1) + num * draft.ms(1)))
+    return best
+
+
+def with_drafts_of(plan: BuildPlan, graphs: Collection[str]) -> BuildPlan:
+    """Returns the plan without the drafters that were left out: those of a `min_gain` whose graph is not there."""
+    left = {job.name for job in plan.drafts if job.min_gain} - set(graphs)
+    if not left:
+        return plan
+    section = plan.recipe_from_plan()["speculator"]
+    parts = [(one, *_method_of(one)) for one in section.get("drafters", [section])]
+    kept = [one for one, method, config in parts if not left & {job.name for job in method.graph_jobs(config)}]
+    method, config = _method_of(registry.section_of(kept))
+    drafts = tuple(job for job in plan.drafts if job.name not in left)
+    return replace(plan, method=method.name, speculator=config, drafts=drafts)
+
+
+def _method_of(section: Mapping[str, Any]) -> tuple[Method, Any]:
+    method = registry.method(section["method"])
+    return method, method.Config(**{key: value for key, value in section.items() if key != "method"})
 
 
 MAX_TOKENS = 32768  # read of a file: more text takes longer and was not seen to help

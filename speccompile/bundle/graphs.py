@@ -13,7 +13,7 @@ from typing import Any
 from speccompile.backends.base import Backend, CompileJob, LoadJob
 from speccompile.backends.distance import Distance
 from speccompile.backends.machine import WAIT_SHARE, is_disturbed
-from speccompile.bundle.choices import sample_of
+from speccompile.bundle.choices import sample_of, why_left_out
 from speccompile.bundle.format import (
     digest_from_json,
     digest_from_package,
@@ -259,6 +259,20 @@ def tune_graph(context: BuildContext, graph: Graph, job: LoadJob) -> dict[str, A
             share = f"{tuning[WAIT_SHARE]:.0%}"
             stage.note = f"measured beside other work ({share} of the time waiting for a CPU); measured again at load"
     return tuning
+
+
+def leaves_out(context: BuildContext, job: GraphJob, records: dict[str, Any], files: dict[str, Path]) -> bool:
+    """Returns whether a draft is left out, see `why_left_out`; what was made of it is removed."""
+    parts = {name: list(file.parent.glob(f"{file.stem}*")) for name, file in files.items()}
+    sizes = {name: sum(part.stat().st_size for part in found) for name, found in parts.items()}
+    if (why := why_left_out(job, records, sizes)) is None:
+        return False
+    context.log.leave_out(job.name, why)
+    for part in parts.get(job.name, ()):
+        part.unlink()
+    records.pop(job.name, None)
+    files.pop(job.name, None)
+    return True
 
 
 def export_graph(name: str, source: GraphSource, log: StageLog) -> Any:

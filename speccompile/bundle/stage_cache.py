@@ -229,5 +229,10 @@ class StageLog:
             self.progress(f"{name}: cached")
             self.rows.append({"name": name, "seconds": 0.0, "peak_rss_bytes": read_peak_rss(), "cached": True})
 
+    def leave_out(self, name: str, why: str) -> None:
+        self.progress(f"{name}: not run: {why}")
+        row = {"name": name, "seconds": 0.0, "peak_rss_bytes": read_peak_rss(), "cached": False, "note": why}
+        self.rows.append(row)
+
     def step(self, name: str) -> None:
         self.progress(f"{self.current}: {name}")

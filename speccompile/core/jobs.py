@@ -96,6 +96,7 @@ class GraphJob:
     lora: str | None = None
     adapters: tuple[tuple[str, str], ...] = ()
     is_optional: bool = False  # it is built only where its source `is_needed`, which depends on the checkpoint
+    min_gain: float = 0.0  # of a draft: the build leaves it out by `bundle.choices.why_left_out`; 0: never
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ Other packages add entry points of `speccompile.backends` and `speccompile.metho
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,14 @@ class Method:
     def make_proposer(self, config: Any, engines: Mapping[str, Engine], context: MethodContext) -> Proposer:
         """Returns the proposer over loaded engines. Raises RecipeError: an engine was built for less than that."""
         raise NotImplementedError(f"{type(self).__name__}.make_proposer")
+
+
+def section_of(drafters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the `speculator` section of these drafters together, each a section itself; of none plain decoding."""
+    if len(drafters) < 2:
+        return dict(drafters[0]) if drafters else {"method": "none"}
+    several = next(m for m in all_methods() if any(f.metadata.get(SECTIONS) for f in dataclasses.fields(m.Config)))
+    return {"method": several.name, "drafters": list(drafters)}
 
 
 def find_class(name: str) -> Any:

@@ -90,11 +90,10 @@ def find_candidates(
         section = section_from_config({MODEL: os.path.abspath(path) if path.exists() else model})
         name = path.name if path.name not in found else model
         found[name] = Candidate(name, section)
-    several = next(m.name for m in registry.all_methods() if any(f.metadata.get(SECTIONS) for f in fields(m.Config)))
     if lookup is not None:
         for one in [one for one in found.values() if one.needs_graphs]:
             name = f"{lookup.name}+{one.name}"
-            found[name] = Candidate(name, {METHOD: several, "drafters": [lookup.section, one.section]})
+            found[name] = Candidate(name, registry.section_of([lookup.section, one.section]))
     if own is not None and own[METHOD] != PLAIN:
         found["recipe"] = Candidate("recipe", own)
     return list(found.values()) if names is None else _named(found, names)
@@ -105,7 +104,7 @@ def _own_section(method: Method, folder: Path | None) -> Mapping[str, Any] | Non
     if any(f.default is MISSING and f.default_factory is MISSING for f in fields(method.Config)):
         return None
     section: Mapping[str, Any] | None = None if method.trainer else {}
-    if method.default_section:
+    if method.trainer and method.default_section:
         section = None if folder is None else registry.find_class(method.default_section)(folder)
     return None if section is None else {METHOD: method.name, **section}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from speccompile.checkpoints.folders import find_config, resolve_checkpoint
 from speccompile.common.json_reader import read_json_object
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import GraphJob
-from speccompile.core.registry import SECTIONS
+from speccompile.core.jobs import STORED, GraphJob
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import CheckpointError
 from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe
 from speccompile.recipe.models import EngineSection, Recipe
-from speccompile.recipe.plan import AUTO
+from speccompile.recipe.plan import AUTO, FLOATS
 from speccompile.recipe.speculative_config import MODEL, check_model, section_from_config, verifier_of
 
 MAX_SEQ_LEN = 4096  # of models that allow more: caches are allocated whole
@@ -77,12 +76,15 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
         folder, has_weights = _find_folder(model, options, is_random)
     dims = read_dims(folder)
     target.setdefault("model", _absolute(model))
-    backend: Backend = registry.backend(str(engine.get("backend", EngineSection.model_fields["backend"].default)))
-    if not is_random and AUTO in backend.quantizations:
+    name, device = (str(engine.get(key, EngineSection.model_fields[key].default)) for key in ("backend", "device"))
+    backend: Backend = registry.backend(name, device)
+    measures = not is_random and AUTO in backend.quantizations
+    if measures:
         target.setdefault("quantization", AUTO)
-    if "method" not in sections["speculator"]:
-        chosen = section_from_config(speculative) if speculative else default_section(folder, has_weights=has_weights)
-        sections["speculator"] = chosen | sections["speculator"]
+    if "method" not in (given := sections["speculator"]):
+        may_gain = measures and not given and target["quantization"] in (AUTO, STORED, *FLOATS)
+        chosen = default_section(folder, may_gain=may_gain) if has_weights and not speculative else {}
+        sections["speculator"] = (section_from_config(speculative) if speculative else chosen) | given
         if speculative:
             check_model(sections["speculator"])
     _set_sizes(engine, dims, _num_drafts(sections["speculator"]))
@@ -98,19 +100,14 @@ def _find_folder(model: str, options: ModelOptions, is_random: bool) -> tuple[Pa
     return resolve_checkpoint(model), True
 
 
-def default_section(folder: Path, *, has_weights: bool = True) -> dict[str, Any]:
-    """Returns the speculator section of a target for which the user names no drafter: all that need no other model."""
+def default_section(folder: Path, *, may_gain: bool) -> dict[str, Any]:
+    """Returns the section for a target without a named drafter; `may_gain`: with those that have a `min_gain`, too."""
     found: list[dict[str, Any]] = []
-    several = ""
     for method in registry.all_methods():
-        if any(f.metadata.get(SECTIONS) for f in fields(method.Config)):
-            several = method.name
-        if method.default_section and has_weights:
-            section = registry.find_class(method.default_section)(folder)
-            found += [] if section is None else [{"method": method.name, **section}]
-    if len(found) > 1:
-        return {"method": several, "drafters": found}
-    return found[0] if found else {}
+        section = registry.find_class(method.default_section)(folder) if method.default_section else None
+        if section is not None and (may_gain or not section.get("min_gain")):
+            found.append({"method": method.name, **section})
+    return registry.section_of(found)
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

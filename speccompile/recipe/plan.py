@@ -21,6 +21,7 @@ Weights = Literal["checkpoint", "random"]
 TARGET, VISION = "target", "vision"
 VISION_SOURCE = "speccompile.export.vision_source:VisionSource"
 AUTO = "auto"  # the quantisation that a backend chooses by measuring
+FLOATS = ("none", "bf16")  # quantisations that leave weights floats
 
 
 @dataclass(frozen=True)

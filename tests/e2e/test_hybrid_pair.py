@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrids: the example pair, greedy and drawn, and drafts with the bits of a prompt that was read anew."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 import speccompile
 from speccompile.core.sampling import SamplingParams
+from speccompile.recipe.model_recipe import ModelOptions, recipe_from_model
 from speccompile.runtime.loop import read_prompts, run_step
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.speculators.hybrid import proposer as proposer_module
@@ -71,6 +73,36 @@ def test_two_sampled_tokens_follow_the_targets_distribution(bundle, heat, is_wro
     num_accepted = sum(result.stats["num_accepted"] for result in results)
     assert (p_value < 1e-4) is is_wrong, p_value
     assert is_wrong or NUM / 4 < num_accepted < sum(result.stats["num_draft_tokens"] for result in results)
+
+
+def test_the_default_of_a_float_target_changes_no_text(tmp_path, monkeypatch):
+    """Its own weights in 4 bits on the states and caches of the target, its module, and lookups, whichever draft."""
+    monkeypatch.setattr("speccompile.speculators.self_draft.checkpoint.MIN_BYTES", 0)
+    settings = ("engine.max_batch_size=4", "engine.max_seq_len=64", "engine.max_draft_nodes=4", "engine.threads=1")
+    options = ModelOptions(settings=("target.quantization=none", *settings))
+    section = recipe_from_model(str(MODELS / "pycode-hybrid"), options).speculator.model_dump()
+    assert [d["method"] for d in section["drafters"]] == ["self_draft", "mtp", "suffix"]
+    section["drafters"][0]["min_gain"] = 1e-6  # so small a target hardly gains
+    section["drafters"][2]["num_draft_tokens"] = 4
+    recipe = RECIPE.replace("{method: mtp, num_draft_tokens: 2}", json.dumps(section))
+    engine = speccompile.load(build_bundle(tmp_path, "all", recipe), verify=False)
+    engine.controller = None
+    rng, used = random.Random(4), set()
+
+    def choose(known, num, offers, scores):
+        used.add(taken := rng.randrange(-1, len(offers)))
+        return taken
+
+    monkeypatch.setattr(proposer_module, "choose", choose)
+    prompts = [engine.encode(text) for text in ("def read(path):\n    ", "class Stack:\n", "import os\n", "for i in")]
+    for heat in (0.0, 0.8):
+        asked = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=heat, seed=5)
+        plain = [r.tokens for r in engine.generate(prompts, asked, batch_size=1, speculative=False)]
+        for batch_size in (1, 4):
+            results = engine.generate(prompts, asked, batch_size=batch_size)
+            assert [r.tokens for r in results] == plain
+            assert sum(r.stats["num_accepted"] for r in results) > 20
+    assert used == {-1, 0, 1}
 
 
 NUM_STEPS = 9

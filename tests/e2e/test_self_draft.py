@@ -62,8 +62,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def engine_of(pair: Any, **fields: Any) -> SpecEngine:
     target, draft = pair
     method, context = registry.method("self_draft"), MethodContext(SLOTS, MAX_SEQ, MAX_NODES)
-    proposer = method.make_proposer(method.Config(**fields), {"draft": draft}, context)
-    return SpecEngine(target, {"draft": draft}, proposer, None, context)
+    proposer = method.make_proposer(method.Config(**fields), {"self_draft": draft}, context)
+    return SpecEngine(target, {"self_draft": draft}, proposer, None, context)
 
 
 def prompts() -> list[list[int]]:

@@ -68,6 +68,33 @@ def test_a_module_in_the_targets_files_drafts_beside_its_text(model, monkeypatch
     assert section.method == "hybrid" and [d.method for d in section.drafters] == ["mtp", "suffix"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "methods"),
+    [
+        ((), ["self_draft", "suffix"]),
+        (("target.quantization=none",), ["self_draft", "suffix"]),
+        (("target.quantization=bf16",), ["self_draft", "suffix"]),
+        (("target.quantization=int8",), ["suffix"]),
+        (("engine.device=cuda",), ["suffix"]),  # no form is measured there, nor on the next
+        (("engine.backend=reference",), ["suffix"]),
+        (("speculator.num_draft_tokens=4",), ["suffix"]),
+        (("target.weights=random",), ["none"]),
+    ],
+)
+def test_large_float_targets_draft_for_themselves_where_it_pays(model, monkeypatch, settings, methods):
+    monkeypatch.setattr("speccompile.speculators.self_draft.checkpoint.MIN_BYTES", 1000)
+    section = recipe_from_model(str(model), ModelOptions(settings=settings)).speculator
+    assert [d.method for d in getattr(section, "drafters", [section])] == methods
+    if len(methods) > 1:
+        assert section.drafters[0].min_gain == 1.1
+
+
+def test_quantised_targets_do_not_draft_for_themselves(model, monkeypatch):
+    monkeypatch.setattr("speccompile.speculators.self_draft.checkpoint.MIN_BYTES", 1000)
+    monkeypatch.setattr("speccompile.speculators.self_draft.checkpoint.has_grids", lambda folder: True)
+    assert recipe_from_model(str(model)).speculator.method == "suffix"
+
+
 def test_sampling_defaults_are_the_checkpoints(model):
     edit(model, "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=1, repetition_penalty=1.05)
     decoding = recipe_from_model(str(model)).decoding

@@ -49,6 +49,9 @@ def sharing_lab(name: str, **config: Any) -> Lab:
     """Returns a lab of a method whose draft works on the target's own caches."""
 
     def make(target, draft, slots):
+        method = registry.method(name)
+        made = method.Config(**config)
+        [job] = method.graph_jobs(made)
         engine = SharingDraft(draft, "draft", slots, MAX_SEQ, headroom=9)
         engine.cache = target.cache
         lengths = np.zeros(slots, dtype=np.int64)
@@ -67,8 +70,7 @@ def sharing_lab(name: str, **config: Any) -> Lab:
             lengths[dest], lengths[source] = lengths[source], 0
 
         target.run, target.move_slot, engine.verifier_lengths = noted, moved, lambda: lengths
-        method = registry.method(name)
-        proposer = method.make_proposer(method.Config(**config), {"draft": engine}, MethodContext(slots, MAX_SEQ, 8))
+        proposer = method.make_proposer(made, {job.name: engine}, MethodContext(slots, MAX_SEQ, 8))
         begin = proposer.start
 
         def started(slot, sequence):

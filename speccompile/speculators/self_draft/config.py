@@ -15,7 +15,7 @@ from speccompile.drafting.proposer import DraftProposer
 from speccompile.drafting.shared_rows import SharedRows
 from speccompile.drafting.tree_config import MAX_DEPTH, CachedDraftFields
 
-DRAFT = "draft"  # the graph's name in the bundle
+DRAFT = "self_draft"  # the graph's name in the bundle, beside which other methods have a `draft`
 SOURCE = "speccompile.speculators.self_draft.checkpoint:SelfDraftSource"
 THE_TARGET = "target"
 
@@ -30,6 +30,7 @@ class SelfDraftConfig(CachedDraftFields):
         num_layers: decoder layers of the target that run; those left out are spread evenly between the first and the
             last one. `all`: every layer.
         confidence_odds: see `CachedDraftFields`; the same weights agree more often than their confidences say.
+        min_gain: see `bundle.choices.why_left_out`; 0: the draft is built in any case.
 
     Raises:
         RecipeError: a value is out of range.
@@ -39,6 +40,7 @@ class SelfDraftConfig(CachedDraftFields):
     num_layers: int | Literal["all"] = parameter("all", ge=2, words=("all",))
     tree_depth: int = parameter(10, ge=1, le=MAX_DEPTH)
     confidence_odds: float = parameter(8.0, ge=0.02, le=50)
+    min_gain: float = parameter(0.0, ge=0, le=10)
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,12 @@ class SelfDraftMethod(Method):
 
     name = "self_draft"
     Config = SelfDraftConfig
+    default_section = "speccompile.speculators.self_draft.checkpoint:section_for_target"
 
     def graph_jobs(self, config: SelfDraftConfig) -> tuple[GraphJob, ...]:
         quantization = AS_TARGET if config.quantization == THE_TARGET else config.quantization
         options = SelfDraftOptions(config.candidates_needed, config.has_probs, num_layers=config.num_layers)
-        return (GraphJob(DRAFT, AS_TARGET, quantization, SOURCE, options),)
+        return (GraphJob(DRAFT, AS_TARGET, quantization, SOURCE, options, min_gain=config.min_gain),)
 
     def make_proposer(
         self, config: SelfDraftConfig, engines: Mapping[str, Engine], context: MethodContext

@@ -9,7 +9,10 @@ import pytest
 if importlib.util.find_spec("tensorrt_rtx") is None:
     pytest.skip("TensorRT-RTX is not installed: NO PLAN IS BUILT", allow_module_level=True)
 
+import onnx_ir as ir
+
 from speccompile.backends.base import CompileJob
+from speccompile.backends.tensorrt.backend import LOWERED_FILE
 from speccompile.backends.tensorrt.config import Config
 from speccompile.core import registry
 from speccompile.core.jobs import CompileOptions
@@ -18,7 +21,7 @@ from tests.method_rows import MAX_NODES, MAX_ROWS, ROWS, config_of, forms, metho
 
 pytestmark = pytest.mark.plan
 
-OPTIONS = Config(variant="tensorrt_rtx", plugins="none")
+OPTIONS = Config(variant="tensorrt_rtx", plugins="none", keep_onnx=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +72,9 @@ def test_plans_of_all_graphs_build(folder, graphs, tmp_path, method, form):
         quantization = quantization_of(source, backend)
         backend.compile(CompileJob(graphs[graph], source.spec(), folder_of_plans, quantization, options=options))
         assert (folder_of_plans / backend.graph_file).stat().st_size > 10_000
+        parsed = ir.load(folder_of_plans / LOWERED_FILE).graph
+        has_int4 = any(value.dtype == ir.DataType.INT4 for value in parsed.initializers.values())
+        assert has_int4 == (quantization == "int4") and (has_int4 or method != "self_draft")
+        inputs = {value.name for value in parsed.inputs}
+        assert all(held.owner == "target" and held.name in inputs for held in source.spec().borrowed)
+        assert len(source.spec().borrowed) > 0 or method not in ("self_draft", "early_exit")
