@@ -90,7 +90,10 @@ def test_the_default_of_a_float_target_changes_no_text(tmp_path, monkeypatch):
     rng, used = random.Random(4), set()
 
     def choose(known, num, offers, scores):
-        used.add(taken := rng.randrange(-1, len(offers)))
+        better = [
+            i for i, o in enumerate(offers) if any(more > less for less, more in zip(known, o.expected, strict=True))
+        ]
+        used.add(taken := rng.choice([-1, *better]))
         return taken
 
     monkeypatch.setattr(proposer_module, "choose", choose)
