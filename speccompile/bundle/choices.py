@@ -103,10 +103,8 @@ def why_left_out(job: GraphJob, records: Mapping[str, Any], sizes: Mapping[str, 
 
 
 def promised_gain(target: StepCosts, draft: StepCosts) -> float:
-    """Returns tokens/s to plain decoding of the best chain where `ACCEPTED` of each draft are right; unknown: infinity.
-
-    A chain of n drafts brings 1 + a + ... + a^n tokens in n draft runs and a step of n + 1 nodes.
-    """
+    """Returns tokens/s to plain decoding of the best chain where `ACCEPTED` drafts are right; unknown: infinity."""
+    # A chain of n drafts brings 1 + a + ... + a^n tokens in n draft runs and a step of n + 1 nodes.
     if not (target.ms_by_nodes and draft.ms_by_nodes):
         return math.inf
     tokens, best = 1.0, 0.0
