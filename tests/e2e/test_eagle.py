@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny target with EAGLE drafters on the CPU's engines: whatever is drafted, the text is the target's own."""
+"""A tiny target with EAGLE drafters on ONNX Runtime: whatever is drafted, the text is the target's own.
+
+test_methods.py has chains, growing trees and the reference backend.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +20,6 @@ from speccompile.runtime.spec_engine import SpecEngine
 from tests import store
 from tests.method_rows import ROWS
 
-BACKENDS = ("onnxruntime", "reference")
 METHODS = ("eagle3", "eagle")
 TREES = {"chain": {"tree": "chain"}, "auto": {"tree": "auto"}, "fixed": {"tree": {"widths": [2, 2, 1]}}}
 MAX_SEQ, MAX_NODES = 60, 10
@@ -37,7 +39,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(checkpoints):
-    """By backend and name, all graphs: one target for both methods, drafts for chains and trees."""
+    """By name, all graphs: one target for both methods, drafts for chains and trees."""
     from speccompile.core.registry import find_class
     from speccompile.export.decoder_source import DecoderSource
     from tests.speculators import eagle_lab as lab
@@ -47,24 +49,22 @@ def engines(checkpoints):
     )
     source = DecoderSource(target, SourceContext("checkpoint", MAX_SEQ, MAX_NODES))
     context = SourceContext("checkpoint", MAX_SEQ, MAX_NODES, source.dims, target)
-    made = {"target": lab.compiled(source, checkpoints, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1)}
+    sizes = {"slots": 8, "rows": MAX_SEQ + MAX_NODES + 1}
+    made = {"target": lab.compiled(source, checkpoints, **sizes)[0]}
     for method in METHODS:
         chosen = registry.method(method)
         for job in chosen.graph_jobs(chosen.Config(str(checkpoints / method), tree={"widths": [8]})):
             source = find_class(job.source)(job, context)
-            made[f"{method}.{job.name}"] = lab.compiled(
-                source, checkpoints / method, *BACKENDS, slots=8, rows=MAX_SEQ + MAX_NODES + 1
-            )
-    return {(backend, name): held[i] for i, backend in enumerate(BACKENDS) for name, held in made.items()}
+            made[f"{method}.{job.name}"] = lab.compiled(source, checkpoints / method, **sizes)[0]
+    return made
 
 
-def load(engines, method, backend, **options):
+def load(engines, method, **options):
     """Returns an engine whose proposer knows no costs: on a target as small as this one nothing would be drafted."""
     chosen, context = registry.method(method), MethodContext(8, MAX_SEQ, MAX_NODES)
-    parts = {n: e for (b, n), e in engines.items() if b == backend}
-    drafts = {n.partition(".")[2]: e for n, e in parts.items() if n.startswith(f"{method}.")}
+    drafts = {name.partition(".")[2]: engine for name, engine in engines.items() if name.startswith(f"{method}.")}
     proposer = chosen.make_proposer(chosen.Config("", **options), drafts, context)
-    return SpecEngine(parts["target"], drafts, proposer, None, context)
+    return SpecEngine(engines["target"], drafts, proposer, None, context)
 
 
 def prompts():
@@ -87,47 +87,36 @@ def accepted(results):
 
 @pytest.fixture(scope="module")
 def plain(engines):
-    """Returns the target's own greedy text, long and short, alone and without drafts."""
-    engine = load(engines, "eagle3", "onnxruntime")
-    return {num: tokens(engine.generate(prompts(), greedy(num), speculative=False, batch_size=1)) for num in (24, 5)}
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("backend", "num"), [("onnxruntime", 24), ("reference", 5)])
-def test_greedy_text_is_the_targets_own(engines, plain, method, backend, num, tree):
-    engine = load(engines, method, backend, **TREES[tree])
-    for batch_size in (1, 3, 8):
-        fast = engine.generate(prompts(), greedy(num), batch_size=batch_size)
-        assert tokens(fast) == plain[num]
-        if backend == "onnxruntime":
-            assert accepted(fast) >= 10  # of about 250 tokens that the drafter has seen
-    assert len(set(plain[24][0])) > 5
+    """Returns the target's own greedy text, alone and without drafts."""
+    return tokens(load(engines, "eagle3").generate(prompts(), greedy(24), speculative=False, batch_size=1))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_tree_is_longer_than_its_chain(engines, method):
     lengths = {}
     for tree in ("chain", "auto"):
-        results = load(engines, method, "onnxruntime", **TREES[tree]).generate(prompts(), greedy(24), batch_size=1)
+        results = load(engines, method, **TREES[tree]).generate(prompts(), greedy(24), batch_size=1)
         lengths[tree] = np.mean([r.stats["mean_acceptance_length"] for r in results])
     assert lengths["auto"] > lengths["chain"] > 1.02
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_drafts_do_not_depend_on_the_batch(engines, method):
+def test_neither_text_nor_drafts_of_a_tree_depend_on_the_batch(engines, plain, method):
     """Ragged batches, moves and pending features change no draft: each sequence takes the steps it takes alone."""
-    engine = load(engines, method, "onnxruntime", **TREES["fixed"])
-    counts = [
-        [r.stats["num_steps"] for r in engine.generate(prompts(), greedy(24), batch_size=size)] for size in (1, 3, 8)
-    ]
+    engine, counts = load(engines, method, **TREES["fixed"]), []
+    for batch_size in (1, 3, 8):
+        fast = engine.generate(prompts(), greedy(24), batch_size=batch_size)
+        assert tokens(fast) == plain
+        assert accepted(fast) >= 10  # of about 250 tokens that the drafter has seen
+        counts.append([r.stats["num_steps"] for r in fast])
     assert counts[0] == counts[1] == counts[2]
+    assert len(set(plain[0])) > 5
 
 
 @pytest.mark.parametrize("options", [TREES["chain"], {**TREES["chain"], "num_draft_tokens": 3}, TREES["fixed"], {}])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_seed_gives_the_same_text_in_any_batch(engines, method, options):
-    engine = load(engines, method, "onnxruntime", **options)
+    engine = load(engines, method, **options)
     heats = (1.0, 0.7, 0.0, 1.2, 0.9, 1.0, 0.5, 1.0)
     params = [
         SamplingParams(max_new_tokens=25, temperature=t, top_p=0.9 if i % 2 else 1.0, top_k=9 * (i % 3), seed=i)
@@ -141,16 +130,15 @@ def test_the_same_seed_gives_the_same_text_in_any_batch(engines, method, options
 
 def test_a_cache_that_fills_up_ends_where_plain_decoding_ends(engines):
     params = SamplingParams(max_new_tokens=500)
-    for tree in TREES.values():
-        engine = load(engines, "eagle3", "onnxruntime", **tree)
-        fast, slow = (engine.generate(prompts(), params, speculative=s, batch_size=5) for s in (True, False))
-        assert tokens(fast) == tokens(slow)
-        assert {r.finish_reason for r in fast} == {"cache_full"}
+    engine = load(engines, "eagle3", **TREES["fixed"])
+    fast, slow = (engine.generate(prompts(), params, speculative=s, batch_size=5) for s in (True, False))
+    assert tokens(fast) == tokens(slow)
+    assert {r.finish_reason for r in fast} == {"cache_full"}
 
 
 def test_features_wait_while_nothing_is_drafted(engines):
     """Steps without drafts leave no hole: afterwards the drafts are those of a run without pauses."""
-    engine = load(engines, "eagle3", "onnxruntime", **TREES["fixed"])
+    engine = load(engines, "eagle3", **TREES["fixed"])
     steady = engine.generate([prompts()[0]], greedy(24)[:1])[0]
     drafts, plain = engine.proposer.likeliest, registry.method("none").make_proposer(None, {}, engine.context)
     propose, num_steps = drafts.propose, []
@@ -181,17 +169,17 @@ class SomeExpected(FixedLength):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tree", ["chain", "fixed"])
 def test_sequences_without_a_draft_decode_beside_those_with_one(engines, plain, method, tree):
-    engine = load(engines, method, "onnxruntime", **TREES[tree])
+    engine = load(engines, method, **TREES[tree])
     engine.controller = SomeExpected()
     for batch_size in (1, 3, 8):
         fast = engine.generate(prompts(), greedy(24), batch_size=batch_size)
-        assert tokens(fast) == plain[24]
+        assert tokens(fast) == plain
         drafted = [r.stats["num_draft_tokens"] > 0 for r in fast]
         assert 0 < sum(drafted) < len(drafted)
 
 
 def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, plain):
-    engine = load(engines, "eagle3", "onnxruntime", **TREES["chain"])
+    engine = load(engines, "eagle3", **TREES["chain"])
     scheduler = make_scheduler(engine, FixedLength(0), keep_prefixes=True)
     done, handles = {}, []
     drafts = engine.engines[1:]
@@ -209,11 +197,11 @@ def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, p
     finally:
         for draft, run in zip(drafts, runs, strict=True):
             draft.run = run
-    assert [done[num] for num in range(len(handles))] == plain[24]
+    assert [done[num] for num in range(len(handles))] == plain
 
 
 def test_a_prompt_whose_prefix_was_read_without_a_draft_is_read_anew_by_one(engines):
-    engine = load(engines, "eagle3", "onnxruntime", **TREES["chain"])
+    engine = load(engines, "eagle3", **TREES["chain"])
     planner = FixedLength(0)
     prompt, params = [17] * 9 + 2 * prompts()[0], SamplingParams(max_new_tokens=20)
     [right] = tokens(engine.generate([prompt], params, speculative=False))
@@ -248,9 +236,8 @@ def test_two_sampled_tokens_follow_the_targets_distribution(engines, checkpoints
     """Draft probs over the draft's vocabulary reach acceptance over the target's; shifted ones would be noticed."""
     from tests.e2e.two_tokens import exact_dist, fit_p_value
 
-    num = 400 if is_wrong else 1600  # p of the wrong ones is 9e-53
-    prompt, heat, top_k = prompts()[0], 0.8, 6
-    engine = load(engines, "eagle3", "onnxruntime", **options)
+    num, prompt, heat, top_k = 600, prompts()[0], 0.8, 6  # p of 400 wrong ones is 9e-53
+    engine = load(engines, "eagle3", **options)
     if is_wrong:
         propose = engine.proposer.propose
         engine.proposer.propose = lambda batch: shifted(propose(batch))
