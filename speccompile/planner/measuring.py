@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.machine import num_usable_cores
+from speccompile.backends.machine import MAX_WAIT_SHARE, WaitClock, num_usable_cores
 from speccompile.backends.onnxruntime.tune import cpu_name
 from speccompile.bundle.files import write_file
 from speccompile.bundle.format import digest_from_json
@@ -73,6 +73,7 @@ def measure_machine(
     if find_library() is None:
         got, todo = "no library of CPU kernels", "Install a C++ compiler: docs/explanation/kernels.md#the-library."
         raise BuildError("plan --measure", got, "our kernels, whose speed is asked for", todo)
+    waits = WaitClock()
     every, end = list(itertools.product(_KINDS, _SIZES)), time.monotonic() + seconds
     found: dict[tuple[str, int], dict[int, Timed]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -109,12 +110,18 @@ def measure_machine(
         "bandwidth": BITS["float32"] / 8 / measured["float32"][-1][1][0][1],
         "launch_s": launch_s,
         "probe_s": probe.usual_s,
-        "source": f"measured on {cpu_name()}, {threads} threads of {num_usable_cores()}",
+        "source": f"measured on {cpu_name()}, {threads} threads of {num_usable_cores()}{_disturbance(waits.share())}",
         "measured": measured,
     }
     path = make_cache_folder(FOLDER) / _name(threads)
     write_file(path, json.dumps(record, indent=1) + "\n")
     return machine_from_json(record)
+
+
+def _disturbance(wait_share: float) -> str:
+    if wait_share <= MAX_WAIT_SHARE:
+        return ""
+    return f"; threads waited for a CPU in {wait_share:.0%} of their time: end other work, then plan --measure"
 
 
 def machine_from_json(record: Mapping[str, Any]) -> Machine:

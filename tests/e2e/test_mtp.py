@@ -209,7 +209,7 @@ def test_two_sampled_tokens_follow_the_targets_distribution(engines, checkpoints
     """Drawn drafts over the target's whole vocabulary; the seeds are fixed."""
     from tests.e2e.two_tokens import exact_dist, fit_p_value
 
-    num, prompt, top_k = 600, prompts()[0], 6  # as in test_eagle.py
+    num, prompt, top_k = 1200, prompts()[0], 6
     params = [SamplingParams(max_new_tokens=3, temperature=heat, top_k=top_k, seed=s) for s in range(num)]
     results = load(engines).generate([prompt] * num, params, batch_size=8)
     assert fit_p_value(results, exact_dist(checkpoints / "target", prompt, heat, top_k)) > 1e-4

@@ -70,6 +70,15 @@ def test_a_measured_machine_knows_every_kind(tmp_path, monkeypatch):
     assert 0 < machine.launch_s < 1e-3
 
 
+def test_a_machine_that_was_busy_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_SIZES", (1, 1 << 21))
+    for share, says_so in ((0.36, True), (0.01, False)):
+        monkeypatch.setattr(measuring.WaitClock, "share", lambda self, share=share: share)
+        source = measuring.measure_machine(1, seconds=0.0).source
+        assert ("waited for a CPU in 36%" in source) == says_so
+
+
 class _Ticks:
     """A clock of a machine that changes its speed: a run takes 10 ticks at full speed, the probe 1."""
 
