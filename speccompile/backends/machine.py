@@ -91,6 +91,13 @@ class WaitClock:
         return round(max(held, taken), 3)
 
 
+def disturbance(wait_share: float) -> str:
+    # Returns what to say of a measurement whose threads waited; nothing where they hardly did.
+    if wait_share <= MAX_WAIT_SHARE:
+        return ""
+    return f"threads waited for a CPU in {wait_share:.0%} of their time: end other work and measure again"
+
+
 def is_disturbed(record: Mapping[str, Any]) -> bool:
     return float(record.get(WAIT_SHARE, 0.0)) > MAX_WAIT_SHARE
 

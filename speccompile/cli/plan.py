@@ -186,7 +186,7 @@ def _try(
 
 
 def _print(report: dict[str, Any], left_out: dict[str, str]) -> None:
-    from speccompile.backends.machine import MAX_WAIT_SHARE
+    from speccompile.backends.machine import disturbance
     from speccompile.benchmark.tables import figure, new_table, ratio_text
     from speccompile.bundle.report import text_from_bytes
 
@@ -209,6 +209,5 @@ def _print(report: dict[str, Any], left_out: dict[str, str]) -> None:
             print_warning(f"{row['name']}: {row['num_different']} texts differ from its own plain decoding's")
     for name, why in left_out.items():
         console.print(f"left out: {name}: {why}", style="yellow", soft_wrap=True, markup=False)
-    if report["wait_share"] > MAX_WAIT_SHARE:
-        waited = f"threads waited for a CPU in {report['wait_share']:.0%} of their time"
-        print_warning(f"{waited}: end other work and measure again")
+    if waited := disturbance(report["wait_share"]):
+        print_warning(waited)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speccompile.backends.machine import MAX_WAIT_SHARE, WaitClock, num_usable_cores
+from speccompile.backends.machine import WaitClock, disturbance, num_usable_cores
 from speccompile.backends.onnxruntime.tune import cpu_name
 from speccompile.bundle.files import write_file
 from speccompile.bundle.format import digest_from_json
@@ -102,6 +102,7 @@ def measure_machine(
     measured: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for (kind, size), times in found.items():
         measured[kind].append([size, [[rows, took] for rows, (_, took) in times.items()]])
+    where = f"measured on {cpu_name()}, {threads} threads of {num_usable_cores()}"
     record = {
         "name": THIS,
         "kind": "cpu",
@@ -110,18 +111,12 @@ def measure_machine(
         "bandwidth": BITS["float32"] / 8 / measured["float32"][-1][1][0][1],
         "launch_s": launch_s,
         "probe_s": probe.usual_s,
-        "source": f"measured on {cpu_name()}, {threads} threads of {num_usable_cores()}{_disturbance(waits.share())}",
+        "source": "; ".join(filter(None, (where, disturbance(waits.share())))),
         "measured": measured,
     }
     path = make_cache_folder(FOLDER) / _name(threads)
     write_file(path, json.dumps(record, indent=1) + "\n")
     return machine_from_json(record)
-
-
-def _disturbance(wait_share: float) -> str:
-    if wait_share <= MAX_WAIT_SHARE:
-        return ""
-    return f"; threads waited for a CPU in {wait_share:.0%} of their time: end other work, then plan --measure"
 
 
 def machine_from_json(record: Mapping[str, Any]) -> Machine:

@@ -236,7 +236,8 @@ def test_two_sampled_tokens_follow_the_targets_distribution(engines, checkpoints
     """Draft probs over the draft's vocabulary reach acceptance over the target's; shifted ones would be noticed."""
     from tests.e2e.two_tokens import exact_dist, fit_p_value
 
-    num, prompt, heat, top_k = 600, prompts()[0], 0.8, 6  # p of 400 wrong ones is 9e-53
+    num = 400 if is_wrong else 1600  # p of the wrong ones is 9e-53
+    prompt, heat, top_k = prompts()[0], 0.8, 6
     engine = load(engines, "eagle3", **options)
     if is_wrong:
         propose = engine.proposer.propose

@@ -70,7 +70,7 @@ def test_a_measured_machine_knows_every_kind(tmp_path, monkeypatch):
     assert 0 < machine.launch_s < 1e-3
 
 
-def test_a_machine_that_was_busy_says_so(tmp_path, monkeypatch):
+def test_a_machine_that_was_busy_says_so(tmp_path, monkeypatch, with_wait_share):
     monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(measuring, "_SIZES", (1,))
     monkeypatch.setattr(measuring, "_KINDS", {"float32": measuring._KINDS["float32"]})
