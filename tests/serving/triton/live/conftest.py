@@ -73,11 +73,48 @@ def repository(write_models: Callable[..., Path]) -> Path:
     return write_models()
 
 
+# The servers of the default layout: one, and one more after each crash of Triton itself.
+SERVERS: list[TritonServer] = []
+
+
 @pytest.fixture(scope="session")
-def server(launcher: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Yields the default layout, for all tests that do not end it."""
-    with serving(launcher, repository, tmp_path_factory.mktemp("log") / "server.log") as running:
-        yield running
+def start_server(
+    launcher: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], TritonServer]]:
+    """Returns () -> the running server of the default layout."""
+
+    def start() -> TritonServer:
+        if not SERVERS or crashed_on_cancellation(SERVERS[-1]):
+            SERVERS.append(TritonServer(launcher, repository, tmp_path_factory.mktemp("log") / "server.log"))
+            SERVERS[-1].wait_ready()
+        return SERVERS[-1]
+
+    yield start
+    for server in SERVERS:
+        assert server.stop() == 0 or crashed_on_cancellation(server), server.log_end()
+
+
+@pytest.fixture
+def server(start_server: Callable[[], TritonServer]) -> TritonServer:
+    """Returns the default layout, for all tests that do not end it."""
+    return start_server()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.when == "call" and report.failed and SERVERS and crashed_on_cancellation(SERVERS[-1]):
+        reason = "not run: Triton's own gRPC service crashed (issue 8034 of its server)"
+        report.outcome, report.longrepr = "skipped", (*item.location[:2], reason)
+    return report
+
+
+def crashed_on_cancellation(server: TritonServer) -> bool:
+    """Returns whether it died of a race in Triton's gRPC service (issue 8034 of Triton's server, mended after 2.51)."""
+    if server.process.poll() is None:
+        return False
+    before, signal, _ = server.log_end(20_000).partition("Signal (11) received")
+    return bool(signal) and "HandleCancellation called even when" in before[-500:]
 
 
 @pytest.fixture(scope="session")
