@@ -63,14 +63,15 @@ def choose_dtype(plan: BuildPlan) -> BuildPlan:
     if not plan.chooses_dtype:
         return plan
     folder = find_config(plan.target)
-    config = read_text_config(folder)
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
-    dtype = backend.choose_dtype(_stored_dtype(folder, config), str(config.get("model_type")), plan.engine.options)
+    model_type = str(read_text_config(folder).get("model_type"))
+    dtype = backend.choose_dtype(stored_dtype(folder), model_type, plan.engine.options)
     return replace(plan, dtype=dtype, chooses_dtype=False)
 
 
-def _stored_dtype(folder: Path, config: Mapping[str, Any]) -> str | None:
-    for held in (config, read_config(folder)):
+def stored_dtype(folder: Path) -> str | None:
+    """Returns the dtype of a checkpoint's weights; None: neither its config nor its tensors say."""
+    for held in (read_text_config(folder), read_config(folder)):
         for name in ("dtype", "torch_dtype"):
             if isinstance(held.get(name), str):
                 return str(held[name]).removeprefix("torch.")

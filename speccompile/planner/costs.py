@@ -23,14 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from speccompile.backends.base import Backend
+from speccompile.bundle.choices import stored_dtype
 from speccompile.bundle.graphs import open_source
 from speccompile.checkpoints.checkpoint import read_text_config
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
-from speccompile.core.jobs import PREFILL_CHUNK, GraphJob, WeightCounts
+from speccompile.core.jobs import PREFILL_CHUNK, STORED, GraphJob, WeightCounts
 from speccompile.graph_kinds.int8_caches import INT8
 from speccompile.planner.machine import BITS, CACHES, INT8_CACHES, OTHER_BITS, OTHERS, STATES, Machine
 from speccompile.recipe import BuildPlan
@@ -112,7 +114,9 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
         source = open_source(plan, job, target, weights="random")
         if job.is_optional and not source.is_needed:
             continue
-        counts, config, precision = source.counts(), {}, _precision(plan, job)
+        counts, config, form = source.counts(), {}, _form(plan, job, source.folder, backend)
+        precision = _PRECISIONS.get(form, "int8")
+        kept = form if form in backend.quantizations and job.quantization != STORED else job.quantization
         dims = source.dims if isinstance(source.dims, ModelDims) else None
         recurrent = [] if dims is None else [one.recurrent for one in dims.per_layer if one.recurrent is not None]
         if counts is None:
@@ -140,7 +144,7 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
             state_values=sum(one.num_value_heads * one.key_dim * one.value_dim for one in recurrent),
             caches=INT8_CACHES if is_int8 else CACHES,
             num_drafts=source.spec().num_drafts,
-            weights_bytes=predict_counts(counts, job.quantization, 0, backend, plan.dtype).weights_bytes,
+            weights_bytes=predict_counts(counts, kept, 0, backend, plan.dtype).weights_bytes,
             slot_bytes=slot_bytes,
         )
         target = target or source.dims
@@ -151,7 +155,13 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> in
     return int(next((config[key] for key in keys if config.get(key)), default))
 
 
-def _precision(plan: BuildPlan, job: GraphJob) -> str:
-    """Returns the precision of a job's weights; of stored ones it is taken to be int4, as most have about 4 bits."""
-    form = _PRECISIONS.get(job.quantization, "int4" if job.quantization == "stored" else "int8")
-    return "bf16" if form == "float32" and plan.dtype != "float32" else form
+def _form(plan: BuildPlan, job: GraphJob, folder: Path, backend: Backend) -> str:
+    """Returns a job's quantisation: stored weights count as int4, as most have about 4 bits.
+
+    Floats count as bf16 where they are read as such: in engines of 16 bits, and by kernels that keep them exactly.
+    """
+    if job.quantization == STORED:
+        return "int4"
+    kept = "bf16" in backend.quantizations and plan.weights == "checkpoint" and (folder / "config.json").is_file()
+    is_bf16 = plan.dtype != "float32" or (kept and stored_dtype(folder) == "bfloat16")
+    return "bf16" if job.quantization == "none" and is_bf16 else job.quantization

@@ -58,7 +58,7 @@ def forecast(
     acceptance = {name: found for name, found in known.items() if found is not None}
     candidates = [one for one in candidates if one.name in acceptance]
     rows: list[tuple[Row, ModelOptions]] = []
-    for form in _forms(source, model):
+    for form in forms(source, model):
         setting = f"{_QUANTIZATION}={form}"
         graphs: dict[str, Graphs] = {}
         for one in candidates:
@@ -73,7 +73,7 @@ def forecast(
     return sorted(rows, key=lambda found: (found[0].batch, -found[0].speed))
 
 
-def _forms(source: str, model: ModelOptions) -> list[str]:
+def forms(source: str, model: ModelOptions) -> list[str]:
     """Returns the quantisations to compare: the user's, that of quantised weights, or all that the backend has."""
     given = [setting.partition("=")[2] for setting in model.settings if setting.startswith(f"{_QUANTIZATION}=")]
     if given:

@@ -120,3 +120,17 @@ def test_sizes_come_from_the_plan(tmp_path):
     assert (small.precision, small.num_int8, small.caches) == ("int4", head, INT8_CACHES)
     assert small.slot_bytes * 2 == graph.slot_bytes  # heads of 4 columns: 4 levels and a scale, not 16 bytes
     assert (graph.cache_columns, graph.group, graph.num_layers, graph.vocab_size) == (2 * 2 * 4, 2, 2, 32)
+
+
+def test_floats_of_sixteen_bits_are_read_as_they_are_stored(tmp_path):
+    model = fakes.make_checkpoint(tmp_path / "big")
+    options = ModelOptions(settings=("target.quantization=none", "speculator.method=none"))
+    [wide] = graphs_of_plan(plan_from_source(str(model), options)).values()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    [half] = graphs_of_plan(plan_from_source(str(model), options)).values()
+    assert (wide.precision, half.precision) == ("float32", "bf16")
+    assert half.weights_bytes < 0.6 * wide.weights_bytes
+    random = replace(options, settings=(*options.settings, "target.weights=random"))
+    [sized] = graphs_of_plan(plan_from_source(str(model), random)).values()
+    assert sized.precision == "float32"
