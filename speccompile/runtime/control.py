@@ -21,9 +21,8 @@ from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
 
 PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
-# Steps of the other way: the mean of times with 10 % noise is right within 3 %. A turn of drafts ends early where it
-# has lost the time of so many plain steps.
-TURN = 12
+TURN = 12  # steps of the other way: the mean of times with 10 % noise is right within 3 %
+MOST_LOST = 4  # plain steps: a turn of drafts ends early where it has lost the time of so many
 MEMORY = 0.99  # weight of the past per step: means over 100 steps, as the machine's speed and the text change
 MAX_STEP = 2.0  # times the mean: what a step takes longer, another process took
 LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
@@ -101,7 +100,7 @@ class Comparison:
 
     def _has_lost(self) -> bool:
         plain_s = self._in_use.mean if self._in_use.num else math.inf
-        return self._other.num > 0 and self._spent_s - self._brought * plain_s > TURN * plain_s
+        return self._other.num > 0 and self._spent_s - self._brought * plain_s > MOST_LOST * plain_s
 
     def _compare(self) -> None:
         """Decides which way to use after a turn, and how long."""

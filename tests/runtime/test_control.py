@@ -16,7 +16,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength, bucket_of
+from speccompile.runtime.control import LEAST_PAUSE, MOST_LOST, PLAIN, TURN, Controller, FixedLength, bucket_of
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
 from tests.runtime.control_lab import sequences
@@ -198,9 +198,11 @@ def run_exactly(controller: Controller, costs: Sequence[float]) -> list[bool]:
 
 
 def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
-    for cost, is_on in ((1.2, True), (1.9, True), (1.99, False), (3.0, False)):
+    for cost, is_on in ((1.2, True), (1.9, True), (1.99, False)):
         drafted = run_exactly(Controller(), [cost] * (2 * TURN + 1))
         assert drafted == [False] * TURN + [True] * TURN + [is_on]
+    drafted = run_exactly(Controller(), [3.0] * (2 * TURN + 1))  # each draft step loses a plain one's time
+    assert drafted == [False] * TURN + [True] * (MOST_LOST + 1) + [False] * (TURN - MOST_LOST)
 
 
 def test_one_disturbed_turn_changes_nothing_and_two_do():
