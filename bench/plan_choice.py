@@ -14,7 +14,7 @@ import itertools
 import json
 import tempfile
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,10 @@ def decode(setting: Setting, index: int, prompt: list[int], num_tokens: int, clo
         raise SystemExit(f"{setting.form} {setting.method} {setting.length}: another text in another round")
 
 
+def forms_of(args: Any) -> list[str]:
+    return args.forms.split(",") if args.forms else forms(args.model, ModelOptions())
+
+
 def count_acceptance(bundle: Path, section: dict[str, Any], prompts: list[list[int]], args: Any) -> Acceptance:
     """Returns acceptance by position, as `plan` reads it of `generate --json`."""
     engine = load(bundle, verify=False, threads=args.threads, method=section)
@@ -96,6 +100,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--speculator", action="append", default=[])
     parser.add_argument("--methods", help="of the candidates of `plan`; all that have one drafter by default")
+    parser.add_argument("--forms", help="of the weights: none, bf16, int8, int4; all that the backend has by default")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--limit", type=int, default=12, help="prompts, of which half are counted in")
     parser.add_argument("--every", type=int, default=1, help="2 takes every second prompt, and so on")
@@ -118,7 +123,20 @@ def main() -> None:
     context = max(map(len, prompts)) + args.tokens // 2
     model = ModelOptions(settings=(SIZE,))
     known = Traffic(given=counted, context=context)
-    rows = forecast(args.model, model, machine, known, [1], context, args.speculator, args.methods)
+    rows = [
+        row
+        for form in forms_of(args)
+        for row in forecast(
+            args.model,
+            replace(model, settings=(SIZE, f"{FORM}={form}")),
+            machine,
+            known,
+            [1],
+            context,
+            args.speculator,
+            args.methods,
+        )
+    ]
     form_of = {id(row): dict(text.split("=", 1) for text in options.settings)[FORM] for row, options in rows}
     predicted = {(form_of[id(row)], row.method): row for row, _ in rows}
     choice = choose([row for row, _ in rows], None, False)
@@ -143,7 +161,7 @@ def open_settings(args: Any, lengths: list[int]) -> tuple[list[Setting], dict[st
     model = ModelOptions(settings=(SIZE,))
     every = candidates_of_source(args.model, model, args.speculator, args.methods)
     settings, counted, prompts = [], dict[str, Acceptance](), list[list[int]]()
-    for form, one in itertools.product(forms(args.model, model), (one for one in every if not one.is_several)):
+    for form, one in itertools.product(forms_of(args), (one for one in every if not one.is_several)):
         try:
             bundle = prepare_source(args.model, one.options(model, f"{FORM}={form}")).path
         except SpecCompileError as fault:
