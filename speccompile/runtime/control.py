@@ -22,7 +22,9 @@ from speccompile.runtime.sequences import TokenSequence
 
 PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
 TURN = 12  # steps of the other way: the mean of times with 10 % noise is right within 3 %
-MOST_LOST = 4  # plain steps: a turn of drafts ends early where it has lost the time of so many
+# Plain steps: a turn of drafts that has lost the time of so many ends early. One that has lost less is doubled once, as
+# the tokens of twelve steps say little.
+MOST_LOST = 4
 MEMORY = 0.99  # weight of the past per step: means over 100 steps, as the machine's speed and the text change
 MAX_STEP = 2.0  # times the mean: what a step takes longer, another process took
 LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
@@ -93,14 +95,17 @@ class Comparison:
             self._spent_s += step_s
             self._brought += tokens
             self._num_drafts += drafts
-            if self._left == 0 or (not self.is_on and self._has_lost()):
+            plain_s = self._in_use.mean if self._in_use.num else math.inf
+            self._lost_s += 0.0 if is_first else step_s - tokens * plain_s
+            if not self.is_on and self._lost_s > MOST_LOST * plain_s:
                 self._compare()
+            elif self._left == 0:
+                if not self.is_on and self._num_drafts and self._lost_s > 0 and self._other.num <= TURN:
+                    self._left = TURN
+                else:
+                    self._compare()
         elif self.is_on and self._log_ratio is not None and self.gain < 1:
             self._left = min(self._left, TURN)  # drafts bring less than they did
-
-    def _has_lost(self) -> bool:
-        plain_s = self._in_use.mean if self._in_use.num else math.inf
-        return self._other.num > 0 and self._spent_s - self._brought * plain_s > MOST_LOST * plain_s
 
     def _compare(self) -> None:
         """Decides which way to use after a turn, and how long."""
@@ -144,6 +149,7 @@ class Comparison:
         self._other = _Mean()  # seconds of a step
         self._before = copy(self._tokens), copy(self._drafts)
         self._spent_s = self._brought = self._num_drafts = 0.0  # seconds; tokens and drafts per sequence
+        self._lost_s = 0.0  # without the first step, in which a draft reads what it missed
 
     def wait(self, draft_s: float) -> None:
         """Adds the seconds in which a draft read a prompt, as all sequences need one for the next turn."""

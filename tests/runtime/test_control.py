@@ -202,7 +202,24 @@ def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
         drafted = run_exactly(Controller(), [cost] * (2 * TURN + 1))
         assert drafted == [False] * TURN + [True] * TURN + [is_on]
     drafted = run_exactly(Controller(), [3.0] * (2 * TURN + 1))  # each draft step loses a plain one's time
-    assert drafted == [False] * TURN + [True] * (MOST_LOST + 1) + [False] * (TURN - MOST_LOST)
+    assert drafted == [False] * TURN + [True] * (MOST_LOST + 2) + [False] * (TURN - MOST_LOST - 1)
+    drafted = run_exactly(Controller(), [2.1] * (4 * TURN))  # a tenth: the turn is doubled
+    assert drafted == [False] * TURN + [True] * 2 * TURN + [False] * TURN
+
+
+def test_a_turn_of_bad_luck_is_made_up_for():
+    """Three drafts, most of which are accepted, in steps of 2.25 plain ones, but few in the beginning."""
+    controller, kept = Controller(), [0, 3, 0, 0, 2, 0, 3, 0, 3, 0, 2, 0] + [2, 3] * 50
+    drafted = 0
+    for _ in range(80):
+        is_plain = controller.plan(sequences(1)) == PLAIN
+        num = 0 if is_plain else kept[drafted]
+        drafted += not is_plain
+        step = StepOutput(0, "", [7] * (1 + num), 0 if is_plain else 3, num)
+        step_s = 1.0 if is_plain else 2.25
+        controller.observe(sequences(1), [step], StepTimes(0.0, step_s, step_s))
+    assert sum(1 + num for num in kept[1:TURN]) < 2.25 * (TURN - 1)  # the turn itself lost
+    assert drafted == 80 - TURN
 
 
 def test_one_disturbed_turn_changes_nothing_and_two_do():
@@ -259,7 +276,7 @@ def test_what_it_costs_to_begin_drafting_again_makes_turns_seldom():
 
 
 def test_prompts_that_are_read_for_drafts_count_against_them():
-    for draft_s, drafts in ((0.0, True), (0.0004, True), (0.001, False)):  # 60 tokens plainly: 0.12 s
+    for draft_s, drafts in ((0.0, True), (0.0003, True), (0.001, False)):  # 60 tokens plainly: 0.12 s
         ways = Ways(noise=0.0)
         for _ in range(30):
             ways.controller.read(100, 100 * draft_s)
