@@ -15,7 +15,7 @@ A step of n nodes in b sequences with c cache rows each has r = b n rows of acti
 
 All that a step reads decides from what level of memory it comes.
 Prompts are steps of `PREFILL_CHUNK` nodes. A draft of K tokens takes ceil(K / d) runs of a graph that gives d tokens a
-run. `LOOP_S` is what a step takes outside of the engines.
+run. Outside of the engines a step takes `LOOP_S`, with drafts `DRAFTING_S` more, and `RUN_S` a run of a draft.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from speccompile.recipe.predict import count_weights, own_cache_bytes, predict_c
 
 OPS_PER_LAYER, OPS_BESIDE = 6, 12  # of ours, and those of the runtime beside all layers
 RUNTIME_OPS = {"states": 32, "experts": 15}  # of ONNX Runtime's, in a layer with these
-LOOP_S = 0.15e-3  # docs/lab/2026-11-26-benchmarks.md: 0.13 ms a step of the example pair
+LOOP_S, DRAFTING_S, RUN_S = 0.15e-3, 0.35e-3, 0.15e-3  # docs/lab/2026-11-28-planner.md
 _PRECISIONS = {"none": "float32", "bf16": "bf16", "fp8": "int8", "int8": "int8", "int4": "int4"}
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")
 
@@ -94,7 +94,11 @@ class GraphCosts:
 
     def drafts_s(self, machine: Machine, num: int, batch: int, context: int) -> float:
         """Returns the seconds in which `num` tokens are drafted for each sequence."""
-        return math.ceil(num / max(self.num_drafts, 1)) * self.step_s(machine, 1, batch, context)
+        return self.num_runs(num) * self.step_s(machine, 1, batch, context)
+
+    def num_runs(self, num: int) -> int:
+        """Returns how many runs draft `num` tokens."""
+        return math.ceil(num / max(self.num_drafts, 1))
 
 
 Graphs = Mapping[str, GraphCosts]  # of a method, by name; the target is the first

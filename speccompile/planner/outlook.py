@@ -10,7 +10,7 @@ from statistics import fmean
 from speccompile.errors import RecipeError
 from speccompile.planner.acceptance import Acceptance
 from speccompile.planner.candidates import PLAIN
-from speccompile.planner.costs import LOOP_S, GraphCosts, Graphs, distinct_experts
+from speccompile.planner.costs import DRAFTING_S, LOOP_S, RUN_S, GraphCosts, Graphs, distinct_experts
 from speccompile.planner.machine import BITS, Machine
 from speccompile.planner.traffic import MAX_DRAFTS
 
@@ -84,9 +84,9 @@ def speeds(
     def on(machine: Machine) -> tuple[Ends, Ends]:
         target = graphs[TARGET]
         plain_s = target.step_s(machine, 1, batch, context) + LOOP_S
-        step_s = target.step_s(machine, num_drafts + 1, batch, context) + LOOP_S
-        for name, graph in graphs.items():
-            step_s += 0.0 if name == TARGET else graph.drafts_s(machine, num_drafts, batch, context)
+        step_s = target.step_s(machine, num_drafts + 1, batch, context) + LOOP_S + DRAFTING_S * (num_drafts > 0)
+        for graph in (found for name, found in graphs.items() if name != TARGET):
+            step_s += graph.drafts_s(machine, num_drafts, batch, context) + RUN_S * graph.num_runs(num_drafts)
         low, high = ((batch * length / step_s, length * plain_s / step_s) for length in lengths)
         return low, high
 

@@ -22,9 +22,9 @@ from speccompile.planner.acceptance import (
     read_acceptance,
 )
 from speccompile.planner.candidates import Candidate
-from speccompile.planner.costs import LOOP_S, WeightCounts
+from speccompile.planner.costs import DRAFTING_S, LOOP_S, RUN_S, WeightCounts
 from speccompile.planner.machine import find_machine
-from speccompile.planner.outlook import BREAK_EVEN_BATCHES, Row, best_row, choose, rows_of, step_work
+from speccompile.planner.outlook import BREAK_EVEN_BATCHES, Row, best_row, choose, rows_of, speeds, step_work
 from speccompile.planner.page import page_of_plan
 from speccompile.planner.traffic import CONTEXT, Traffic, count_lookups, read_traffic
 from speccompile.runtime.record import KIND
@@ -182,9 +182,13 @@ def test_the_best_chain_and_the_batches_to_which_it_pays():
     row = best_row("drafted", GRAPHS, MACHINE, Acceptance((0.8,), (0.8,), "stated"), 1, 0)
 
     def speed(k, rate=0.8):
-        step_s = GRAPH.step_s(MACHINE, k + 1) + DRAFT.drafts_s(MACHINE, k, 1, 0) + LOOP_S
-        return expected_length((rate,), k) / step_s
+        engines_s = GRAPH.step_s(MACHINE, k + 1) + DRAFT.drafts_s(MACHINE, k, 1, 0)
+        return expected_length((rate,), k) / (engines_s + LOOP_S + DRAFTING_S + k * RUN_S)
 
+    [(of_three, _), _] = speeds(GRAPHS, (MACHINE, MACHINE), Acceptance((0.8,), (0.8,), "stated"), 3, 1, 0)
+    assert of_three == pytest.approx((speed(3), speed(3)))
+    [(plainly, _), _] = speeds(GRAPHS, (MACHINE, MACHINE), Acceptance((0.8,), (0.8,), "stated"), 0, 1, 0)
+    assert plainly == pytest.approx([1 / (GRAPH.step_s(MACHINE, 1) + LOOP_S)] * 2)
     assert row.tokens_per_s[0] < row.tokens_per_s[1] < speed(row.num_drafts) and row.of_plain[0] > 1
     assert row.break_even[0] == row.break_even[1] and row.break_even[0] in (2, 4, 8, 16)
     assert row.memory_bytes == 2 * (10**6 + 4096) and row.uncertain["drafts"] == 0 < row.uncertain["machine"]
