@@ -185,10 +185,11 @@ def test_the_best_chain_and_the_batches_to_which_it_pays():
         engines_s = GRAPH.step_s(MACHINE, k + 1) + DRAFT.drafts_s(MACHINE, k, 1, 0)
         return expected_length((rate,), k) / (engines_s + LOOP_S + DRAFTING_S + k * RUN_S)
 
-    [(of_three, _), _] = speeds(GRAPHS, (MACHINE, MACHINE), Acceptance((0.8,), (0.8,), "stated"), 3, 1, 0)
-    assert of_three == pytest.approx((speed(3), speed(3)))
-    [(plainly, _), _] = speeds(GRAPHS, (MACHINE, MACHINE), Acceptance((0.8,), (0.8,), "stated"), 0, 1, 0)
-    assert plainly == pytest.approx([1 / (GRAPH.step_s(MACHINE, 1) + LOOP_S)] * 2)
+    stated = Acceptance((0.8,), (0.8,), "stated")
+    plain_s = GRAPH.step_s(MACHINE, 1) + LOOP_S
+    ((found, of_plain), _), _ = speeds(GRAPHS, (MACHINE, MACHINE), stated, 3, 1, 0)
+    assert found == pytest.approx(speed(3)) and of_plain == pytest.approx(speed(3) * plain_s)
+    assert speeds(GRAPHS, (MACHINE, MACHINE), stated, 0, 1, 0)[0][0] == pytest.approx((1 / plain_s, 1.0))
     assert row.tokens_per_s[0] < row.tokens_per_s[1] < speed(row.num_drafts) and row.of_plain[0] > 1
     assert row.break_even[0] == row.break_even[1] and row.break_even[0] in (2, 4, 8, 16)
     assert row.memory_bytes == 2 * (10**6 + 4096) and row.uncertain["drafts"] == 0 < row.uncertain["machine"]
