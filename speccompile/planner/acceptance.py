@@ -90,17 +90,19 @@ def _from_results(path: Path, kind: str | None) -> Acceptance:
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as fault:
         expected = "results of generate, bench or replay --json, with acceptance_by_position"
         raise RecipeError(f"--acceptance {path}", f"another document ({fault})", expected, "Write it anew.") from fault
-    pairs = itertools.zip_longest(*(counts for _, counts in counted), fillvalue=(0.0, 0.0))
-    tried_kept = [(sum(tried for tried, _ in row), sum(kept for _, kept in row)) for row in pairs]
     source = f"counted in {path.name}"
-    found = from_counts([pair for pair in tried_kept if pair[0] >= 1], source)
+    found = from_counts([counts for _, counts in counted], source)
     if found is None:
         raise RecipeError(f"--acceptance {path}", "no drafts in it", "texts decoded with drafts", "Decode more.")
-    histograms = itertools.zip_longest(*(row["stats"]["acceptance_histogram"] for row in rows), fillvalue=0)
-    kept = list(itertools.accumulate(reversed(list(map(sum, histograms)))))[-2::-1]
-    steps = [sum(num for num, _ in counted), *kept]
-    of_lookups = from_counts([(float(a), float(b)) for a, b in itertools.pairwise(steps) if a], source)
-    return replace(found, of_lookups=of_lookups)
+    steps = [
+        [num, *_at_least(row["stats"]["acceptance_histogram"])] for (num, _), row in zip(counted, rows, strict=True)
+    ]
+    return replace(found, of_lookups=from_counts([list(itertools.pairwise(text)) for text in steps], source))
+
+
+def _at_least(histogram: Sequence[int]) -> list[int]:
+    # Returns how many steps had 1, 2, ... accepted drafts and more.
+    return list(itertools.accumulate(reversed(histogram)))[-2::-1]
 
 
 def _texts(report: Mapping[str, Any], kind: str | None) -> list[Mapping[str, Any]]:
@@ -120,14 +122,20 @@ def _counts(stats: Mapping[str, Any]) -> tuple[int, list[tuple[float, float]]]:
     return stats["num_steps"], counts
 
 
-def from_counts(counts: Sequence[tuple[float, float]], source: str) -> Acceptance | None:
-    """Returns rates with their 95 % interval (normal approximation) from (tried, kept) by position; None: no counts."""
+def from_counts(texts: Sequence[Sequence[tuple[float, float]]], source: str) -> Acceptance | None:
+    """Returns rates with their 95 % interval from (tried, kept) by position of each text; None: nothing was tried."""
+    # Drafts of a text are alike: the error is that of a ratio of sums over texts, and at least that of single drafts.
     low, high = [], []
-    for tried, kept in counts:
-        rate = kept / tried
-        error = QUANTILE * math.sqrt(max(rate * (1 - rate), 0.25 / tried) / tried)
-        low.append(max(rate - error, 0.0))
-        high.append(min(rate + error, 1.0))
+    for counts in itertools.zip_longest(*texts, fillvalue=(0.0, 0.0)):
+        tried, kept = (sum(numbers) for numbers in zip(*counts, strict=True))
+        if tried < 1:
+            break
+        rate, num = kept / tried, sum(1 for n, _ in counts if n)
+        variance = max(rate * (1 - rate), 0.25 / tried) / tried
+        if num > 1:
+            variance = max(variance, num / (num - 1) * sum((k - rate * n) ** 2 for n, k in counts) / tried**2)
+        low.append(max(rate - QUANTILE * math.sqrt(variance), 0.0))
+        high.append(min(rate + QUANTILE * math.sqrt(variance), 1.0))
     return Acceptance(tuple(low), tuple(high), source) if low else None
 
 

@@ -97,7 +97,6 @@ class GraphCosts:
         return self.num_runs(num) * self.step_s(machine, 1, batch, context)
 
     def num_runs(self, num: int) -> int:
-        """Returns how many runs draft `num` tokens."""
         return math.ceil(num / max(self.num_drafts, 1))
 
 
@@ -160,12 +159,10 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> in
 
 
 def _form(plan: BuildPlan, job: GraphJob, folder: Path, backend: Backend) -> str:
-    """Returns a job's quantisation: stored weights count as int4, as most have about 4 bits.
-
-    Floats count as bf16 where they are read as such: in engines of 16 bits, and by kernels that keep them exactly.
-    """
+    """Returns a job's quantisation: stored weights count as int4, as most have about 4 bits."""
     if job.quantization == STORED:
         return "int4"
+    # Floats count as bf16 where they are read as such: in engines of 16 bits, and by kernels that keep them exactly.
     kept = "bf16" in backend.quantizations and plan.weights == "checkpoint" and (folder / "config.json").is_file()
     is_bf16 = plan.dtype != "float32" or (kept and stored_dtype(folder) == "bfloat16")
     return "bf16" if job.quantization == "none" and is_bf16 else job.quantization

@@ -71,7 +71,6 @@ class Comparison:
 
     @property
     def next_limit(self) -> int | None:
-        """The limit of the next step."""
         if self.is_on == self.is_comparing:
             return PLAIN
         return 1 if self._is_probe and self.is_comparing else METHOD_DEFAULT

@@ -62,11 +62,13 @@ def test_rates_are_counted_in_results_of_three_commands(tmp_path):
         file.write_text(json.dumps(document))
         counted = read_acceptance(str(file))
         assert counted.low[0] < 0.6 < counted.high[0] and counted.source == "counted in out.json"
-        assert counted.high[0] - counted.low[0] == pytest.approx(2 * 1.96 * (0.6 * 0.4 / 200) ** 0.5)
+        # The texts have 80 and 40 of 100: by the ratio of sums 0.6 +- 1.96 sqrt(2 (20^2 + 20^2)) / 200.
+        assert counted.low[0] == pytest.approx(0.6 - 1.96 * 0.2) and counted.high[0] == pytest.approx(0.6 + 1.96 * 0.2)
         assert counted.low[1] < 0.5 < counted.high[1] and len(counted.low) == 2
     file.write_text(json.dumps({**modes, **of_kind}))
     code, other = (read_acceptance(str(file), kind) for kind in ("code", "chat"))
     assert code.low[0] < 0.4 < code.high[0] and len(code.low) == 1 and other.low == counted.low
+    assert code.high[0] - code.low[0] == pytest.approx(2 * 1.96 * (0.4 * 0.6 / 100) ** 0.5)  # of a single text
     for wrong in ('{"no": 1}', "[1]", "3", '{"modes": {"plain": {}}}'):
         file.write_text(wrong)
         with pytest.raises(RecipeError, match="acceptance_by_position"):

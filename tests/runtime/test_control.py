@@ -208,9 +208,8 @@ def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
 
 
 def test_a_turn_of_bad_luck_is_made_up_for():
-    """Three drafts, most of which are accepted, in steps of 2.25 plain ones, but few in the beginning."""
-    controller, kept = Controller(), [0, 3, 0, 0, 2, 0, 3, 0, 3, 0, 2, 0] + [2, 3] * 50
-    drafted = 0
+    controller, drafted = Controller(), 0
+    kept = [0, 3, 0, 0, 2, 0, 3, 0, 3, 0, 2, 0] + [2, 3] * 50  # of three drafts, in steps of 2.25 plain ones
     for _ in range(80):
         is_plain = controller.plan(sequences(1)) == PLAIN
         num = 0 if is_plain else kept[drafted]
