@@ -3,8 +3,8 @@
 
     python bench/plan_choice.py MODEL [--speculator FOLDER] [--prompts FILE] [--draft-tokens 1,2,4,8] [--cpu-time]
 
-Acceptance is counted in the first half of the prompts, with the longest drafts; the grid decodes the second half, so
-`plan` knows no text of the grid. Steps after the first token count, not the prompt; settings take turns text by text
+Acceptance is counted in every other prompt, with the longest drafts; the grid decodes those between them, so `plan`
+knows no text of the grid. Steps after the first token count, not the prompt; settings take turns text by text
 in one process, and the fastest of the rounds counts. "auto" is a recipe as `plan` writes it: it leaves the length of
 drafts to the controller.
 """
@@ -14,7 +14,7 @@ import itertools
 import json
 import tempfile
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -121,39 +121,20 @@ def main() -> None:
     print(f"{len(settings)} settings, {len(prompts)} prompts", flush=True)
     machine = (None if args.measure else kept_machine(args.threads)) or measure_machine(args.threads, clock=clock)
     context = max(map(len, prompts)) + args.tokens // 2
-    model = ModelOptions(settings=(SIZE,))
     known = Traffic(given=counted, context=context)
-    rows = [
-        row
-        for form in forms_of(args)
-        for row in forecast(
-            args.model,
-            replace(model, settings=(SIZE, f"{FORM}={form}")),
-            machine,
-            known,
-            [1],
-            context,
-            args.speculator,
-            args.methods,
-        )
-    ]
-    form_of = {id(row): dict(text.split("=", 1) for text in options.settings)[FORM] for row, options in rows}
-    predicted = {(form_of[id(row)], row.method): row for row, _ in rows}
-    choice = choose([row for row, _ in rows], None, False)
-    start = time.monotonic()
-    for num_round in range(args.rounds):
-        if time.monotonic() - start > args.seconds:
-            break
+    predicted = {}
+    for form in forms_of(args):
+        model = ModelOptions(settings=(SIZE, f"{FORM}={form}"))
+        rows = forecast(args.model, model, machine, known, [1], context, args.speculator, args.methods)
+        predicted |= {(form, row.method): row for row, _ in rows}
+    start, num_rounds = time.monotonic(), 0
+    while num_rounds < args.rounds and time.monotonic() - start < args.seconds:
         for index, prompt in list(enumerate(prompts))[1::2]:
             # The other way round in every second round: drifts of the machine meet both ends.
-            for setting in settings if num_round % 2 == 0 else reversed(settings):
+            for setting in settings if num_rounds % 2 == 0 else reversed(settings):
                 decode(setting, index, prompt, args.tokens, clock)
-    report(
-        settings,
-        (form_of[id(choice)], choice),
-        predicted,
-        f"{num_round + 1} rounds on {machine.name}, {machine.source}",
-    )
+        num_rounds += 1
+    report(settings, predicted, f"{num_rounds} rounds on {machine.name}, {machine.source}")
 
 
 def open_settings(args: Any, lengths: list[int]) -> tuple[list[Setting], dict[str, Acceptance], list[list[int]]]:
@@ -179,7 +160,7 @@ def open_settings(args: Any, lengths: list[int]) -> tuple[list[Setting], dict[st
     return settings, counted, prompts
 
 
-def report(settings: list[Setting], chosen: tuple[str, Row], predicted: dict[tuple[str, str], Row], what: str) -> None:
+def report(settings: list[Setting], predicted: dict[tuple[str, str], Row], what: str) -> None:
     """Prints the grid, the fastest first, and what the choice has of the best."""
     for form in {one.form for one in settings}:
         texts = [one.tokens for one in settings if one.form == form]
@@ -200,10 +181,10 @@ def report(settings: list[Setting], chosen: tuple[str, Row], predicted: dict[tup
             ]
         figures = f"{one.num_tokens / one.num_steps:.2f} | {one.speed():.1f} | {one.speed() / plain[one.form]:.2f}"
         print(f"| {one.form} | {one.method} | {one.length} | {figures} | {' | '.join(cells)} |")
-    best, (form, choice) = max(one.speed() for one in settings), chosen
+    best, choice = max(one.speed() for one in settings), choose(list(predicted.values()), None, False)
     print(f"{what}; texts of a form are equal. plan: {choice.sentence}")
     for one in settings:
-        if (one.form, one.method) == (form, choice.method) and one.length in (choice.num_drafts, AUTO):
+        if predicted.get((one.form, one.method)) is choice and one.length in (choice.num_drafts, AUTO):
             print(f"K {one.length}: {one.speed() / best:.3f} of the best")
 
 

@@ -42,6 +42,7 @@ OPS_PER_LAYER, OPS_BESIDE = 6, 12  # of ours, and those of the runtime beside al
 RUNTIME_OPS = {"states": 32, "experts": 15}  # of ONNX Runtime's, in a layer with these
 LOOP_S, DRAFTING_S, RUN_S = 0.15e-3, 0.35e-3, 0.15e-3  # docs/lab/2026-11-28-planner.md
 _PRECISIONS = {"none": "float32", "bf16": "bf16", "fp8": "int8", "int8": "int8", "int4": "int4"}
+_PRECISIONS |= {STORED: "int4"}  # most have about 4 bits
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")
 
 
@@ -110,7 +111,7 @@ def distinct_experts(num: int, num_chosen: int, rows: float) -> float:
 
 def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
     """Returns the costs of all graphs of a plan by their names; the target is the first."""
-    backend: Backend = registry.backend(plan.engine.backend)
+    backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     found: dict[str, GraphCosts] = {}
     target: ModelDims | None = None
     for job in plan.jobs:
@@ -118,8 +119,7 @@ def graphs_of_plan(plan: BuildPlan) -> dict[str, GraphCosts]:
         if job.is_optional and not source.is_needed:
             continue
         counts, config, form = source.counts(), {}, _form(plan, job, source.folder, backend)
-        precision = _PRECISIONS.get(form, "int8")
-        kept = form if form in backend.quantizations and job.quantization != STORED else job.quantization
+        precision, kept = _PRECISIONS.get(form, "int8"), form if form in backend.quantizations else job.quantization
         dims = source.dims if isinstance(source.dims, ModelDims) else None
         recurrent = [] if dims is None else [one.recurrent for one in dims.per_layer if one.recurrent is not None]
         if counts is None:
@@ -159,10 +159,7 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> in
 
 
 def _form(plan: BuildPlan, job: GraphJob, folder: Path, backend: Backend) -> str:
-    """Returns a job's quantisation: stored weights count as int4, as most have about 4 bits."""
-    if job.quantization == STORED:
-        return "int4"
-    # Floats count as bf16 where they are read as such: in engines of 16 bits, and by kernels that keep them exactly.
+    # Returns a job's quantisation; floats count as bf16 where engines of 16 bits or kernels that keep them read such.
     kept = "bf16" in backend.quantizations and plan.weights == "checkpoint" and (folder / "config.json").is_file()
     is_bf16 = plan.dtype != "float32" or (kept and stored_dtype(folder) == "bfloat16")
     return "bf16" if job.quantization == "none" and is_bf16 else job.quantization

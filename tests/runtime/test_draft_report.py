@@ -38,7 +38,7 @@ def run(controller: Controller, num_steps: int, cost: float, share: float, *, is
 @pytest.mark.parametrize(
     ("cost", "share", "sentence"),
     [
-        (0.6, 0.3, "drafts off: a draft token costs 0.6 of a step here, 30 % are accepted"),
+        (0.35, 0.3, "drafts off: a draft token costs 0.35 of a step here, 30 % are accepted"),
         (0.2, 0.5, "drafts on: a draft token costs 0.2 of a step here, 50 % are accepted"),
         (0.0, 0.5, "drafts on: a draft token costs less than 0.01 of a step here, 50 % are accepted"),
     ],
@@ -48,14 +48,13 @@ def test_the_numbers_are_those_of_the_steps_and_give_the_gain(cost, share, sente
     run(controller, 3 * LEAST_PAUSE, cost, share)
     latest = controller.latest()
     assert latest["draft_token_cost"] == pytest.approx(cost, abs=0.02) and not latest["is_expected"]
-    # A turn that loses ends after a dozen drafts.
-    assert latest["accepted_share"] == pytest.approx(share, abs=0.02 if latest["drafts"] else 0.04)
+    assert latest["accepted_share"] == pytest.approx(share, abs=0.02)
     told_cost, told_share = latest["draft_token_cost"], latest["accepted_share"]
     gain = (1 + told_share * NUM_DRAFTS) / (1 + told_cost * NUM_DRAFTS)
     assert latest["gain"] == pytest.approx(gain, rel=0.01) and latest["drafts"] == (gain > 1)
     report = report_from_planner(controller, 100, 90)  # counts since the start are not what decided
     assert report.sentence.split(", ")[0] == sentence.split(", ")[0] and report.reason == "measured"
-    assert abs(float(report.sentence.split(", ")[1].split()[0]) - 100 * told_share) <= 0.5
+    assert abs(float(report.sentence.split(", ")[1].split()[0]) - 100 * share) <= 2
 
 
 def test_a_budget_that_drafts_nothing_gives_its_own_numbers_until_a_turn_measures_it():
