@@ -80,6 +80,8 @@ class DrawnDrafts(NoneProposer):
     wrong residual or acceptance changes the text's joint distribution. Beyond `exact_rows` nothing is drafted.
     """
 
+    may_draw = True
+
     def __init__(self, rows: Rows, vocab_size: int, is_tree: bool) -> None:
         self.vocab_size, self.is_tree = vocab_size, is_tree
         self.dists = {text: _reversed(row, vocab_size) for text, row in rows.items()}

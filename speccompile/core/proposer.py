@@ -70,6 +70,8 @@ class Proposer(Protocol):
 
     # It reads missed tokens before it drafts: it needs no `prefill`, `skip` or `flush`.
     catches_up: bool
+    # Where a batch may draw (`Batch.may_draw`), it draws drafts from its own distribution: their number changes texts.
+    may_draw: bool
 
     @property
     def caches(self) -> Sequence[CacheRows]:

@@ -61,7 +61,7 @@ class HeadsProposer:
         budget: bounds and costs; its draft costs are those of one run.
         shape: fixed shape of the tree; None: as many of the candidates as are worth their time.
         log_odds: initial log(odds of acceptance / odds given by the confidence) of a new sequence.
-        may_sample: draw drafts from the heads' distributions in sequences that sample; for chains only.
+        may_draw: draw drafts from the heads' distributions in sequences that sample; for chains only.
         num_candidates: of each head, where it gives candidates by rank: how many are used; None: all.
     """
 
@@ -75,11 +75,11 @@ class HeadsProposer:
         shape: TreeShape | None,
         log_odds: float,
         *,
-        may_sample: bool = False,
+        may_draw: bool = False,
         num_candidates: int | None = None,
     ) -> None:
         spec = engine.spec
-        self.is_chain, self.may_sample = spec.gives_probs, may_sample and spec.gives_probs
+        self.is_chain, self.may_draw = spec.gives_probs, may_draw and spec.gives_probs
         if not self.is_chain:
             _check_tree(spec, shape)
         self.engine, self.budget, self.shape, self._log_odds = engine, budget, shape, log_odds
@@ -98,7 +98,7 @@ class HeadsProposer:
         """Gives the sequence a new estimate, and no hidden state."""
         self.states.flush()  # the target is about to read the prompt
         # Drawn drafts must not depend on other sequences, so their prior is not shared.
-        is_drawn = self.may_sample and not sequence.sampling.is_greedy
+        is_drawn = self.may_draw and not sequence.sampling.is_greedy
         prior = SharedPrior(self.budget.max_depth) if is_drawn else self._prior
         sequence.draft_state = DraftState(AcceptanceEstimate(prior, self._log_odds))
 
@@ -122,7 +122,7 @@ class HeadsProposer:
         sequences, self._grown = batch.sequences, None
         self.budget.is_forced = batch.is_forced
         roots = np.array([sequence.tokens[-1] for sequence in sequences], dtype=np.int64)
-        is_drawn = self.may_sample and batch.may_draw
+        is_drawn = self.may_draw and batch.may_draw
         able = self.states.known(sequences, [p for p, sequence in enumerate(sequences) if sequence.max_drafts > 0])
         self._drafting = drafting = self._worth_drafting(able, sequences, is_drawn)
         if not drafting:

@@ -75,7 +75,7 @@ class HeadsFields(TreeFields):
                 min_path=0.0 if floor == "auto" else floor,
                 num_runs=1,
             )
-            return kind(engine, budget, None, log_odds, may_sample=self.drafts != "greedy")
+            return kind(engine, budget, None, log_odds, may_draw=self.drafts != "greedy")
         depth = (
             grown_depth(built.num_drafts, self.tree_width, self.num_candidates) if shape is None else shape.max_depth
         )

@@ -77,6 +77,8 @@ class Scorer(Protocol):
 class Drafts(Protocol):
     """Makes draft trees of a scorer's candidates: `TreeGrower`, `StaticTrees`."""
 
+    may_draw: bool  # see `Proposer`
+
     def new_estimate(self) -> AcceptanceEstimate | None:
         """Returns the estimate of a new sequence; None where nothing is estimated."""
         ...
@@ -108,6 +110,7 @@ class DraftProposer:
     def __init__(self, rows: Scorer, likeliest: Drafts, drawn: Drafts) -> None:
         self.rows, self.likeliest, self.drawn = rows, likeliest, drawn
         self.caches, self.catches_up, self._used = rows.caches, rows.catches_up, likeliest
+        self.may_draw = drawn.may_draw
 
     def start(self, slot: int, sequence: TokenSequence) -> None:
         self.rows.start(slot)
@@ -154,6 +157,8 @@ class TreeGrower:
         num_candidates: candidates to keep for each expanded node; None: all that the draft gives.
         races_probs: sequences that sample race over the draft's distributions, and grammars choose among all tokens.
     """
+
+    may_draw = False
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class StaticTrees:
 
     Args:
         shape: of the tree; one expansion feeds at most `shape.num_drafts` nodes.
-        may_sample: draw drafts for sequences that sample; otherwise they are the most probable candidates.
+        may_draw: draw drafts for sequences that sample; otherwise they are the most probable candidates.
         length: decides where a drawn chain ends; None: drafts have the whole shape.
     """
 
@@ -43,12 +43,12 @@ class StaticTrees:
         scorer: Scorer,
         shape: TreeShape,
         *,
-        may_sample: bool,
+        may_draw: bool,
         vocab_size: int,
         length: DrawnLength | None = None,
     ) -> None:
-        self._length = length if shape.is_chain and may_sample else None
-        self.scorer, self.shape, self.may_sample, self.vocab_size = scorer, shape, may_sample, vocab_size
+        self._length = length if shape.is_chain and may_draw else None
+        self.scorer, self.shape, self.may_draw, self.vocab_size = scorer, shape, may_draw, vocab_size
         self.parents, ranks = shape.parents(), shape.ranks().tolist()
         self.levels: list[Level] = []  # by depth
         for depth in range(shape.max_depth):
@@ -91,7 +91,7 @@ class StaticTrees:
             for slot, sequence in enumerate(sequences)
         ]
         able = [slot for slot, room in enumerate(rooms) if room >= 0]
-        is_drawn = self.may_sample and batch.may_draw
+        is_drawn = self.may_draw and batch.may_draw
         self.chains = self._length.begin(batch) if self._length is not None and is_drawn else None
         if self.chains is not None:
             able = [slot for slot in able if self.chains.goes_on(slot)]
@@ -155,7 +155,7 @@ class _Drafts:
         self.maker, self.batch = maker, batch
         # To draw from, to race over, or for grammars to choose among all tokens.
         self.is_masked = has_grammars(batch)
-        gives_probs = maker.may_sample and (not batch.is_greedy or self.is_masked)
+        gives_probs = maker.may_draw and (not batch.is_greedy or self.is_masked)
         self.warp: Mapping[str, NDArray[Any]] = draft_warp(batch) if gives_probs else {}
         self.trees = DraftTrees(roots, maker.shape.num_drafts)
         self.trees.parents[:, :-1] = maker.parents

@@ -279,4 +279,4 @@ class CachedDraftFields(TreeFields):
         self, scorer: Scorer, shape: TreeShape, engine: Engine, length: DrawnLength | None = None
     ) -> StaticTrees:
         vocab_size = engine.spec.vocab_size
-        return StaticTrees(scorer, shape, may_sample=self.has_probs, vocab_size=vocab_size, length=length)
+        return StaticTrees(scorer, shape, may_draw=self.has_probs, vocab_size=vocab_size, length=length)

@@ -300,7 +300,8 @@ class SpecEngine:
         planner = self.controller if speculative else None
         for sequence in sequences if not speculative else ():
             sequence.speculation = "off"
-        waiting = SequenceBatch(sequences, max_slots, max_forced=self.context.max_draft_nodes if speculative else 0)
+        max_forced = self.context.max_draft_nodes if speculative else 0
+        waiting = SequenceBatch(sequences, max_slots, not proposer.may_draw, max_forced)
         for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
             yield steps
             if self._is_closed:

@@ -99,9 +99,9 @@ def test_odds_of_drafts_that_are_never_scored_recover():
 COSTS = StepCosts(((1, 1.0), (8, 1.1)))
 
 
-def make_chain(may_sample=False):
+def make_chain(may_draw=False):
     engine = SimpleNamespace(spec=heads_spec("heads", 4, 9, 3), max_slots=2)
-    return HeadsProposer(engine, Budget(3, 3, 1, COSTS, COSTS, num_runs=1), None, 0.0, may_sample=may_sample)
+    return HeadsProposer(engine, Budget(3, 3, 1, COSTS, COSTS, num_runs=1), None, 0.0, may_draw=may_draw)
 
 
 def make_tree():
@@ -148,7 +148,7 @@ def test_nodes_that_another_added_to_the_tree_are_not_the_heads_own():
 def test_only_drafts_that_are_never_drawn_share_a_prior():
     greedy = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams())
     hot = SimpleNamespace(tokens=[1, 2], sampling=SamplingParams(temperature=1.0))
-    for may_sample, sequence, is_shared in ((True, greedy, True), (True, hot, False), (False, hot, True)):
-        proposer = make_chain(may_sample)
+    for may_draw, sequence, is_shared in ((True, greedy, True), (True, hot, False), (False, hot, True)):
+        proposer = make_chain(may_draw)
         proposer.start(0, sequence)
         assert (sequence.draft_state.estimate.prior is proposer._prior) == is_shared

@@ -134,6 +134,16 @@ def test_sampled_text_is_plain_text_where_no_text_may_depend_on_drafts(lab, plai
     assert num_accepted >= 5
 
 
+@pytest.mark.parametrize(("method", "form"), forms())
+def test_the_controller_decides_where_sampled_text_does_not_depend_on_drafts(lab, plain, monkeypatch, method, form):
+    engine = lab(method, form, "onnxruntime")
+    asked = [SamplingParams(max_new_tokens=14, temperature=1.0, seed=i, ignore_eos=True) for i in range(len(prompts()))]
+    may_draw, numbers = engine.proposer.may_draw, itertools.count()
+    monkeypatch.setattr(engine, "controller", Limits((None, 0, 2)[number % 3] for number in numbers))
+    texts = [r.tokens for r in engine.generate(prompts(), asked, batch_size=3)]
+    assert (texts == plain(asked), next(numbers) > 14) == (not may_draw, not may_draw)
+
+
 TOO_DEAR = StepCosts(((1, 10.0), (2, 1e4), (64, 1e6)))  # no draft pays, whatever is accepted
 
 

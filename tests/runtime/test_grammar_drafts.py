@@ -104,6 +104,8 @@ def judge(texts: list[list[int]], params: SamplingParams) -> tuple[float, float,
 class OneRun(NoneProposer):
     """Chains of three as one run of a graph draws them: by its own distributions, which no grammar has masked."""
 
+    may_draw = True
+
     def propose(self, batch):
         rows = []
         for slot, sequence in enumerate(batch.sequences):

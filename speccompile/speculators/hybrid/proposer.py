@@ -87,6 +87,8 @@ class HybridProposer:
         has_trees: the target scores trees, so that drafts of two may be merged.
     """
 
+    may_draw = False
+
     def __init__(self, drafters: Sequence[Drafter], context: MethodContext, *, has_trees: bool = False) -> None:
         self.drafters = tuple(drafters)
         self.catches_up = any(drafter.proposer.catches_up for drafter in drafters)

@@ -73,6 +73,7 @@ class NgramProposer:
     """A `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = looks_up = True
+    may_draw = False
     caches = ()
 
     def __init__(self, config: NgramConfig, context: MethodContext) -> None:

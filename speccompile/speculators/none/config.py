@@ -34,6 +34,7 @@ class NoneProposer:
     """A `speccompile.core.proposer.Proposer`."""
 
     catches_up = True
+    may_draw = False
     caches = ()
 
     def start(self, slot: int, sequence: TokenSequence) -> None: ...

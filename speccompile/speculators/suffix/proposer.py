@@ -45,6 +45,7 @@ class SuffixProposer:
     """A `speccompile.core.proposer.Proposer`. Drafts are deterministic."""
 
     catches_up = looks_up = True
+    may_draw = False
     caches = ()
 
     def __init__(self, config: SuffixConfig, context: MethodContext) -> None:

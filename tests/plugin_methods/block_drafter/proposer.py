@@ -37,6 +37,7 @@ class BlockProposer:
     """
 
     catches_up = False
+    may_draw = False
 
     def __init__(self, engine: Engine, max_drafts: int, max_rows: int) -> None:
         self.engine, self.max_rows = engine, max_rows
