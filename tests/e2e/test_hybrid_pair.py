@@ -133,6 +133,14 @@ def next_drafts(engine, watched, batch):
     return tree, seen[0]
 
 
+def test_a_draft_with_caches_of_its_own_is_charged_for_what_it_missed(lab):
+    rising = StepCosts(((1, 1.0), (64, 9.0)))
+    [own] = [
+        drafter.costs for drafter in lab("hybrid", "chain", "onnxruntime", rising).proposer.drafters if drafter.costs
+    ]
+    assert own.ms(1, 2.0, num_missed=50) > own.ms(1, 2.0, num_missed=0)
+
+
 @pytest.mark.parametrize("form", ["chain", "tree"])
 def test_the_next_drafts_have_the_bits_of_a_prompt_that_was_read_anew(lab, monkeypatch, form):
     engine = lab("hybrid", form, "onnxruntime")

@@ -10,7 +10,7 @@ import pytest
 
 from speccompile.certificate.verify import STEPS, Options, verify
 from speccompile.core import registry
-from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
+from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext, StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.spec_engine import SpecEngine
 from tests import store
@@ -147,6 +147,14 @@ def test_states_of_an_engine_without_an_owner_stay_as_they_are(engines):
     draft.states.follow(SLOTS)
     draft.states.owner = owner
     assert all(np.array_equal(array, draft.states.arrays[name]) for name, array in before.items())
+
+
+def test_a_hybrid_charges_nothing_for_rows_that_the_target_has_read(engines):
+    method, costs = registry.method("hybrid"), {"self_draft": StepCosts(((1, 1.0), (64, 9.0)))}
+    config = method.Config(drafters=({"method": "self_draft"}, {"method": "suffix"}))
+    context = MethodContext(SLOTS, MAX_SEQ, MAX_NODES, costs)
+    own = method.make_proposer(config, {"self_draft": engines("llama")[1]}, context).drafters[0].costs
+    assert own.ms(1, 2.0, num_missed=50) == own.ms(1, 2.0, num_missed=0) == 3.0
 
 
 # A hybrid of attention and recurrent layers, one of convolutions, two mixtures; windows, sinks, norms of heads.

@@ -69,12 +69,12 @@ class ForeseeingScript(Scripted):
     offered = ()
 
 
-def scripted(known, draft_ms, catches_up=True, slots=1):
+def scripted(known, draft_ms, catches_up=True, slots=1, has_caches=True):
     """A hybrid of a drafter without a graph, which expects `known`, and one with runs of `draft_ms`; its batch."""
     free, costly = ForeseeingScript(7, 4), Scripted(8, 3, catches_up)
     free.foreseen = known
     context = MethodContext(slots, 64, 8, {"target": StepCosts(((1, 10.0), (9, 12.0)))})
-    costs = DrafterCosts([StepCosts(((1, draft_ms), (64, 2 * draft_ms)))])
+    costs = DrafterCosts([StepCosts(((1, draft_ms), (64, 2 * draft_ms)))], has_caches=has_caches)
     hybrid = HybridProposer([Drafter(free, None), Drafter(costly, costs)], context)
     sequences = [SimpleNamespace(tokens=[1, 2, 3], max_drafts=9, grammar=None, sampling=None) for _ in range(slots)]
     for slot, sequence in enumerate(sequences):
@@ -134,11 +134,12 @@ def test_acceptance_is_learned_by_drafter_and_sequence():
     assert hybrid.propose(batch).tokens[0, 1] == 8
 
 
-def test_what_a_drafter_missed_counts():
-    hybrid, _, _, batch = scripted([1.0], 1.0)
+@pytest.mark.parametrize(("has_caches", "taken"), [(True, 7), (False, 8)])
+def test_what_a_drafter_missed_counts_where_it_has_caches_of_its_own(has_caches, taken):
+    hybrid, _, _, batch = scripted([1.0], 1.0, has_caches=has_caches)
     assert hybrid.propose(batch).tokens[0, 1] == 8
     batch.sequences[0].draft_state[1].num_read = -800
-    assert hybrid.propose(batch).tokens[0, 1] == 7
+    assert hybrid.propose(batch).tokens[0, 1] == taken
 
 
 def test_drafts_are_found_in_the_text_where_a_drafter_runs_no_graph():
@@ -188,6 +189,10 @@ def test_measured_times_are_each_drafters_own():
     hybrid.observe(1, tree.nodes, StepTimes(0.006, 0.010, 0.020))
     assert seen["free"] == pytest.approx((0.001, 0.010, 0.015))
     assert seen["costly"] == pytest.approx((0.004, 0.010, 0.018))
+    rests = []
+    hybrid.drafters[1].costs.rest = rests.append
+    hybrid.observe(1, 1, StepTimes(0.0, 0.010, 0.020))  # it did not run
+    assert rests == [1]
 
 
 def test_merged_trees_have_the_rows_that_were_picked():

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from speccompile.core.jobs import StepCosts
+from speccompile.drafting.budget import FORGOTTEN_STEPS
 from speccompile.speculators.hybrid import choice
 from speccompile.speculators.hybrid.choice import READ_OVER, DrafterCosts, Offer, choose
 
@@ -77,8 +78,8 @@ def test_wrong_choices_are_noticed(name):
     right, wrong = MUTANTS[name]
     source = inspect.getsource(choice)
     assert source.count(right) == 1, name
-    made = {"__name__": "mutant"}
-    exec(compile(source.replace(right, wrong).replace("@dataclass(frozen=True)\n", ""), "mutant", "exec"), made)
+    made = {"__name__": choice.__name__}
+    exec(compile(source.replace(right, wrong), "mutant", "exec"), made)
     with pytest.raises(AssertionError):  # noqa: PT012
         for seed in range(60):
             planted(made["choose"], seed)
@@ -100,3 +101,23 @@ def test_reading_and_runs_cost_what_the_bundle_recorded_times_what_was_measured(
     assert costs.ms(2, 2.0, 0) == DrafterCosts([StepCosts(((1, 1.0), (11, 3.0)))]).ms(2, 2.0, 0)  # another batch
     costs.observe(1, 2.0, 10, 10.0)  # held up by other processes
     assert costs.ms(1, 2.0, 10) < 2.1 * (3 + 2 / READ_OVER)
+
+
+def test_a_first_run_does_not_count_and_what_is_not_used_is_forgotten():
+    """Otherwise a drafter whose first run read its weights from disk would never run again."""
+    costs = DrafterCosts([StepCosts(((1, 1.0),))])
+    costs.observe(1, 2.0, 0, 1.0)  # memory is laid out
+    assert costs.ms(1, 2.0, 0) == 3.0
+    for _ in range(50):
+        costs.observe(1, 2.0, 0, 30e-3)
+    dear = costs.ms(1, 2.0, 0)
+    assert dear > 20
+    for _ in range(FORGOTTEN_STEPS - 1):
+        costs.rest(1)
+    costs.rest(2)  # another batch
+    assert costs.ms(1, 2.0, 0) == dear
+    costs.observe(1, 2.0, 0, 30e-3)
+    for _ in range(FORGOTTEN_STEPS):
+        assert costs.ms(1, 2.0, 0) > 20
+        costs.rest(1)
+    assert costs.ms(1, 2.0, 0) == 3.0

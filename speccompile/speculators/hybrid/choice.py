@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speccompile.core.jobs import StepCosts
-from speccompile.drafting.budget import MACHINE_WEIGHT, MAX_SURPRISE
+from speccompile.drafting.budget import FORGOTTEN_STEPS, MACHINE_WEIGHT, MAX_SURPRISE
 
 MAX_FIRST_SURPRISE = 2.0  # of the first log time of a batch size; later ones: `MAX_SURPRISE`
 READ_OVER = 4  # steps that share the time in which a drafter reads what it missed: it is likely to run again
@@ -58,32 +58,55 @@ def choose(known: Sequence[float], num_known: int, offers: Sequence[Offer], scor
     return best
 
 
-class DrafterCosts:
-    """Milliseconds of a drafter: recorded times of its runs, corrected by measured ones; a run has 1 or more drafts."""
+@dataclass(slots=True)
+class _Factor:
+    """Of a drafter with one number of sequences: log(measured time / recorded time), and the steps that it is of."""
 
-    def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1) -> None:
-        self._graphs, self._per_run = tuple(graphs), max(drafts_per_run, 1)
-        # By sequences: log(measured time / recorded time), and the steps that it is of.
-        self._factors: dict[int, tuple[float, int]] = {}
+    log: float = 0.0
+    num_seen: int = 0  # the first, with allocation, does not count
+    num_unused: int = 0  # steps since it ran
+
+
+class DrafterCosts:
+    """Milliseconds of a drafter: recorded times of its runs, corrected by measured ones; a run has 1 or more drafts.
+
+    Args:
+        has_caches: of its own, so that it reads tokens that it missed.
+    """
+
+    def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1, *, has_caches: bool = True) -> None:
+        self._graphs, self._per_run, self._has_caches = tuple(graphs), max(drafts_per_run, 1), has_caches
+        self._factors: dict[int, _Factor] = {}  # by sequences
         self.num_drafts = 1.0  # of a sequence in recent steps
         self.is_known = all(cost.ms_by_nodes for cost in self._graphs)
 
     def recorded_ms(self, num_slots: int, expected: float, num_missed: int) -> tuple[float, float]:
         """Returns the recorded milliseconds of drafting, and of reading."""
         run = sum(cost.ms(num_slots) for cost in self._graphs)
-        reading = sum(cost.ms(num_slots * (1 + num_missed)) for cost in self._graphs) - run
+        num_read = num_missed if self._has_caches else 0
+        reading = sum(cost.ms(num_slots * (1 + num_read)) for cost in self._graphs) - run
         return run * math.ceil((1 + expected) / self._per_run), reading
 
     def ms(self, num_slots: int, expected: float, num_missed: int) -> float:
         """Returns the milliseconds that count for a step; see `recorded_ms`."""
         drafting, reading = self.recorded_ms(num_slots, expected, num_missed)
-        return math.exp(self._factors.get(num_slots, (0.0, 0))[0]) * (drafting + reading / READ_OVER)
+        at = self._factors.get(num_slots)
+        return (math.exp(at.log) if at is not None else 1.0) * (drafting + reading / READ_OVER)
 
     def observe(self, num_slots: int, expected: float, num_missed: int, seconds: float) -> None:
         """Corrects the costs with the time of a step in which it drafted; see `recorded_ms`."""
+        at = self._factors.setdefault(num_slots, _Factor())
+        at.num_seen, at.num_unused = at.num_seen + 1, 0
         recorded = sum(self.recorded_ms(num_slots, expected, num_missed))
-        if recorded > 0 and seconds > 0:
-            known, num_seen = self._factors.get(num_slots, (0.0, 0))
-            most = MAX_SURPRISE if num_seen else MAX_FIRST_SURPRISE
-            surprise = min(max(math.log(seconds * 1e3 / recorded) - known, -most), most)
-            self._factors[num_slots] = known + max(MACHINE_WEIGHT, 1 / (1 + num_seen)) * surprise, num_seen + 1
+        if at.num_seen > 1 and recorded > 0 and seconds > 0:
+            most = MAX_FIRST_SURPRISE if at.num_seen == 2 else MAX_SURPRISE
+            surprise = min(max(math.log(seconds * 1e3 / recorded) - at.log, -most), most)
+            at.log += max(MACHINE_WEIGHT, 1 / (at.num_seen - 1)) * surprise
+
+    def rest(self, num_slots: int) -> None:
+        """Counts a step without it: after `FORGOTTEN_STEPS` it costs what was recorded, so that it is tried again."""
+        at = self._factors.get(num_slots)
+        if at is not None:
+            at.num_unused += 1
+            if at.num_unused == FORGOTTEN_STEPS:
+                at.log, at.num_seen = 0.0, 1

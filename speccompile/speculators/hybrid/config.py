@@ -102,10 +102,10 @@ class HybridMethod(Method):
         for method, part in config.parts:
             names = [job.name for job in method.graph_jobs(part) if job.name in engines or not job.is_optional]
             own = {name: engines[name] for name in names}
-            costs = None
+            proposer, costs = method.make_proposer(part, own, context), None
             if names:
                 per_run = max(engine.spec.num_drafts for engine in own.values())
                 known = [context.costs[name] for name in names if name in context.costs]
-                costs = DrafterCosts(known, per_run)
-            drafters.append(Drafter(method.make_proposer(part, own, context), costs))
+                costs = DrafterCosts(known, per_run, has_caches=bool(proposer.caches))
+            drafters.append(Drafter(proposer, costs))
         return HybridProposer(drafters, context, has_trees=config.draft_bounds.has_tree)

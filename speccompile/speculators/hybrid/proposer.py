@@ -278,10 +278,11 @@ class HybridProposer:
             own_s = self._seconds[index]
             own = StepTimes(own_s, times.score_s, times.step_s - times.propose_s + own_s)
             drafter.proposer.observe(num_slots, num_nodes, own)
-        if self._ran >= 0 and self._ran in self._picks:
-            costs = self.drafters[self._ran].costs
-            assert costs is not None
-            costs.observe(num_slots, *self._run, self._seconds[self._ran])
+        for index, costs in self._costly:
+            if index != self._ran:
+                costs.rest(num_slots)
+            elif index in self._picks:
+                costs.observe(num_slots, *self._run, self._seconds[index])
         self._seconds, self._ran = [0.0] * len(self.drafters), -1
 
     def flush(self) -> None:
