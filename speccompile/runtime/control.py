@@ -22,8 +22,8 @@ from speccompile.runtime.sequences import TokenSequence
 
 PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
 TURN = 12  # steps of the other way: the mean of times with 10 % noise is right within 3 %
-# Plain steps: a turn of drafts that has lost the time of so many ends early. One that has lost less is doubled once, as
-# the tokens of twelve steps say little.
+# Plain steps: a turn of drafts that has lost the time of so many ends early, the worst step left out. One that has lost
+# less is doubled once, as the tokens of twelve steps say little.
 MOST_LOST = 4
 MEMORY = 0.99  # weight of the past per step: means over 100 steps, as the machine's speed and the text change
 MAX_STEP = 2.0  # times the mean: what a step takes longer, another process took
@@ -95,11 +95,13 @@ class Comparison:
             self._brought += tokens
             self._num_drafts += drafts
             plain_s = self._in_use.mean if self._in_use.num else math.inf
-            self._lost_s += 0.0 if is_first else step_s - tokens * plain_s
-            if not self.is_on and self._lost_s > MOST_LOST * plain_s:
+            if not is_first:
+                self._losses.append(step_s - tokens * plain_s)
+            lost_s = sum(self._losses)
+            if not self.is_on and lost_s - max(self._losses, default=0.0) > MOST_LOST * plain_s:
                 self._compare()
             elif self._left == 0:
-                if not self.is_on and self._num_drafts and self._lost_s > 0 and self._other.num <= TURN:
+                if not self.is_on and self._num_drafts and lost_s > 0 and self._other.num <= TURN:
                     self._left = TURN
                 else:
                     self._compare()
@@ -148,7 +150,8 @@ class Comparison:
         self._other = _Mean()  # seconds of a step
         self._before = copy(self._tokens), copy(self._drafts)
         self._spent_s = self._brought = self._num_drafts = 0.0  # seconds; tokens and drafts per sequence
-        self._lost_s = 0.0  # without the first step, in which a draft reads what it missed
+        # Seconds by step, without the first, in which a draft reads what it missed; one may have been held up.
+        self._losses: list[float] = []
 
     def wait(self, draft_s: float) -> None:
         """Adds the seconds in which a draft read a prompt, as all sequences need one for the next turn."""
@@ -188,7 +191,9 @@ class _Mean:
         self._sum, self.num = share * self._sum, share * self.num
 
     def add(self, number: float, most: float = math.inf) -> None:
-        """Adds a number; one of more than `most` times the mean counts as that."""
+        """Adds a number; one of more than `most` times the mean counts as that, as does the first beside the second."""
+        if self.num == 1:
+            self._sum = min(self._sum, most * number)
         if self.num:
             number = min(number, most * self.mean)
         self._sum = MEMORY * self._sum + number

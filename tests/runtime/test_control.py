@@ -202,9 +202,8 @@ def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
         drafted = run_exactly(Controller(), [cost] * (2 * TURN + 1))
         assert drafted == [False] * TURN + [True] * TURN + [is_on]
     drafted = run_exactly(Controller(), [3.0] * (2 * TURN + 1))  # each draft step loses a plain one's time
-    assert drafted == [False] * TURN + [True] * (MOST_LOST + 2) + [False] * (TURN - MOST_LOST - 1)
-    drafted = run_exactly(Controller(), [2.1] * (4 * TURN))  # a tenth: the turn is doubled
-    assert drafted == [False] * TURN + [True] * 2 * TURN + [False] * TURN
+    assert drafted == [False] * TURN + [True] * (MOST_LOST + 3) + [False] * (TURN - MOST_LOST - 2)
+    assert run_exactly(Controller(), [2.1] * (4 * TURN))[TURN:] == [True] * 2 * TURN + [False] * TURN  # it is doubled
 
 
 def test_a_turn_of_bad_luck_is_made_up_for():
@@ -237,8 +236,9 @@ def test_one_disturbed_turn_changes_nothing_and_two_do():
 
 
 def test_a_turn_that_has_lost_enough_ends_early():
-    drafted = run_exactly(Controller(), [30.0] * (TURN + 10))
-    assert drafted.count(True) == 2
+    assert run_exactly(Controller(), [30.0] * (TURN + 10)).count(True) == 3
+    for at in (1, 7):  # one step was held up
+        assert run_exactly(Controller(), [1.2] * (TURN + at) + [30.0] + [1.2] * 3 * TURN)[-1]
 
 
 def test_drafts_made_now_and_then_are_charged_with_the_steps_that_they_slow_down():

@@ -59,23 +59,18 @@ def choose(known: Sequence[float], num_known: int, offers: Sequence[Offer], scor
 
 
 @dataclass(slots=True)
-class _Factor:
-    """Of a drafter with one number of sequences: log(measured time / recorded time), and the steps that it is of."""
-
-    log: float = 0.0
+class _Factor:  # of one number of sequences
+    log: float = 0.0  # of measured time / recorded time
     num_seen: int = 0  # the first, with allocation, does not count
     num_unused: int = 0  # steps since it ran
 
 
 class DrafterCosts:
-    """Milliseconds of a drafter: recorded times of its runs, corrected by measured ones; a run has 1 or more drafts.
-
-    Args:
-        has_caches: of its own, so that it reads tokens that it missed.
-    """
+    """Milliseconds of a drafter: recorded times of its runs, corrected by measured ones; a run has 1 or more drafts."""
 
     def __init__(self, graphs: Sequence[StepCosts], drafts_per_run: int = 1, *, has_caches: bool = True) -> None:
-        self._graphs, self._per_run, self._has_caches = tuple(graphs), max(drafts_per_run, 1), has_caches
+        self._graphs, self._per_run = tuple(graphs), max(drafts_per_run, 1)
+        self._has_caches = has_caches  # of its own, so that it reads tokens that it missed
         self._factors: dict[int, _Factor] = {}  # by sequences
         self.num_drafts = 1.0  # of a sequence in recent steps
         self.is_known = all(cost.ms_by_nodes for cost in self._graphs)
