@@ -3,10 +3,10 @@
 
     python bench/plan_choice.py MODEL [--speculator FOLDER] [--prompts FILE] [--draft-tokens 1,2,4,8] [--cpu-time]
 
-Acceptance is counted in every other prompt, with the longest drafts; the grid decodes those between them, so `plan`
-knows no text of the grid. Steps after the first token count, not the prompt; settings take turns text by text
-in one process, and the fastest of the rounds counts. "auto" is a recipe as `plan` writes it: it leaves the length of
-drafts to the controller.
+Acceptance is counted in every other prompt of a kind, with the longest drafts; the grid decodes those between them, so
+`plan` knows no text of the grid. Steps after the first token count, not the prompt; settings take turns text by text in
+one process, and the fastest of the rounds counts. "auto" is a recipe as `plan` writes it: the controller has
+the length of drafts.
 """
 
 import argparse
@@ -151,7 +151,9 @@ def open_settings(args: Any, lengths: list[int]) -> tuple[list[Setting], dict[st
         if not prompts:
             kinds = None if args.prompts else "all"
             samples = read_samples(read_bundle(bundle, verify=False), args.prompts, kinds, None)
-            prompts = [sample.ids[-args.prompt_tokens :] for sample in samples][:: args.every][: args.limit]
+            # By kind, so that both halves have texts of all kinds.
+            used = sorted(samples[:: args.every][: args.limit], key=lambda sample: sample.category or "")
+            prompts = [sample.ids[-args.prompt_tokens :] for sample in used]
         if one.name != PLAIN and one.name not in counted:
             counted[one.name] = count_acceptance(bundle, section_of(one, max(lengths)), prompts[::2], args)
         for length in [0] if one.name == PLAIN else [*lengths, AUTO]:
