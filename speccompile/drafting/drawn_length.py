@@ -15,17 +15,18 @@ from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 
 FIRST_RATE = 0.75  # acceptance rate of a new sequence, on the high side: a token may be followed by others
+FIRST_WEIGHT = 4  # of it, in verdicts on a token: drafts that do not pay end after a few
 MEMORY = 0.95  # weight of the past in a sequence's acceptance rate
-RECOVERY = 0.02  # pull towards the first rate in a step without drafts, so that a bad start does not end drafting
+RECOVERY = 0.002  # pull towards the first rate in a step without drafts: drafts are tried again, but rarely
 
 
 class DrawnRecord:
     """Estimates of one sequence, initially `log_odds` = log(odds of acceptance / odds given by the confidence)."""
 
-    __slots__ = ("estimate", "rate")
+    __slots__ = ("_num", "estimate", "rate")
 
     def __init__(self, log_odds: float) -> None:
-        self.rate, self.estimate = FIRST_RATE, AcceptanceEstimate(SharedPrior(1), log_odds)
+        self.rate, self._num, self.estimate = FIRST_RATE, FIRST_WEIGHT, AcceptanceEstimate(SharedPrior(1), log_odds)
 
     def learn(self, probs: Sequence[float], num_accepted: int) -> None:
         """Updates the estimates with one verdict. `probs`: that each draft token is accepted; empty: none was drawn."""
@@ -34,11 +35,10 @@ class DrawnRecord:
             self.rate += RECOVERY * (FIRST_RATE - self.rate)
             return
         for depth, prob in enumerate(probs[: num_accepted + 1]):
-            self.estimate.learn_rank(0, float(depth < num_accepted) - prob)
-        for _ in range(num_accepted):
-            self.rate += (1 - MEMORY) * (1 - self.rate)
-        if num_accepted < len(probs):
-            self.rate *= MEMORY
+            is_kept = float(depth < num_accepted)
+            self.estimate.learn_rank(0, is_kept - prob)
+            self._num += 1
+            self.rate += max(1 - MEMORY, 1 / self._num) * (is_kept - self.rate)
 
 
 class DrawnLength:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of a small model over mock engines: their length, what the draft reads, and the resulting text."""
 
+import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS, GraphSpec
 from speccompile.core.tree import TokenTree
 from speccompile.drafting.acceptance import DraftState
-from speccompile.drafting.drawn_length import DrawnRecord
+from speccompile.drafting.budget import Budget
+from speccompile.drafting.drawn_length import DrawnLength, DrawnRecord
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
@@ -124,9 +126,30 @@ def test_a_record_of_drawn_drafts_follows_the_verdicts():
     for _ in range(200):
         learn(1, 0)
     assert record.estimate.log_odds[0] < -1.5 and record.rate < 0.1
-    for _ in range(200):  # a length that is not drafted is probed again
+    for _ in range(1500):  # a length that is not drafted is probed again
         learn(0, 0)
     assert record.rate > 0.7
+
+
+@pytest.mark.parametrize(("accepted", "least"), [(0.05, 0.965), (0.36, 0.98), (0.7, 1.18)])
+def test_drawn_chains_that_do_not_pay_end_soon(accepted, least):
+    """Texts of 160 tokens; a run of the draft costs 0.4 of a step; `least` is the speed, plain decoding's 1."""
+    run_ms, target = 4.0, StepCosts(((1, 10.0), (16, 13.0)))
+    costs = StepCosts(((1, run_ms),))
+    rule, rng, spent_ms, num = DrawnLength(Budget(10, 10, 1, target, costs), 0.0), random.Random(3), 0.0, 0
+    for _ in range(60):
+        state, first = SimpleNamespace(drawn=None), num
+        batch = SimpleNamespace(sequences=[SimpleNamespace(draft_state=state)], is_forced=False)
+        while num - first < 160:
+            chains, drafts = rule.begin(batch), 0
+            while chains.goes_on(0):
+                chains.add(0, accepted)
+                drafts += 1
+            kept = next((at for at in range(drafts) if rng.random() >= accepted), drafts)
+            chains.learn([kept])
+            spent_ms += target.ms(1 + drafts) + run_ms * drafts
+            num += 1 + kept
+    assert 10.0 * num / spent_ms > least
 
 
 def test_slots_that_decide_together_weigh_the_whole_batch_and_those_that_draw_do_not():
