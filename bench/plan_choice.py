@@ -5,8 +5,8 @@
 
 Acceptance is counted in every other prompt of a kind, with the longest drafts; the grid decodes those between them, so
 `plan` knows no text of the grid. Steps after the first token count, not the prompt; settings take turns text by text in
-one process, and the fastest of the rounds counts. "auto" is a recipe as `plan` writes it: the controller has
-the length of drafts.
+one process, and the fastest of the rounds counts. "auto" is a recipe as `plan` writes it: the controller
+decides how long drafts are.
 """
 
 import argparse
