@@ -21,10 +21,9 @@ from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
 
 PLAIN, METHOD_DEFAULT = 0, None  # limits of a step: no drafts; as decided by the method's budget
-TURN = 12  # steps of the other way: the mean of times with 10 % noise is right within 3 %
-# Plain steps: a turn of drafts that has lost the time of so many ends early, the worst step left out. One that has lost
-# less is doubled once, as the tokens of twelve steps say little.
-MOST_LOST = 4
+# Steps of the other way: the mean of times with 10 % noise is right within 3 %. A turn of drafts that has lost the time
+# of a third of them ends early, the worst step left out; one that has lost less is doubled once, as tokens say little.
+TURN = 12
 MEMORY = 0.99  # weight of the past per step: means over 100 steps, as the machine's speed and the text change
 MAX_STEP = 2.0  # times the mean: what a step takes longer, another process took
 LEAST_GAIN = 1.02  # to switch drafts on: in doubt decoding is plain
@@ -98,7 +97,7 @@ class Comparison:
             if not is_first:
                 self._losses.append(step_s - tokens * plain_s)
             lost_s = sum(self._losses)
-            if not self.is_on and lost_s - max(self._losses, default=0.0) > MOST_LOST * plain_s:
+            if not self.is_on and lost_s - max(self._losses, default=0.0) > TURN / 3 * plain_s:
                 self._compare()
             elif self._left == 0:
                 if not self.is_on and self._num_drafts and lost_s > 0 and self._other.num <= TURN:

@@ -16,7 +16,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
-from speccompile.runtime.control import LEAST_PAUSE, MOST_LOST, PLAIN, TURN, Controller, FixedLength, bucket_of
+from speccompile.runtime.control import LEAST_PAUSE, PLAIN, TURN, Controller, FixedLength, bucket_of
 from speccompile.runtime.requests import StepOutput
 from speccompile.runtime.sequences import TokenSequence
 from tests.runtime.control_lab import sequences
@@ -202,7 +202,7 @@ def test_a_new_batch_size_begins_plainly_and_its_first_turn_decides():
         drafted = run_exactly(Controller(), [cost] * (2 * TURN + 1))
         assert drafted == [False] * TURN + [True] * TURN + [is_on]
     drafted = run_exactly(Controller(), [3.0] * (2 * TURN + 1))  # each draft step loses a plain one's time
-    assert drafted == [False] * TURN + [True] * (MOST_LOST + 3) + [False] * (TURN - MOST_LOST - 2)
+    assert drafted == [False] * TURN + [True] * (TURN // 3 + 3) + [False] * (2 * TURN // 3 - 2)
     assert run_exactly(Controller(), [2.1] * (4 * TURN))[TURN:] == [True] * 2 * TURN + [False] * TURN  # it is doubled
 
 
