@@ -72,11 +72,8 @@ def profile_graph(
 def _job(bundle: Bundle, graph: str, max_rows: int) -> LoadJob:
     if graph not in bundle.graphs:
         raise RuntimeFault("--graph", repr(graph), f"one of {', '.join(bundle.graphs)}", "Correct the name.")
-    spec = bundle.graph_spec(graph)
-    if spec.borrowed or not spec.own_caches:
-        got = f"{graph!r}, which uses caches of another graph or none"
-        raise RuntimeFault("--graph", got, "a graph with caches of its own", "Choose another one.")
-    return LoadJob(bundle.graph_path(graph), spec, max_rows=max_rows, tuning=bundle.graph(graph).tuning)
+    tuning = bundle.graph(graph).tuning
+    return LoadJob(bundle.graph_path(graph), bundle.graph_spec(graph), max_rows=max_rows, tuning=tuning)
 
 
 def _open(job: LoadJob, threads: int, prefix: Path | None) -> OrtEngine:

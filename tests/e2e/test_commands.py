@@ -170,6 +170,8 @@ def test_profile_says_where_the_time_goes_by_engine_file_and_operator(pair, tmp_
     found = json.loads(run("profile", pair, "--max-new-tokens", 8, "--plain", "--json").output)
     assert found["num_draft_tokens"] == 0 and found["engines_ms"]["draft"] == 0 < found["engines_ms"]["target"]
     assert sum(found["files"].values()) == pytest.approx(1)
+    # A graph on the caches of others.
+    assert "KVRollback (" in run("profile", pair, "--max-new-tokens", 2, "--graph", "rollback", "--nodes", 2).output
 
 
 @pytest.mark.parametrize(("more", "words"), [(("--graph", "none"), "one of target, draft"), (("--nodes", "0"), "")])
