@@ -25,7 +25,7 @@ from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.errors import BuildError
 from speccompile.planner import stacks
 from speccompile.planner.machine import BITS, CACHES, INT8_CACHES, OTHERS, STATES, THIS, Machine
-from speccompile.planner.stacks import ROWS, Clock, Probe, Stack, Timed, times_by_rows
+from speccompile.planner.stacks import PROBE, ROWS, Clock, Probe, Stack, Timed, times_by_rows
 from speccompile.version import VERSION
 
 _SIZES = (2 << 20, 16 << 20, 32 << 20, 64 << 20)  # bytes
@@ -50,7 +50,7 @@ def kept_machine(threads: int) -> Machine | None:
 
 
 def _name(threads: int) -> str:
-    what = {"version": VERSION, "rows": ROWS, "sizes": _SIZES, "kinds": list(_KINDS)}
+    what = {"version": VERSION, "rows": ROWS, "sizes": _SIZES, "kinds": list(_KINDS), "probe": PROBE}
     return digest_from_json({"cpu": cpu_name(), "threads": threads, **what})[:16] + ".json"
 
 

@@ -49,8 +49,8 @@ _KEY_HEADS, _VALUE_HEADS, _KERNEL, _PENDING = 4, 8, 4, 16  # of recurrent states
 _NUM_LAUNCHES = 64
 _SECONDS, _LEAST, _MOST = 0.06, 3, 100  # of the runs that count, and how many
 _PATIENCE_S = 0.15
-_NEAR, _PROBES = math.log(1.25), 5  # of the usual speed; of so many probes in a row the fastest counts
-_PROBE, _PROBE_ROWS = (8, 128, 128), 16  # some 50 microseconds, with weights that stay in a core's own caches
+_NEAR, _PROBES = math.log(1.1), 5  # of the usual speed; of so many probes in a row the fastest counts
+PROBE, _PROBE_ROWS = (8, 512, 512), 4  # some 0.5 ms, with 8 MB of weights: other tenants take memory more than cores
 _OUT = ".out"
 
 
@@ -184,10 +184,10 @@ def _call(op: Op, index: int, given: Mapping[str, Any], attributes: Mapping[str,
 
 
 class Probe:
-    """Times runs at one speed, which a small product beside each tells: other tenants halve it for seconds."""
+    """Times runs at one speed, which a product beside each tells: other tenants halve it for seconds."""
 
     def __init__(self, threads: int, clock: Clock, folder: Path, usual_s: float | None = None) -> None:
-        stack = _products(*_PROBE)
+        stack = _products(*PROBE)
         self._clock, self._run = clock, bound_run(open_stack(stack, threads, folder), stack.feeds(_PROBE_ROWS))
         # The product's seconds at that speed; None: the median so far.
         self._given, self._seen = usual_s, [self._once() for _ in range(_PROBES)]

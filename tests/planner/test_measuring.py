@@ -82,8 +82,8 @@ def test_a_machine_that_was_busy_says_so(tmp_path, monkeypatch, with_wait_share)
 class _Ticks:
     """A clock of a machine that changes its speed: a run takes 10 ticks at full speed, the probe 1."""
 
-    def __init__(self, *factors: int) -> None:
-        self.now, self.factors, self.factor = 0.0, list(factors), 1
+    def __init__(self, *factors: float) -> None:
+        self.now, self.factors, self.factor = 0.0, list(factors), 1.0
 
     def work(self, ticks: float) -> None:
         self.now += ticks * _TICK * self.factor
@@ -104,7 +104,7 @@ _TICK = 1e-3
 
 def test_runs_at_the_usual_speed_count(tmp_path):
     # Between two speeds the probe before a run differs from the one after it, so that the run does not count.
-    phases = (1, 2, 2, 1, 2, 1, 1, 1, 2, 1, 1)
+    phases = (1, 2, 2, 1, 1.15, 1, 1, 1, 2, 1, 1)
     assert _Ticks(*phases).time(tmp_path / "fast", _TICK, 60) == ([1, 1], 10)
     assert _Ticks(*phases, 2, 2, 2).time(tmp_path / "slow", 2 * _TICK, 60) == ([2, 2], 20)
 
