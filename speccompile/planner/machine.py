@@ -51,7 +51,7 @@ class Machine:
     # By kind: (bytes that a step reads, ((rows, seconds per number), ...)); empty: published.
     measured: Mapping[str, Sequence[tuple[float, Sequence[tuple[int, float]]]]] = field(default_factory=dict)
     efficiency: tuple[float, float] = (1.0, 1.0)  # of bandwidth and of products
-    probe_s: float | None = None  # of a small product at the speed that was measured
+    probe_s: float | None = None  # of the probe at the speed that was measured
 
     def precision(self, wanted: str) -> str:
         """Returns the precision in which weights of `wanted` are multiplied: the next wider one that is known."""
