@@ -5,8 +5,8 @@
 
 Acceptance is counted in every other prompt of a kind, with the longest drafts; the grid decodes those between them, so
 `plan` knows no text of the grid. Steps after the first token count, not the prompt; settings take turns text by text in
-one process, and the fastest of the rounds counts. "auto" is a recipe as `plan` writes it: the controller
-decides how long drafts are.
+one process. Each decodes a text twice, of which the second counts, and the fastest of the rounds. "auto" is a recipe as
+`plan` writes it: the controller decides how long drafts are.
 """
 
 import argparse
@@ -67,9 +67,11 @@ def section_of(one: Candidate, length: int | str) -> dict[str, Any]:
 
 
 def decode(setting: Setting, index: int, prompt: list[int], num_tokens: int, clock: Any) -> None:
+    """Decodes a text twice: the second one counts, when the processor's caches have this setting's weights."""
     params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0)
-    stream = setting.engine.stream(prompt, params, speculative=setting.method != PLAIN)
-    steps = iter(stream)
+    for _ in setting.engine.stream(prompt, params, speculative=setting.method != PLAIN):
+        pass
+    steps = iter(setting.engine.stream(prompt, params, speculative=setting.method != PLAIN))
     tokens = list(next(steps).tokens)
     start = clock()
     for step in steps:
