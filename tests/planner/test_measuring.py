@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import pytest
 
 from speccompile.backends.onnxruntime.kernel_library import sequences_path
 from speccompile.planner import measuring
@@ -25,7 +26,7 @@ from speccompile.planner.stacks import (
 )
 from tests.plugins.cpu_lab import needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.plan]
 
 
 def test_stacks_have_the_sizes_that_they_count():
