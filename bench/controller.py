@@ -11,7 +11,7 @@ included. Speeds are medians over the rounds. `ratio` is the median over the rou
 (the one whose own speed is best), `error` its standard error by the bootstrap. After 16 rounds only these two go on,
 for a smaller error in the same time; where they go on for at least as many rounds, the ratio is that of these rounds
 alone: the ones that chose the best favour it. The controller is one object for all batch sizes, as in a server, and has
-`--warm-up` seconds at each batch size before the first round.
+`--warm-up` seconds at each batch size before the first round; what its budget learns of costs stays with each engine.
 """
 
 import argparse
@@ -51,15 +51,16 @@ class Way:
     def __init__(self, planner: Planner, requests: Sequence[Request]) -> None:
         self.planner, self.requests = planner, requests
         self.speeds: list[float] = []
+        self.num_tokens, self.num_ended, self.spent_s = 0, 0, 0.0  # since all slots decode
         self.num_steps = self.num_drafting = 0  # of all rounds, with those that fill slots; those of them with drafts
 
     def begin(self, engine: SpecEngine, batch: int, first: int) -> None:
         """Resets an engine, and fills all its slots from request `first` on."""
         self.engine, self.batch, self._num_handles = engine, batch, first
-        self.num_tokens, self.num_ended, self.spent_s = 0, 0, 0.0
         # The method's costs are learnt from the controller's own steps alone.
-        learns = isinstance(self.planner, Controller)
-        engine.proposer.observe = type(engine.proposer).observe.__get__(engine.proposer) if learns else _learn_nothing
+        vars(engine.proposer).pop("observe", None)
+        if not isinstance(self.planner, Controller):
+            engine.proposer.observe = _learn_nothing
         chunk = max(512, 8 * batch)  # enough for all slots to fill while the first ones end
         self.scheduler = make_scheduler(engine, self.planner, prefill_chunk=chunk, keep_prefixes=False)
         while len(self.scheduler.allocator.active) < batch:
