@@ -24,8 +24,7 @@ from speccompile.bundle.report import RECIPE
 from speccompile.bundle.stage_cache import BUNDLES, Progress, StageCache
 from speccompile.bundle.staging import disk_faults
 from speccompile.bundle.tokenizers import TOKENIZER_FILES
-from speccompile.checkpoints.folders import HUB_GGUF, is_gguf
-from speccompile.checkpoints.gguf.folder import gguf_files
+from speccompile.checkpoints.folders import HUB_GGUF, gguf_files, is_gguf
 from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.core import registry
 from speccompile.errors import BundleError, RecipeError

@@ -125,7 +125,7 @@ def peer_environment(threads: int) -> dict[str, str]:
 
 def source_of(model: str) -> Path:
     """Returns what peers convert of a local checkpoint: the GGUF file that is the model in a folder, or the folder."""
-    from speccompile.checkpoints.gguf.folder import find_gguf
+    from speccompile.checkpoints.folders import find_gguf
 
     path = Path(model).expanduser()
     return (find_gguf(path) or path) if path.is_dir() else path

@@ -19,7 +19,7 @@ from speccompile.checkpoints.config_values import (
     text_config,
     text_names,
 )
-from speccompile.checkpoints.gguf.folder import gguf_weights
+from speccompile.checkpoints.folders import gguf_weights
 from speccompile.checkpoints.layer_sizes import LATENT_WIDTHS, is_latent, layer_dims_from_config, with_stated_sizes
 from speccompile.checkpoints.packed_schemes import Scheme, read_scheme
 from speccompile.checkpoints.packed_weights import plain_headers

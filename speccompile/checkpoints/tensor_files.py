@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.checkpoints.checkpoint import list_stored, read_config, read_index, scheme_of
-from speccompile.checkpoints.gguf.folder import gguf_weights, weight_files
+from speccompile.checkpoints.folders import gguf_weights, weight_files
 from speccompile.checkpoints.gguf.tensors import GgufWeight
 from speccompile.checkpoints.integer_weights import IntegerWeight
 from speccompile.checkpoints.packed_schemes import Scheme, has_integers

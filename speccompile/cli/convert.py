@@ -68,8 +68,7 @@ def convert_command(
 def _convert_gguf(source: str, output: Path, as_json: bool) -> None:
     from speccompile.bundle.staging import claim_folder, staged_folder
     from speccompile.bundle.tokenizers import copy_tokenizer_files
-    from speccompile.checkpoints.folders import resolve_checkpoint
-    from speccompile.checkpoints.gguf.folder import count_blocks
+    from speccompile.checkpoints.folders import count_blocks, resolve_checkpoint
     from speccompile.export.weights import write_plain
 
     with errors_as_json(as_json):

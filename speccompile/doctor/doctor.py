@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.checkpoints.checkpoint import read_config, read_dims, read_text_config
-from speccompile.checkpoints.folders import resolve_checkpoint
-from speccompile.checkpoints.gguf.folder import origin_of
+from speccompile.checkpoints.folders import origin_of, resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES, TensorFiles, open_files
 from speccompile.common.json_reader import shown
 from speccompile.common.tokenizer_file import load_tokenizer

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from speccompile.checkpoints.checkpoint import list_raw, read_config, read_dims
 from speccompile.checkpoints.config_values import RENAMED, extra_keys, is_other_part, is_tower
-from speccompile.checkpoints.gguf.folder import has_gguf, origin_of
+from speccompile.checkpoints.folders import find_gguf, origin_of
 from speccompile.checkpoints.lora import LoraAdapter
 from speccompile.checkpoints.model_config import read_model_config
 from speccompile.checkpoints.packed_schemes import MXFP4, method_of
@@ -225,7 +225,7 @@ def read_weights(source: Path, config: Any, dtype: torch.dtype = torch.float32) 
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # see `check_loading`
     }
-    is_ours = method_of(whole) not in (None, MXFP4) or has_gguf(source)
+    is_ours = method_of(whole) not in (None, MXFP4) or find_gguf(source) is not None
     prefix = "" if is_ours else wrapper_prefix(list_raw(source))
     renamed = {**({f"^{re.escape(prefix)}": ""} if prefix else {}), **(RENAMED if is_tower(whole) else {})}
     if renamed:

@@ -16,7 +16,7 @@ import torch
 
 from speccompile.bundle.stage_cache import cache_limit_bytes
 from speccompile.bundle.staging import disk_faults
-from speccompile.checkpoints.gguf.folder import weight_files
+from speccompile.checkpoints.folders import weight_files
 from speccompile.errors import BuildError
 from speccompile.training.target import KEPT_PROBS, Target
 from speccompile.training.windows import SHARD_WINDOWS, Windows

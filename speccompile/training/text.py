@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from speccompile.checkpoints.checkpoint import read_text_config, token_ids
-from speccompile.checkpoints.gguf.folder import weight_files
+from speccompile.checkpoints.folders import weight_files
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.tokenizer_file import load_tokenizer, read_template_file
 from speccompile.errors import CheckpointError

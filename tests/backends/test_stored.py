@@ -9,7 +9,7 @@ import pytest
 from speccompile.backends.base import CompileJob
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
 from speccompile.backends.onnxruntime.cuda_backend import OrtCudaBackend
-from speccompile.checkpoints.gguf.folder import folder_from_gguf
+from speccompile.checkpoints.folders import folder_from_gguf
 from speccompile.checkpoints.tensor_files import TensorFiles, open_files
 from speccompile.core.jobs import CompileOptions
 from speccompile.graph_kinds.decoder import decoder_spec, verified_spec

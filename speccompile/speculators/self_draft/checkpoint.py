@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speccompile.checkpoints.gguf.folder import weight_files
+from speccompile.checkpoints.folders import weight_files
 from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.core.jobs import GraphJob, SourceContext
 from speccompile.errors import RecipeError
