@@ -115,7 +115,7 @@ class Backend(ABC):
         del spec, options, quantization
 
     def depends_on(self, options: CompileOptions) -> dict[str, Any]:
-        """Returns what a compiled graph depends on besides its sources (versions, the machine, options), JSON-ready."""
+        """Returns what a compiled graph depends on besides its sources: versions, the machine, options; see its key."""
         del options
         return {}
 

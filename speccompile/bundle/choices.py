@@ -65,7 +65,7 @@ def choose_dtype(plan: BuildPlan) -> BuildPlan:
     folder = find_config(plan.target)
     backend: Backend = registry.backend(plan.engine.backend, plan.engine.device)
     model_type = str(read_text_config(folder).get("model_type"))
-    dtype = backend.choose_dtype(stored_dtype(folder), model_type, plan.engine.options)
+    dtype = backend.choose_dtype(stored_dtype(folder), model_type, plan.options)
     return replace(plan, dtype=dtype, chooses_dtype=False)
 
 

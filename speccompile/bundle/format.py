@@ -14,7 +14,7 @@ import os
 import platform
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -88,8 +88,13 @@ def digests_from_folder(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def digest_from_json(value: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a JSON-ready mapping, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    """Returns the SHA-256 of a mapping of JSON and dataclasses, see `json_from_options`, whatever the keys' order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=json_from_options).encode()).hexdigest()
+
+
+def json_from_options(options: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that can change a job's graph; those that cannot have `compare=False`."""
+    return {f.name: getattr(options, f.name) for f in fields(options) if f.compare}
 
 
 def weights_beside(file: Path, files: Iterable[Path]) -> int:
@@ -267,6 +272,8 @@ def _record(name: str, kind: str, data: Mapping[str, Any]) -> Record:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        return {}
     try:
         return read_json_object(path, BuildError, "")
     except BuildError:

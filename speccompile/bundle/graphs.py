@@ -31,7 +31,7 @@ from speccompile.checkpoints.texts import TextSample
 from speccompile.common.extras import install_command
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims, dims_from_json, json_from_dims
-from speccompile.core.jobs import STORED, CompileOptions, GraphJob, SourceContext, json_from_options
+from speccompile.core.jobs import STORED, CompileOptions, GraphJob, SourceContext
 from speccompile.core.protocols import GraphSource
 from speccompile.core.specs import GraphSpec
 from speccompile.drafting.sliding_rows import rows_of_slot
@@ -124,7 +124,7 @@ def compile_options(plan: BuildPlan, max_rows: int, rows_ahead: int = 0) -> Comp
         max_rows=rows,
         max_nodes=nodes,
         kv_cache=plan.engine.kv_cache,
-        backend=plan.engine.options,
+        backend=plan.options,
         consumes_model=True,
     )
 
@@ -143,7 +143,7 @@ def find_graph(plan: BuildPlan, job: GraphJob, target: ModelDims | None, backend
         "quantization": job.quantization,
         "keeps_tables": source.needs_tables and plan.target.quantization == STORED,
         "role": source.role,
-        "options": json_from_options(job.options),
+        "options": job.options,
         "spec": source.spec().json_from_spec(),
         "backend": plan.engine.backend,
         "device": plan.engine.device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from speccompile.core.dims import ModelDims
@@ -68,12 +68,6 @@ class DecoderOptions(TargetOutputs):
     num_layers: int | None = None  # build with fewer layers; None: all
     candidates: CandidateOptions = CandidateOptions(1, gives_probs=True)  # of a draft: what it gives after every node
     images: bool = False
-
-
-def json_from_options(options: Any) -> dict[str, Any]:
-    """Returns the options that can change a job's graph; fields that cannot are declared with `compare=False`."""
-    held = {f.name: getattr(options, f.name) for f in fields(options) if f.compare}
-    return {name: json_from_options(value) if is_dataclass(value) else value for name, value in held.items()}
 
 
 @dataclass(frozen=True)

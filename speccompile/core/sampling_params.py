@@ -109,10 +109,21 @@ COLDEST = 2.0**-64
 _HOTTEST = 1e30  # every token is as likely as any other there; 1 / temperature must not underflow
 _MAX_TOP_K = 2**31 - 1  # far above any vocabulary
 _INFINITY = float("inf")
+_STOPS = "at most 64 non-empty strings, of 4096 letters together"
 _MODES = ("raw_logprobs", "processed_logprobs")
 _PYTHON: dict[str, Any] = {"in_recipe": False, "in_prompts": False, "flag": None, "tensor": None}
 _TOLD: dict[str, Any] = {**_PYTHON, "body": None, "holds": lambda num: num is None or 0 <= num <= 20}
 _PENALTY: dict[str, Any] = {"ge": -2.0, "le": 2.0, "body": BodyField(ge=-2, le=2)}
+
+
+def _are_short(stops: tuple[str, ...]) -> bool:
+    return all(stops) and len(stops) <= 64 and sum(map(len, stops)) <= 4096
+
+
+def _checked_stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+    if not _are_short(stops):
+        raise ValueError(_STOPS)
+    return stops
 
 
 @dataclass(frozen=True)
@@ -227,9 +238,10 @@ class SamplingParams:
     stop: tuple[str, ...] = sampling_parameter(
         (),
         STRINGS,
-        "at most 64 non-empty strings, of 4096 letters together",
+        _STOPS,
         "End the text before these strings.",
-        holds=lambda stops: all(stops) and len(stops) <= 64 and sum(map(len, stops)) <= 4096,
+        holds=_are_short,
+        check=_checked_stops,
         flag=Flag("End the text before this string; repeatable."),
         tensor=TensorInput("stop_words"),
     )

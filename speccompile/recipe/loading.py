@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a YAML file and `--set` overrides to a validated recipe. Every error names its line and key."""
+"""From a YAML file and `--set` overrides, bounded in size, to a validated recipe. Errors name their line and key."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from speccompile.checkpoints.folders import HUB_GGUF, hint, is_gguf
 from speccompile.common.extras import todo_for_checkpoint
-from speccompile.common.json_reader import expected_of_fault, shown
+from speccompile.common.json_reader import expected_of_fault, is_unicode, shown
 from speccompile.core import registry
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, Recipe, recipe_model
+from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, KeyPath, Recipe, hint_for_key, known_keys, recipe_model
 from speccompile.recipe.training import TrainingSection
-from speccompile.recipe.yaml_text import YamlFault, read_yaml
 
-KeyPath = tuple[str, ...]
 MODEL_KEY = "model"  # in every section, a key of this name is a folder or a hub id
 _MAX_NAME_BYTES = 255  # of Linux' file systems
 LORA_KEY = "lora"  # of the same kind
@@ -32,6 +29,10 @@ VOCAB_KEY = "draft_vocab_text"  # of a text file
 CONFIG_KEY = "config"  # and one of this name a folder with a config.json
 _MODEL = "a checkpoint folder, a GGUF file or a hub id like owner/name"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
+# Of a text in YAML.
+MAX_CHARS = 1 << 18  # the parser reads about 100 kB a second
+MAX_DEPTH = 32
+MAX_VALUES = 10_000  # with every alias expanded
 
 
 @dataclass
@@ -177,7 +178,7 @@ def _known_backend(raw: RawRecipe, section: object) -> tuple[str, ...]:
 def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError) -> RecipeError:
     faults = error.errors(include_url=False)
     # A key that may have two types (an int or "auto") causes two errors with the same head: one is reported.
-    known = set(_known_keys(model))
+    known = set(known_keys(model))
     by_key: dict[KeyPath, list[Any]] = {}
     for fault in faults:
         path = tuple(str(part) for part in fault["loc"])
@@ -194,7 +195,7 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
     fault = group[0]
     if fault["type"] == "extra_forbidden":
         siblings = sorted(k[-1] for k in known if k[:-1] == path[:-1])
-        todo = _hint_for_key(path, known, siblings)
+        todo = hint_for_key(path, known, siblings)
         section = ".".join(path[:-1]) or "a recipe"
         return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + ending)
     if fault["type"] == "missing":
@@ -203,38 +204,6 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         return RecipeError(raw.where(path), "no value", f"the key {dotted}", todo)
     expected = " or ".join(dict.fromkeys(expected_of_fault(f) for f in group))
     return RecipeError(raw.where(path), shown(fault["input"]), expected, "Correct the value." + ending)
-
-
-def _known_keys(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    for name, info in model.model_fields.items():
-        yield (*prefix, name)
-        for kind in (info.annotation, *get_args(info.annotation)):  # a section, or a section or none
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _known_keys(kind, (*prefix, name))
-
-
-def _hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -> str:
-    near = difflib.get_close_matches(path[-1], siblings, n=1)
-    elsewhere = sorted((".".join(k) for k in known if k[-1] == path[-1]), key=_is_not_of_target)
-    if near:
-        return f"Did you mean {'.'.join((*path[:-1], near[0]))!r}?"
-    if elsewhere:
-        return f"Did you mean {elsewhere[0]!r}?"
-    able = sorted(k for k in known if len(k) > 1 or len(path) == 1)  # a section is not suggested inside another one
-    far = difflib.get_close_matches(path[-1], [k[-1] for k in able], n=1)
-    if far:
-        dotted = next(".".join(k) for k in able if k[-1] == far[0])
-        return f"Did you mean {dotted!r}?"
-    return f"Known keys: {', '.join(siblings)}." if siblings else "See docs/reference/recipe.md."
-
-
-def _is_not_of_target(name: str) -> tuple[bool, str]:
-    return not name.startswith("target."), name
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else "Choose one of these."
 
 
 def _with_folders(raw: RawRecipe, recipe: Recipe) -> Recipe:
@@ -321,3 +290,84 @@ def _find_config(raw: RawRecipe, path: KeyPath, config: str) -> str:
             return str(candidate.resolve())
     got = f"{shown(config)}, which has no config.json"
     raise RecipeError(raw.where(path), got, "a folder with a config.json", "Correct the path.")
+
+
+class YamlFault(ValueError):
+    """A text that is refused. `line`: of the fault, counted from 1; None where it has none."""
+
+    def __init__(self, problem: str, line: int | None = None) -> None:
+        self.problem, self.line = problem, line
+        super().__init__(problem)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string; here it is the number that JSON and Python see. It stops beyond MAX_DEPTH."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise YamlFault(f"values nested more than {MAX_DEPTH} deep", self.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(text: str) -> tuple[Any, yaml.Node | None]:
+    """Returns the value of a YAML document and its node tree, which has the lines; (None, None) of an empty one.
+
+    Raises:
+        YamlFault: no YAML; longer, deeper or with more values than the bounds; a value that JSON lacks.
+    """
+    if len(text) > MAX_CHARS:
+        raise YamlFault(f"{len(text)} characters, of which at most {MAX_CHARS} are read")
+    try:
+        loader = _Loader(text)  # control characters are refused here
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, None
+            _check_nodes(node)
+            return loader.construct_document(node), node
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as fault:
+        mark = getattr(fault, "problem_mark", None)
+        problem = getattr(fault, "problem", None) or " ".join(str(fault).split())
+        raise YamlFault(problem, None if mark is None else mark.line + 1) from fault
+    except RecursionError as fault:
+        raise YamlFault(f"values nested more than {MAX_DEPTH} deep") from fault
+    except (ValueError, TypeError, KeyError, ArithmeticError) as fault:
+        if isinstance(fault, YamlFault):
+            raise
+        raise YamlFault(f"a value that cannot be read ({fault})") from fault
+
+
+def _check_nodes(root: yaml.Node) -> None:
+    stack, num_values = [(root, 1)], 0
+    while stack:
+        node, depth = stack.pop()
+        num_values += 1
+        line = node.start_mark.line + 1
+        if depth > MAX_DEPTH:
+            raise YamlFault(f"values nested more than {MAX_DEPTH} deep", line)
+        if num_values > MAX_VALUES:
+            raise YamlFault(f"more than {MAX_VALUES} values, aliases written out", line)
+        if isinstance(node, yaml.ScalarNode) and not is_unicode(node.value):
+            raise YamlFault("text with half of a surrogate pair, which is no Unicode", line)
+        stack += [(child, depth + 1) for child in _children(node)]
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value

@@ -7,11 +7,12 @@ The keys of a speculator and of a backend are not listed here: they are the fiel
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
@@ -22,6 +23,7 @@ from speccompile.core.registry import SECTIONS
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.recipe.training import TrainingSection
 
+KeyPath = tuple[str, ...]
 Quantization = Literal["none", "bf16", "int8", "int4", "fp8", "stored", "auto"]
 AUTO_TEXTS, NO_TEXTS = "auto", "none"  # values of target.calibration that are no file
 
@@ -291,3 +293,32 @@ def schema_from_registry() -> dict[str, Any]:
 
 def text_from_schema() -> str:
     return json.dumps(schema_from_registry(), indent=2, sort_keys=False) + "\n"
+
+
+def known_keys(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yields the paths of all keys of a recipe's model, sections included."""
+    for name, info in model.model_fields.items():
+        yield (*prefix, name)
+        for kind in (info.annotation, *typing.get_args(info.annotation)):  # a section, or a section or none
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from known_keys(kind, (*prefix, name))
+
+
+def hint_for_key(path: KeyPath, known: set[KeyPath], siblings: Sequence[str]) -> str:
+    """Returns the advice for an unknown key: the one that it may stand for, or those of its section."""
+    near = difflib.get_close_matches(path[-1], siblings, n=1)
+    elsewhere = sorted((".".join(k) for k in known if k[-1] == path[-1]), key=_is_not_of_target)
+    if near:
+        return f"Did you mean {'.'.join((*path[:-1], near[0]))!r}?"
+    if elsewhere:
+        return f"Did you mean {elsewhere[0]!r}?"
+    able = sorted(k for k in known if len(k) > 1 or len(path) == 1)  # a section is not suggested inside another one
+    far = difflib.get_close_matches(path[-1], [k[-1] for k in able], n=1)
+    if far:
+        dotted = next(".".join(k) for k in able if k[-1] == far[0])
+        return f"Did you mean {dotted!r}?"
+    return f"Known keys: {', '.join(siblings)}." if siblings else "See docs/reference/recipe.md."
+
+
+def _is_not_of_target(name: str) -> tuple[bool, str]:
+    return not name.startswith("target."), name

@@ -13,15 +13,19 @@ from speccompile.backends.machine import num_usable_cores
 from speccompile.common.parameters import parameters
 from speccompile.core import registry
 from speccompile.core.jobs import AS_TARGET, STORED, DecoderOptions, DraftBounds, GraphJob, TargetOutputs
-from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RecipeError
-from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, EngineSection, Recipe, backend_config
+from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, DecodingSection, EngineSection, Recipe, backend_config
 
 Weights = Literal["checkpoint", "random"]
 TARGET, VISION = "target", "vision"
 VISION_SOURCE = "speccompile.export.vision_source:VisionSource"
 AUTO = "auto"  # the quantisation that a backend chooses by measuring
 FLOATS = ("none", "bf16")  # quantisations that leave weights floats
+# The engine's keys as a bundle's recipe has them.
+_ENGINE_KEYS = (
+    *("backend", "device", "max_batch_size", "max_seq_len", "max_draft_nodes", "threads", "logits"),
+    *("synthetic_acceptance", "kv_cache"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,34 +37,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class EnginePlan:
-    """Backend and sizes; see the recipe's engine section. `options` is the backend's `Config`; None: it has none."""
-
-    backend: str
-    device: str
-    max_batch_size: int
-    max_seq_len: int
-    max_draft_nodes: int
-    threads: int | Literal["auto"]
-    logits: bool
-    synthetic_acceptance: tuple[float, ...] = ()
-    kv_cache: str = "auto"
-    options: Any = None
-
-    def keys(self) -> dict[str, Any]:
-        """Returns the recipe's engine section with all defaults, without the sections of other backends."""
-        keys = asdict(self)
-        own = keys.pop("options")
-        if not self.synthetic_acceptance:
-            del keys["synthetic_acceptance"]
-        if self.options is not None:
-            beside = {key for key, rule in parameters(type(self.options)).items() if rule.beside_section}
-            keys |= {key: own.pop(key) for key in sorted(beside)}
-            keys[self.backend] = own
-        return dict(json.loads(json.dumps(keys)))
-
-
-@dataclass(frozen=True)
 class BuildPlan:
     """All decisions of a build.
 
@@ -68,7 +44,8 @@ class BuildPlan:
         target: the target as a graph job; its options are the hidden states that the method reads, and `num_layers`.
         weights: source of the target's weights; with "random" a draft's are random too.
         drafts: graphs that the method needs beside the target.
-        decoding: defaults of a request.
+        engine: the recipe's section without `auto` for the device and for logits.
+        options: the `Config` of the backend; None: it has none.
         calibration: of the target's weights: "auto", "none" or a file, see the recipe.
         vision: the target's vision tower as a graph job; None: its prompts have no images.
         chooses_dtype: the recipe left the dtype open, and the backend has several: see `bundle.choices`.
@@ -81,8 +58,9 @@ class BuildPlan:
     method: str
     speculator: Any
     drafts: tuple[GraphJob, ...]
-    engine: EnginePlan
-    decoding: SamplingParams
+    engine: EngineSection
+    decoding: DecodingSection
+    options: Any = None
     calibration: str = AUTO_TEXTS
     vision: GraphJob | None = None
     chooses_dtype: bool = False
@@ -108,13 +86,22 @@ class BuildPlan:
                 "vision": self.vision is not None,
             },
             "speculator": {"method": self.method, **asdict(self.speculator)},
-            "engine": self.engine.keys(),
-            "decoding": self._decoding_keys(),
+            "engine": self._engine_keys(),
+            "decoding": self.decoding.model_dump(mode="json"),
         }
 
-    def _decoding_keys(self) -> dict[str, Any]:
-        keys = {name: getattr(self.decoding, name) for name, p in SAMPLING_PARAMETERS.items() if p.in_recipe}
-        return dict(json.loads(json.dumps(keys)))
+    def _engine_keys(self) -> dict[str, Any]:
+        # Without the sections of other backends.
+        section = self.engine.model_dump(mode="json")
+        keys = {name: section[name] for name in _ENGINE_KEYS}
+        if not self.engine.synthetic_acceptance:
+            del keys["synthetic_acceptance"]
+        if self.options is not None:
+            own = json.loads(json.dumps(asdict(self.options)))
+            beside = {key for key, rule in parameters(type(self.options)).items() if rule.beside_section}
+            keys |= {key: own.pop(key) for key in sorted(beside)}
+            keys[self.engine.backend] = own
+        return keys
 
 
 def find_device(name: str) -> Device:
@@ -150,15 +137,15 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         got, todo = f"{bounds.nodes} draft tokens", "Draft fewer, or raise engine.max_draft_nodes."
         raise RecipeError("speculator.tree", got, expected, todo)
     backend: Backend = registry.backend(engine.backend)
-    engine_plan = _engine_plan(engine, backend)
-    on_device: Backend = registry.backend(engine.backend, engine_plan.device)
+    engine = _decided_engine(engine, backend)
+    on_device: Backend = registry.backend(engine.backend, engine.device)
     if recipe.target.weights == "random" or STORED not in on_device.quantizations:  # floats are as they are
         recipe = _without_stored(recipe)
     jobs = method.graph_jobs(config)
     drafts = tuple(_decided(job, recipe, on_device) for job in jobs)
     _check_forms(on_device, recipe, drafts)
     _check_calibration(on_device, recipe)
-    target = _target_job(recipe, method.target_outputs(config), engine_plan.logits)
+    target = _target_job(recipe, method.target_outputs(config), keeps_logits=engine.logits is True)
     loras = [("target.lora", target.lora), *(("target.adapters", folder) for _, folder in target.adapters)]
     for key, lora in (*loras, *(("speculator.lora", draft.lora) for draft in drafts)):
         if lora is not None and recipe.target.weights == "random":
@@ -172,8 +159,9 @@ def resolve(recipe: Recipe, device: Device) -> BuildPlan:
         method=method.name,
         speculator=config,
         drafts=drafts,
-        engine=engine_plan,
-        decoding=SamplingParams(**recipe.decoding.model_dump()),
+        engine=engine,
+        decoding=recipe.decoding,
+        options=_backend_options(engine, backend),
         calibration=recipe.target.calibration,
         vision=_vision_job(recipe),
         open_drafts=tuple((job.name, job.quantization) for job in jobs if job.quantization in (AUTO, AS_TARGET)),
@@ -204,17 +192,19 @@ def draft_form(asked: str, target: str, backend: Backend) -> str:
     return forms.get(asked, asked)
 
 
-def _engine_plan(section: EngineSection, backend: Backend) -> EnginePlan:
+def _decided_engine(section: EngineSection, backend: Backend) -> EngineSection:
+    device = backend.devices[0] if section.device == "auto" else section.device
+    logits = section.logits
+    if logits == "auto":
+        logits = registry.backend(section.backend, device).keeps_logits
+    return section.model_copy(update={"device": device, "logits": logits})
+
+
+def _backend_options(section: EngineSection, backend: Backend) -> Any:
+    if backend.Config is None:
+        return None
     values = section.model_dump()
-    if section.device == "auto":
-        values["device"] = backend.devices[0]
-    if section.logits == "auto":
-        values["logits"] = registry.backend(section.backend, values["device"]).keeps_logits
-    names = {field.name for field in fields(EnginePlan)} - {"options"}
-    own = None
-    if backend.Config is not None:
-        own = backend_config(backend.Config, {**values, **values[backend.name]})
-    return EnginePlan(**{name: values[name] for name in names}, options=own)
+    return backend_config(backend.Config, {**values, **values[backend.name]})
 
 
 def _check_forms(backend: Backend, recipe: Recipe, drafts: Sequence[GraphJob]) -> None:
@@ -241,7 +231,7 @@ def _check_calibration(backend: Backend, recipe: Recipe) -> None:
         raise RecipeError("target.calibration", repr(text), expected, "Leave it out, or choose another backend.")
 
 
-def _target_job(recipe: Recipe, outputs: TargetOutputs, keeps_logits: bool) -> GraphJob:
+def _target_job(recipe: Recipe, outputs: TargetOutputs, *, keeps_logits: bool) -> GraphJob:
     target = recipe.target
     if target.num_layers is not None and target.weights != "random":
         got = f"{target.num_layers} with target.weights: {target.weights}"

@@ -77,12 +77,12 @@ def test_a_gpu_that_has_float16_alone_is_warned_of(made, caplog):
 
 @pytest.mark.parametrize(("rows", "nodes"), [(1024, 16), (100, 3), (24, 7)])
 def test_cache_rows_hold_a_padded_step_and_keep_slots_aligned(rows, nodes):
-    engine = SimpleNamespace(max_draft_nodes=nodes, max_batch_size=4, options=None, kv_cache="auto")
-    options = compile_options(SimpleNamespace(engine=engine, dtype="float16"), rows)
+    engine = SimpleNamespace(max_draft_nodes=nodes, max_batch_size=4, kv_cache="auto")
+    options = compile_options(SimpleNamespace(engine=engine, options=None, dtype="float16"), rows)
     assert rows + nodes + 1 <= options.max_rows < rows + nodes + 9
     assert 2 * options.max_rows * 16 % 256 == 0  # a head of 16 halves is the narrowest
 
 
 def test_a_graph_without_caches_has_no_rows():
-    engine = SimpleNamespace(max_draft_nodes=4, max_batch_size=4, options=None, kv_cache="auto")
-    assert compile_options(SimpleNamespace(engine=engine, dtype="float16"), 0).max_rows == 0
+    engine = SimpleNamespace(max_draft_nodes=4, max_batch_size=4, kv_cache="auto")
+    assert compile_options(SimpleNamespace(engine=engine, options=None, dtype="float16"), 0).max_rows == 0

@@ -74,10 +74,10 @@ def plan(folder: Path, *overrides: str) -> BuildPlan:
 def test_its_section_and_the_keys_beside_it_make_its_config(tmp_path):
     keys = ("engine.chip.lanes=4", "engine.chip.sizes=[1,2]", "engine.chip.inner.depth=5", "engine.dialect=b")
     made = plan(tmp_path, "engine.backend=chip", *keys)
-    assert made.engine.options == Config("b", 4, (1, 2), "x", Inner(5))
+    assert made.options == Config("b", 4, (1, 2), "x", Inner(5))
     written = made.recipe_from_plan()["engine"]
     assert (written["dialect"], written["chip"]["inner"]) == ("b", {"depth": 5}) and "dialect" not in written["chip"]
-    assert plan(tmp_path, "engine.backend=chip").engine.options == Config()
+    assert plan(tmp_path, "engine.backend=chip").options == Config()
     assert asdict(Config())["inner"] == {"depth": 3}
 
 

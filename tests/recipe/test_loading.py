@@ -161,6 +161,12 @@ def test_a_wrong_value_names_its_line_and_what_is_right(folder, old, new, line, 
     assert (error.got, error.expected) == (got, expected)
 
 
+def test_too_many_stops_name_their_line(folder):
+    error = fault(folder, GOOD + f"decoding:\n  stop: {['a'] * 65}\n")
+    assert error.where == f"{folder / 'r.yaml'}:13 (decoding.stop)"
+    assert error.expected == "at most 64 non-empty strings, of 4096 letters together"
+
+
 def test_all_faults_are_listed_after_the_first(folder):
     error = fault(folder, GOOD.replace("int8", "int9") + "  foo: 1\n")
     assert "target.quantization" in error.where

@@ -161,13 +161,13 @@ def test_only_the_section_of_the_chosen_backend_is_in_the_recipe_of_a_plan(tmp_p
     section = made.recipe_from_plan()["engine"]["tensorrt"]
     assert section["decode"] == {"batch": "auto", "nodes": [1, 4, 17], "kv": "auto"}
     assert made.recipe_from_plan()["engine"]["variant"] == "auto"
-    assert made.engine.options == Config(decode=ProfileConfig(nodes=(1, 4, 17)))
-    assert plan(tmp_path).engine.options is None
+    assert made.options == Config(decode=ProfileConfig(nodes=(1, 4, 17)))
+    assert plan(tmp_path).options is None
 
 
 def test_what_a_backend_reads_beside_its_section_is_its_own(tmp_path):
     made = plan(tmp_path, "engine.backend=tensorrt", "engine.plugins=none")
-    assert made.engine.options == Config(plugins="none") and not made.engine.options.has_plugins
+    assert made.options == Config(plugins="none") and not made.options.has_plugins
     assert made.recipe_from_plan()["engine"]["plugins"] == "none"
     again = made.recipe_from_plan()["engine"]
     read = engine_section().model_validate_json(json.dumps(again)).model_dump(mode="json")

@@ -63,7 +63,7 @@ def test_a_recipe_has_the_fields_of_both(tmp_path):
     path.write_text(TEXT)
     plan = resolve(load_recipe(path, ["speculator.num_draft_tokens=4"]), Device("cpu", 2))
     assert plan.method == "echo" and plan.speculator == EchoConfig(4)
-    assert plan.engine.backend == "table" and plan.engine.options == TableConfig(3)
+    assert plan.engine.backend == "table" and plan.options == TableConfig(3)
     assert plan.recipe_from_plan()["engine"]["table"] == {"rows": 3}
 
 

@@ -14,7 +14,7 @@ from speccompile.backends.tensorrt.config import Config, config_from_options
 from speccompile.backends.tensorrt.specs import ADDRESS_BYTES, misaligned_states, tensorrt_spec
 from speccompile.core import specs
 from speccompile.core.dims import DTYPE_BYTES, ModelDims
-from speccompile.core.jobs import STORED, BuildSizes, CompileOptions, WeightCounts, json_from_options
+from speccompile.core.jobs import STORED, BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec
 from speccompile.errors import BuildError
 from speccompile.graph_kinds.decoder import rollback_spec
@@ -178,7 +178,7 @@ class TensorRTBackend(Backend):
             "version": variant.version,
             "gpus": gpus,
             "plugins": plugin_abi_of(config.has_plugins),
-            "options": json_from_options(options),
+            "options": options,
         }
 
     def why_unchecked(self, file: Path | None = None) -> str | None:
