@@ -30,9 +30,9 @@ FIRST_PLAIN, PLAIN_STEPS = 8, 32  # of a row of plain steps, the first correct t
 FIRST_KEPT = 0.75  # see `Budget.goes_on`; on the high side, so that deep trees are tried
 KEPT_RECOVERY = 0.005  # pull towards it in a step that grew no further than one depth: they are tried again
 
-MACHINE_WEIGHT = 1 / 20  # of one step in the machine's factor, which all costs share
-SHAPE_WEIGHT = 1 / 100  # of one step in the factor of its own shape
-MAX_SURPRISE = 0.4  # bound on the error of a log time that is used: other processes make some steps long
+MACHINE_WEIGHT = 1 / 5  # of one step in a factor that shapes share
+SHAPE_WEIGHT, FIRST_SEEN = 1 / 100, 3  # of one step in the factor of its own shape; at first 1 / (FIRST_SEEN + steps)
+MAX_SURPRISE = 0.4  # of a log time, as other processes make some steps long; nothing makes them short
 KEPT_STEPS = 8  # steps that a table of costs is used for
 FORGOTTEN_STEPS = 250  # steps with as many sequences after which a shape that none of them used is forgotten
 
@@ -241,7 +241,8 @@ class BatchCosts:
     scores: tuple[float, ...] = ()  # milliseconds of a step without its drafting, by draft tokens per sequence
     num_left: int = 0  # steps until `scores` are computed again; 0: now
     factor: float = 1.0  # measured time of a draft run / recorded time
-    factors: dict[int, float] = field(default_factory=dict)  # by nodes: log(scoring / recorded), less the machine's
+    machine: float | None = None  # log(scoring / recorded) of recent steps; None: not measured
+    factors: dict[int, float] = field(default_factory=dict)  # by nodes: log(scoring / recorded), less `machine`
     num_seen: dict[int, int] = field(default_factory=dict)  # steps by nodes; the first, with allocation, does not count
     last: dict[int, int] = field(default_factory=dict)  # `num_learnt` after the last step by nodes, of `factors`
     num_learnt: int = 0
@@ -272,8 +273,8 @@ class OnlineCosts:
     """Costs by the number of sequences and nodes.
 
     A step of b sequences with n nodes each is assumed to cost as much as one of b * n nodes until such steps were
-    measured. A step's time is the recorded one times the machine's factor, which all shapes share and which moves
-    quickly, times the factor of its shape, which moves slowly and is forgotten out of use.
+    measured. A step's time is the recorded one times a factor of the machine, which all shapes of a batch size share and
+    which moves quickly, times the factor of its shape, which moves slowly and is forgotten out of use.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.
@@ -283,8 +284,7 @@ class OnlineCosts:
 
     def __init__(self, target: StepCosts, draft: StepCosts | None, max_drafts: int) -> None:
         self.target, self.draft, self.max_drafts = target, draft, max_drafts
-        self._machine: float | None = None
-        self._num_seen = 0
+        self._latest = 0.0  # `machine` of the batch size measured last: that of the others until they are measured
         self._batches: dict[int, BatchCosts] = {}
         self._had_drafts = True
 
@@ -297,7 +297,7 @@ class OnlineCosts:
             batch.drafts = tuple(map(self.draft.ms, nodes)) if self.draft is not None else (0.0,) * len(nodes)
         if batch.num_left <= 0:
             batch.forget()
-            machine = self._machine or 0.0
+            machine = self._latest if batch.machine is None else batch.machine
             rests = [rest if rest is not None else batch.rest_ms[1 - i] or 0.0 for i, rest in enumerate(batch.rest_ms)]
             batch.scores = tuple(
                 recorded_ms * math.exp(machine + batch.log_factor(nodes)) + rests[nodes > 1]
@@ -338,22 +338,22 @@ class OnlineCosts:
         # A draft that did not run in the step before first reads the tokens it missed: not a cost of a draft token.
         if recorded_draft_ms > 0 and had_drafts:
             seen = math.log(times.propose_s * 1e3 / recorded_draft_ms)
-            batch.draft = seen if batch.draft is None else batch.draft + MACHINE_WEIGHT * _bounded(seen - batch.draft)
+            batch.draft = seen if batch.draft is None else corrected(batch.draft, seen)
             batch.factor = math.exp(batch.draft)
 
     def _learn_score(self, batch: BatchCosts, num_nodes: int, seen: float) -> None:
-        self._num_seen += 1
-        if self._machine is None:
-            self._machine = seen
+        if batch.machine is None:
+            batch.machine = seen
         if num_nodes not in batch.factors:
             batch.num_left = 0
         known = batch.log_factor(num_nodes)
-        surprise = _bounded(seen - self._machine - known)
-        self._machine += max(MACHINE_WEIGHT, 1 / self._num_seen) * surprise
-        batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / batch.num_seen[num_nodes]) * surprise
+        surprise = min(seen - known - batch.machine, MAX_SURPRISE)
+        batch.machine = self._latest = batch.machine + MACHINE_WEIGHT * surprise
+        batch.factors[num_nodes] = known + max(SHAPE_WEIGHT, 1 / (FIRST_SEEN + batch.num_seen[num_nodes])) * surprise
         batch.num_learnt += 1
         batch.last[num_nodes] = batch.num_learnt
 
 
-def _bounded(surprise: float) -> float:
-    return min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
+def corrected(known: float, seen: float) -> float:
+    """Returns the log of a factor after a step that shows `seen`."""
+    return known + MACHINE_WEIGHT * min(seen - known, MAX_SURPRISE)

@@ -169,6 +169,17 @@ def test_a_step_that_was_held_up_changes_little():
     assert budget.costs.scores(1)[0] < 10.5
 
 
+def test_what_other_processes_cost_is_soon_forgotten_for_shapes_out_of_use_too():
+    budget = Budget(4, 4, 1, *CHEAP)
+    for nodes in (2, 3, 4, 5) * 8:
+        step(budget, 1, nodes, 3 * CHEAP[0].ms(nodes), draft_nodes=1, propose_ms=3 * CHEAP[1].ms(1))
+    assert budget.costs.scores(1)[4] > 2.5 * CHEAP[0].ms(5)
+    for _ in range(20):
+        step(budget, 1, 2, CHEAP[0].ms(2), draft_nodes=1, propose_ms=CHEAP[1].ms(1))
+    assert budget.costs.scores(1)[1:5] == pytest.approx([CHEAP[0].ms(nodes) for nodes in (2, 3, 4, 5)], rel=0.4)
+    assert budget.costs.draft_ms(1) == pytest.approx(CHEAP[1].ms(1), rel=0.05)
+
+
 def test_the_first_step_of_a_shape_is_no_measurement():
     """Memory is laid out for it, and code runs for the first time: seen at four times a step."""
     budget = Budget(4, 4, 1, *CHEAP)

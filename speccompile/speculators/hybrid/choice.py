@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speccompile.core.jobs import StepCosts
-from speccompile.drafting.budget import FORGOTTEN_STEPS, MACHINE_WEIGHT, MAX_SURPRISE
+from speccompile.drafting.budget import FORGOTTEN_STEPS, corrected
 
-MAX_FIRST_SURPRISE = 2.0  # of the first log time of a batch size; later ones: `MAX_SURPRISE`
 READ_OVER = 4  # steps that share the time in which a drafter reads what it missed: it is likely to run again
 
 
@@ -94,9 +93,8 @@ class DrafterCosts:
         at.num_seen, at.num_unused = at.num_seen + 1, 0
         recorded = sum(self.recorded_ms(num_slots, expected, num_missed))
         if at.num_seen > 1 and recorded > 0 and seconds > 0:
-            most = MAX_FIRST_SURPRISE if at.num_seen == 2 else MAX_SURPRISE
-            surprise = min(max(math.log(seconds * 1e3 / recorded) - at.log, -most), most)
-            at.log += max(MACHINE_WEIGHT, 1 / (at.num_seen - 1)) * surprise
+            seen = math.log(seconds * 1e3 / recorded)
+            at.log = seen if at.num_seen == 2 else corrected(at.log, seen)
 
     def rest(self, num_slots: int) -> None:
         """Counts a step without it: after `FORGOTTEN_STEPS` it costs what was recorded, so that it is tried again."""
