@@ -28,8 +28,8 @@ import speccompile
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.control import Controller, FixedLength, Planner, controller_of
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 
@@ -72,8 +72,8 @@ class Way:
         scheduler = self.scheduler
         while len(scheduler.queue) + len(scheduler.allocator.active) + bool(scheduler.allocator.reading) < self.batch:
             request = self.requests[self._num_handles % len(self.requests)]
-            handle = RequestHandle([request], self._num_handles, perf_counter())
-            open_outputs(handle, self.engine, "auto")
+            handle = RequestHandle(self._num_handles, perf_counter())
+            open_outputs(handle, [request], self.engine, "auto")
             scheduler.add(handle)
             self._num_handles += 1
         start_s = perf_counter()

@@ -18,8 +18,8 @@ from typing import Any, TextIO
 from speccompile.bundle.bundle import Bundle
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.handles import RequestHandle, Submits
 from speccompile.runtime.requests import Request, StepOutput
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.version import VERSION
@@ -162,7 +162,7 @@ class Difference:
 
 
 def replay(
-    service: Submits,
+    service: Service,
     recorded: Sequence[Recorded],
     progress: Callable[[int], None] = lambda num: None,
     on_stats: Callable[[dict[str, Any]], None] = lambda stats: None,

@@ -16,11 +16,10 @@ from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import DeviceLost, Engine
 from speccompile.runtime.control import Planner
 from speccompile.runtime.draft_report import DraftReport, report_from_planner
-from speccompile.runtime.handles import FairQueue, RequestHandle
 from speccompile.runtime.loop import read_chunk, run_step
 from speccompile.runtime.requests import FAULTS, NotFinite, StepOutput, text_from_fault
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
-from speccompile.runtime.slot_allocator import EVERY, MIN_SHARED, SlotAllocator, ViewKeeper
+from speccompile.runtime.sequences import RequestHandle, SequenceBatch, TokenSequence
+from speccompile.runtime.slot_allocator import EVERY, MIN_SHARED, FairQueue, SlotAllocator, ViewKeeper
 from speccompile.runtime.stats import Counters
 from speccompile.runtime.verifier import Verifier
 
@@ -354,7 +353,7 @@ def decode(
     """
     scheduler, now_s = Scheduler(verifier, proposer, batch, engines, planner), perf_counter()
     for number, sequence in enumerate(batch.waiting):
-        handle = RequestHandle((), number, now_s)
+        handle = RequestHandle(number, now_s)
         handle.add(sequence)
         scheduler.add(handle)
     while scheduler.has_work:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequences being decoded, their slots, and the limits of each step."""
+"""The sequences being decoded, the requests that they are of, their slots, and the limits of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -97,7 +97,7 @@ class TokenSequence:
     may_draft: bool = True  # False: the target would compact its caches by another verdict
     has_draft: bool = True  # see the protocol
     speculation: Speculation = "auto"
-    handle: Any = None  # `handles.RequestHandle` of its request
+    handle: Any = None  # the `RequestHandle` of its request; None: it waits in no queue
     wants_trace: bool = False  # add the tree of every step to its step output
     logits_processor: LogitsProcessor | None = None  # made at its first verdict, if it needs logits
     images: PromptImages | None = None  # of its prompt, if that has some
@@ -196,6 +196,31 @@ class TokenSequence:
             return self.sink.finish() if self.sink is not None else ""
         except FAULTS:
             return ""
+
+
+class RequestHandle:
+    """Requests that were submitted as one; used to cancel them.
+
+    Args:
+        timeout_s: seconds from submission to the last token; None: no limit.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        submitted_s: float,
+        timeout_s: float | None = None,
+        on_output: Callable[[StepOutput], None] = lambda step_output: None,
+    ) -> None:
+        self.number, self.submitted_s, self.on_output = number, submitted_s, on_output
+        self.deadline_s = None if timeout_s is None else submitted_s + timeout_s
+        self.open: list[TokenSequence] = []  # that have not ended
+        self.is_waiting = True  # none of them has a slot yet
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Adds a sequence, before the handle is added to a scheduler."""
+        sequence.handle = self
+        self.open.append(sequence)
 
 
 class SequenceBatch:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -14,10 +16,18 @@ from typing import Any, NamedTuple, Self
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import FixedLength, Planner, controller_of
 from speccompile.runtime.draft_report import DraftReport
-from speccompile.runtime.handles import OutputStream, RequestHandle
-from speccompile.runtime.requests import FAULTS, SPECULATION, Busy, Generation, Request, Speculation, StepOutput
+from speccompile.runtime.requests import (
+    FAULTS,
+    SPECULATION,
+    Busy,
+    Generation,
+    Request,
+    Speculation,
+    StepOutput,
+    generation_of_steps,
+)
 from speccompile.runtime.scheduler import Event, Scheduler
-from speccompile.runtime.sequences import SequenceBatch
+from speccompile.runtime.sequences import RequestHandle, SequenceBatch
 from speccompile.runtime.spec_engine import SpecEngine
 
 JOIN_S = 30.0  # a step that takes longer than this when the service closes is hung
@@ -153,8 +163,8 @@ class Service:
         """
         limits = [self.options.timeout_s if one.timeout_s is None else one.timeout_s for one in (request, *more)]
         timeout_s = min((limit for limit in limits if limit is not None), default=None)
-        handle = RequestHandle((request, *more), 0, perf_counter(), timeout_s, on_output)
-        open_outputs(handle, self.engine, self.options.speculation)
+        handle = RequestHandle(0, perf_counter(), timeout_s, on_output)
+        open_outputs(handle, (request, *more), self.engine, self.options.speculation)
         with self._lock:
             if not self._is_open:
                 got = "a request to a service that does not run" if self._fault is None else self._fault
@@ -272,6 +282,55 @@ class Service:
                 self.cancel(handle)  # its receiver is broken; others are not affected
 
 
+class OutputStream:
+    """Submits requests and iterates over (number of the output, step output) until every output has ended.
+
+    Outputs are numbered over all requests. Leaving `async with`, or calling `close`, cancels what has not ended. A slow
+    reader delays nothing: step outputs are kept until they are read.
+
+    Raises:
+        RuntimeFault, Busy: one request was not accepted; then none of them is.
+    """
+
+    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, StepOutput]] = asyncio.Queue()
+        self.num_outputs = self._num_open = sum(request.num_outputs for request in requests)
+        self._handle = service.submit(requests[0], self._receive, *requests[1:])
+
+    def _receive(self, step_output: StepOutput) -> None:  # on the scheduler's thread
+        with suppress(RuntimeError):  # the loop was closed: no reader is left
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (step_output.output_index, step_output))
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, StepOutput]:
+        if not self._num_open:
+            raise StopAsyncIteration
+        index, step_output = await self._queue.get()
+        self._num_open -= step_output.finish_reason is not None
+        return index, step_output
+
+    def close(self) -> None:
+        if self._num_open:
+            self._service.cancel(self._handle)
+
+    async def __aenter__(self) -> OutputStream:
+        return self
+
+    async def __aexit__(self, *fault: object) -> None:
+        self.close()
+
+    async def generations(self) -> list[Generation]:
+        """Returns all outputs in their order, once every one has ended."""
+        step_outputs: list[list[StepOutput]] = [[] for _ in range(self.num_outputs)]
+        async for index, step_output in self:
+            step_outputs[index].append(step_output)
+        return [generation_of_steps(steps) for steps in step_outputs]
+
+
 def make_scheduler(
     engine: SpecEngine,
     planner: Planner | None = None,
@@ -297,9 +356,9 @@ def make_scheduler(
     )
 
 
-def open_outputs(handle: RequestHandle, engine: SpecEngine, default: Speculation) -> None:
+def open_outputs(handle: RequestHandle, requests: Sequence[Request], engine: SpecEngine, default: Speculation) -> None:
     """Makes the sequences of a new request handle. Raises RuntimeFault: see `SpecEngine.generate`."""
-    for request in handle.requests:
+    for request in requests:
         images = engine.read_images(request.images)
         prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)
         for index in range(request.num_outputs):

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assigns slots to sequences, and keeps the caches of ended ones for prompts with the same prefix."""
+"""Queues sequences, assigns slots to them, and keeps the caches of ended ones for prompts with the same prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
 
 from speccompile.backends.feeds import bucket_rows
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.sequences import RequestHandle, SequenceBatch, TokenSequence
 from speccompile.runtime.verifier import Verifier
 
 MIN_SHARED = 16  # tokens; reading fewer is as fast as moving a cache
@@ -45,6 +47,59 @@ def best_match(
             if num > most:
                 best, most = slot, num
     return (best, most) if best >= 0 else (-1, 0)
+
+
+class FairQueue:
+    """One output of each waiting request in turn, in the order in which the requests came.
+
+    A request goes after the others only when the next turn comes, so that one that arrives in between is before it.
+    """
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[int, deque[TokenSequence]] = OrderedDict()  # by number of the request handle
+        self._front: deque[TokenSequence] = deque()  # out of turn
+        self._last = -1  # whose turn was last: it is the first of `_turns` where it has outputs left
+
+    def __len__(self) -> int:
+        return len(self._front) + sum(map(len, self._turns.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._front or self._turns)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        turns = list(self._turns.values())
+        start = int(self._last in self._turns)
+        rounds = zip_longest(*turns[start:], *turns[:start])
+        return chain(self._front, (sequence for turn in rounds for sequence in turn if sequence is not None))
+
+    def add(self, handle: RequestHandle) -> None:
+        self._turns[handle.number] = deque(handle.open)
+
+    def put_back(self, sequence: TokenSequence) -> None:
+        self._front.appendleft(sequence)
+
+    def take(self) -> TokenSequence:
+        """Removes and returns the first output."""
+        if self._front:
+            return self._front.popleft()
+        if self._last in self._turns:
+            self._turns.move_to_end(self._last)
+        self._last = next(iter(self._turns))
+        sequence = self._turns[self._last].popleft()
+        self._drop_if_empty(self._last)
+        return sequence
+
+    def discard(self, sequence: TokenSequence) -> None:
+        """Removes an output, if it is there."""
+        number = sequence.handle.number
+        for waiting in (self._front, self._turns.get(number)):
+            if waiting and sequence in waiting:
+                waiting.remove(sequence)
+        self._drop_if_empty(number)
+
+    def _drop_if_empty(self, number: int) -> None:
+        if not self._turns.get(number, True):
+            del self._turns[number]
 
 
 class Kept:

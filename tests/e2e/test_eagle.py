@@ -13,8 +13,8 @@ from speccompile.core import registry
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from tests import store
@@ -188,8 +188,8 @@ def test_a_scheduler_reads_no_prompt_with_a_draft_that_will_not_draft(engines, p
         for draft in drafts:
             draft.run = None  # would be called in vain
         for num, (prompt, params) in enumerate(zip(prompts(), greedy(24), strict=True)):
-            handles.append(RequestHandle([Request(prompt, params)], num, 0.0))
-            open_outputs(handles[-1], engine, "auto")
+            handles.append(RequestHandle(num, 0.0))
+            open_outputs(handles[-1], [Request(prompt, params)], engine, "auto")
             scheduler.add(handles[-1])
         while scheduler.has_work:
             for handle, step_output in scheduler.step():
@@ -208,8 +208,8 @@ def test_a_prompt_whose_prefix_was_read_without_a_draft_is_read_anew_by_one(engi
     scheduler, texts, reused = make_scheduler(engine, planner), [], []
     for num, limit in enumerate((0, 0, None, None)):
         planner.limit = limit
-        handle = RequestHandle([Request(prompt, params)], num, 0.0)
-        open_outputs(handle, engine, "auto")
+        handle = RequestHandle(num, 0.0)
+        open_outputs(handle, [Request(prompt, params)], engine, "auto")
         scheduler.add(handle)
         outputs = []
         while scheduler.has_work:

@@ -24,10 +24,10 @@ from speccompile.cli.main import main  # noqa: E402
 from speccompile.errors import RuntimeFault  # noqa: E402
 from speccompile.runtime import sequences  # noqa: E402
 from speccompile.runtime.control import FixedLength  # noqa: E402
-from speccompile.runtime.handles import RequestHandle  # noqa: E402
 from speccompile.runtime.images import PromptImages  # noqa: E402
 from speccompile.runtime.requests import Request  # noqa: E402
 from speccompile.runtime.scheduler import Scheduler  # noqa: E402
+from speccompile.runtime.sequences import RequestHandle  # noqa: E402
 from speccompile.runtime.service import Service, make_scheduler, open_outputs  # noqa: E402
 from speccompile.serving.openai.app import make_app  # noqa: E402
 from speccompile.serving.openai.server import OpenAIServer, ServerOptions  # noqa: E402
@@ -161,8 +161,8 @@ def _drain(scheduler: Scheduler, engine: Any, *requests: Request) -> list[tuple[
     """Submits requests at once; returns tokens and stats of each."""
     found: dict[int, tuple[list[int], dict[str, Any]]] = {}
     for number, request in enumerate(requests):
-        handle = RequestHandle([request], number, 0.0)
-        open_outputs(handle, engine, "auto")
+        handle = RequestHandle(number, 0.0)
+        open_outputs(handle, [request], engine, "auto")
         scheduler.add(handle)
         found[number] = ([], {})
     while scheduler.has_work:

@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from tests.method_rows import forms
 
@@ -26,8 +26,8 @@ def talk(engine, keeps, at_once):
         sequences = []
         for i, said in enumerate(chats):
             asked = SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
-            handle = RequestHandle([Request(said, asked)], next(numbers), 0.0)
-            open_outputs(handle, engine, "auto")
+            handle = RequestHandle(next(numbers), 0.0)
+            open_outputs(handle, [Request(said, asked)], engine, "auto")
             sequences.append(handle.open[0])
             scheduler.add(handle)
             last = i == len(chats) - 1
@@ -69,8 +69,8 @@ def turn_back(engine, keeps):
     )
     said = [(7 + k * k) % 24 for k in range(20)]
     for back in (4, 9, 2, 13, 5):
-        handle = RequestHandle([Request(said, SamplingParams(max_new_tokens=12, ignore_eos=True))], next(numbers), 0.0)
-        open_outputs(handle, engine, "on")
+        handle = RequestHandle(next(numbers), 0.0)
+        open_outputs(handle, [Request(said, SamplingParams(max_new_tokens=12, ignore_eos=True))], engine, "on")
         sequence = handle.open[0]
         scheduler.add(handle)
         while scheduler.has_work:

@@ -12,8 +12,8 @@ from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import FEATURE_NODES, FEATURES, LENGTHS, TOKENS
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from tests.e2e.conftest import build_bundle
@@ -128,8 +128,8 @@ def test_a_prompt_in_chunks_carries_the_last_state_over(engines, oracle):
     texts = [[(5 * i + k * k) % 40 for k in range(11 + 3 * i)] for i in range(4)]
     for number, text in enumerate(texts):
         asked = SamplingParams(max_new_tokens=8, ignore_eos=True)
-        handle = RequestHandle([Request(text, asked)], number, 0.0)
-        open_outputs(handle, engine, "auto")
+        handle = RequestHandle(number, 0.0)
+        open_outputs(handle, [Request(text, asked)], engine, "auto")
         scheduler.add(handle)
     while scheduler.has_work:
         for _ in scheduler.step():

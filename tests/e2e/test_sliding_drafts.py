@@ -9,8 +9,8 @@ from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, Sourc
 from speccompile.core.sampling import SamplingParams
 from speccompile.drafting.sliding_rows import rows_of_step
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 
@@ -107,8 +107,8 @@ def serve(engine, requests, at_once):
     scheduler, done, results = make_scheduler(engine, FixedLength(None)), {}, {}
     for first in range(0, len(requests), at_once):
         for num, request in enumerate(requests[first : first + at_once], first):
-            handle = RequestHandle([request], num, 0.0)
-            open_outputs(handle, engine, "auto")
+            handle = RequestHandle(num, 0.0)
+            open_outputs(handle, [request], engine, "auto")
             scheduler.add(handle)
         while scheduler.has_work:
             for handle, output in scheduler.step():

@@ -7,8 +7,8 @@ import numpy as np
 
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling import SamplingParams
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.speculators.mlp.config import HEADS, MlpMethod
@@ -67,14 +67,15 @@ class Bench:
             engine.voids_moved = False
         self.clock = Clock()
         self.scheduler = make_scheduler(self.engine, planner, 2 * chunk, keep, self.clock)
-        self.step_outputs, self.handles = {}, []
+        self.step_outputs, self.handles, self.requests = {}, [], []
 
     def submit(self, prompt, **fields):
         request = Request(prompt, **{"sampling": SamplingParams(max_new_tokens=8), **fields})
-        handle = RequestHandle([request], len(self.handles), self.clock(), request.timeout_s)
-        open_outputs(handle, self.engine, "auto")
+        handle = RequestHandle(len(self.handles), self.clock(), request.timeout_s)
+        open_outputs(handle, [request], self.engine, "auto")
         self.scheduler.add(handle)
         self.handles.append(handle)
+        self.requests.append(request)
         self.step_outputs[handle.number] = [[] for _ in range(request.num_outputs)]
         return handle
 

@@ -8,9 +8,8 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.requests import Busy, Request
-from speccompile.runtime.service import Service, ServiceOptions
+from speccompile.runtime.service import OutputStream, Service, ServiceOptions
 from tests.runtime.test_spec_engine import make_engine, text
 
 LONG = Request("abc", SamplingParams(max_new_tokens=4000))

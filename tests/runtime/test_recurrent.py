@@ -15,8 +15,8 @@ from speccompile.backends.states import SlotStates
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling_params import SamplingParams
 from speccompile.core.tree import TokenTree
-from speccompile.runtime.handles import RequestHandle
 from speccompile.runtime.requests import Request
+from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.runtime.verifier import Verifier
@@ -86,6 +86,7 @@ class Bench:
         self.plain = _spec_engine(hybrid.open(1), NoneProposer(), slots=1)
         self.scheduler = make_scheduler(self.engine, prefill_chunk=2 * CHUNK, keep_prefixes=keeps)
         self.handles: list[RequestHandle] = []
+        self.requests: list[Request] = []  # of each handle
         self.outputs: list[list[int]] = []
         self.reasons: list[str | None] = []
 
@@ -95,10 +96,11 @@ class Bench:
             [plain] = self.plain.generate([list(prompt)], params, speculative=False)
             self.texts[key] = plain.tokens
         request = Request(list(prompt), params, **fields)
-        handle = RequestHandle([request], len(self.handles), 0.0)
-        open_outputs(handle, self.engine, "auto")
+        handle = RequestHandle(len(self.handles), 0.0)
+        open_outputs(handle, [request], self.engine, "auto")
         self.scheduler.add(handle)
         self.handles.append(handle)
+        self.requests.append(request)
         self.outputs.append([])
         self.reasons.append(None)
         return handle
@@ -137,9 +139,9 @@ class Bench:
             self.hybrid.check(self.target, slot, tokens)
 
     def check_texts(self) -> None:
-        for handle, tokens, reason in zip(self.handles, self.outputs, self.reasons, strict=True):
-            wanted = self.texts[tuple(handle.requests[0].prompt), handle.requests[0].sampling]
-            assert tokens == (wanted if reason == "length" else wanted[: len(tokens)]), f"request {handle.number}"
+        for number, (request, tokens) in enumerate(zip(self.requests, self.outputs, strict=True)):
+            wanted, reason = self.texts[tuple(request.prompt), request.sampling], self.reasons[number]
+            assert tokens == (wanted if reason == "length" else wanted[: len(tokens)]), f"request {number}"
 
 
 def _spec_engine(engine: Any, proposer: Any, slots: int = SLOTS) -> SpecEngine:
@@ -180,7 +182,7 @@ def _next_prompt(bench: Bench, rng: np.random.Generator) -> list[int]:
     if not bench.handles or kind < 0.35:
         return fresh
     at = int(rng.integers(max(len(bench.handles) - 6, 0), len(bench.handles)))
-    prompt = list(bench.handles[at].requests[0].prompt)
+    prompt = list(bench.requests[at].prompt)
     if kind < 0.5:
         return prompt
     whole = [*prompt, *bench.outputs[at]]
@@ -269,8 +271,8 @@ def check_last_rows(bench: Bench) -> None:
         bench.submit(numbers(num, num), full, speculation="on")
     while bench.scheduler.has_work:
         bench.step()
-    for handle, tokens in zip(bench.handles, bench.outputs, strict=True):
-        assert tokens == bench.texts[tuple(handle.requests[0].prompt), full]
+    for request, tokens in zip(bench.requests, bench.outputs, strict=True):
+        assert tokens == bench.texts[tuple(request.prompt), full]
     assert bench.reasons == ["cache_full"] * 3
 
 

@@ -356,12 +356,11 @@ def test_random_joins_cancels_and_errors_leak_nothing(monkeypatch, kind, num_tur
     bench.finish()
     bench.check()
     reasons = Counter()
-    for handle in bench.handles:
-        prompt = handle.requests[0].prompt
-        for output in range(handle.requests[0].num_outputs):
+    for handle, request in zip(bench.handles, bench.requests, strict=True):
+        for output in range(request.num_outputs):
             step_outputs, tokens = bench.step_outputs[handle.number][output], bench.tokens(handle, output)
             assert [p.finish_reason is None for p in step_outputs] == [True] * (len(step_outputs) - 1) + [False]
-            assert tokens == greedy(prompt, len(tokens))
+            assert tokens == greedy(request.prompt, len(tokens))
             reasons[step_outputs[-1].finish_reason] += 1
     scheduler = bench.scheduler
     assert reasons == scheduler.counters.finished

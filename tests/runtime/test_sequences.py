@@ -16,8 +16,8 @@ from speccompile.core.sampling import (
     uniforms,
 )
 from speccompile.runtime.control import FixedLength
-from speccompile.runtime.handles import FairQueue
 from speccompile.runtime.sequences import BLOCK, SequenceBatch, TokenSequence, UniformTable
+from speccompile.runtime.slot_allocator import FairQueue
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
 
 PARAMS = [SamplingParams(temperature=1.0, seed=2**63 + 5), SamplingParams(), SamplingParams(temperature=0.5, seed=7)]

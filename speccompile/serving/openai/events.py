@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.logprobs import TokenLogprobs
 from speccompile.runtime.requests import Request, StepOutput
+from speccompile.runtime.service import OutputStream
 from speccompile.serving.openai.errors import error_from_step_output
 from speccompile.serving.openai.message import MessageReader
 from speccompile.serving.openai.tool_reader import CALL as CALL

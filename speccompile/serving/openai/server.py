@@ -25,9 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from speccompile.bundle.publish import certificate_facts
 from speccompile.common.chat_template import ChatTemplate, read_chat_template
 from speccompile.errors import RuntimeFault
-from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.requests import Request
-from speccompile.runtime.service import Service
+from speccompile.runtime.service import OutputStream, Service
 from speccompile.serving.openai.errors import (
     AUTHENTICATION,
     NOT_FOUND,

@@ -17,8 +17,8 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
-from speccompile.runtime.handles import OutputStream
 from speccompile.runtime.requests import Request, StepOutput, StepTrace
+from speccompile.runtime.service import OutputStream
 from speccompile.runtime.text import text_of_token
 from speccompile.serving.openai.bodies import Sampled
 from speccompile.serving.openai.chat import ChatApi
