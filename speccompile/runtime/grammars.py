@@ -239,7 +239,7 @@ class Grammars:
         self._kinds: TokenKinds
         self._kept: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
         self._lock = threading.Lock()
-        self._loading, self._is_open = threading.Lock(), True
+        self._loading, self._num_closed = threading.Lock(), 0
         # Its threads know the tokenizer alone: an engine that nobody closes is collected, and the process ends.
         self._source = partial(_source, tokenizer, vocab_size, self._eos)
         self._checker = ConstraintChecker(self._source)
@@ -278,12 +278,10 @@ class Grammars:
 
     async def prepare(self, wanted: StructuredOutputs) -> None:
         """Compiles a grammar for its next `matcher` while the event loop goes on; cancelling ends the work."""
-        if not self._is_open:
-            raise shutting_down()
         if self._find(wanted) is None:
-            loop = asyncio.get_running_loop()
+            loop, num_closed = asyncio.get_running_loop(), self._num_closed
             await loop.run_in_executor(self._builders, self._load_vocabulary)
-            if not self._is_open:
+            if num_closed != self._num_closed:
                 raise shutting_down()
             checked = await asyncio.wrap_future(self._checker.submit(wanted))
             await loop.run_in_executor(self._builders, self._build, wanted, checked)
@@ -295,12 +293,9 @@ class Grammars:
         """Estimated bytes of the grammars that are kept."""
         return sum(compiled.num_bytes for compiled in self._kept.values())
 
-    def open(self) -> None:
-        self._is_open = True
-
     def close(self) -> None:
-        """Ends the process that tries grammars; who waits for it in `prepare`, or calls that later, gets a `Busy`."""
-        self._is_open = False
+        """Ends the process that tries grammars; what waits for it in `prepare` gets a `Busy`."""
+        self._num_closed += 1
         self._checker.close()
 
     def _find(self, wanted: StructuredOutputs) -> Compiled | None:

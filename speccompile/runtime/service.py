@@ -13,7 +13,9 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
+from speccompile.core.sampling_params import StructuredOutputs
 from speccompile.errors import RuntimeFault
+from speccompile.runtime.constraint_checker import shutting_down
 from speccompile.runtime.control import FixedLength, Planner, controller_of
 from speccompile.runtime.draft_report import DraftReport
 from speccompile.runtime.requests import (
@@ -124,7 +126,6 @@ class Service:
             raise RuntimeFault("service", "a second start", "one", "Make another service.")
         self._thread = threading.Thread(target=self._serve, name="speccompile-scheduler", daemon=True)
         self._is_open = self._is_running = True
-        self.engine.grammars.open()
         self._thread.start()
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -135,7 +136,7 @@ class Service:
         """
         with self._lock:
             self._is_open = False
-        self.engine.grammars.close()
+        self.engine.close_grammars()
         thread = self._thread
         if thread is None:
             return
@@ -178,6 +179,17 @@ class Service:
             handle.number = self._num_handles
             self._commands.put(_Add(handle))
         return handle
+
+    async def prepare(self, constraint: StructuredOutputs) -> None:
+        """Compiles the constraint of a request to submit, while the event loop goes on; cancelling ends the work.
+
+        Raises:
+            RuntimeFault: it cannot be compiled.
+            Busy: too many wait, or the service does not run.
+        """
+        if not self._is_open:
+            raise shutting_down()
+        await self.engine.grammars.prepare(constraint)
 
     def cancel(self, handle: RequestHandle) -> None:
         """Ends a request's open outputs with `cancelled`. May be called on any thread, at any time, repeatedly."""

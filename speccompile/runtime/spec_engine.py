@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -82,7 +83,6 @@ class SpecEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         sizes = target, context.max_seq_len, chunk
         self.verifier = SyntheticVerifier(*sizes, rates) if rates else Verifier(*sizes)
-        self.grammars = Grammars(tokenizer, target.spec.vocab_size, self.eos_token_ids)
         self.prompt_bytes = PromptBytes(tokenizer, context.max_seq_len)
         self.proposer = proposer
         self._plain = registry.method("none")
@@ -101,10 +101,20 @@ class SpecEngine:
         if not self._is_closed:
             self._is_closed = True
             self._num_runs += 1
-            self.grammars.close()
+            self.close_grammars()
             self.engines, self.images, self.controller = (), None, None
             del self.verifier, self.proposer
             gc.collect()  # engines and what is bound to their caches refer to each other
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of its requests, made with the first one."""
+        return Grammars(self.tokenizer, self.verifier.engine.spec.vocab_size, self.eos_token_ids)
+
+    def close_grammars(self) -> None:
+        """Ends the compiling of grammars, if there is any: see `Grammars.close`."""
+        if "grammars" in vars(self):
+            self.grammars.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -97,7 +97,7 @@ class ChatApi(CompletionApi):
         sampling, read = sampling_from_body(body, engine.defaults), prompt.plan.reader
         check_length(prompt.tokens, body, engine)  # before what takes time: pictures, and constraints
         images = await read_images(prompt.files, engine)
-        sampling = await constrained(sampling, prompt.plan.constraint, engine, body.timeout_s)
+        sampling = await constrained(sampling, prompt.plan.constraint, server.service, body.timeout_s)
         if read is not None:
             sampling = replace(sampling, skip_special_tokens=False)
         make_reader = None if read is None else functools.partial(read, prompt.text)

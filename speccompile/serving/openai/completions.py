@@ -92,7 +92,7 @@ class CompletionApi(Api):
         ids = [await encode(engine, p, special=True) if isinstance(p, str) else p for p in prompts]
         for tokens in ids:
             check_length(tokens, body, engine)
-        sampling = await constrained(sampling, constraint, engine, body.timeout_s)
+        sampling = await constrained(sampling, constraint, server.service, body.timeout_s)
         requests = [request_from_tokens(tokens, body, sampling) for tokens in ids]
         return Answer(requests, is_prompt_only=body.is_prompt_only)
 

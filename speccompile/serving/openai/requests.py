@@ -15,6 +15,7 @@ from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
 from speccompile.runtime.requests import Busy, Request
+from speccompile.runtime.service import Service
 from speccompile.runtime.spec_engine import SpecEngine
 from speccompile.serving.openai.bodies import Sampled
 from speccompile.serving.openai.errors import ApiError, error_from_fault, request_timeout
@@ -133,7 +134,7 @@ def error_from_constraint(fault: RuntimeFault, field: str) -> ApiError:
 async def constrained(
     sampling: SamplingParams,
     constraint: tuple[str, StructuredOutputs] | None,
-    engine: SpecEngine,
+    service: Service,
     timeout_s: float | None = None,
 ) -> SamplingParams:
     """Returns sampling parameters with a constraint, compiled within `timeout_s` seconds; it can be cancelled."""
@@ -142,7 +143,7 @@ async def constrained(
     field, outputs = constraint
     try:
         async with asyncio.timeout(timeout_s):
-            await engine.grammars.prepare(outputs)
+            await service.prepare(outputs)
     except TimeoutError as fault:
         raise request_timeout() from fault
     except Busy as fault:

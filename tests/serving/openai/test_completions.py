@@ -286,8 +286,9 @@ def test_shutdown_refuses_requests():
         for reply in (get(app, "/health"), get(app, "/ping"), post(app, "/ping", {})):
             assert reply.json() == {"status": "ok", "model": "mock"}
         service.close()
-        reply = post(app, PATH, {"prompt": "b"})
-        assert error_of(reply, 503)["code"] == "shutting_down" and reply.headers["retry-after"] == "1"
+        for fields in ({}, {"guided_regex": "a"}):
+            reply = post(app, PATH, {"prompt": "b", **fields})
+            assert error_of(reply, 503)["code"] == "shutting_down" and reply.headers["retry-after"] == "1"
         for health in (get(app, "/health"), post(app, "/ping", {})):
             assert health.status == 503 and health.json()["status"] == "shutting down"
 
