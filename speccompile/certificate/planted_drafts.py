@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Batch, Outputs
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.speculators.none.config import NoneProposer
 
 Known = Mapping[tuple[int, ...], Sequence[int]]  # by prompt: the tokens that will follow

@@ -14,40 +14,13 @@ import numpy as np
 
 from speccompile.core.multi_path import RowsAt, choose_paths
 from speccompile.core.sampling import draw, race
-from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree import Floats, Ints, TokenTree, Verdict
 
 
 class Dists(Protocol):
     """The warped distribution after each node, [vocab] float32: an array of rows, or rows computed on demand."""
 
     def __getitem__(self, node: int, /) -> Any: ...
-
-
-class Verdict:
-    """What acceptance decided.
-
-    `accepted` and `following` are `num_accepted` and `next_token` as lists: a run of a graph evicts numpy's code from
-    the CPU's caches, after which a comparison or a reduction of an array takes some 40 us.
-
-    Args:
-        path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 after the end.
-        num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
-        next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path; -1 where a row of
-            the slot's logits was not finite, and its verdict is void.
-    """
-
-    __slots__ = ("accepted", "following", "next_token", "num_accepted", "path")
-
-    def __init__(self, path: Ints, num_accepted: Ints, next_token: Ints) -> None:
-        self.path, self.num_accepted, self.next_token = path, num_accepted, next_token
-        self.accepted: list[int] = num_accepted.tolist()
-        self.following: list[int] = next_token.tolist()
-
-    def spoilt(self) -> list[int]:
-        return [slot for slot, token in enumerate(self.following) if token < 0]
-
-    def nodes_kept(self, slot: int) -> list[int]:
-        return [int(n) for n in self.path[slot, : int(self.num_accepted[slot]) + 1]]
 
 
 def residual(target_probs: Floats, draft_probs: Floats) -> Floats:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 
 
 class CacheRows:

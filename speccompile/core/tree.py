@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenTree: the tokens that one target forward scores, for a batch of slots."""
+"""TokenTree, the tokens that one target forward scores for a batch of slots, and Verdict, which of them are kept."""
 
 from __future__ import annotations
 
@@ -243,3 +243,30 @@ def _check_range(name: str, array: Ints, low: Ints, high: Ints, todo: str) -> No
             f"{int(low[slot, node])} to {int(high[slot, node])}",
             todo,
         )
+
+
+class Verdict:
+    """What acceptance decided.
+
+    `accepted` and `following` are `num_accepted` and `next_token` as lists: a run of a graph evicts numpy's code from
+    the CPU's caches, after which a comparison or a reduction of an array takes some 40 us.
+
+    Args:
+        path: [batch, nodes] int64, accepted nodes from the root (node 0) on, -1 after the end.
+        num_accepted: [batch] int64, accepted draft tokens; the root is not counted.
+        next_token: [batch] int64, recovered token after a refusal, bonus token after a whole path; -1 where a row of
+            the slot's logits was not finite, and its verdict is void.
+    """
+
+    __slots__ = ("accepted", "following", "next_token", "num_accepted", "path")
+
+    def __init__(self, path: Ints, num_accepted: Ints, next_token: Ints) -> None:
+        self.path, self.num_accepted, self.next_token = path, num_accepted, next_token
+        self.accepted: list[int] = num_accepted.tolist()
+        self.following: list[int] = next_token.tolist()
+
+    def spoilt(self) -> list[int]:
+        return [slot for slot, token in enumerate(self.following) if token < 0]
+
+    def nodes_kept(self, slot: int) -> list[int]:
+        return [int(n) for n in self.path[slot, : int(self.num_accepted[slot]) + 1]]

@@ -16,8 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
-from speccompile.core.tree import Floats, TokenTree
+from speccompile.core.tree import Floats, TokenTree, Verdict
 from speccompile.drafting.tree import DraftTrees, Probs
 
 LEARNING_RATE = 0.1  # per verdict, of the log odds between confidence and acceptance

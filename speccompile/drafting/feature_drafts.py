@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import PREFILL_CHUNK
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import (
@@ -20,7 +19,7 @@ from speccompile.core.specs import (
     TOKENS,
     TREE_MASK,
 )
-from speccompile.core.tree import Floats, Ints
+from speccompile.core.tree import Floats, Ints, Verdict
 from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.sliding_rows import draft_rows, rows_of_step
 from speccompile.drafting.tree import Expansion, padding_mask

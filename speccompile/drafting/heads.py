@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.specs import (
     CANDIDATE_PROBS,
@@ -27,7 +26,7 @@ from speccompile.core.specs import (
     UNIFORMS,
     GraphSpec,
 )
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import (
     AcceptanceEstimate,

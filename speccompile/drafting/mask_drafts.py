@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
+from speccompile.core.tree import Verdict
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.kv_cache import DraftCache
 from speccompile.drafting.proposer import Scorer

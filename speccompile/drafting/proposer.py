@@ -13,11 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, DraftState, SharedPrior, acceptance_probs, own_path
 from speccompile.drafting.budget import Budget, Outlook, Weighs
 from speccompile.drafting.grammars import draft_warp, paths_after, refuse, restrict

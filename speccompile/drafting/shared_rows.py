@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Engine, Outputs, TokenSequence
 from speccompile.core.specs import LENGTHS, SCORED_NODES, TOKENS, TREE_MASK
-from speccompile.core.tree import Ints
+from speccompile.core.tree import Ints, Verdict
 from speccompile.drafting.tree import Expansion
 
 

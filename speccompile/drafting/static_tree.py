@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Batch, Outputs, StepTimes
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, NODE_PROBS
-from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree import Floats, Ints, TokenTree, Verdict
 from speccompile.core.tree_shape import TreeShape
 from speccompile.drafting.acceptance import own_path
 from speccompile.drafting.drawn_length import DrawnChains, DrawnLength

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from speccompile.core import registry
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
 from speccompile.core.sampling_params import SamplingParams
+from speccompile.core.tree import Verdict
 from speccompile.errors import RecipeError
 from speccompile.planner.acceptance import (
     MIXED,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict, accept_slot
-from speccompile.core.tree import Floats, TokenTree
+from speccompile.core.acceptance import accept_slot
+from speccompile.core.tree import Floats, TokenTree, Verdict
 from speccompile.runtime.grammars import GrammarFault
 from speccompile.runtime.logits_processors import LogitsProcessor, TreeProbs
 from speccompile.runtime.logprobs import TokenLogprobs, log_softmax, token_logprobs

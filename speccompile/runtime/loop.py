@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import Proposer
 from speccompile.core.protocols import Engine, Outputs, StepTimes
 from speccompile.core.specs import LOGITS, NEXT_TOKEN
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.drafting.grammars import chains_within
 from speccompile.runtime.control import Planner
 from speccompile.runtime.grammars import GrammarFault

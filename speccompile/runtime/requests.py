@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.errors import RuntimeFault, SpecCompileError
 from speccompile.runtime.images import ImageData
 from speccompile.runtime.logprobs import TokenLogprobs

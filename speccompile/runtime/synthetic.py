@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.errors import BundleError, RuntimeFault
 from speccompile.runtime.sequences import SequenceBatch
 from speccompile.runtime.verifier import Verifier

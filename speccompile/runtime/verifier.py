@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Engine, Outputs
 from speccompile.core.sampling_params import SamplingParams
@@ -27,7 +26,7 @@ from speccompile.core.specs import (
     TREE_MASK,
     UNIFORMS,
 )
-from speccompile.core.tree import Ints, TokenTree, chain_parents
+from speccompile.core.tree import Ints, TokenTree, Verdict, chain_parents
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.host_verify import verify_on_host
 from speccompile.runtime.images import PromptImages

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict, accept
+from speccompile.core.acceptance import accept
 from speccompile.core.sampling import DRAFT_LANE, draw, tree_uniforms, uniforms, warp
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 
 if TYPE_CHECKING:
     import onnxruntime as ort

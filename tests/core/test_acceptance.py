@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.core import acceptance
-from speccompile.core.acceptance import Verdict, accept, residual
-from speccompile.core.tree import TokenTree
+from speccompile.core.acceptance import accept, residual
+from speccompile.core.tree import TokenTree, Verdict
 from tests.core.distribution_lab import (
     CHAIN,
     SETTINGS,

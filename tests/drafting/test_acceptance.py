@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import StepCosts
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import HIDDEN
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, acceptance_probs
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.heads import HeadsProposer

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
+from speccompile.core.tree import Verdict
 from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.feature_drafts import MAX_STATES, PendingFeatures
 from tests.speculators.hidden_lm import OnDevice

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.specs import (
     CANDIDATES,
     FEATURE_NODES,
@@ -21,6 +20,7 @@ from speccompile.core.specs import (
     TOKENS,
     TREE_MASK,
 )
+from speccompile.core.tree import Verdict
 from speccompile.drafting.acceptance import DraftState
 from speccompile.drafting.feature_drafts import FeatureCache
 from speccompile.drafting.mask_drafts import MaskFeatureCache

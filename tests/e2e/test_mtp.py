@@ -8,10 +8,10 @@ import pytest
 
 import speccompile
 from speccompile.core import registry
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DecoderOptions, GraphJob, MethodContext, SourceContext
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import FEATURE_NODES, FEATURES, LENGTHS, TOKENS
+from speccompile.core.tree import Verdict
 from speccompile.runtime.requests import Request
 from speccompile.runtime.sequences import RequestHandle
 from speccompile.runtime.service import make_scheduler, open_outputs

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.sampling import SamplingParams, tree_uniforms
+from speccompile.core.tree import Verdict
 from speccompile.errors import RuntimeFault
 from speccompile.runtime import logits_processors as processors
 from speccompile.runtime.host_verify import verify_on_host

@@ -17,11 +17,11 @@ from tests.pipeline import fakes
 from tests.runtime.call_trace import traced
 
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
-STEPS = {"none": (9, 35), "draft_model": (13, 116), "eagle3": (14, 186)}
+STEPS = {"none": (8, 35), "draft_model": (12, 116), "eagle3": (13, 186)}
 # (files, calls) of a prompt and eight tokens; and files of a build from the command line, its export a fake.
-GENERATE = {"none": (18, 428), "draft_model": (23, 518), "eagle3": (24, 634)}
+GENERATE = {"none": (16, 428), "draft_model": (21, 518), "eagle3": (22, 634)}
 BUILD = 40
-COMPLETION = (27, 935)  # calls vary by a few with the turns of two threads
+COMPLETION = (26, 935)  # calls vary by a few with the turns of two threads
 
 
 @pytest.mark.parametrize("method", STEPS)

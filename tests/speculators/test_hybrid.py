@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
 from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.errors import RecipeError
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence

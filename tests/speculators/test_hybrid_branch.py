@@ -9,9 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.tree import DraftTrees

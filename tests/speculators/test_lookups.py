@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speccompile.core import registry
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext, StepCosts
+from speccompile.core.tree import Verdict
 from speccompile.speculators.ngram import proposer as ngram
 from speccompile.speculators.ngram.proposer import NgramIndex
 from speccompile.speculators.suffix import proposer as suffix

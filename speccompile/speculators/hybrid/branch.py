@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.tree import DraftTrees

@@ -16,11 +16,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
 from speccompile.core.proposer import CacheRows, Proposer
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
-from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree import Floats, Ints, TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, Foreseeing, SharedPrior, own_path
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.tree import DraftTrees

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import DraftBounds, MethodContext
 from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.registry import Method
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.jobs import MethodContext
 from speccompile.core.protocols import Batch, Outputs, StepTimes, TokenSequence
-from speccompile.core.tree import Ints, TokenTree
+from speccompile.core.tree import Ints, TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.grammars import FORCED, drafts_within, has_grammars

@@ -6,8 +6,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from speccompile.core.acceptance import Verdict
-from speccompile.core.tree import TokenTree
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.ops.spec_verify import spec_verify
 from speccompile.ops.tensorrt.bodies import drafts_from_width, tensorrt_ops
 from tests.core.distribution_lab import CHAIN, SETTINGS, TREE, VOCAB, Setting, emit, exact_joint, p_value, spread

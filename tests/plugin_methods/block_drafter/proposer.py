@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speccompile.core.acceptance import Verdict
 from speccompile.core.proposer import CacheRows
 from speccompile.core.protocols import Batch, Engine, Outputs, StepTimes, TokenSequence
 from speccompile.core.specs import HIDDEN, LENGTHS
-from speccompile.core.tree import Floats, Ints, TokenTree
+from speccompile.core.tree import Floats, Ints, TokenTree, Verdict
 
 FEATURES, ANCHOR, ANCHOR_NODE, BLOCK = "block_features", "anchor", "anchor_node", "block_tokens"
 
