@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from speccompile.common.tokenizer_file import encode_text, load_tokenizer
 from speccompile.errors import CheckpointError, RuntimeFault
 from speccompile.runtime.text import PromptBytes, most_bytes_of_a_token
+from speccompile.serving.openai.completions import encode
 from speccompile.serving.openai.errors import ApiError
-from speccompile.serving.openai.requests import encode
 from tests.pipeline import fakes
 
 ROOT = Path(__file__).parents[2]

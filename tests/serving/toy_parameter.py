@@ -60,10 +60,10 @@ def from_prompt_file(value):
 
 def from_body(value):
     from speccompile.core.sampling_params import SamplingParams
+    from speccompile.serving.openai.bodies import sampling_from_body
     from speccompile.serving.openai.chat_body import ChatBody
     from speccompile.serving.openai.completions import CompletionBody
     from speccompile.serving.openai.errors import ApiError
-    from speccompile.serving.openai.requests import sampling_from_body
 
     wrong = CompletionBody.model_validate_json('{"prompt": "a", "toy": 1}')
     with pytest.raises(ApiError, match="expected 0 to below 1") as fault:

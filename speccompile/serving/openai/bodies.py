@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests: their base, the sampling fields that they share, and unions whose errors name one field.
+"""Bodies of requests: their base, the sampling fields that they share and what they mean, and unions of objects.
 
 A field that no body declares is refused, unless it is one of those whose no-op values are listed here: clients and
 front ends send the defaults of OpenAI's API and of vLLM's server. A value that is the documented default or that does
@@ -8,16 +8,19 @@ not change the text is accepted, any other is refused with the reason.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from speccompile.common.parameters import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, BodyField, Kind
-from speccompile.core.sampling_params import SAMPLING_PARAMETERS
+from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
+from speccompile.errors import RuntimeFault
 from speccompile.runtime.requests import Speculation
+from speccompile.serving.openai.errors import MARK, ApiError, error_from_fault
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,6 @@ STREAM_OPTIONS: Mapping[str, NoOp] = {
 
 
 Item = TypeVar("Item")
-MARK = ":"  # begins the names of alternatives in unions, which `errors` leaves out of a field's path
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -245,6 +247,56 @@ class Sampled(_SamplingFields):  # type: ignore[misc]
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "it goes with `stream: true` only", {"param": "stream_options"})
         return self
+
+
+def sampling_from_body(body: Sampled, defaults: SamplingParams) -> SamplingParams:
+    """Returns the bundle's defaults, overridden by the fields of the body; without a `seed` a random one."""
+    given: dict[str, Any] = {}
+    for name, declared in SAMPLING_PARAMETERS.items():
+        if declared.body is not None:
+            value = _value(getattr(body, declared.body.name or name), declared.kind)
+            if value is not None:
+                given[name] = declared.body.convert(value)
+    if body.num_logprobs is not None:
+        given["logprobs"] = body.num_logprobs
+    if body.num_prompt_logprobs is not None:
+        given["prompt_logprobs"] = body.num_prompt_logprobs
+    if body.is_prompt_only:
+        given["max_new_tokens"] = 1  # no engine stops before its first token
+    given.setdefault("seed", secrets.randbits(63))
+    try:
+        sampling = replace(defaults, **given)
+    except RuntimeFault as fault:
+        raise error_from_fault(fault) from fault
+    _check_min_tokens(body.min_tokens, sampling)
+    return sampling
+
+
+def _check_min_tokens(num: int, sampling: SamplingParams) -> None:
+    ends = [] if sampling.ignore_eos else ["texts that may end with a token: add `ignore_eos: true`"]
+    ends += ["`stop` or `stop_token_ids`: leave these out"] * bool(sampling.stop or sampling.stop_token_ids)
+    if num > sampling.max_new_tokens:
+        ends = [f"max_tokens of {sampling.max_new_tokens}: raise it"]
+    if num and ends:
+        message = f"`min_tokens`: it is not supported beside {' and '.join(ends)}."
+        raise ApiError(400, message, param="min_tokens", code="unsupported_field")
+
+
+def _value(value: Any, kind: Kind) -> Any:
+    if kind is BIASES:
+        return _biases(value) if value else None
+    if kind is FLAG:
+        return value or None
+    if kind is STRINGS and isinstance(value, str):
+        return (value,)
+    return value
+
+
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    wrong = next((token for token in biases if not (token.isascii() and token.isdigit())), None)
+    if wrong is not None:
+        raise ApiError(400, f"`logit_bias`: {wrong!r} is no token id.", param="logit_bias", code="invalid_value")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def tag(name: str) -> Tag:

@@ -19,18 +19,18 @@ from speccompile.common.chat_template import ChatTemplate
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.images import Image
 from speccompile.runtime.spec_engine import SpecEngine
+from speccompile.serving.openai.bodies import sampling_from_body
 from speccompile.serving.openai.chat_body import ChatBody
-from speccompile.serving.openai.completions import CompletionApi
-from speccompile.serving.openai.errors import ApiError, error_from_validation
-from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Choice, Event, Part
-from speccompile.serving.openai.requests import (
+from speccompile.serving.openai.completions import (
+    CompletionApi,
     check_length,
     constrained,
     encode,
     request_from_tokens,
-    sampling_from_body,
     structured_from_body,
 )
+from speccompile.serving.openai.errors import ApiError, error_from_validation
+from speccompile.serving.openai.events import CALL, REASONING, TEXT, Answer, Choice, Event, Part
 from speccompile.serving.openai.server import OpenAIServer
 from speccompile.serving.openai.tools import ChatPlan, plan_chat
 

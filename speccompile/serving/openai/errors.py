@@ -13,10 +13,10 @@ from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.grammars import GRAMMAR
 from speccompile.runtime.requests import Busy, StepOutput
-from speccompile.serving.openai.bodies import MARK
 
 INVALID, AUTHENTICATION, NOT_FOUND = "invalid_request_error", "authentication_error", "not_found_error"
 OVERLOADED, TIMEOUT, SERVER = "overloaded_error", "timeout_error", "server_error"
+MARK = ":"  # begins the names of alternatives in unions of bodies; a field's path leaves them out
 RETRY_AFTER_S = 1  # the queue gets shorter with every request that ends
 
 # Name in the runtime -> name in the request.

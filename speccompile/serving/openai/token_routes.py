@@ -17,9 +17,9 @@ from speccompile.errors import RuntimeFault
 from speccompile.serving.openai.bodies import Body, TokenId
 from speccompile.serving.openai.chat import chat_from_fields, prompt_from_chat
 from speccompile.serving.openai.chat_body import ChatBody
+from speccompile.serving.openai.completions import encode
 from speccompile.serving.openai.errors import ApiError, error_from_fault, error_from_validation
 from speccompile.serving.openai.messages import CountBody, MessagesApi
-from speccompile.serving.openai.requests import encode
 from speccompile.serving.openai.server import OpenAIServer, read_body
 
 
