@@ -25,16 +25,8 @@ class PlantedDrafts(NoneProposer):
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts = [self.drafts(sequence, min(sequence.max_drafts, self.length)) for sequence in batch.sequences]
-        width = 1 + max(len(tokens) for tokens, _ in drafts)
-        tokens = np.zeros((len(drafts), width), np.int64)
-        parents = np.full(tokens.shape, -1, np.int64)
-        for slot, (drafted, above) in enumerate(drafts):
-            tokens[slot] = batch.sequences[slot].tokens[-1]
-            tokens[slot, 1 : 1 + len(drafted)], parents[slot, 1 : 1 + len(drafted)] = drafted, above
-        num_nodes = np.array([1 + len(drafted) for drafted, _ in drafts], np.int64)
-        if all(above == list(range(len(above))) for _, above in drafts):
-            return TokenTree.chain(tokens, num_nodes)
-        return TokenTree.tree(tokens, parents, num_nodes)
+        tokens = [[s.tokens[-1], *drafted] for s, (drafted, _) in zip(batch.sequences, drafts, strict=True)]
+        return TokenTree.ragged(tokens, [[-1, *above] for _, above in drafts])
 
     def drafts(self, sequence: Any, most: int) -> tuple[list[int], list[int]]:
         """Returns the draft tokens of one sequence, and the parent of each."""

@@ -112,6 +112,30 @@ class TokenTree:
         made.validate()
         return made
 
+    @classmethod
+    def ragged(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+        draft_probs: Floats | None = None,
+    ) -> TokenTree:
+        """Returns trees of different sizes, padded: by slot the token and the parent (None: a chain) of each node.
+
+        Nothing is checked.
+        """
+        nums = list(map(len, tokens))
+        size, num_nodes = max(nums), np.array(nums, dtype=np.int64)
+        padded = np.array([[*row, *[0] * (size - len(row))] for row in tokens], dtype=np.int64)
+        if parents is None or all(list(row) == list(range(-1, len(row) - 1)) for row in parents):
+            return cls.chain(padded, num_nodes, draft_probs)
+        links = np.array([[*row, *[-1] * (size - len(row))] for row in parents], dtype=np.int64)
+        return cls(padded, links, num_nodes, draft_probs)
+
+    def nodes_of(self, slot: int) -> tuple[list[int], list[int]]:
+        """Returns the token and the parent of each node of a slot."""
+        num = int(self.num_nodes[slot])
+        return self.tokens[slot, :num].tolist(), self.parents[slot, :num].tolist()
+
     @property
     def batch(self) -> int:
         return int(self.tokens.shape[0])
@@ -173,9 +197,9 @@ class TokenTree:
 
     def show(self, slot: int = 0, texts: Sequence[str] = (), path: Sequence[int] = ()) -> None:
         """Prints the tree of one slot by `texts` or token ids, with the nodes of `path` marked; see `tree_lines`."""
-        num = int(self.num_nodes[slot])
-        names = [repr(text) for text in texts[:num]] or [str(token) for token in self.tokens[slot, :num].tolist()]
-        print("\n".join(tree_lines(names, self.parents[slot, :num].tolist(), path)))
+        tokens, parents = self.nodes_of(slot)
+        names = list(map(repr, texts[: len(tokens)])) or list(map(str, tokens))
+        print("\n".join(tree_lines(names, parents, path)))
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Checks the invariants. Raises RuntimeFault, which names the wrong shape, dtype, parent or token."""

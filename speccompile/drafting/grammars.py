@@ -215,22 +215,13 @@ def tree_within(batch: Batch, tree: TokenTree) -> TokenTree:
     """Returns deterministic trees without the nodes that grammars refuse, and what follows these."""
     if not has_grammars(batch):
         return tree
-    rows = list[list[int]]()
+    tokens_kept, parents_kept = list[list[int]](), list[list[int]]()
     for slot, sequence in enumerate(batch.sequences):
-        num = int(tree.num_nodes[slot])
-        tokens, parents = tree.tokens[slot, 1:num].tolist(), tree.parents[slot, 1:num].tolist()
-        chosen, _ = drafts_within(sequence.grammar, tokens, parents)
-        rows.append([0, *(draft + 1 for draft in chosen)])
-    nums = np.array([len(row) for row in rows], dtype=np.int64)
-    tokens_kept = np.zeros((len(rows), int(nums.max())), dtype=np.int64)
-    parents_kept: Ints = np.full(tokens_kept.shape, -1, dtype=np.int64)
-    for slot, row in enumerate(rows):
-        at = {node: number for number, node in enumerate(row)}
-        tokens_kept[slot, : len(row)] = tree.tokens[slot, row]
-        parents_kept[slot, 1 : len(row)] = [at[int(tree.parents[slot, node])] for node in row[1:]]
-    if tree.is_chain:
-        return TokenTree.chain(tokens_kept, nums)
-    return TokenTree(tokens_kept, parents_kept, nums)
+        (root, *tokens), (_, *parents) = tree.nodes_of(slot)
+        chosen, links = drafts_within(sequence.grammar, tokens, parents)
+        tokens_kept.append([root, *map(tokens.__getitem__, chosen)])
+        parents_kept.append([-1, *links])
+    return TokenTree.ragged(tokens_kept, parents_kept)
 
 
 def drawn_chains_with_forced(batch: Batch, tree: TokenTree) -> TokenTree:

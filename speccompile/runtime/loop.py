@@ -250,11 +250,7 @@ def forced_chains(batch: SequenceBatch) -> TokenTree | None:
         if not forced:
             return None
         rows.append([sequence.tokens[-1], *forced])
-    nums = np.array([len(row) for row in rows], dtype=np.int64)
-    tokens = np.zeros((len(rows), nums.max()), dtype=np.int64)
-    for slot, row in enumerate(rows):
-        tokens[slot, : len(row)] = row
-    return TokenTree.chain(tokens, nums)
+    return TokenTree.ragged(rows)
 
 
 def within_grammars(batch: SequenceBatch, tree: TokenTree) -> TokenTree:

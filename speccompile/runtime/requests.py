@@ -109,11 +109,10 @@ class StepTrace:
 
 def trace_of_step(tokenizer: Tokenizer | None, tree: TokenTree, verdict: Verdict, slot: int) -> StepTrace:
     """Returns the tree of one sequence in one step."""
-    num = int(tree.num_nodes[slot])
-    tokens = tree.tokens[slot, :num].tolist()
+    tokens, parents = tree.nodes_of(slot)
     texts = [] if tokenizer is None else [text_of_token(tokenizer, token) for token in tokens]
     path, following = verdict.nodes_kept(slot), int(verdict.next_token[slot])
-    return StepTrace(tokens, tree.parents[slot, :num].tolist(), path, following, texts)
+    return StepTrace(tokens, parents, path, following, texts)
 
 
 class StepOutput(NamedTuple):

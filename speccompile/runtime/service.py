@@ -181,12 +181,7 @@ class Service:
         return handle
 
     async def prepare(self, constraint: StructuredOutputs) -> None:
-        """Compiles the constraint of a request to submit, while the event loop goes on; cancelling ends the work.
-
-        Raises:
-            RuntimeFault: it cannot be compiled.
-            Busy: too many wait, or the service does not run.
-        """
+        """Compiles the constraint of a coming request; cancelling ends the work. Raises as `submit`."""
         if not self._is_open:
             raise shutting_down()
         await self.engine.grammars.prepare(constraint)

@@ -61,6 +61,17 @@ def test_a_ragged_chain_ends_where_it_says() -> None:
     assert chain.mask().any(axis=-1).all()
 
 
+def test_rows_of_different_sizes_are_padded() -> None:
+    tokens, parents = [[5, 6, 7, 8], [9, 6]], [[-1, 0, 0, 1], [-1, 0]]
+    tree = TokenTree.ragged(tokens, parents)
+    assert tree.tokens.tolist() == [[5, 6, 7, 8], [9, 6, 0, 0]] and not tree.is_chain
+    assert tree.parents.tolist() == [[-1, 0, 0, 1], [-1, 0, -1, -1]] and tree.num_nodes.tolist() == [4, 2]
+    assert [tree.nodes_of(slot) for slot in (0, 1)] == list(zip(tokens, parents, strict=True))
+    for rows in (None, [[-1, 0, 1, 2], [-1, 0]]):
+        chain = TokenTree.ragged(tokens, rows)
+        assert chain.is_chain and chain.nodes_of(1) == ([9, 6], [-1, 0])
+
+
 def test_shapes_are_made_once_and_cannot_be_written() -> None:
     first, second = (TokenTree.chain(np.zeros((2, 5), np.int64)) for _ in range(2))
     assert first.parents is second.parents is chain_parents(2, 5)

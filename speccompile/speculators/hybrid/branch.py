@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from speccompile.core.tree import Ints, TokenTree, Verdict
+from speccompile.core.tree import TokenTree, Verdict
 from speccompile.drafting.acceptance import AcceptanceEstimate, SharedPrior, emitted_tokens
 from speccompile.drafting.budget import Budget
 from speccompile.drafting.tree import DraftTrees
@@ -56,21 +54,14 @@ def find_branch(tree: TokenTree, slot: int, found: DraftTrees, estimate: Accepta
 def with_branches(tree: TokenTree, branches: Sequence[Branch], num: int) -> TokenTree:
     """Returns a tree with the most probable nodes of the branches after its own."""
     kept = [sorted(sorted(range(len(b.tokens)), key=b.probs.__getitem__, reverse=True)[:num]) for b in branches]
-    num_nodes: Ints = np.array([b.num_nodes + len(nodes) for b, nodes in zip(branches, kept, strict=True)])
     if not any(kept):
         return tree
-    shape = (tree.batch, int(num_nodes.max()))
-    tokens, parents, is_chain = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64), True
-    for slot, (branch, nodes) in enumerate(zip(branches, kept, strict=True)):
-        start = branch.num_nodes
-        node_of = {start + node: start + at for at, node in enumerate(nodes)}
-        tokens[slot, :start], parents[slot, :start] = tree.tokens[slot, :start], tree.parents[slot, :start]
-        for node in nodes:
-            at, above = node_of[start + node], branch.parents[node]
-            tokens[slot, at], parents[slot, at] = branch.tokens[node], node_of.get(above, above)
-        used = int(num_nodes[slot])
-        is_chain = is_chain and parents[slot, :used].tolist() == list(range(-1, used - 1))
-    return TokenTree.chain(tokens, num_nodes) if is_chain else TokenTree(tokens, parents, num_nodes)
+    rows = [tree.nodes_of(slot) for slot in range(tree.batch)]
+    for (tokens, parents), branch, nodes in zip(rows, branches, kept, strict=True):
+        node_of = {branch.num_nodes + node: branch.num_nodes + at for at, node in enumerate(nodes)}
+        tokens += [branch.tokens[node] for node in nodes]
+        parents += [node_of.get(above, above) for above in map(branch.parents.__getitem__, nodes)]
+    return TokenTree.ragged([tokens for tokens, _ in rows], [parents for _, parents in rows])
 
 
 class Branches:

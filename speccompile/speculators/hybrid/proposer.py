@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
 from numpy.typing import NDArray
 
 from speccompile.core.jobs import MethodContext
@@ -295,12 +294,5 @@ def merge_trees(trees: Sequence[TokenTree], picks: Sequence[int]) -> TokenTree:
     first = trees[picks[0]]
     if all(pick == picks[0] for pick in picks):
         return first
-    num_nodes = np.array([trees[pick].num_nodes[slot] for slot, pick in enumerate(picks)], dtype=np.int64)
-    shape = (len(picks), int(num_nodes.max()))
-    tokens, is_chain = np.zeros(shape, dtype=np.int64), True
-    parents: Ints = np.full(shape, -1, dtype=np.int64)
-    for slot, (pick, num) in enumerate(zip(picks, num_nodes.tolist(), strict=True)):
-        tokens[slot, :num] = trees[pick].tokens[slot, :num]
-        parents[slot, :num] = trees[pick].parents[slot, :num]
-        is_chain = is_chain and parents[slot, :num].tolist() == list(range(-1, num - 1))
-    return TokenTree.chain(tokens, num_nodes) if is_chain else TokenTree(tokens, parents, num_nodes)
+    rows = [trees[pick].nodes_of(slot) for slot, pick in enumerate(picks)]
+    return TokenTree.ragged([tokens for tokens, _ in rows], [parents for _, parents in rows])
