@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from speccompile.benchmark.reference import (
 from speccompile.benchmark.rounds import Runs, open_workers, run_rounds
 from speccompile.benchmark.samples import Sample, figures_by_group, groups_from_samples
 from speccompile.benchmark.summary import summary_from_runs
+from speccompile.bundle.format import package_version
 from speccompile.core import registry
 from speccompile.errors import RecipeError, RuntimeFault
 from speccompile.version import VERSION
@@ -216,7 +216,7 @@ def _environment(bundle: Bundle, job: Job, num_prompts: int, settings: Settings)
         "num_cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {"speccompile": VERSION, **{p: v for p in PACKAGES if (v := _version(p))}},
+        "versions": {"speccompile": VERSION, **{p: v for p in PACKAGES if (v := package_version(p))}},
         "bundle": str(bundle.path),
         "git_sha": bundle.manifest.get("git_sha"),
         "recipe": bundle.manifest["recipe"],
@@ -234,10 +234,3 @@ def _environment(bundle: Bundle, job: Job, num_prompts: int, settings: Settings)
 
 def _load_average() -> list[float] | None:
     return list(os.getloadavg()) if hasattr(os, "getloadavg") else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -133,12 +133,12 @@ def versions_from_environment() -> dict[str, str]:
     """Returns the versions of Python, speccompile, its sampler and the packages a build depends on, where installed."""
     versions = {"python": platform.python_version(), "speccompile": VERSION}
     versions["sampler"] = str(SAMPLER_VERSION)
-    found = ((name, _version(name)) for name in _PACKAGES)
+    found = ((name, package_version(name)) for name in _PACKAGES)
     return versions | {name: version for name, version in found if version is not None}
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Returns the version of an installed package, which is read once a process: a file each, 4 ms."""
     try:
         return metadata.version(package)

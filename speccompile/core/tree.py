@@ -119,10 +119,7 @@ class TokenTree:
         parents: Sequence[Sequence[int]] | None = None,
         draft_probs: Floats | None = None,
     ) -> TokenTree:
-        """Returns trees of different sizes, padded: by slot the token and the parent (None: a chain) of each node.
-
-        Nothing is checked.
-        """
+        """Returns trees of different sizes, padded: by slot the token and the parent (None: a chain) of each node."""
         nums = list(map(len, tokens))
         size, num_nodes = max(nums), np.array(nums, dtype=np.int64)
         padded = np.array([[*row, *[0] * (size - len(row))] for row in tokens], dtype=np.int64)

@@ -199,11 +199,7 @@ class TokenSequence:
 
 
 class RequestHandle:
-    """Requests that were submitted as one; used to cancel them.
-
-    Args:
-        timeout_s: seconds from submission to the last token; None: no limit.
-    """
+    """Requests that were submitted as one, at most `timeout_s` seconds before their last token; to cancel them by."""
 
     def __init__(
         self,
