@@ -273,8 +273,8 @@ class OnlineCosts:
     """Costs by the number of sequences and nodes.
 
     A step of b sequences with n nodes each is assumed to cost as much as one of b * n nodes until such steps were
-    measured. A step's time is the recorded one times a factor of the machine, which all shapes of a batch size share and
-    which moves quickly, times the factor of its shape, which moves slowly and is forgotten out of use.
+    measured. A step's time is the recorded one times a factor of the machine, which all shapes of a batch size share
+    and which moves quickly, times the factor of its shape, which moves slowly and is forgotten out of use.
 
     Args:
         target: recorded costs of scoring, by nodes; not empty.
