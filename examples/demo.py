@@ -27,7 +27,7 @@ from rich.table import Table
 from speccompile import load
 from speccompile.benchmark.summary import Ratio
 from speccompile.benchmark.tables import figure, ratio_text
-from speccompile.common.chats import read_chats
+from speccompile.common.chat_prompts import read_chats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

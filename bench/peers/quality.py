@@ -40,7 +40,7 @@ from bench.peers.peers import (
     source_of,
 )
 from speccompile.backends.distance import Distance, compare, distance_from_rows
-from speccompile.common.chats import read_chats
+from speccompile.common.chat_prompts import read_chats
 from speccompile.core.specs import LENGTHS, LOGITS, TOKENS
 from speccompile.errors import BuildError
 

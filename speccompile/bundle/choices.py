@@ -17,8 +17,7 @@ from speccompile.checkpoints.folders import find_config
 from speccompile.checkpoints.safetensors import read_header
 from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.checkpoints.texts import MESSAGES, TOKENIZER, Texts, TextSample, tokens_from_file
-from speccompile.common.chat_prompts import tokens_of_messages
-from speccompile.common.chats import read_chats
+from speccompile.common.chat_prompts import read_chats, tokens_of_messages
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core import registry
 from speccompile.core.jobs import STORED, GraphJob, StepCosts

@@ -18,9 +18,8 @@ import numpy as np
 from speccompile.checkpoints.checkpoint import list_stored, read_config, read_index, scheme_of
 from speccompile.checkpoints.folders import gguf_weights, weight_files
 from speccompile.checkpoints.gguf.tensors import GgufWeight
-from speccompile.checkpoints.integer_weights import IntegerWeight
 from speccompile.checkpoints.packed_schemes import Scheme, has_integers
-from speccompile.checkpoints.packed_weights import PackedWeight, numbers, plain_headers
+from speccompile.checkpoints.packed_weights import IntegerWeight, PackedWeight, numbers, plain_headers
 from speccompile.checkpoints.safetensors import TensorHeader, read_header, wrapper_prefix
 from speccompile.errors import CheckpointError
 from speccompile.ops.grid import Grid

@@ -12,7 +12,7 @@ from rich.console import Console
 from speccompile.cli.options import MAX_THREADS, usable_threads
 from speccompile.cli.output import print_warning
 from speccompile.cli.prompts import Request, check_results, prompts_of_bundle, read_requests, write_results
-from speccompile.common.chats import CHATS
+from speccompile.common.chat_prompts import CHATS
 from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:

@@ -143,8 +143,8 @@ def _build(plan: BuildPlan, dest: Path, no_cache: bool, dump: Path | None) -> Bu
 
 def _predictions(plan: BuildPlan) -> dict[str, Any]:
     from speccompile.bundle.graphs import open_source
-    from speccompile.checkpoints.adapters import bytes_of_factors
     from speccompile.checkpoints.checkpoint import read_text_config
+    from speccompile.checkpoints.lora import bytes_of_factors
     from speccompile.core import registry
     from speccompile.export.decoder_source import DecoderSource
     from speccompile.recipe.predict import own_cache_bytes, predict, predict_counts

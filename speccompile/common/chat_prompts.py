@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from speccompile.errors import BundleError, RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.common.chat_template import ChatTemplate
+
 
 _TODO = 'Write [{"role": "user", "content": "..."}].'
 _PARTS = "a text, or a list of parts of the types text and image"
@@ -112,3 +115,20 @@ def tokens_of_messages(
         got, todo = "text with half of a surrogate pair", "Decode what it was made of as UTF-8."
         raise RuntimeFault(where, got, "Unicode text", todo)
     return encode_text(tokenizer, expand(text), where, special=False)  # templates write special tokens themselves
+
+
+CHATS = Path(__file__).with_name("chats.jsonl")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation whose next turn is the assistant's."""
+
+    category: str  # kind of text: code, dialogue, maths, rewriting or languages
+    messages: tuple[Mapping[str, str], ...]
+
+
+def read_chats() -> list[Chat]:
+    """Returns the conversations of `CHATS`; their categories take turns, so that the first few are of all kinds."""
+    lines = CHATS.read_text(encoding="utf-8").splitlines()
+    return [Chat(row["category"], tuple(row["messages"])) for row in map(json.loads, lines)]

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers causal language model -> the neutral graph of `decoder_spec`."""
+"""A transformers causal language model -> the neutral graph of `decoder_spec`.
+
+Before it is traced, a model with our attention is compared with its own on a few tokens: this prevents a wrong export
+of an unforeseen architecture (position biases, an unusual scale, a prefix mask).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +16,21 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from speccompile.checkpoints.adapters import stack_factors
 from speccompile.checkpoints.checkpoint import check_checkpoint, read_config, read_dims
 from speccompile.checkpoints.config_values import check_config
-from speccompile.checkpoints.lora import LoraAdapter
+from speccompile.checkpoints.lora import LoraAdapter, stack_factors
 from speccompile.core.dims import ModelDims
 from speccompile.core.specs import CONV_ROWS, PENDING, GraphSpec
 from speccompile.errors import ExportError
 from speccompile.export import attention
+from speccompile.export.adapted_models import set_attention
+from speccompile.export.attention import IMPLEMENTATION, Frame, forward_pass
 from speccompile.export.draft_vocab import cut_head
 from speccompile.export.layer_changes import replace_layers
 from speccompile.export.lora import check_lora
-from speccompile.export.masks import read_windows
-from speccompile.export.selfcheck import check_replacement
+from speccompile.export.masks import read_windows, refuse_faults
 from speccompile.export.trace import trace_module
-from speccompile.export.weights import Weights, check_positions, load_model, name_weights, names_by_address
+from speccompile.export.weights import Weights, check_positions, load_model, name_weights, names_by_address, set_experts
 from speccompile.export.wrapper import DecoderGraph
 from speccompile.graph_kinds.decoder import decoder_spec
 from speccompile.passes.attach_adapters import attach_adapters_pass
@@ -177,3 +182,73 @@ def _check_attention(model: ir.Model, dims: ModelDims) -> None:
                 f"one for each of {len(layers)} layers",
                 "Its layers cannot be replaced; this architecture cannot be exported.",
             )
+
+
+NUM_TOKENS = 7
+# Steps of these numbers of tokens, and how many of them recurrent states apply at once: the others wait for the next.
+_STEPS = ((4, 4), (2, 0), (1, 1))
+RELATIVE_TOLERANCE = 1e-3  # of the largest logit; float32 sums in another order differ by about 1e-6
+
+
+def check_replacement(graph: DecoderGraph, dims: ModelDims) -> float:
+    """Compares cached attention with the model's own; returns the largest difference of logits over the largest one.
+
+    Raises:
+        ExportError: they differ by more than `RELATIVE_TOLERANCE`.
+    """
+    model = graph.model
+    tokens = (torch.arange(NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
+    with torch.no_grad(), refuse_faults(dims.model_type), _one_expert_at_a_time(model):
+        ours = _run_cached(graph, tokens, dims)
+        set_attention(model, "eager")
+        try:
+            own = _run_own(model, tokens)
+        finally:
+            set_attention(model, IMPLEMENTATION)
+    difference = float((ours - own).abs().max() / own.abs().max().clamp_min(1e-20))
+    if not difference <= RELATIVE_TOLERANCE:  # NaN counts as a difference
+        raise ExportError(
+            dims.model_type,
+            f"logits that differ by {difference:.1e} of the largest from transformers' own",
+            f"at most {RELATIVE_TOLERANCE:.0e}",
+            "Its attention is none that CachedAttention expresses; this architecture cannot be exported.",
+        )
+    return difference
+
+
+@contextmanager
+def _one_expert_at_a_time(model: Any) -> Iterator[None]:
+    set_experts(model, "eager")
+    try:
+        yield
+    finally:
+        set_experts(model, "batched_mm")
+
+
+def _run_cached(graph: DecoderGraph, tokens: torch.Tensor, dims: ModelDims) -> torch.Tensor:
+    spec = decoder_spec("check", dims, max_pending=NUM_TOKENS)
+    shapes = spec.state_shapes(1)
+    held = [torch.zeros(shapes[name]) for name in spec.states]
+    for name in spec.caches:
+        _, heads, _, width = spec.input(name).dims
+        held.append(torch.zeros(1, int(heads), NUM_TOKENS, int(width)))
+    logits, length, applied = [], 0, 0
+    for count, sure in _STEPS:
+        chain = torch.ones(1, count, count, dtype=torch.bool).tril()
+        step = [torch.tensor([applied]), torch.tensor([sure])] if spec.states else []
+        nodes = torch.arange(count)[None]
+        new = tokens[:, length : length + count]
+        if graph.reads_images:
+            step = [torch.zeros(1, count, dtype=torch.bool), torch.zeros(1, count, dims.hidden_size), *step]
+        outputs = graph(new, torch.tensor([length]), chain, nodes, [*step, *held])
+        logits.append(outputs[0])
+        held = list(outputs[-len(held) :])
+        applied, length = length + sure, length + count
+    return torch.cat(logits, 1)
+
+
+def _run_own(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    nodes = torch.arange(tokens.shape[1])[None]
+    empty = torch.zeros(1, dtype=torch.int64)
+    with forward_pass(Frame(empty, torch.zeros(1, 0, 0, dtype=torch.bool), nodes, {})):
+        return model(input_ids=tokens, use_cache=False).logits

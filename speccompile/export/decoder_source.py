@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speccompile.checkpoints.adapters import digests_of_adapters, open_adapters
 from speccompile.checkpoints.checkpoint import (
     check_checkpoint,
     layers_key,
@@ -23,7 +22,7 @@ from speccompile.checkpoints.config_values import check_architecture
 from speccompile.checkpoints.draft_vocab import DraftTokens, choose_tokens
 from speccompile.checkpoints.folders import digests_from_checkpoint, find_folder
 from speccompile.checkpoints.layer_sizes import GEMMA4_TYPES
-from speccompile.checkpoints.lora import digests_of_adapter, open_lora
+from speccompile.checkpoints.lora import digests_of_adapter, digests_of_adapters, open_adapters, open_lora
 from speccompile.checkpoints.vision import check_vision, image_record, read_vision_dims
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import DecoderOptions, GraphJob, SourceContext, WeightCounts

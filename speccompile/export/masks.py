@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from speccompile.errors import ExportError
-from speccompile.export.adapters import set_attention
+from speccompile.export.adapted_models import set_attention
 
 NOTING = "speccompile_masks"  # the name under which transformers finds `_note_mask` and `_note_attention`
 _NUM_TOKENS = 3

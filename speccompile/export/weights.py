@@ -25,7 +25,7 @@ from speccompile.checkpoints.packed_schemes import MXFP4, method_of
 from speccompile.checkpoints.safetensors import wrapper_prefix
 from speccompile.checkpoints.tensor_files import TensorFiles, open_files
 from speccompile.errors import CheckpointError, ExportError
-from speccompile.export.adapters import adapt_model, is_adapted, set_attention
+from speccompile.export.adapted_models import adapt_model, is_adapted, set_attention
 from speccompile.export.attention import IMPLEMENTATION
 from speccompile.export.lora import merge_lora
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from speccompile.checkpoints.adapters import Factors
+from speccompile.checkpoints.lora import Factors
 from speccompile.core.specs import ADAPTER, SCORED_NODES, TOKENS
 from speccompile.errors import CheckpointError
 from speccompile.passes.base import Pass

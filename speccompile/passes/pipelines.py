@@ -10,7 +10,6 @@ from speccompile.core.jobs import STORED
 from speccompile.core.specs import ADAPTER, GraphSpec, compacted_cache_name
 from speccompile.errors import RecipeError
 from speccompile.passes.attach_adapters import MERGE_ADAPTERS
-from speccompile.passes.attach_compaction import attach_compaction_pass
 from speccompile.passes.attach_grids import Grids, attach_expert_grids_pass, attach_grids_pass, attach_stored_pass
 from speccompile.passes.attach_tail import attach_tail
 from speccompile.passes.base import Pass
@@ -41,6 +40,7 @@ from speccompile.passes.pack_linears import Weights, pack_linears_pass
 from speccompile.passes.quantize_blocks import quantize_blocks_pass
 from speccompile.passes.quantize_int8 import QUANTIZE_INT8
 from speccompile.passes.quantize_qdq import quantize_qdq_pass, quantize_stored_pass
+from speccompile.passes.rollback import attach_compaction_pass
 from speccompile.passes.shapes_on_device import SHAPES_ON_DEVICE
 from speccompile.passes.spread_late import SPREAD_LATE
 from speccompile.passes.stored_rows import StoredRows

@@ -108,7 +108,7 @@ def predict_counts(
     dtype: str = "float32",
 ) -> Prediction:
     """Predict a graph of which the weights are counted. `cache_bytes`: key and value caches, all slots and rows."""
-    from speccompile.backends.predicting import predict_float32
+    from speccompile.backends.base import predict_float32
 
     sizes = predict_float32(counts, quantization) if backend is None else backend.predict(counts, quantization, dtype)
     return Prediction(

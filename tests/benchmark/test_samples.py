@@ -25,7 +25,7 @@ from speccompile.benchmark.worker import decode_with
 from speccompile.cli.bench import read_categories
 from speccompile.cli.main import main
 from speccompile.cli.prompts import read_requests
-from speccompile.common.chats import read_chats
+from speccompile.common.chat_prompts import read_chats
 from speccompile.errors import RuntimeFault
 from tests.lab.engines import mock_engine
 from tests.mock_lm import MockLM

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from speccompile.checkpoints.checkpoint import check_checkpoint, count_params, list_tensors, read_dims
 from speccompile.checkpoints.config_values import check_architecture
-from speccompile.checkpoints.integer_weights import IntegerWeight
-from speccompile.checkpoints.packed_weights import unpack_words
+from speccompile.checkpoints.packed_weights import IntegerWeight, unpack_words
 from speccompile.checkpoints.tensor_files import open_files
 from speccompile.errors import CheckpointError, ExportError
 from speccompile.export import attention

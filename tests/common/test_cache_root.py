@@ -12,7 +12,7 @@ import pytest
 
 from speccompile.common import extras
 from speccompile.common.cache_root import cache_root, find_cache_folder, make_cache_folder
-from speccompile.common.chats import read_chats
+from speccompile.common.chat_prompts import read_chats
 from speccompile.errors import BuildError
 
 

@@ -174,7 +174,7 @@ def difference(folder: Path, own: Any, sources: dict[int, int], change: Callable
     """The largest difference from transformers' logits over the largest logit, of a prefill and steps after it."""
     import torch
 
-    from speccompile.export import attention, selfcheck
+    from speccompile.export import attention, decoder
     from speccompile.export.masks import read_windows
     from speccompile.export.weights import load_model
     from speccompile.export.wrapper import DecoderGraph
@@ -187,9 +187,9 @@ def difference(folder: Path, own: Any, sources: dict[int, int], change: Callable
     windows = read_windows(model, attention.IMPLEMENTATION, dims.num_layers, MAX_SEQ_LEN, "gemma4_text")
     assert windows == tuple(0 if kind == "full_attention" else 4 for kind in model.config.layer_types)
     change(model)
-    tokens = (torch.arange(selfcheck.NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
+    tokens = (torch.arange(decoder.NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
     with torch.no_grad():
-        ours = selfcheck._run_cached(DecoderGraph(model, dims, False, (), windows), tokens, dims)
+        ours = decoder._run_cached(DecoderGraph(model, dims, False, (), windows), tokens, dims)
         expected = own(tokens, use_cache=False).logits
     return float((ours - expected).abs().max() / expected.abs().max())
 

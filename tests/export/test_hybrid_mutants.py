@@ -21,7 +21,7 @@ from speccompile.checkpoints.checkpoint import read_dims  # noqa: E402
 from speccompile.checkpoints.target_tables import read_tables  # noqa: E402
 from speccompile.core.jobs import GraphJob, SourceContext  # noqa: E402
 from speccompile.errors import ExportError  # noqa: E402
-from speccompile.export import attention, delta_layers, mamba_layers, selfcheck  # noqa: E402
+from speccompile.export import attention, decoder, delta_layers, mamba_layers  # noqa: E402
 from speccompile.export.delta_layers import GroupedParts, QueryGate  # noqa: E402
 from speccompile.export.layer_changes import replace_layers  # noqa: E402
 from speccompile.export.weights import load_model  # noqa: E402
@@ -48,9 +48,9 @@ def difference(folder: Path, own: Any, change: Callable[[Any], None] = lambda mo
     model = load_model(folder, "checkpoint")
     replace_layers(model)
     change(model)
-    tokens = (torch.arange(selfcheck.NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
+    tokens = (torch.arange(decoder.NUM_TOKENS) * 7 + 3).remainder(dims.vocab_size)[None]
     with torch.no_grad():
-        ours = selfcheck._run_cached(DecoderGraph(model, dims, False, (), (0,) * dims.num_layers), tokens, dims)
+        ours = decoder._run_cached(DecoderGraph(model, dims, False, (), (0,) * dims.num_layers), tokens, dims)
         expected = own(tokens, use_cache=False).logits
     return float((ours - expected).abs().max() / expected.abs().max())
 

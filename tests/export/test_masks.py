@@ -117,8 +117,11 @@ def test_what_a_model_raises_is_a_refusal(fault):
 
 pytest.importorskip("transformers")
 
-from speccompile.export.adapted_models import ADAPTERS  # noqa: E402
-from speccompile.export.adapters import adapt_model, is_adapted  # noqa: E402
+from speccompile.export.adapted_models import (  # noqa: E402
+    ADAPTERS,
+    adapt_model,
+    is_adapted,
+)
 
 
 def layer(name: str, **attributes: object) -> object:

@@ -92,7 +92,7 @@ def test_a_cache_longer_than_the_table_of_positions(name, tmp_path):
 )  # fmt: skip
 def test_models_are_refused_even_where_no_name_is_known(config, words, tmp_path, monkeypatch):
     monkeypatch.setattr("speccompile.checkpoints.config_values._REFUSED", {})
-    monkeypatch.setattr("speccompile.export.adapters.ADAPTERS", {})
+    monkeypatch.setattr("speccompile.export.adapted_models.ADAPTERS", {})
     with pytest.raises(ExportError, match=words):
         _export({**_LLAMA, "max_position_embeddings": 64, **config}, tmp_path)
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from speccompile.ops.expressions import statements_from_body
+from speccompile.ops.op import statements_from_body
 
 ATTRIBUTES = {"window": 0, "scale": 1.0}
 CASES = {

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from speccompile.checkpoints.adapters import Factors
+from speccompile.checkpoints.lora import Factors
 from speccompile.core.specs import ADAPTER
 from speccompile.errors import CheckpointError
 from speccompile.ops.registry import reference_ops

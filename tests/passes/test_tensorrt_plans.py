@@ -12,7 +12,7 @@ import pytest
 from speccompile.backends.base import CompileJob
 from speccompile.backends.tensorrt.backend import LOWERED_FILE, PLAN_FILE, TensorRTBackend, predicted_weight_bytes
 from speccompile.backends.tensorrt.config import Config
-from speccompile.checkpoints.adapters import Factors
+from speccompile.checkpoints.lora import Factors
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import CompileOptions, WeightCounts
 from speccompile.core.specs import ADAPTER

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from speccompile.backends.predicting import predict_float32
+from speccompile.backends.base import predict_float32
 from speccompile.backends.tensorrt.backend import predicted_weight_bytes
 from speccompile.checkpoints.checkpoint import count_params, read_dims
 from speccompile.core import registry

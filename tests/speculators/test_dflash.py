@@ -23,9 +23,8 @@ from speccompile.core.specs import (
     GraphSpec,
     TensorSpec,
 )
-from speccompile.drafting.block_drafts import BlockCache
+from speccompile.drafting.block_drafts import BlockCache, Lattice
 from speccompile.drafting.budget import Budget
-from speccompile.drafting.lattice import Lattice
 from speccompile.drafting.proposer import DraftProposer
 from speccompile.errors import RecipeError
 from speccompile.graph_kinds.blocks import (

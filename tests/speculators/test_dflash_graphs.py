@@ -20,7 +20,7 @@ from speccompile.core.specs import (
     TOKENS,
     hidden_name,
 )
-from speccompile.drafting.lattice import PathLattice
+from speccompile.drafting.block_drafts import PathLattice
 from speccompile.drafting.tree import Expansion
 from speccompile.errors import CheckpointError, RecipeError
 from speccompile.graph_kinds.blocks import PAIR_SCORES

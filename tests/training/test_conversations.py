@@ -17,10 +17,10 @@ from speccompile.recipe.training import PlainSection
 from speccompile.training.conversations import ChatReader, rows_from_tokens
 from speccompile.training.corpus import find_sources
 from speccompile.training.losses import LossOptions, TrainedModule
-from speccompile.training.packing import pack
 from speccompile.training.stage import Stage
 from speccompile.training.states import CachedStates, LiveStates, batch_from_outputs, output_names, write_states
 from speccompile.training.target import Target
+from speccompile.training.text import pack
 from speccompile.training.windows import HELD_OUT, TRAIN, Rows, write_windows
 from tests.pipeline import fakes
 from tests.training.conftest import HEADS

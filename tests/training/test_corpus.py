@@ -13,7 +13,7 @@ from speccompile.errors import RecipeError
 from speccompile.training import corpus
 from speccompile.training.conversations import ChatReader
 from speccompile.training.corpus import find_sources, is_held_out
-from speccompile.training.packing import pack
+from speccompile.training.text import pack
 from speccompile.training.windows import HELD_OUT, TRAIN, Rows, open_windows, write_windows
 from tests.pipeline import fakes
 

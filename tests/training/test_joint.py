@@ -17,8 +17,7 @@ from speccompile.recipe.training import JointSection
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training import reference
 from speccompile.training.joint import JointModule, tether_terms
-from speccompile.training.loss_kinds import KINDS, losses_by_autograd
-from speccompile.training.losses import LossOptions
+from speccompile.training.losses import KINDS, LossOptions, losses_by_autograd
 from speccompile.training.target import Target
 from speccompile.training_contract import Drafted, TargetNeeds, TrainingBatch
 from tests.training.test_run import Stopped, rows, run

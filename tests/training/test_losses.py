@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from speccompile.training import losses
-from speccompile.training.loss_kinds import KINDS, loss_terms, losses_by_autograd
-from speccompile.training.losses import LossOptions, judge
+from speccompile.training.losses import KINDS, LossOptions, judge, loss_terms, losses_by_autograd
 from speccompile.training.stage import measures_from_sums
 from speccompile.training_contract import Drafted, Selection, TrainingBatch
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import Backend, CompileJob, LoadJob
-from speccompile.backends.predicting import predict_float32
+from speccompile.backends.base import Backend, CompileJob, LoadJob, predict_float32
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import NEXT_TOKEN, GraphSpec

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from speccompile.backends.base import CompileJob, LoadJob
+from speccompile.backends.base import CompileJob, LoadJob, predict_float32
 from speccompile.backends.onnxruntime.backend import GRAPH_FILE, OnnxRuntimeBackend
-from speccompile.backends.predicting import predict_float32
 from speccompile.common.extras import install_command
 from speccompile.core.jobs import BuildSizes, CompileOptions, WeightCounts
 from speccompile.core.specs import GraphSpec

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from speccompile.checkpoints.config_values import plain_values
 from speccompile.checkpoints.model_config import config_errors
-from speccompile.export.adapters import adapt_model
+from speccompile.export.adapted_models import adapt_model
 from speccompile.export.attention import cross_attention
 from speccompile.export.heads_file import check_tensors
 from speccompile.export.tree_drafters import Above, take

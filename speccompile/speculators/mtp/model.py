@@ -20,7 +20,7 @@ from speccompile.checkpoints.model_config import config_errors
 from speccompile.checkpoints.target_tables import TargetTables
 from speccompile.errors import ExportError
 from speccompile.export import attention
-from speccompile.export.adapters import adapt_model, is_adapted
+from speccompile.export.adapted_models import adapt_model, is_adapted
 from speccompile.export.draft_vocab import cut_linear
 from speccompile.export.feature_draft import FeatureBody, fill_weights
 from speccompile.export.heads_file import check_tensors
