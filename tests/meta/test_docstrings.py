@@ -7,12 +7,11 @@ docstring but for a result, a shape or a reason. A long function has one.
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "speccompile").rglob("*.py"))
+from tests.meta.sources import PACKAGE, ROOT, definitions
+
 LONG = 12  # lines of a public function that needs a docstring
 SHORT = 15  # lines below which a private function needs none: one line may give a shape or a reason
 MOST_LINES = 8_000  # of docstrings in the package
@@ -52,17 +51,18 @@ def entries(docstring):
         yield match[1] if match else text
 
 
-def useless(source):
+def useless(nodes):
     """Returns the names of functions and classes with an entry that says nothing new."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, (*FUNCTIONS, ast.ClassDef)))
     return [
-        node.name for node in nodes if any(not is_useful(entry) for entry in entries(ast.get_docstring(node) or ""))
+        node.name
+        for node, _, text in documented(nodes)
+        if not isinstance(node, ast.Module) and any(not is_useful(entry) for entry in entries(text))
     ]
 
 
-def undescribed(source):
+def undescribed(nodes):
     """Returns the names of long public functions without a docstring, methods excepted: they may be overrides."""
-    functions = [node for node in ast.parse(source).body if isinstance(node, FUNCTIONS)]
+    functions = [node for node in nodes[0].body if isinstance(node, FUNCTIONS)]
     return [
         node.name
         for node in functions
@@ -70,29 +70,29 @@ def undescribed(source):
     ]
 
 
-def documented(tree):
+def documented(nodes):
     """Yields (node, lines of its docstring, its text) of everything that has a docstring."""
-    for node in ast.walk(tree):
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
+    for node in nodes:
+        if text := ast.get_docstring(node):
             yield node, node.body[0].end_lineno - node.body[0].lineno + 1, text
 
 
-def short_private(source):
+def short_private(nodes):
     """Returns (name, lines of the docstring) of private functions below `SHORT` lines with a docstring."""
-    for node, lines, _ in documented(ast.parse(source)):
+    for node, lines, _ in documented(nodes):
         is_private = isinstance(node, FUNCTIONS) and node.name.startswith("_") and not node.name.startswith("__")
         if is_private and node.end_lineno - node.lineno + 1 - lines < SHORT:
             yield node.name, lines
 
 
-def talkative(source):
+def talkative(nodes):
     """Returns the names of short private functions with a docstring of a summary and more than two other lines."""
-    return [name for name, lines in short_private(source) if lines > 5]
+    return [name for name, lines in short_private(nodes) if lines > 5]
 
 
-def empty(source):
+def empty(nodes):
     """Returns the docstrings that only name another object."""
-    return [text for *_, text in documented(ast.parse(source)) if re.fullmatch(r"See `[^`]+`\.", text)]
+    return [text for *_, text in documented(nodes) if re.fullmatch(r"See `[^`]+`\.", text)]
 
 
 def bases_of(name, classes, seen=()):
@@ -122,26 +122,30 @@ def overrides(classes):
     return found
 
 
-def classes_of(sources):
+def classes_of(modules):
     """Returns the class definitions by name; of one name the last counts."""
-    trees = map(ast.parse, sources)
-    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {node.name: node for nodes in modules for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+@pytest.fixture(scope="module")
+def package():
+    """Returns {module: its definitions}."""
+    return {str(path.relative_to(ROOT)): definitions(path.read_text()) for path in PACKAGE}
 
 
 @pytest.mark.parametrize("rule", [useless, undescribed, talkative, empty], ids=lambda rule: rule.__name__)
-def test_docstrings_help(rule):
-    found = {str(path.relative_to(ROOT)): rule(path.read_text()) for path in PACKAGE}
+def test_docstrings_help(package, rule):
+    found = {path: rule(nodes) for path, nodes in package.items()}
     assert {path: names for path, names in found.items() if names} == {}
 
 
-def test_overrides_inherit_docstrings():
-    assert overrides(classes_of(path.read_text() for path in PACKAGE)) == []
+def test_overrides_inherit_docstrings(package):
+    assert overrides(classes_of(package.values())) == []
 
 
-def test_docstrings_stay_few():
-    sources = [path.read_text() for path in PACKAGE]
-    assert sum(lines for source in sources for _, lines, _ in documented(ast.parse(source))) <= MOST_LINES
-    assert sum(1 for source in sources for _ in short_private(source)) <= MOST_SHORT
+def test_docstrings_stay_few(package):
+    assert sum(lines for nodes in package.values() for _, lines, _ in documented(nodes)) <= MOST_LINES
+    assert sum(1 for nodes in package.values() for _ in short_private(nodes)) <= MOST_SHORT
 
 
 def test_rules_find_what_they_are_for():
@@ -154,21 +158,27 @@ def test_rules_find_what_they_are_for():
     """
 '''
     says_range = says_nothing.replace("client", "client, at most 4")
-    assert useless(says_nothing) == ["f"]
-    assert useless(says_range) == []
-    assert undescribed("def f():\n" + "    x = 1\n" * (LONG + 1)) == ["f"]
-    assert undescribed("def f():\n" + "    x = 1\n" * LONG) == []
+    assert useless(definitions(says_nothing)) == ["f"]
+    assert useless(definitions(says_range)) == []
+    assert undescribed(definitions("def f():\n" + "    x = 1\n" * (LONG + 1))) == ["f"]
+    assert undescribed(definitions("def f():\n" + "    x = 1\n" * LONG)) == []
 
 
 def test_rules_find_needless_docstrings():
     private = 'def _f():\n    """One.\n\n    Two.\n    Three.\n    Four.\n    """\n    return 1\n'
-    assert talkative(private) == ["_f"]
-    assert talkative(private.replace("_f", "f")) == talkative('def _f():\n    """One."""\n') == []
-    assert talkative(private + "    x = 1\n" * SHORT) == []
-    assert empty('class A:\n    """See `B`."""\n') == ["See `B`."]
-    assert empty('class A:\n    """See `B`; it is large."""\n') == []
+    assert talkative(definitions(private)) == ["_f"]
+    assert talkative(definitions(private.replace("_f", "f"))) == []
+    assert talkative(definitions('def _f():\n    """One."""\n')) == []
+    assert talkative(definitions(private + "    x = 1\n" * SHORT)) == []
+    assert empty(definitions('class A:\n    """See `B`."""\n')) == ["See `B`."]
+    assert empty(definitions('class A:\n    """See `B`; it is large."""\n')) == []
     base = 'class A:\n    def f(self):\n        """Run."""\n'
     override = base.replace("class A", "class B(A)")
-    assert overrides(classes_of([base, override])) == ["B.f"]
-    assert overrides(classes_of([base, override.replace("Run.", "Run.\n\n        Returns:\n            1.")])) == []
-    assert overrides(classes_of([base, override.replace("def f", "def g")])) == []
+    assert overrides(classes_of(map(definitions, [base, override]))) == ["B.f"]
+    assert (
+        overrides(
+            classes_of(map(definitions, [base, override.replace("Run.", "Run.\n\n        Returns:\n            1.")]))
+        )
+        == []
+    )
+    assert overrides(classes_of(map(definitions, [base, override.replace("def f", "def g")]))) == []

@@ -14,18 +14,23 @@ import pytest
 
 from speccompile.core.registry import BACKENDS, METHODS
 from tests import tiers
+from tests.meta.sources import PACKAGE, ROOT, statements
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "speccompile").rglob("*.py"))
 ALL = sorted([*PACKAGE, *(p for top in ("tests", "bench", "examples") for p in (ROOT / top).rglob("*.py"))])
 # "none" is also a quantisation and an absent value, so its name does not identify it.
 NAMED_METHODS = sorted(set(METHODS) - {"none"})
 
 
 @pytest.fixture(scope="module")
-def trees():
+def texts():
+    """Returns {module of the package: its text}."""
+    return {path: path.read_text() for path in PACKAGE}
+
+
+@pytest.fixture(scope="module")
+def trees(texts):
     """Returns {module of the package: its syntax tree}."""
-    return {path: ast.parse(path.read_text()) for path in PACKAGE}
+    return {path: ast.parse(text) for path, text in texts.items()}
 
 
 def short(paths):
@@ -41,9 +46,10 @@ def test_every_module_of_the_package_says_what_it_is_for(trees):
     assert short(path for path, tree in trees.items() if not ast.get_docstring(tree)) == []
 
 
-def test_a_module_that_runs_runs_last(trees):
+def test_a_module_that_runs_runs_last(texts, trees):
     """What stands after it has no meaning in a child process."""
-    early = [p for p, tree in trees.items() if any("__main__" in ast.dump(node) for node in tree.body[:-1])]
+    runs = [path for path, text in texts.items() if "__main__" in text]
+    early = [path for path in runs if any("__main__" in ast.dump(node) for node in trees[path].body[:-1])]
     assert short(early) == []
 
 
@@ -60,7 +66,7 @@ def test_core_stays_small():
 def test_there_is_no_relative_import_and_no_blanket_except(trees):
     found = []
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in statements(tree):
             relative = isinstance(node, ast.ImportFrom) and node.level > 0
             blanket = isinstance(node, ast.ExceptHandler) and (
                 node.type is None
@@ -72,9 +78,9 @@ def test_there_is_no_relative_import_and_no_blanket_except(trees):
 
 
 @pytest.mark.parametrize("method", NAMED_METHODS)
-def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
+def test_a_method_is_named_only_in_its_folder_and_in_the_registry(texts, method):
     home = ROOT / "speccompile/speculators" / method
-    others = [path for path in PACKAGE if home not in path.parents]
+    others = [path for path, text in texts.items() if method in text and home not in path.parents]
     # Llama-like layers have a part self.mlp (or module.mlp) with weights called mlp.gate_proj and so on; files
     # have parts of other names too, which patterns of keys name with an escaped dot after them. "-" stands for one in
     # Nemotron-H's pattern of layers; configs call layers with attention and a mixer hybrid.
@@ -83,7 +89,7 @@ def test_a_method_is_named_only_in_its_folder_and_in_the_registry(method):
     others_of = {"suffix": r"(?:(?<!\.)|(?<=speculators\.))", "hybrid": r"(?<!\"conv\", \")"}
     before = others_of.get(method, r"(?<!self\.)(?<!module\.)(?<!.-.: .)")
     pattern = re.compile(rf"{before}\b{method}\b(?!\\\.|{parts}|\": NoOp)")
-    assert short(p for p in others if pattern.search(p.read_text())) == ["speccompile/core/registry.py"]
+    assert short(p for p in others if pattern.search(texts[p])) == ["speccompile/core/registry.py"]
     # Each registry line has the name as its key and in its module path.
     lines = (ROOT / "speccompile/core/registry.py").read_text().splitlines()
     assert {len(pattern.findall(line)) for line in lines} == {0, 2}
@@ -161,7 +167,7 @@ def test_imports_and_marks_are_read(tmp_path: Path, source: str, expected: set[s
 def imports_of(text, modules):
     """Returns the `modules` that a source text imports anywhere."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -181,13 +187,13 @@ def circle_in(texts):
     return []
 
 
-def test_the_package_has_no_circle():
-    texts = {}
-    for path in (ROOT / "speccompile").rglob("*.py"):
+def test_the_package_has_no_circle(texts):
+    modules = {}
+    for path, text in texts.items():
         parts = path.relative_to(ROOT).with_suffix("").parts
-        texts[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    assert len(texts) > 400
-    assert circle_in(texts) == []
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = text
+    assert len(modules) > 400
+    assert circle_in(modules) == []
 
 
 @pytest.mark.parametrize(
