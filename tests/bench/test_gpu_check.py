@@ -106,6 +106,7 @@ def test_results_become_a_table_and_one_archive(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_the_exit_code_says_what_became_of_what_was_asked_for(monkeypatch, tmp_path, results, arguments, code):
+    monkeypatch.setattr(main, "write_environment", lambda work: None)  # four child processes
     assert run_main(monkeypatch, tmp_path, results, *arguments) == code
 
 
@@ -210,6 +211,7 @@ def test_a_text_that_ends_early_is_no_tie(monkeypatch):
     assert decoding.gap_of(Told(0.25), [1], [2, 3], [2, 4]) == 0.25
 
 
+@pytest.mark.export
 def test_a_gap_is_the_most_over_all_tokens_of_a_text():
     torch = pytest.importorskip("torch")
     reference = decoding.Reference.__new__(decoding.Reference)

@@ -84,6 +84,7 @@ def test_streams_are_compared_with_offline_texts(server, is_right, monkeypatch, 
     assert (list(judged.values()) == [True, True]) is is_right
 
 
+@pytest.mark.export
 def test_a_wide_model_keeps_the_rows_it_had(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

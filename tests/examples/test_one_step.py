@@ -34,6 +34,7 @@ def test_a_step_by_hand_gives_the_tokens_that_generate_gives(method, capsys):
     assert f"c{wanted}".partition(root)[2].startswith(text)
 
 
+@pytest.mark.distribution
 def test_the_notebook_runs_and_its_text_has_the_targets_distribution():
     notebook = json.loads((EXAMPLES / "trees.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

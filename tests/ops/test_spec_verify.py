@@ -64,6 +64,7 @@ def _compare(run, num_cases: int, seed: int) -> None:  # type: ignore[no-untyped
     assert num_accepted > num_cases  # the cases do reach beyond the root
 
 
+@pytest.mark.distribution
 def test_onnxruntime_runs_the_body_as_the_twin(session):
     _compare(lambda case: session.run(None, case), 768, seed=1)
 
@@ -77,6 +78,7 @@ def test_onnxruntime_with_a_static_vocabulary(vocab):
         assert same(fixed.run(None, case), spec_verify(**case)) or is_at_boundary(case)
 
 
+@pytest.mark.distribution
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # 0/0 of a residual that is not taken
 def test_reference_evaluator_runs_the_body_as_the_twin():
     evaluator = ReferenceEvaluator(model_of("SpecVerify"))
