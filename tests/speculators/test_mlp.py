@@ -35,8 +35,8 @@ def make(costs=None, slots=4, chunk=5, **config):
     return Verifier(target, MAX_SEQ, chunk), proposer, heads
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4])
-@pytest.mark.parametrize("costs", [None, CHEAP, DEAR])
+# Costs decide how much is drafted, the batch how slots move: all sizes where most is drafted.
+@pytest.mark.parametrize(("costs", "batch"), [(CHEAP, 1), (CHEAP, 3), (CHEAP, 4), (None, 3), (DEAR, 3)])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_greedy_text_is_the_targets_own(config, costs, batch):
     verifier, proposer, _ = make(costs, **config)
