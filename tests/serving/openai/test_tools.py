@@ -119,7 +119,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "strict": Tru
     ],
 )
 def test_beside_a_format_the_model_may_call(server, app, form, wanted, monkeypatch):
-    """Of many seeds some answers are calls and the others of the format, whole and streamed."""
+    """Of some seeds the answers are calls and of the others of the format, whole and streamed."""
     monkeypatch.setattr(server, "_formats", ChatFormats(TOOL_FORMATS[form], None))
     reasons = set()
     for seed in range(12):
@@ -137,6 +137,8 @@ def test_beside_a_format_the_model_may_call(server, app, form, wanted, monkeypat
             reasons.add(choice.finish_reason)
             text = "".join(chunk.choices[0].delta.content or "" for chunk in ask(app, **asked, stream=True))
             assert text == (choice.message.content or "")
+        if seed >= 5 and len(reasons) == 2:
+            break
     assert reasons == {"tool_calls", "stop"}
 
 
