@@ -77,8 +77,9 @@ def _other_parts(text, suffix):
 
 def faults(text, suffix, where):
     """Returns "FILE:LINE: 'word': say another" for every retired word in a file's text, by line."""
-    joined, names = _JOINTS.sub(" ", text).lower(), {**NAMES, **PYTHON_NAMES} if suffix == ".py" else NAMES
-    words, code = [word for word in WORDS if word in joined], _PROSE.sub("", text)
+    lowered, names = text.lower(), {**NAMES, **PYTHON_NAMES} if suffix == ".py" else NAMES
+    words = [word for word in WORDS if any(word.replace(" ", joint) in lowered for joint in (" ", "_", ""))]
+    code = _PROSE.sub("", text)
     whole = [name for name in names if name in code and _NAMES[name].search(code)]
     found = set(_slots_as_objects(text)) if suffix == ".py" else set()
     if words or whole:
