@@ -50,7 +50,6 @@ def _body_in_place(layer: Layer) -> Run:
 
 RUNS: dict[str, Callable[[Layer], Run]] = {
     "twin": lambda layer: layer.twin,
-    "body": body_run,
     "body in place": _body_in_place,
 }
 each_run = pytest.mark.parametrize("run_of", RUNS.values(), ids=RUNS.keys())

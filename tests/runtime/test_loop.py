@@ -109,8 +109,7 @@ def test_same_seed_gives_same_text_in_any_batch(kind, config):
         run([p], s, make_verifier(), make_proposer(kind, **config), 1)[0][0]
         for p, s in zip(prompts, params, strict=True)
     ]
-    for batch in (2, 4):
-        assert run(prompts, params, make_verifier(), make_proposer(kind, **config), batch)[0] == alone
+    assert run(prompts, params, make_verifier(), make_proposer(kind, **config), 4)[0] == alone
     back = run(prompts[::-1], params[::-1], make_verifier(), make_proposer(kind, **config), 3)[0]
     assert back[::-1] == alone
 
@@ -118,10 +117,9 @@ def test_same_seed_gives_same_text_in_any_batch(kind, config):
 @pytest.mark.parametrize(
     ("kind", "config"), [k for k in KINDS if k[0] in ("none", "ngram", "suffix", "draft_model", "hybrid")]
 )
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_batched_loop_equals_the_oracle(kind, config, heat):
+def test_batched_loop_equals_the_oracle(kind, config):
     for index, prompt in enumerate(some_prompts(3, seed=7)):
-        params = SamplingParams(max_new_tokens=20, temperature=heat, top_p=0.95, seed=index)
+        params = SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.95, seed=index)
         batched = run([prompt], params, make_verifier(), make_proposer(kind, **config), 1)[0][0]
         steps = decode_one(
             make_verifier(), make_proposer(kind, **config), TokenSequence(0, prompt, params, frozenset(), None)

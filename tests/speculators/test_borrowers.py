@@ -19,7 +19,7 @@ CASES = [
 DRAWN = [("early_exit", CHAIN), ("early_exit", PAIRS), ("self_draft", CHAIN)]
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_greedy_text_is_the_targets_own(name, config, batch):
     assert check_greedy(lab_of(name, **config), batch) > 40
