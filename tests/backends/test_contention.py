@@ -74,6 +74,7 @@ def test_a_machine_is_busy_above_half_its_cpus(monkeypatch, load, busy):
     assert machine.is_machine_busy() is busy
 
 
+@pytest.mark.live
 def test_a_process_on_a_busy_machine_is_disturbed():
     """The real kernel: twice as many spinning threads as CPUs wait about half of their time."""
     import os

@@ -136,6 +136,7 @@ def test_a_picture_loads_nothing(tmp_path):
     assert "shown" in svg and "font-face" not in svg and "url(http" not in svg and "src=" not in svg
 
 
+@pytest.mark.live
 def test_a_failed_command_ends_the_demo_with_its_exit_code(tmp_path):
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("target:\n  model: x\n  quantisation: int8\n")

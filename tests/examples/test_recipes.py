@@ -47,6 +47,7 @@ def command(*arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.export
 @pytest.mark.parametrize("path", LARGE, ids=lambda p: p.stem)
 def test_a_large_recipe_plans_without_a_network(path, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
