@@ -70,8 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(marked)]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """See `_freeze`."""
+    if session.config.getoption("--unmarked") and "torch" in sys.modules:
+        raise pytest.UsageError("a file of an unmarked test imports torch, through what it imports: tests/README.md")
     _freeze()
     gc.set_threshold(50_000, 20, 20)  # a trace makes millions of objects that live until its end
 

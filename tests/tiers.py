@@ -37,6 +37,7 @@ FIXTURES = {
 
 # Statements at the left margin alone: what a function imports, its test pays for.
 _IMPORT = re.compile(r"^(?:import ([\w.]+)|from ([\w.]+) import (\([^)]*\)|.*))", re.MULTILINE)
+_NEEDED = re.compile(r"^\S.*importorskip\(.*", re.MULTILINE)
 _MARKS = re.compile(r"^pytestmark = (\[[^\]]*\]|.*)", re.MULTILINE)
 _MARK = re.compile(r"pytest\.mark\.(\w+)")
 
@@ -70,7 +71,10 @@ def _imports_of(path: Path) -> set[str]:
 @cache
 def _direct_imports(path: Path) -> frozenset[str]:
     def names() -> Iterator[str]:
-        for module, package, members in _IMPORT.findall(path.read_text()):
+        text = path.read_text()
+        for line in _NEEDED.findall(text):
+            yield from re.findall(r"importorskip\(\"([\w.]+)\"", line)
+        for module, package, members in _IMPORT.findall(text):
             yield (module or package).partition(".")[0]
             yield module or package
             yield from (f"{package}.{name}" for name in re.findall(r"\w+", members))

@@ -154,6 +154,8 @@ def test_markers_come_from_modules_and_fixtures(path: str, fixtures: tuple[str, 
         ("from tests.checkpoints import lab_files", {"export"}),  # which imports torch
         ("from tests.checkpoints.lab_files import (\n    save,\n)", {"export"}),
         ("def test():\n    import torch", set()),
+        ('torch = pytest.importorskip("torch")', {"export"}),
+        ('def test():\n    pytest.importorskip("torch")', set()),
         ("pytestmark = pytest.mark.live", {"live"}),
         ("pytestmark = [\n    pytest.mark.plan,\n    pytest.mark.skipif(True, reason=''),\n]", {"plan"}),
         ("import torchless", set()),

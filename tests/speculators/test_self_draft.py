@@ -13,7 +13,7 @@ from speccompile.speculators.self_draft.config import DRAFT, SelfDraftConfig, Se
 from tests.lab.graphs import compile_graph
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.export, pytest.mark.usefixtures("cheap_measurements")]
+pytestmark = pytest.mark.usefixtures("cheap_measurements")
 NUM_LAYERS = 5
 
 
