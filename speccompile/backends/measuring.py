@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the time of steps of one to sixteen nodes, or up to the engine's limit, on an engine of any backend."""
+"""Measures the time of steps of one to sixteen nodes, or up to the engine's limit, on an engine of any backend.
+
+Records that were made on this machine are kept in the user's cache folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from speccompile.common.cache_root import cache_root, find_cache_folder
+from speccompile.common.code_cache import write_file
 from speccompile.core.protocols import Engine
 from speccompile.core.specs import GraphSpec, probe_inputs
 
@@ -89,3 +99,38 @@ def _feeds(spec: GraphSpec, num: int, context: int, max_nodes: int) -> dict[str,
         return probe_inputs(spec, num_nodes=num, length=context)
     # The states are those of the target's step, of which a tree's drafts can be more than there are nodes.
     return probe_inputs(spec, num_slots=num, num_nodes=min(spec.num_drafts or 1, max_nodes))
+
+
+_log = logging.getLogger(__name__)
+_KIND = "tuning"  # the folder in the cache
+
+
+def record_file(*depends_on: object) -> Path:
+    """Returns the file of the record of a graph on this machine; other arguments have another file."""
+    digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
+    return cache_root() / _KIND / f"{digest}.json"
+
+
+def read_kept(file: Path) -> dict[str, Any] | None:
+    """Returns the kept record; None where there is none that can be read."""
+    try:
+        record = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):  # none, or damaged: the next measurement replaces it
+        return None
+    return record if isinstance(record, dict) and record else None
+
+
+def keep(file: Path, record: Mapping[str, Any]) -> None:
+    """Keeps a record; another process that reads meanwhile sees the old one or the new one."""
+    if find_cache_folder(_KIND) is None:
+        return
+    try:
+        write_file(file, json.dumps(record).encode())
+    except OSError as fault:
+        _log.warning("a measurement of this machine is not kept: %s", fault)
+
+
+def digest_of(path: Path) -> str:
+    """Returns the SHA-256 of a compiled graph, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speccompile.certificate.checkpoint import CHUNK, logits_of
 from speccompile.certificate.decoding import Prompts, gives_logits, make_sequences, root_logits
-from speccompile.certificate.distances import CHUNK, logits_of
 from speccompile.certificate.faults import may_draft_trees
 from speccompile.certificate.planted_drafts import FullChains, FullTrees
 from speccompile.certificate.results import Check, DraftCounts, check_of, not_run

@@ -18,6 +18,7 @@ from speccompile.certificate.acceptance import check_acceptance
 from speccompile.certificate.caches import check_caches
 from speccompile.certificate.checkpoint import (
     Reference,
+    check_distance,
     check_tokenizer,
     dtype_of,
     find_checkpoint,
@@ -25,7 +26,6 @@ from speccompile.certificate.checkpoint import (
     open_reference,
     rows_of,
 )
-from speccompile.certificate.distances import check_distance
 from speccompile.certificate.faults import check_faults
 from speccompile.certificate.grammar import GRAMMAR, check_grammar
 from speccompile.certificate.greedy import REFERENCE, check_greedy, check_reference, plain_texts

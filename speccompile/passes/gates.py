@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.ops import packing
 from speccompile.ops.packed_linear import GELU_ERF, GELU_TANH, SILU
 from speccompile.passes.edit import Editor
 from speccompile.passes.match import ints, only_use
@@ -62,7 +63,14 @@ def gate_of(product: ir.Value, num_out: int, num_dims: int) -> Gate | None:
     return None
 
 
-def swapped_halves(array: np.ndarray) -> np.ndarray:
+def arranged(array: np.ndarray, gate: Gate | None) -> np.ndarray:
+    """Returns the columns of a linear [..., out] in the order of packed weights: with a gate, the halves in turn."""
+    if gate is None:
+        return array
+    return packing.interleave_gate(_swapped_halves(array) if gate.is_second else array)
+
+
+def _swapped_halves(array: np.ndarray) -> np.ndarray:
     half = array.shape[-1] // 2
     return np.concatenate([array[..., half:], array[..., :half]], axis=-1)
 
@@ -75,4 +83,4 @@ def packed_bias(bias: ir.Value | None, gate: Gate | None, shape: tuple[int, ...]
         return bias
     tensor = bias.const_value
     assert tensor is not None
-    return edit.const(swapped_halves(tensor.numpy()), f"{bias.name}.swapped")
+    return edit.const(_swapped_halves(tensor.numpy()), f"{bias.name}.swapped")

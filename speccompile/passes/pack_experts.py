@@ -19,7 +19,7 @@ from speccompile.passes.attach_grids import ExpertGrids
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, sizes_of, weight_of
 from speccompile.passes.expert_products import ExpertProduct, expert_products, ids_of
-from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
+from speccompile.passes.gates import Gate, arranged, gate_of, packed_bias
 from speccompile.passes.match import only_use, operands, replace_tree
 from speccompile.passes.pack_linears import INTEGER_FORMS, PACKED_DTYPES, PackedValues, Weights, is_bfloat16
 from speccompile.passes.save import PartsTensor
@@ -84,17 +84,12 @@ class _Packer:
         assert tensor is not None
         num_experts, _, num_out = experts.product.dims
 
-        def arranged(matrix: np.ndarray) -> np.ndarray:
-            if gate is None:
-                return matrix
-            return packing.interleave_gate(swapped_halves(matrix) if gate.is_second else matrix)
-
         def packed(expert: int) -> packing.Packed:
             if isinstance(tensor, ExpertGrids):
-                columns = arranged(np.arange(1, num_out + 1)[None])[0] - 1
+                columns = arranged(np.arange(1, num_out + 1)[None], gate)[0] - 1
                 return packing.pack_grid(tensor.read(expert).take(columns))[1]
             matrix = tensor.numpy()[expert]
-            return packing.pack(arranged(matrix if experts.product.is_transposed else matrix.T), form)
+            return packing.pack(arranged(matrix if experts.product.is_transposed else matrix.T, gate), form)
 
         if isinstance(tensor, ExpertGrids):
             form = packing.grid_form(tensor.read(0))

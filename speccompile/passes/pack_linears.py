@@ -17,7 +17,7 @@ from speccompile.ops.packed_linear import op_name
 from speccompile.passes.attach_grids import grid_of
 from speccompile.passes.base import Pass
 from speccompile.passes.edit import OPS_DOMAIN, Editor, nodes_of, replace, sizes_of, weight_of
-from speccompile.passes.gates import Gate, gate_of, packed_bias, swapped_halves
+from speccompile.passes.gates import Gate, arranged, gate_of, packed_bias
 from speccompile.passes.match import only_use, operands, rank, replace_tree
 
 Weights = Literal["float", "bf16", "int8", "int4", "stored"]
@@ -100,14 +100,9 @@ class _Packer:
         assert tensor is not None
         num_in, num_out = sizes_of(tensor)
 
-        def arranged(array: np.ndarray) -> np.ndarray:
-            if gate is None:
-                return array
-            return packing.interleave_gate(swapped_halves(array) if gate.is_second else array)
-
         def from_grid() -> tuple[str, packing.Packed] | None:
             # Outputs from 1, as a gate's halves are padded with 0.
-            columns = arranged(np.arange(1, num_out + 1)[None])[0] - 1
+            columns = arranged(np.arange(1, num_out + 1)[None], gate)[0] - 1
             return None if (grid := grid_of(tensor)) is None else packing.pack_grid(grid.take(columns))
 
         if (held := from_grid()) is None:
@@ -115,7 +110,11 @@ class _Packer:
             if form == "Bf16" and self.weights != "bf16" and not is_bfloat16(tensor.numpy()):
                 form = "F32"
             dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
-            rest = {"scales": packing.pack_scales(arranged(tensor.numpy()), form)} if packing.is_integer(form) else {}
+            rest = (
+                {"scales": packing.pack_scales(arranged(tensor.numpy(), gate), form)}
+                if packing.is_integer(form)
+                else {}
+            )
             attributes = dict[str, int]()
         else:
             form, first = held
@@ -123,7 +122,7 @@ class _Packer:
             rest = {key: array for key, array in first.constants.items() if key != "weights"}
 
         def weights() -> ir.TensorProtocol:
-            made = from_grid() or (form, packing.pack(arranged(tensor.numpy()), form))
+            made = from_grid() or (form, packing.pack(arranged(tensor.numpy(), gate), form))
             return ir.tensor(made[1].weights)
 
         name = f"{linear.weight.name}.packed"

@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.passes.base import Pass
-from speccompile.passes.edit import Editor, nodes_of, replace, weight_of
+from speccompile.passes.edit import Editor, replace, weight_of
+from speccompile.passes.quantize_qdq import linears_of
 
 MIN_PEAK = np.float32(1e-12)  # a row of zeros: any positive number quantises it to 0
 
@@ -20,11 +21,6 @@ def int8_from_weight(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns [in, out] int8 in -127..127 and [out] float32 scales per output channel of `weight` [in, out] float32."""
     scale = np.maximum(np.abs(weight).max(axis=0) / np.float32(127), MIN_PEAK).astype(np.float32)
     return np.clip(np.rint(weight / scale), -127, 127).astype(np.int8), scale
-
-
-def _linears(model: ir.Model) -> list[ir.Node]:
-    nodes = nodes_of(model, "MatMul")
-    return [n for n in nodes if (w := weight_of(n.inputs[1])) is not None and len(w.shape) == 2]
 
 
 class _Rows:
@@ -48,7 +44,7 @@ class _Rows:
 
 def quantize_int8(model: ir.Model) -> int:
     """Quantise every linear with constant weights [in, out]; returns their number."""
-    rows, nodes = _Rows(model), _linears(model)
+    rows, nodes = _Rows(model), linears_of(model)
     model.opset_imports["com.microsoft"] = 1
     for node in nodes:
         source, value = node.inputs

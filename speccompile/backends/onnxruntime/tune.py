@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.backends.base import LoadJob
-from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
 from speccompile.backends.machine import WAIT_SHARE, WaitClock, is_disturbed, is_machine_busy, num_usable_cores
-from speccompile.backends.measuring import NODE_COUNTS, measure_steps, measured_sizes, typical_step_ms
+from speccompile.backends.measuring import (
+    NODE_COUNTS,
+    digest_of,
+    keep,
+    measure_steps,
+    measured_sizes,
+    read_kept,
+    record_file,
+    typical_step_ms,
+)
 from speccompile.core.jobs import StepCosts
 from speccompile.core.specs import spec_from_json
 from speccompile.errors import BuildError

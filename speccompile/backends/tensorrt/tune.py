@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from speccompile.backends.base import LoadJob
-from speccompile.backends.kept_records import digest_of, keep, read_kept, record_file
-from speccompile.backends.measuring import measure_steps, measured_sizes
+from speccompile.backends.measuring import digest_of, keep, measure_steps, measured_sizes, read_kept, record_file
 from speccompile.backends.tensorrt.records import plugins_to_register, read_record
 from speccompile.core.specs import GraphSpec
 
