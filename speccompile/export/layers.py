@@ -95,11 +95,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def init_linear(module: nn.Module, std: float = 0.02) -> None:
+def init_linear(module: nn.Module) -> None:
     """Initialise all linear layers below `module`: normal weights, zero biases."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=std)
+            nn.init.normal_(part.weight, std=0.02)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
 

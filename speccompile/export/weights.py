@@ -273,19 +273,15 @@ def _check_finite(source: Path, model: Any) -> None:
             raise CheckpointError(where, "values that are NaN or infinite", "finite weights", todo)
 
 
-def check_loading(
-    source: Path,
-    info: Mapping[str, Any],
-    config: str = "config.json",
-    todo: str = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again.",
-) -> None:
+def check_loading(source: Path, info: Mapping[str, Any]) -> None:
     """Refuse a model of which transformers did not find every weight in the checkpoint."""
+    todo = "The weights do not belong to this config.json, or the download is incomplete: fetch the folder again."
     mismatched = sorted(str(m) for m in info.get("mismatched_keys", ()))
     missing = sorted(info.get("missing_keys", ()))
     unexpected = [k for k in sorted(info.get("unexpected_keys", ())) if not k.endswith(_COMPUTED)]
     for keys, got, expected in (
         (missing, "missing weights", "every weight of the architecture"),
-        (mismatched, "weights of another shape", f"the shapes that {config} implies"),
+        (mismatched, "weights of another shape", "the shapes that config.json implies"),
         (unexpected, "weights that the architecture does not have", "only weights that it uses"),
     ):
         if keys:

@@ -110,11 +110,9 @@ class _Packer:
             if form == "Bf16" and self.weights != "bf16" and not is_bfloat16(tensor.numpy()):
                 form = "F32"
             dims = packing.packed_dims(num_in, num_out, form, has_gate=gate is not None)
-            rest = (
-                {"scales": packing.pack_scales(arranged(tensor.numpy(), gate), form)}
-                if packing.is_integer(form)
-                else {}
-            )
+            rest = dict[str, np.ndarray]()
+            if packing.is_integer(form):
+                rest["scales"] = packing.pack_scales(arranged(tensor.numpy(), gate), form)
             attributes = dict[str, int]()
         else:
             form, first = held

@@ -29,7 +29,6 @@ def measure_chains(
     prompts: Path,
     num_prompts: int,
     num_drafts: int | None = None,
-    folder: Path | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Measures mean acceptance length (1 + accepted / steps) and acceptance by position of greedy chains.
@@ -45,12 +44,11 @@ def measure_chains(
     keep_pages()
     source = resolve_checkpoint(plan.target)
     device = plan.section.device
-    folder = folder or plan.output
-    lora = None if plan.section.joint is None else str(folder / ADAPTER)
+    lora = None if plan.section.joint is None else str(plan.output / ADAPTER)
     target = Target(source, torch.float32, device, lora)
     needs = plan.trainer.needs(plan.heads, target.config)
     parts = target.parts(torch.zeros(target.dims.vocab_size, dtype=torch.int64))
-    trainable = plan.trainer.make(plan.heads, parts, folder).eval().to(device)
+    trainable = plan.trainer.make(plan.heads, parts, plan.output).eval().to(device)
     rows = _read_prompts(prompts, source)[:num_prompts]
     num_drafts = num_drafts or trainable.num_positions
     tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0
