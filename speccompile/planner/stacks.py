@@ -49,6 +49,7 @@ _KEY_HEADS, _VALUE_HEADS, _KERNEL, _PENDING = 4, 8, 4, 16  # of recurrent states
 _NUM_LAUNCHES = 64
 _SECONDS, _LEAST, _MOST = 0.06, 3, 100  # of the runs that count, and how many
 _PATIENCE_S = 0.15
+_WARM_S, _MOST_WARM = 0.01, 8  # a step of decoding finds what steps of its own kind left in the caches
 _NEAR, _PROBES = math.log(1.1), 5  # of the usual speed; of so many probes in a row the fastest counts
 PROBE, _PROBE_ROWS = (8, 512, 512), 4  # some 0.5 ms, with 8 MB of weights: other tenants take memory more than cores
 _OUT = ".out"
@@ -203,15 +204,15 @@ class Probe:
         self, run: Callable[[], object], before: Callable[[], object] = lambda: None, patience_s: float = _PATIENCE_S
     ) -> Timed:
         """Returns the fastest and slowest probe beside the runs that count, and their seconds, a low quantile."""
-        run()
         runs: list[Timed] = []
+        num_warm = min(int(_WARM_S / self._seconds(run, before)), _MOST_WARM)
         counted, end, last = list[float](), time.monotonic() + patience_s, self._speed()
         while len(counted) < _LEAST or (sum(counted) < _SECONDS and len(counted) < _MOST):
-            before()
-            start = self._clock()
-            run()
-            seconds, speed = self._clock() - start, self._speed()
-            runs.append(((min(last, speed), max(last, speed)), seconds))
+            for _ in range(num_warm):
+                self._seconds(run, before)
+            took = [self._seconds(run, before) for _ in range(max(num_warm, 1))]
+            speed = self._speed()
+            runs += [((min(last, speed), max(last, speed)), seconds) for seconds in took]
             last, usual_s = speed, self.usual_s
             counted = [one for beside, one in runs if _distance(beside, usual_s) < _NEAR]
             if time.monotonic() > end and len(runs) >= _LEAST:
@@ -225,8 +226,12 @@ class Probe:
         return self._seen[-1]
 
     def _once(self) -> float:
+        return self._seconds(self._run)
+
+    def _seconds(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        before()
         start = self._clock()
-        self._run()
+        run()
         return self._clock() - start
 
 
