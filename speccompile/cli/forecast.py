@@ -80,7 +80,7 @@ def print_forecast(
     for line in (
         f"best: {best.sentence}",
         f"predicted for {basis}; {context} tokens a sequence; --json has all rows",
-        "Steps on one CPU were off by 9 to 14 % (median), 94 % at worst: --try measures.",
+        "Steps on three CPUs were off by 4 to 14 % (median), 94 % at worst: --try measures.",
         *(f"acceptance of {name}: {what}" for name, what in sources.items()),
         *(f"left out: {name}: {why}" for name, why in left_out.items()),
         *([f"page: {html}"] if html is not None else []),

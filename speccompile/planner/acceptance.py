@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many draft tokens are accepted, by position: counted, published or stated; always a range, with its source."""
+"""How many draft tokens are accepted, by position: counted, published or stated; a range, with its source."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def published(method: str, kind: str | None, temperature: float | None) -> Accep
     alike = [row for row in of_kind if temperature is None or (row["temperature"] > 0) == (temperature > 0)] or of_kind
     kinds = "/".join(sorted({row["kind"] for row in alike}))
     warmth = "/".join(sorted({"sampled" if row["temperature"] > 0 else "greedy" for row in alike}))
-    source = f"published, {len(alike)} of {kinds}, {warmth}"
+    by = "measured by us" if all(row["source"].startswith("measured") for row in alike) else "published"
+    source = f"{by}, {len(alike)} of {kinds}, {warmth}"
     curves = [_survival(rates_from_lengths(row["drafts"], row["tokens"])) for row in alike]
     if len(curves) < 2:
         return _around(_rates(curves[0]), source)

@@ -57,7 +57,7 @@ def forecast(
     known = {one.name: NOTHING if one.name == PLAIN else traffic.acceptance(one) for one in candidates}
     acceptance = {name: found for name, found in known.items() if found is not None}
     candidates = [one for one in candidates if one.name in acceptance]
-    rows: list[tuple[Row, ModelOptions]] = []
+    rows: dict[tuple[str, str, int], tuple[Row, ModelOptions]] = {}
     for form in forms(source, model):
         setting = f"{_QUANTIZATION}={form}"
         graphs: dict[str, Graphs] = {}
@@ -69,8 +69,9 @@ def forecast(
         by_name = {one.name: one for one in candidates}
         for row in rows_of(graphs, machine, acceptance, batches, context):
             sizes = f"engine.max_batch_size={row.batch}"
-            rows.append((row, by_name[row.method].options(model, setting, sizes)))
-    return sorted(rows, key=lambda found: (found[0].batch, -found[0].speed))
+            found = row, by_name[row.method].options(model, setting, sizes)
+            rows.setdefault((row.method, row.precision, row.batch), found)  # `none` may be another form's name
+    return sorted(rows.values(), key=lambda found: (found[0].batch, -found[0].speed))
 
 
 def forms(source: str, model: ModelOptions) -> list[str]:

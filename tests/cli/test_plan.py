@@ -159,6 +159,15 @@ def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, mod
         assert run("plan", target, "--machine", "EPYC-9654", *wrong)[0] == 2
 
 
+def test_a_form_of_two_names_has_one_row(run, models, monkeypatch):
+    flags = ("--machine", "EPYC-9654", "--acceptance", "0.8", "--batches", "1", "--json")
+    code, alone, err = run("plan", models[0], *flags, "--quantization", "int8")
+    assert code == 0, err
+    monkeypatch.setattr("speccompile.planner.forecast.forms", lambda source, model: ["int8", "int8"])
+    _, twice, _ = run("plan", models[0], *flags)
+    assert json.loads(twice)["rows"] == json.loads(alone)["rows"] != []
+
+
 def test_a_page_and_published_acceptance(run, models):
     flags = (
         "--methods",

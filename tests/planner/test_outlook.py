@@ -113,6 +113,7 @@ def test_published_acceptance_is_a_range_by_kind_and_temperature():
     assert chat.source == one.source == "published, 1 of chat, greedy" and chat.low[0] < chat.high[0]
     assert published("eagle3", "poems", None).source.startswith("published, 5 of chat/code, greedy/sampled")
     assert published("medusa", "chat", 0.0) is None
+    assert published("self_draft", "chat", 0.0).source == "measured by us, 1 of chat, greedy"
 
 
 def test_a_published_drafter_is_in_the_range_of_the_others(monkeypatch):
