@@ -241,4 +241,4 @@ def test_wrong_profiles_of_a_graph_leave_no_bundle(recipe, tmp_path):
 
 def test_numbers_of_yaml_are_gpus(recipe):
     plan = fakes.make_plan(recipe, "engine.tensorrt.compute_capabilities=[8.9, 12.0]")
-    assert plan.engine.options.compute_capabilities == ("8.9", "12.0")
+    assert plan.options.compute_capabilities == ("8.9", "12.0")
