@@ -138,8 +138,9 @@ def acceptance_probs(factors: Probs, confidences: NDArray[Any]) -> Probs:
     """
     odds = factors[:, None] * confidences
     probs: Probs = odds / (odds + (ALMOST_ONE - confidences))
-    if probs.shape[2] > 1:
-        probs /= np.maximum(probs.sum(axis=2, keepdims=True), 1)
+    if probs.shape[2] > 1:  # the later ones share what the first one leaves
+        rest = probs[:, :, 1:]
+        rest *= np.minimum((1 - probs[:, :, :1]) / np.maximum(rest.sum(axis=2, keepdims=True), 1e-9), 1)
     return probs
 
 

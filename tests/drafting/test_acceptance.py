@@ -72,6 +72,13 @@ def test_the_odds_of_acceptance_are_estimated_by_rank():
     np.testing.assert_allclose(np.mean(tail, axis=0), [0.6, 0.1], atol=0.02)
 
 
+def test_later_candidates_share_what_the_first_one_leaves():
+    known = estimate(2.0)
+    first, *later = probs_of(known, 0.9, 0.08, 0.01)
+    assert first == pytest.approx(known.prob(0.9)) and first + sum(later) == pytest.approx(1.0)
+    assert later[0] / later[1] == pytest.approx(known.prob(0.08, 1) / known.prob(0.01, 2))
+
+
 def test_probs_of_children_of_one_parent_add_up_to_at_most_one():
     assert sum(probs_of(estimate(4.0), 0.5, 0.4, 0.05, 0.02, 0.01)) <= 1 + 1e-12
     assert estimate(2.0).factors(9) == pytest.approx(np.exp(2 * np.array([1, 0.2, -0.2, *[-0.4] * 6])))
