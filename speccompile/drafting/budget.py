@@ -32,7 +32,7 @@ KEPT_RECOVERY = 0.005  # pull towards it in a step that grew no further than one
 
 MACHINE_WEIGHT = 1 / 5  # of one step in a factor that shapes share
 SHAPE_WEIGHT, FIRST_SEEN = 1 / 100, 3  # of one step in the factor of its own shape; at first 1 / (FIRST_SEEN + steps)
-MAX_SURPRISE = 0.4  # of a log time, as other processes make some steps long; nothing makes them short
+MAX_SURPRISE = 0.2  # of a log time, as other processes make some steps long; nothing makes them short
 KEPT_STEPS = 8  # steps that a table of costs is used for
 FORGOTTEN_STEPS = 250  # steps with as many sequences after which a shape that none of them used is forgotten
 

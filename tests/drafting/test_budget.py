@@ -164,9 +164,10 @@ def test_a_slower_machine_makes_all_costs_larger():
 def test_a_step_that_was_held_up_changes_little():
     budget = Budget(4, 4, 1, *CHEAP)
     for _ in range(100):
-        step(budget, 1, 1, 10.0)
-    step(budget, 1, 1, 1000.0)
-    assert budget.costs.scores(1)[0] < 10.5
+        step(budget, 1, 2, 10.0, draft_nodes=1, propose_ms=1.0)
+    step(budget, 1, 2, 1000.0, draft_nodes=1, propose_ms=100.0)
+    budget.costs.of(1).num_left = 0  # the table is made anew
+    assert 10.0 < budget.costs.scores(1)[1] < 10.5 and 1.0 < budget.costs.draft_ms(1) < 1.05
 
 
 def test_what_other_processes_cost_is_soon_forgotten_for_shapes_out_of_use_too():
