@@ -110,6 +110,37 @@ def test_runs_at_the_usual_speed_count(tmp_path):
     assert _Ticks(*phases, 2, 2, 2).time(tmp_path / "slow", 2 * _TICK, 60) == ([2, 2], 20)
 
 
+def test_runs_that_fill_the_caches_do_not_count(tmp_path):
+    class Cold(_Ticks):
+        """After a probe the first three runs take three times as long."""
+
+        num_cold = 3
+
+        def run(self) -> None:
+            self.work(0.3 if self.num_cold > 0 else 0.1)
+            self.num_cold -= 1
+
+        def work(self, ticks: float) -> None:
+            super().work(ticks)
+            self.num_cold = 3 if ticks == 1 else self.num_cold
+
+    assert Cold().time(tmp_path, _TICK, 60) == ([1, 1], 0.1)
+
+
+def test_more_rows_take_no_less_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_SIZES", (1,))
+
+    def times(stack: Stack, threads: int, probe: Probe, folder: Path) -> dict[int, Timed]:
+        took = {1: 2.0, 2: 9.0, 4: 8.0, 8: 3.0}  # 2 and 4 rows were held up
+        return {rows: ((probe.usual_s, probe.usual_s), took.get(rows, 4.0)) for rows in stack.rows}
+
+    monkeypatch.setattr(measuring, "times_by_rows", times)
+    [(_, points)] = measuring.measure_machine(1, seconds=0.0).measured["int8"]
+    first = points[0][1]
+    assert [round(seconds / first, 6) for _, seconds in points[:5]] == [1, 1.5, 1.5, 1.5, 2]
+
+
 def test_another_speed_is_told(tmp_path):
     assert _Ticks(2).time(tmp_path, _TICK, 0.0) == ([2, 2], 20)
 
