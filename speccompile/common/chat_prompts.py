@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.common.extras import install_command
-from speccompile.common.json_reader import is_unicode, parse_json
+from speccompile.common.json_reader import parse_json
 from speccompile.common.tokenizer_file import TEMPLATE_FILE, encode_text, read_template_file
 from speccompile.errors import BundleError, RuntimeFault
 
@@ -111,9 +111,6 @@ def tokens_of_messages(
     check_messages(messages, where)
     template = find_template(folder, where)
     text = template.render([message_for_template(message) for message in messages], True, variables or {}, where)
-    if not is_unicode(text):
-        got, todo = "text with half of a surrogate pair", "Decode what it was made of as UTF-8."
-        raise RuntimeFault(where, got, "Unicode text", todo)
     return encode_text(tokenizer, expand(text), where, special=False)  # templates write special tokens themselves
 
 

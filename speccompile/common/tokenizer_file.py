@@ -36,7 +36,16 @@ LONG = 4096  # characters that take longer than waking a thread: `encode` holds 
 
 
 def encode_text(tokenizer: Any, text: str, where: str = "prompt", special: bool = True) -> list[int]:
-    """Returns the token ids of a text, `special` ones included. Raises RuntimeFault: the tokenizer fails on it."""
+    """Returns the token ids of a text, `special` ones included.
+
+    Raises:
+        RuntimeFault: the text is no Unicode, or the tokenizer fails on it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        got, todo = "text with half of a surrogate pair", "Decode what it was made of as UTF-8."
+        raise RuntimeFault(where, got, "Unicode text", todo) from fault
     todo = "Shorten what repeats in it, or give token ids."
     with TokenizerFaults(RuntimeFault, where, "a text that the tokenizer reads", todo):
         if len(text) > LONG and hasattr(tokenizer, "encode_batch_fast"):

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from speccompile.bundle.bundle import Bundle
 from speccompile.common.chat_prompts import tokens_of_messages
-from speccompile.common.json_reader import is_unicode
 from speccompile.common.tokenizer_file import encode_text
 from speccompile.core import registry
 from speccompile.core.jobs import MethodContext
@@ -23,9 +22,9 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.control import Planner, controller_of
 from speccompile.runtime.grammars import Grammars
 from speccompile.runtime.images import Image, ImageData, ImageEncoder
-from speccompile.runtime.requests import Generation, Images, Prompt, StepOutput, match_arguments, token_ids
+from speccompile.runtime.requests import Generation, Images, Prompt, StepOutput
 from speccompile.runtime.scheduler import decode
-from speccompile.runtime.sequences import SequenceBatch, TokenSequence
+from speccompile.runtime.sequences import SequenceBatch, TokenSequence, match_arguments, token_ids
 from speccompile.runtime.synthetic import SyntheticVerifier
 from speccompile.runtime.text import PromptBytes, TextSink, text_of_tokens
 from speccompile.runtime.verifier import Verifier
@@ -270,9 +269,6 @@ class SpecEngine:
             raise RuntimeFault(
                 where, "a text", "token ids", "This bundle has no tokenizer: it was built from a config."
             )
-        if not is_unicode(text):
-            todo = "Decode what it was made of as UTF-8."
-            raise RuntimeFault(where, "text with half of a surrogate pair", "Unicode text", todo)
         return encode_text(self.tokenizer, self.expand_images(text, num_images), where)
 
     def text_sink(self, params: SamplingParams, prompt: Sequence[int]) -> TextSink | None:

@@ -18,8 +18,8 @@ from tests.runtime.call_trace import traced
 
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
 STEPS = {"none": (8, 35), "draft_model": (12, 116), "eagle3": (13, 186)}
-# (files, calls) of a prompt and eight tokens; and files of a build from the command line, its export a fake.
-GENERATE = {"none": (16, 428), "draft_model": (21, 518), "eagle3": (22, 634)}
+# (files, calls) of `generate` for a prompt and eight tokens; and files of a build from the command line, its export a fake.
+GENERATE = {"none": (13, 343), "draft_model": (18, 433), "eagle3": (19, 549)}
 BUILD = 40
 COMPLETION = (25, 935)  # calls vary by a few with the turns of two threads
 
@@ -45,9 +45,9 @@ def test_a_step_passes_through_no_more_files_and_calls(method):
 @pytest.mark.parametrize("method", GENERATE)
 def test_a_prompt_passes_through_no_more_files_and_calls(method):
     for _ in range(2):  # the first run imports what the second one calls
-        engine = make_engine(method)
+        engine, params = make_engine(method), SamplingParams(max_new_tokens=8)
         with traced() as trace:
-            engine.generate(["abc"], SamplingParams(max_new_tokens=8))
+            engine.generate(["abc"], params)
     num_files, num_calls = GENERATE[method]
     assert trace.num_files <= num_files and trace.num_calls <= num_calls, (
         f"{trace.num_files}, {trace.num_calls}\n{trace.table()}"
