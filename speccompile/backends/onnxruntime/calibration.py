@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,6 @@ from speccompile.errors import BuildError
 from speccompile.ops.grid import Grid
 from speccompile.passes.compensation import compensated_grid, factor_of
 from speccompile.passes.quantize_blocks import grid_from_weight
-
-if TYPE_CHECKING:
-    pass
 
 MIN_GROUP_BYTES = 2 << 30  # of the sums of a group
 _SUM_BYTES = 4  # float32: the damping is far above its rounding
