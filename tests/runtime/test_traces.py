@@ -18,7 +18,7 @@ from tests.runtime.call_trace import traced
 
 # (files, most calls of one step) of a stream at batch 1, engines and fakes not counted.
 STEPS = {"none": (8, 35), "draft_model": (12, 116), "eagle3": (13, 186)}
-# (files, calls) of `generate` for a prompt and eight tokens; and files of a build from the command line, its export a fake.
+# (files, calls) of `generate` for a prompt and eight tokens; files of a build from the command line, its export a fake.
 GENERATE = {"none": (13, 343), "draft_model": (18, 433), "eagle3": (19, 549)}
 BUILD = 40
 COMPLETION = (25, 935)  # calls vary by a few with the turns of two threads
