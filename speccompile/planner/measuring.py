@@ -101,8 +101,9 @@ def measure_machine(
         launch_s = measure(stacks.launches())[1][1] / stacks.launches().num
     measured: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
     for (kind, size), times in found.items():
-        # More rows take no less time: where they seem to, the few were held up.
-        least = [[rows, min(took for more, (_, took) in times.items() if more >= rows)] for rows in times]
+        # More rows take no less time, nor do farther numbers: where they seem to, the others were held up.
+        farther = [found[kind, other] for other in _SIZES if other >= size]
+        least = [[rows, min(t for by in farther for more, (_, t) in by.items() if more >= rows)] for rows in times]
         measured[kind].append([size, least])
     where = f"measured on {cpu_name()}, {threads} threads of {num_usable_cores()}"
     record = {

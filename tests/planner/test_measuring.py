@@ -141,6 +141,20 @@ def test_more_rows_take_no_less_time(tmp_path, monkeypatch):
     assert [round(seconds / first, 6) for _, seconds in points[:5]] == [1, 1.5, 1.5, 1.5, 2]
 
 
+def test_farther_numbers_take_no_less_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_SIZES", (1, 1 << 20, 2 << 20))
+    took = iter((2.0, 5.0, 4.0))  # the second was held up
+
+    def times(stack: Stack, threads: int, probe: Probe, folder: Path) -> dict[int, Timed]:
+        seconds = next(took, 1.0) * stack.num
+        return dict.fromkeys(stack.rows, ((probe.usual_s, probe.usual_s), seconds))
+
+    monkeypatch.setattr(measuring, "times_by_rows", times)
+    found = measuring.measure_machine(1, seconds=0.0).measured["float32"]
+    assert [points[0][1] for _, points in found] == pytest.approx([2.0, 4.0, 4.0])
+
+
 def test_another_speed_is_told(tmp_path):
     assert _Ticks(2).time(tmp_path, _TICK, 0.0) == ([2, 2], 20)
 
