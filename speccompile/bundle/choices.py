@@ -184,7 +184,7 @@ def read_texts(path: Path, folder: Path, vocab_size: int) -> Texts:
 
 
 def _are_prompts(path: Path) -> bool:
-    first = next((line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()), "")
+    first = next((line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()), "")
     messages: Any = json.loads(first).get(MESSAGES) if path.suffix == ".jsonl" else None
     return bool(messages) and messages[-1]["role"] != "assistant"
 

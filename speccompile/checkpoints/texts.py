@@ -84,7 +84,7 @@ def _texts(key: str, path: Path, more: tuple[str, ...]) -> Iterator[tuple[str, A
     if path.suffix != ".jsonl":
         yield str(path), content
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             yield f"{path}:{number}", _text_of_line(key, f"{path}:{number}", line, more)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from speccompile.cli.forecast import print_forecast, read_batches, write_recipe
 from speccompile.cli.options import MAX_THREADS, prepare_source, usable_threads, with_model_options
 from speccompile.cli.output import errors_as_json, live_stages, print_json, print_warning, quiet_libraries
-from speccompile.cli.prompts import check_results
+from speccompile.cli.prompts import check_results, read_requests
 
 if TYPE_CHECKING:
     from speccompile.errors import SpecCompileError
@@ -96,18 +96,25 @@ def plan_command(
     check_results(out)
     check_results(html)
     quiet_libraries()
+    from speccompile.planner.candidates import candidates_of_source
+
     left_out: dict[str, str] = {}
     chosen = (speculators or [], methods)
     with errors_as_json(as_json):
-        if source is None or not tries:
+        if source is None:
             rates = _read_machine(machine, measure, threads)
-            if source is None:
-                typer.echo(f"this machine: {rates.source}, {rates.launch_s * 1e6:.1f} us a launch")
-                return
+            typer.echo(f"this machine: {rates.source}, {rates.launch_s * 1e6:.1f} us a launch")
+            return
+        if not tries:
             known = _read_traffic(traffic, temperature, acceptance or [])
             wanted = (known, read_batches(batches), context or known.context, *chosen)
+            if machine == "this":
+                candidates_of_source(source, model, *chosen)  # raises before the machine is measured
+            rates = _read_machine(machine, measure, threads)
             print_forecast(source, model, rates, wanted, (latency, throughput), left_out, (out, html), as_json)
             return
+        if prompts is not None:
+            read_requests(prompts, limit)  # raises before anything is built
         settings = {"max_new_tokens": max_new_tokens, "repeats": repeats, "threads": usable_threads(threads)}
         report, candidates = _try(source, model, *chosen, left_out, _samples(prompts, categories, limit), settings)
         best = next(one for one in candidates if one.name == report["choice"])

@@ -94,7 +94,7 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
         RuntimeFault: the file cannot be read, holds no prompt, or a line is wrong; the message has its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as fault:
         raise RuntimeFault(str(path), str(fault), "a file of JSON lines", "Check --prompts.") from fault
     folder, rows = path.parent, [(n, line) for n, line in enumerate(lines, 1) if line.strip()]

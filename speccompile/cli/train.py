@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from speccompile.cli.output import ProgressDisplay, errors_as_json, open_display, print_json, quiet_libraries
+from speccompile.cli.prompts import prompts_of_requests, read_requests
+from speccompile.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from speccompile.recipe.training_plan import TrainingPlan
@@ -51,6 +53,7 @@ def train_command(
         plan = resolve_training(loaded, output.absolute() if output is not None else None)
         from speccompile.training.run import Listener, train
 
+        rows = _read_prompts(prompts, num_prompts, plan.target) if prompts is not None and _is_first() else []
         if _is_first():
             _print_intent(plan)
         with open_display() as display:
@@ -59,10 +62,10 @@ def train_command(
             except (KeyboardInterrupt, SystemExit):
                 _report_how_to_go_on(display, plan)
                 raise
-            if prompts is not None and _is_first():
+            if rows:
                 from speccompile.training.reference import measure_chains
 
-                result["chains"] = measure_chains(plan, prompts, num_prompts, progress=display.stage)
+                result["chains"] = measure_chains(plan, rows, progress=display.stage)
     if as_json and _is_first():
         print_json(result)
     elif _is_first():
@@ -71,6 +74,25 @@ def train_command(
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def _read_prompts(path: Path, num: int, target: str | Path) -> list[list[int]]:
+    # Returns the token ids of a file's first prompts.
+    from speccompile.checkpoints.checkpoint import read_text_config
+    from speccompile.checkpoints.folders import resolve_checkpoint
+    from speccompile.common.tokenizer_file import encode_text
+    from speccompile.training.text import read_tokenizer
+
+    requests, folder = read_requests(path, num), resolve_checkpoint(str(target))
+    tokenizer, size = read_tokenizer(folder)[0], int(read_text_config(folder)["vocab_size"])
+    rows = []
+    for request, prompt in zip(requests, prompts_of_requests(requests, tokenizer, folder), strict=True):
+        ids = encode_text(tokenizer, prompt, request.where) if isinstance(prompt, str) else prompt
+        if not ids or not 0 <= min(ids) <= max(ids) < size:
+            expected = f"at least one token id, below {size}"
+            raise RuntimeFault(request.where, str(ids)[:60], expected, "Correct the line.")
+        rows.append(ids)
+    return rows
 
 
 def _print_intent(plan: TrainingPlan) -> None:

@@ -60,7 +60,7 @@ def warp(logits: Floats, temperature: ArrayLike, top_k: ArrayLike, top_p: ArrayL
     column = (-1,) + (1,) * (logits.ndim - 1)
     heat = np.asarray(temperature, dtype=np.float32).reshape(column)
     keep_num = np.asarray(top_k, dtype=np.int64).reshape(column)
-    mass = np.asarray(top_p, dtype=np.float32).reshape(column)
+    mass = np.maximum(np.asarray(top_p, dtype=np.float32), np.float32(_LEAST_TOP_P)).reshape(column)
     vocab = logits.shape[-1]
     # Scaled in float32, so that a tie made by rounding is a tie for every backend.
     is_hot = heat >= np.float32(COLDEST)

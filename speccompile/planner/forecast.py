@@ -11,7 +11,7 @@ from speccompile.checkpoints.folders import find_config
 from speccompile.checkpoints.tensor_files import has_grids
 from speccompile.core import registry
 from speccompile.core.jobs import STORED
-from speccompile.errors import SpecCompileError
+from speccompile.errors import RecipeError, SpecCompileError
 from speccompile.planner.acceptance import NOTHING
 from speccompile.planner.candidates import PLAIN, Candidate, candidates_of_source
 from speccompile.planner.costs import Graphs, graphs_of_plan
@@ -21,6 +21,7 @@ from speccompile.planner.traffic import Traffic
 from speccompile.prepare import plan_from_source
 from speccompile.recipe.model_recipe import ModelOptions
 from speccompile.recipe.plan import AUTO
+from speccompile.recipe.speculative_config import METHOD
 
 _QUANTIZATION = "target.quantization"
 GPU_BACKEND = "engine.backend=tensorrt"
@@ -46,15 +47,21 @@ def forecast(
 ) -> list[tuple[Row, ModelOptions]]:
     """Returns the rows by batch and speed, each with the options that build it.
 
-    Candidates of which nothing is known are left out: see `Traffic.acceptance`.
-
     Args:
         context: number of cache rows in use of each sequence.
         leave_out: is called with the name of a candidate that this target cannot have, and why.
     """
     model = settings_for(machine, model)
     candidates = candidates_of_source(source, model, speculators, names)
+    names_known = {name for one in candidates for name in (one.name, one.section[METHOD])}
+    for name in traffic.given:
+        if name and name not in names_known:
+            expected = f"a candidate or its method: {', '.join(sorted(names_known))}"
+            raise RecipeError("--acceptance", name, expected, "Correct the name.")
     known = {one.name: NOTHING if one.name == PLAIN else traffic.acceptance(one) for one in candidates}
+    for name in [name for name, found in known.items() if found is None]:
+        todo = f"Give --acceptance {name}=RATES, or --traffic with a record."
+        leave_out(name, RecipeError("its drafts", "no acceptance for such text", "rates", todo))
     acceptance = {name: found for name, found in known.items() if found is not None}
     candidates = [one for one in candidates if one.name in acceptance]
     rows: dict[tuple[str, str, int], tuple[Row, ModelOptions]] = {}

@@ -178,9 +178,14 @@ def replay(
     texts: list[list[list[int]]] = [[[] for _ in one.outputs] for one in recorded]
     ended = threading.Semaphore(0)
 
+    handles: dict[int, RequestHandle] = {}
+
     def collect(line: int) -> Callable[[StepOutput], None]:
         def on_output(step: StepOutput) -> None:
             texts[line][step.output_index] += step.tokens
+            pairs = zip(texts[line], recorded[line].outputs, strict=True)
+            if line in handles and all(len(got) >= len(wanted) and reason in _CUT for got, (wanted, reason) in pairs):
+                service.cancel(handles[line])
             if step.stats is not None:
                 on_stats(step.stats)
             if step.finish_reason is not None:
@@ -189,7 +194,7 @@ def replay(
         return on_output
 
     for line, one in enumerate(recorded):
-        service.submit(one.requests[0], collect(line), *one.requests[1:])
+        handles[line] = service.submit(one.requests[0], collect(line), *one.requests[1:])
     for num in range(sum(len(one.outputs) for one in recorded)):
         ended.acquire()
         progress(num + 1)

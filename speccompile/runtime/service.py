@@ -29,7 +29,7 @@ from speccompile.runtime.requests import (
     generation_of_steps,
 )
 from speccompile.runtime.scheduler import Event, Scheduler
-from speccompile.runtime.sequences import RequestHandle, SequenceBatch
+from speccompile.runtime.sequences import RequestHandle, SequenceBatch, token_ids
 from speccompile.runtime.spec_engine import SpecEngine
 
 JOIN_S = 30.0  # a step that takes longer than this when the service closes is hung
@@ -367,7 +367,8 @@ def open_outputs(handle: RequestHandle, requests: Sequence[Request], engine: Spe
     """Makes the sequences of a new request handle. Raises RuntimeFault: see `SpecEngine.generate`."""
     for request in requests:
         images = engine.read_images(request.images)
-        prompt = engine.encode(request.prompt, len(images)) if isinstance(request.prompt, str) else list(request.prompt)
+        asked = request.prompt
+        prompt = engine.encode(asked, len(images)) if isinstance(asked, str) else token_ids(0, asked)
         for index in range(request.num_outputs):
             sampling = request.sampling
             if index:

@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from speccompile.checkpoints.folders import resolve_checkpoint
-from speccompile.common.chat_prompts import tokens_of_messages
-from speccompile.errors import RecipeError
 from speccompile.recipe.training_plan import TrainingPlan
 from speccompile.training.joint import ADAPTER
 from speccompile.training.states import batch_from_outputs, first_nodes
 from speccompile.training.target import Target, keep_pages
-from speccompile.training.text import read_tokenizer
 from speccompile.training_contract import TargetNeeds, TrainingBatch
 
 MAX_NEW_TOKENS = 128
@@ -26,8 +20,7 @@ MAX_NEW_TOKENS = 128
 
 def measure_chains(
     plan: TrainingPlan,
-    prompts: Path,
-    num_prompts: int,
+    prompts: Sequence[list[int]],
     num_drafts: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
@@ -38,7 +31,6 @@ def measure_chains(
         progress: called with "measure: prompts DONE/TOTAL".
 
     Raises:
-        RecipeError: no prompts.
         CheckpointError: the speculator or the target cannot be read.
     """
     keep_pages()
@@ -49,18 +41,17 @@ def measure_chains(
     needs = plan.trainer.needs(plan.heads, target.config)
     parts = target.parts(torch.zeros(target.dims.vocab_size, dtype=torch.int64))
     trainable = plan.trainer.make(plan.heads, parts, plan.output).eval().to(device)
-    rows = _read_prompts(prompts, source)[:num_prompts]
     num_drafts = num_drafts or trainable.num_positions
     tried, kept, steps, tokens = [0] * num_drafts, [0] * num_drafts, 0, 0
-    for done, prompt in enumerate(rows):
-        progress(f"measure: prompts {done}/{len(rows)}")
+    for done, prompt in enumerate(prompts):
+        progress(f"measure: prompts {done}/{len(prompts)}")
         for _, accepted in decode_chains(target, trainable, needs, prompt, num_drafts):
             steps, tokens = steps + 1, tokens + accepted + 1
             for position in range(num_drafts):
                 tried[position] += position <= accepted
                 kept[position] += position < accepted
     return {
-        "num_prompts": len(rows),
+        "num_prompts": len(prompts),
         "num_drafts": num_drafts,
         "mean_acceptance_length": round(tokens / max(1, steps), 4),
         "by_position": [round(k / t, 4) if t else 0.0 for k, t in zip(kept, tried, strict=True)],
@@ -109,22 +100,3 @@ def decode_chains(
 def _batch(tokens: list[int], held: dict[str, torch.Tensor]) -> TrainingBatch:
     device = str(held["dist_tokens"].device)
     return batch_from_outputs(torch.tensor([tokens]), held, seed=0, device=device)
-
-
-def _read_prompts(path: Path, target: Path) -> list[list[int]]:
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        tokenizer, _ = read_tokenizer(target)
-        rows = [_ids_of_line(line, tokenizer, target) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-        got = f"{type(fault).__name__}: {fault}"
-        raise RecipeError(str(path), got, "an object with prompt a line", "Correct the file.") from fault
-    if not rows:
-        raise RecipeError(str(path), "no prompt", "an object with prompt a line", "Give some prompts.")
-    return rows
-
-
-def _ids_of_line(line: dict[str, Any], tokenizer: Tokenizer, target: Path) -> list[int]:
-    if (messages := line.get("messages")) is not None:
-        return tokens_of_messages(tokenizer, target, messages)
-    return list(line.get("prompt_ids") or tokenizer.encode(line["prompt"]).ids)

@@ -116,9 +116,13 @@ def test_a_recipe_is_a_candidate_itself_and_plain_decoding_may_win(run, recipe, 
         (("--try", "--spec-method", "ngram"), 2, "give drafters as --speculator"),
         (("--try", "--machine", "H100-SXM"), 2, "--try measures here"),
         (("--try", "--out", "no/best.yaml"), 6, "no folder"),
+        (("--try", "--prompts", "no.jsonl"), 8, "a file of JSON lines"),
+        (("--methods", "eagle9"), 2, "some of none, self_draft"),
+        (("--traffic", "no"), 2, "chat, code, editing"),
     ],
 )
-def test_wrong_usage_is_refused_before_anything_is_built(run, models, flags, code, words):
+def test_wrong_usage_is_refused_before_anything_is_built_or_measured(run, models, monkeypatch, flags, code, words):
+    monkeypatch.setattr(measuring, "measure_machine", lambda *_, **__: pytest.fail("the machine is measured"))
     got, _, err = run("plan", models[0], *flags)
     assert got == code and words in err and "candidate" not in err
 
@@ -154,7 +158,9 @@ def test_methods_are_predicted_for_a_machine_and_the_best_recipe_builds(run, mod
     code, out, _ = run("plan", target, *flags, "--json", "--throughput", "--quantization", "int8")
     report = json.loads(out)
     assert report["best"]["batch"] == 32 and {row["precision"] for row in report["rows"]} == {"int8"}
-    wrongs = (("--machine", "H1"), ("--batches", "0"), ("--acceptance", "2"), ("--latency", "1e-9"), ("--traffic", "x"))
+    assert report["left_out"].keys() >= {"suffix", "suffix+small"}
+    wrongs = [("--machine", "H1"), ("--batches", "0"), ("--latency", "1e-9"), ("--traffic", "x")]
+    wrongs += [("--acceptance", "2"), ("--acceptance", "eagel3=0.9")]
     for wrong in (*wrongs, ("--latency", "9", "--throughput")):
         assert run("plan", target, "--machine", "EPYC-9654", *wrong)[0] == 2
 

@@ -95,13 +95,24 @@ def test_conversations_of_a_bundle_are_rendered_by_its_template_and_end_with_the
 @pytest.mark.export
 def test_the_doctor_and_trainings_render_by_the_targets_template(tmp_path):
     from speccompile.cli.doctor import _texts
-    from speccompile.training.reference import _read_prompts
+    from speccompile.cli.train import _read_prompts
 
     write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 6}')
     file = tmp_path / "p.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "b"}]}\n{"prompt": "a"}\n')
-    assert _texts(file, str(tmp_path)) == [[1, 4, 2], "a"]
-    assert _read_prompts(file, tmp_path) == [[1, 4, 2], [0, 3]]
+    file.write_text('{"messages": [{"role": "user", "content": "b"}]}\n{"prompt": "a"}\n{"prompt": [4]}\n')
+    assert _texts(file, str(tmp_path)) == [[1, 4, 2], "a", [4]]
+    assert _read_prompts(file, 3, tmp_path) == [[1, 4, 2], [0, 3], [4]]
+    file.write_text('{"prompt": [6]}\n')
+    with pytest.raises(RuntimeFault, match=r"p\.jsonl:1: got \[6\]; expected at least one token id, below 6"):
+        _read_prompts(file, 1, tmp_path)
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u0085"])
+def test_only_a_newline_ends_a_line(tmp_path, mark):
+    text = json.dumps({"prompt": f"a{mark}b"}, ensure_ascii=False) + "\r\n"
+    (tmp_path / "p.jsonl").write_bytes(text.encode())
+    assert read_requests(tmp_path / "p.jsonl") == [Request(f"a{mark}b", {})]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):

@@ -3,6 +3,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,20 @@ def test_a_changed_text_is_found_at_its_first_other_token(record):
     assert difference.got == tokens[4:] and difference.wanted[1:] == tokens[5:]
 
 
-def test_an_output_that_was_cut_is_compared_as_far_as_it_came(record):
+def test_an_output_that_was_cut_is_decoded_and_compared_as_far_as_it_came(record, monkeypatch):
     header, first, *_ = record.read_text().splitlines()
     line: dict[str, Any] = json.loads(first)
     line["outputs"][0] = {"tokens": line["outputs"][0]["tokens"][:2], "finish_reason": "cancelled"}
+    line["requests"][0]["sampling"] |= {"max_new_tokens": 50, "ignore_eos": True}
     record.write_text(f"{header}\n{json.dumps(line)}\n")
-    with Service(make_engine("none")) as service:
-        assert replay(service, read_record(record).recorded) == []
+    ended: list[dict[str, Any]] = []
+    engine = make_engine("none")
+    target = engine.verifier.engine
+    run = target.run
+    monkeypatch.setattr(target, "run", lambda *given, **named: time.sleep(0.01) or run(*given, **named))
+    with Service(engine) as service:
+        assert replay(service, read_record(record).recorded, on_stats=ended.append) == []
+    assert ended[0]["num_tokens"] < 50  # it ended when it had come as far
 
 
 @pytest.mark.parametrize(

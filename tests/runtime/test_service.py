@@ -89,6 +89,12 @@ def test_streams_and_completions_in_an_event_loop(serve):
     assert 0 <= stats["queue_ms"] <= stats["time_to_first_token_ms"]
 
 
+@pytest.mark.parametrize("prompt", [b"\x01\x02", {3: 1}])
+def test_bytes_and_mappings_are_no_token_ids(serve, prompt):
+    with pytest.raises(RuntimeFault, match="expected a text, or token ids"):
+        serve().submit(Request(prompt, greedy(4)), Sink())
+
+
 def test_cancel_is_idempotent_and_gives_each_output_one_last_step_output(serve):
     service = serve(max_seq=4096)
     sink, waiting = Sink(3), Sink()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_command_trains_and_measures(write_recipe, folder, capsys):
     recipe, output = write_recipe("mlp", "command", steps=4), folder / "elsewhere"
     prompts = folder / "prompts.jsonl"
-    prompts.write_text('{"prompt": "w3 w4 w5"}\n{"prompt_ids": [7, 8]}\n{"prompt": "w9"}\n')
+    prompts.write_text('{"prompt": "w3 w4 w5"}\n{"prompt": [7, 8]}\n{"prompt": "w9"}\n')
     arguments = ["train", str(recipe), "-o", str(output), "--prompts", str(prompts), "--num-prompts", "2", "--json"]
     assert main(arguments) == 0
     out = capsys.readouterr()
@@ -39,6 +39,12 @@ def test_the_command_trains_and_measures(write_recipe, folder, capsys):
     # The run is complete: started again it reports the checkpoint that it resumes.
     assert main(["train", str(recipe), "-o", str(output)]) == 0
     assert f"go on from the checkpoint in {output}.run, plain 4/4" in capsys.readouterr().err
+
+
+def test_prompts_are_read_before_the_training(write_recipe, folder, capsys):
+    arguments = ["train", str(write_recipe("mlp", "unread", steps=1)), "--prompts", str(folder / "none.jsonl")]
+    assert main(arguments) == 8
+    assert "a file of JSON lines" in capsys.readouterr().err and not (folder / "unread").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(write_recipe, folder, monkeypatch, capsys):

@@ -195,15 +195,13 @@ def test_adapter_of_a_joint_run_is_built_and_decodes_as_the_changed_target(write
     assert made.tokens == wanted[0, len(prompt) :].tolist()
 
 
-def test_chains_of_a_joint_run_are_measured_on_the_changed_target(write_recipe, tmp_path, monkeypatch):
+def test_chains_of_a_joint_run_are_measured_on_the_changed_target(write_recipe, monkeypatch):
     recipe = write_recipe("medusa", "joint-chains", steps=8)
     run(recipe, JOINT)
     plan = resolve_training(load_recipe(recipe, [JOINT]))
     opened = []
     monkeypatch.setattr(reference, "Target", lambda *args: opened.append(args) or Target(*args))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt_ids": [5, 9, 11]}))
-    assert reference.measure_chains(plan, prompts, 1, 2)["steps"] > 0
+    assert reference.measure_chains(plan, [[5, 9, 11]], 2)["steps"] > 0
     assert opened[0][3] == str(plan.output / "adapter")
 
 
