@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -109,7 +110,11 @@ class CompletionApi(Api):
         for tokens in ids:
             check_length(tokens, body, engine)
         sampling = await constrained(sampling, constraint, server.service, body.timeout_s)
-        requests = [request_from_tokens(tokens, body, sampling) for tokens in ids]
+        requests = [request_from_tokens(ids[0], body, sampling)]
+        for tokens in ids[1:]:
+            if body.seed is None:
+                sampling = replace(sampling, seed=secrets.randbits(63))
+            requests.append(request_from_tokens(tokens, body, sampling))
         return Answer(requests, is_prompt_only=body.is_prompt_only)
 
     def whole(self) -> dict[str, Any]:

@@ -68,6 +68,10 @@ def test_a_seed_draws_the_same_text_and_no_seed_another(app):
     assert drawn[0] == offline[0].text
     free = {post(app, PATH, body).json()["choices"][0]["text"] for _ in range(4)}
     assert len(free) == 4  # 24**30 texts
+    several = {**body, "prompt": ["b"] * 4}
+    assert len({choice["text"] for choice in post(app, PATH, several).json()["choices"]}) == 4
+    seeded = post(app, PATH, {**several, "seed": 5}).json()["choices"]
+    assert {choice["text"] for choice in seeded} == {drawn[0]}
     two = post(app, PATH, {**body, "seed": 5, "n": 2}).json()["choices"]
     assert two[0]["text"] == drawn[0] != two[1]["text"]
     assert post(app, PATH, {**body, "seed": -1}).status == 200
