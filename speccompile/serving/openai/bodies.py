@@ -8,6 +8,7 @@ not change the text is accepted, any other is refused with the reason.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from speccompile.common.json_reader import shown
 from speccompile.common.parameters import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TEXT, TOKENS, BodyField, Kind
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS, SamplingParams
 from speccompile.errors import RuntimeFault
@@ -135,6 +137,7 @@ STREAM_OPTIONS: Mapping[str, NoOp] = {
 Item = TypeVar("Item")
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0)]
+_TOKEN_KEY = re.compile(r"[0-9]{1,10}")
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _TYPES: Mapping[Kind, Any] = {
     INTEGER: int,
@@ -293,9 +296,10 @@ def _value(value: Any, kind: Kind) -> Any:
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
-    wrong = next((token for token in biases if not (token.isascii() and token.isdigit())), None)
+    wrong = next((token for token in biases if not _TOKEN_KEY.fullmatch(token)), None)
     if wrong is not None:
-        raise ApiError(400, f"`logit_bias`: {wrong!r} is no token id.", param="logit_bias", code="invalid_value")
+        message = f"`logit_bias`: got the key {shown(wrong)}; expected a token id. Correct it."
+        raise ApiError(400, message, param="logit_bias", code="invalid_value")
     return {int(token): bias for token, bias in biases.items()}
 
 
