@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speccompile.errors import RuntimeFault, SpecCompileError
+from speccompile.errors import SpecCompileError
 from speccompile.runtime.engine import load
-from speccompile.runtime.requests import Busy, StepOutput
+from speccompile.runtime.requests import FAULTS, Busy, StepOutput, text_from_fault
 from speccompile.runtime.service import Service, ServiceOptions
 from speccompile.serving.triton.metrics import Metrics
 from speccompile.serving.triton.request_parsing import Rules, call_from_arrays, check_parameters
@@ -96,6 +96,8 @@ class EnginePart:
                 reply.fail(str(fault), "UNAVAILABLE")
             except SpecCompileError as fault:
                 reply.fail(str(fault), "INVALID_ARG")
+            except FAULTS as fault:  # a bug: other requests are not affected
+                reply.fail(text_from_fault(fault), "INTERNAL")
 
     def finalize(self) -> None:
         """Finish what runs, for as long as the settings allow; answer all, then end the threads."""
@@ -125,7 +127,7 @@ class EnginePart:
             self._open.add(exchange)
         try:
             exchange.handle = self._service.submit(call.rows[0], self._sink(exchange), *call.rows[1:])
-        except RuntimeFault:
+        except FAULTS:
             self._drop(exchange)
             raise
         if exchange.is_over:  # a row failed before the handle was there

@@ -180,7 +180,11 @@ def _prompt(row: Arrays, rules: Rules) -> str | list[int]:
     if text is not None:
         return text_from_value(one_value(row, TEXT_INPUT.name), TEXT_INPUT.name)
     assert ids is not None
-    return rules.tokens(row, [int(i) for i in ids.reshape(-1)])
+    tokens = rules.tokens(row, [int(i) for i in ids.reshape(-1)])
+    wrong = next((token for token in tokens if not 0 <= token < 1 << 32), None)
+    if wrong is not None:
+        raise RuntimeFault(INPUT_IDS.name, str(wrong), "token ids, from 0 to 2^32 - 1", "Correct the request.")
+    return tokens
 
 
 def _image(value: Any) -> bytes:

@@ -208,6 +208,8 @@ def test_outputs_come_by_flags_or_by_name():
     [
         ({}, "got neither"),
         ({"text_input": texts("a"), "input_ids": numbers(1)}, "got both"),
+        ({"input_ids": numbers(5, -1)}, "input_ids: got -1; expected token ids"),
+        ({"input_ids": numbers(2**32, dtype=np.int64)}, "input_ids: got 4294967296; expected token ids"),
         ({"text_input": np.array([b"\xffa"], dtype=np.object_)}, "byte 0 is not UTF-8"),
         ({"text_input": texts("a", "b")}, "text_input: got shape"),
         ({"text_input": texts("a"), "seed": numbers(1), "random_seed": numbers(2)}, "two different values"),
