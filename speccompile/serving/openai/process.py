@@ -19,6 +19,7 @@ from speccompile.errors import RuntimeFault
 from speccompile.runtime.service import Service
 from speccompile.serving.openai.connections import Acceptor, Connection, ConnectionLimits
 
+_BACKLOG = 2048  # connections that wait until they are accepted, as uvicorn's default
 _AFTER_DRAIN_S = 5  # seconds for the last bytes of answers that the end of draining cut off
 
 
@@ -75,7 +76,6 @@ class DrainingServer(uvicorn.Server):
         acceptor = Acceptor(self._make_connection, self.server_state.connections, limits)
         for bound in sockets or []:
             bound.setblocking(False)
-            bound.listen(self.config.backlog)
             task = asyncio.create_task(acceptor.accept(bound))
             task.add_done_callback(self._stop_without_acceptor)
             self._accepting.append(task)
@@ -99,13 +99,14 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(listener: Listener) -> socket.socket:
-    """Returns a bound socket, before a model is loaded. Raises RuntimeFault: the port is in use, or too few files."""
+    """Returns a socket that listens before a model is loaded. Raises RuntimeFault: a port in use, or too few files."""
     listener.limits.check()
     family = socket.AF_INET6 if ":" in listener.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((listener.host, listener.port))
+        bound.listen(_BACKLOG)  # a port that is bound alone, another server may bind as well
     except OSError as fault:
         bound.close()
         where, todo = f"{listener.host}:{listener.port}", "Choose another --host or --port."

@@ -41,10 +41,10 @@ def mock():
 
 
 @asynccontextmanager
-async def listening(app, **limits):
+async def listening(app, bound=None, **limits):
     """Yields (server, its port) in this event loop."""
     listener = Listener(port=0, log_level="warning", limits=ConnectionLimits(**limits))
-    bound = bind(listener)
+    bound = bound or bind(listener)
     server = DrainingServer(uvicorn_config(app, listener), SimpleNamespace(close=lambda _: None), listener)
     running = asyncio.create_task(server.serve([bound]))
     await until(lambda: server.started)
@@ -90,6 +90,16 @@ async def trickle(port, data):
         writer.write(b"x")
         await asyncio.sleep(0.05)
     raise AssertionError("still open after 20 s")
+
+
+def test_a_connection_waits_until_the_server_has_started(mock):
+    async def look():
+        bound = bind(Listener(port=0))
+        reader, _ = await opened(bound.getsockname()[1], GET)
+        async with listening(mock[0], bound):
+            assert (await answer_of(reader))[0] == 200
+
+    asyncio.run(look())
 
 
 def test_an_accepted_connection_sends_at_once(mock):
@@ -267,6 +277,7 @@ def test_missing_files_are_logged_once(mock, monkeypatch, capfd):
         async with listening(mock[0]) as (server, _):
             bound = Starved(socket.AF_INET, socket.SOCK_STREAM)
             bound.bind(("127.0.0.1", 0))
+            bound.listen()
             await server.startup([bound])
             reader, _ = await opened(bound.getsockname()[1], GET)
             assert (await answer_of(reader))[0] == 200 and bound.num_left == 0

@@ -129,6 +129,12 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path):
     assert "Address already in use" in done.stderr and "Choose another --host or --port." in done.stderr
 
 
+def test_a_port_is_taken_before_the_model_is_loaded():
+    in_use = pytest.raises(RuntimeFault, match=r"Address already in use.*Choose another --host or --port")
+    with bind(Listener(port=0)) as bound, in_use:
+        bind(Listener(port=bound.getsockname()[1]))
+
+
 def test_public_address_without_key_is_warned_of(tmp_path, capsys):
     def run(*options):
         assert main(["serve", str(tmp_path / "none"), "--port", "0", *options]) == 7, "there is no such bundle"
