@@ -38,7 +38,7 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server with an orderly shutdown.
 
     After SIGTERM or SIGINT it refuses connections and requests. Those in progress have `drain_s` to finish, then they
-    get an error, and the process ends with 0. A second SIGINT ends the wait, a third one cuts answers off.
+    get an error, and the process ends with 0. A second signal ends the wait, a third one cuts answers off.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, listener: Listener) -> None:
@@ -59,12 +59,12 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Starts the shutdown at the first signal; a second SIGINT ends the requests with an error."""
-        if self.should_exit and sig == signal.SIGINT and self._waits:
+        """Starts the shutdown at the first signal; a second one ends the requests with an error."""
+        if self.should_exit and self._waits:
             self._waits = False
             self._service.end_drain()
         else:
-            super().handle_exit(sig, frame)
+            super().handle_exit(signal.SIGINT, frame)  # uvicorn ignores a second SIGTERM
 
     def end(self) -> None:
         self.should_exit = True

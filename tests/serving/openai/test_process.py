@@ -35,12 +35,12 @@ def stream(server, **fields):
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-def interrupt_twice(server):
-    """Ctrl-C, and again once the server shuts down; the exit code."""
-    server.process.send_signal(signal.SIGINT)
+def signal_twice(server, number):
+    """Sends a signal, and again once the server shuts down; the exit code."""
+    server.process.send_signal(number)
     while not any("Shutting down" in line for line in server.lines):
         time.sleep(0.01)
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(number)
     return server.process.wait(60)
 
 
@@ -70,9 +70,10 @@ def test_sigterm_ends_requests_with_an_error_when_their_time_is_over(chat_bundle
     assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 8
 
 
-def test_a_second_interrupt_waits_for_no_request(chat_bundle):
-    # 77,000 tokens: a server that is slow to hear of the second interrupt has not written them all.
-    ends, code = run_under_load(chat_bundle, "60", interrupt_twice, num=48, n=4)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_waits_for_no_request(chat_bundle, number):
+    # 77,000 tokens: a server that is slow to hear of the second signal has not written them all.
+    ends, code = run_under_load(chat_bundle, "60", lambda server: signal_twice(server, number), num=48, n=4)
     errors = [end["error"]["code"] for end in ends if "error" in end]
     assert code == 0 and errors == ["shutting_down"] * len(errors)
     assert len(errors) >= 24  # some may end between the two
