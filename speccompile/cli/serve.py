@@ -122,6 +122,14 @@ def serve_command(
     check_parsers(tool_call_parser, reasoning_parser)
     if not keys and not is_loopback(host):
         typer.echo(f"warning: {host} is reached from other machines, and no --api-key is asked for", err=True)
+    if record is not None:
+        try:
+            record.open("x").close()
+            record.unlink()  # it is written once the model is loaded
+        except OSError as fault:
+            raise RuntimeFault(
+                "--record", f"{record}: {fault.strerror}", "a new file", "Choose another one."
+            ) from fault
     limits = ConnectionLimits(header_timeout_s, keep_alive_s, write_timeout_s, max_connections)
     listener = Listener(host, port, drain_s, log_level or "info", limits)
     bound = bind(listener)

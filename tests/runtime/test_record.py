@@ -11,7 +11,7 @@ import pytest
 
 from speccompile.cli.main import main
 from speccompile.core.sampling_params import SamplingParams
-from speccompile.errors import RuntimeFault
+from speccompile.errors import CheckpointError, RuntimeFault
 from speccompile.runtime.record import RecordedService, read_record, replay
 from speccompile.runtime.requests import Request, StepOutput
 from speccompile.runtime.service import Service, ServiceOptions
@@ -147,3 +147,17 @@ def test_serve_records_what_it_is_asked(tmp_path, monkeypatch):
     path = tmp_path / "served.jsonl"
     assert main(["serve", "bundle", "--record", str(path)]) == 0
     assert [one.requests for one in read_record(path).recorded] == REQUESTS[:1]
+
+
+def test_serve_checks_the_record_before_it_loads(record, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("fastapi")
+
+    def load(*args, **options):
+        raise CheckpointError("bundle", "no model", "one", "Build it.")
+
+    monkeypatch.setattr("speccompile.runtime.engine.load", load)
+    path = tmp_path / "new.jsonl"
+    for file, words in ((record, "File exists"), (tmp_path / "none/x", "No such file"), (path, "no model")):
+        assert main(["serve", "bundle", "--port", "0", "--record", str(file)]) != 0
+        assert words in capsys.readouterr().err
+    assert not path.exists()
