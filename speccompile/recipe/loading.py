@@ -199,6 +199,7 @@ def _recipe_error(raw: RawRecipe, model: type[BaseModel], error: ValidationError
         section = ".".join(path[:-1]) or "a recipe"
         return RecipeError(raw.where(path), f"unknown key {path[-1]!r}", f"the keys of {section}", todo + ending)
     if fault["type"] == "missing":
+        path = ("target", "model") if path == ("target",) else path  # its one key without a default
         dotted = ".".join(path)
         todo = f"Add it to the recipe, or give --set {dotted}=VALUE.{ending}"
         return RecipeError(raw.where(path), "no value", f"the key {dotted}", todo)

@@ -185,6 +185,11 @@ def test_missing_keys_are_named(folder):
     assert error.where == f"{folder / 'r.yaml'}:2 (speculator.model)"
 
 
+@pytest.mark.parametrize("text", ["", "engine: {threads: 2}", "target:"])
+def test_a_recipe_without_a_target_names_the_key_that_adds_it(folder, text):
+    assert fault(folder, text).todo == "Add it to the recipe, or give --set target.model=VALUE."
+
+
 def test_unknown_method_and_backend_name_the_nearest(folder):
     error = fault(folder, GOOD.replace("method: candidate", "method: candidat"))
     assert error.where.endswith(":6 (speculator.method)") and "'candidate'" in error.todo
