@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from speccompile.common.json_reader import shown
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
 from speccompile.errors import RuntimeFault
 from speccompile.runtime.grammars import GRAMMAR
@@ -31,6 +32,18 @@ _PARAMS: Mapping[str, str] = {
 _COUNT = re.compile(r"\d+ tokens|a text of \d+ bytes")
 _NAMED = re.compile(r"\((\w+)\)$")
 _ALTERNATIVE = re.compile(r"str|(list|literal)\[.*\]|ToolChoice|dict\[.*\]")
+
+# Pydantic's name of an error -> what was expected, and what its messages of other errors have around that.
+_KINDS: Mapping[str, str] = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+_AROUND = re.compile(r"^(Input should be|(List|String) should have|expected) | after validation.*")
 
 
 class ApiError(Exception):
@@ -79,7 +92,7 @@ def error_from_fault(fault: RuntimeFault) -> ApiError:
 
 def error_from_validation(fault: ValidationError) -> ApiError:
     """Returns the error for the first fault of a body."""
-    errors = fault.errors(include_url=False, include_input=False)
+    errors = fault.errors(include_url=False)
     # An object of a type that is not known lacks fields of those that are.
     first = next((error for error in errors if error["loc"][-1:] == ("type",)), errors[0])
     param = _param((*first["loc"], *filter(None, [first.get("ctx", {}).get("param")])))
@@ -91,10 +104,22 @@ def error_from_validation(fault: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"`{param}` is missing.", INVALID, param, "missing_field")
     code = "unsupported_field" if first["type"] == "unsupported_field" else "invalid_value"
-    # A field that may be several things has an error for each.
-    field = _param(first["loc"])
-    message = ", or ".join(dict.fromkeys(error["msg"] for error in errors if _param(error["loc"]) == field))
-    return ApiError(400, f"`{param}`: {message}." if param else f"{message}.", INVALID, param, code)
+    message = f"{first['msg']}."
+    if "param" not in first.get("ctx", {}):
+        # A field that may be several things has an error for each.
+        alike = [error for error in errors if _param(error["loc"]) == param]
+        expected = ", or ".join(dict.fromkeys(_expected(error, param) for error in alike))
+        message = f"got {shown(first['input'])}; expected {expected}. Correct it."
+    return ApiError(400, f"`{param}`: {message}" if param else f"The body: {message}", INVALID, param or None, code)
+
+
+def _expected(error: Mapping[str, Any], param: str) -> str:
+    last = error["loc"][-1] if error["loc"] else param
+    if error["type"] == "missing":
+        return f"an object with `{last}`"
+    kind = _KINDS.get(error["type"]) or _AROUND.sub("", error["msg"])
+    is_inside = isinstance(last, int) and str(last) != param.rpartition(".")[2]
+    return f"{kind} in a list" if is_inside else kind
 
 
 def _param(loc: Sequence[str | int]) -> str:

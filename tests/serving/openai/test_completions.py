@@ -188,6 +188,21 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(app, change, param, code
     assert param.partition(".")[0] in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ([], None, "The body: got []; expected an object. Correct it."),
+        ({"prompt": [1, "a"]}, "prompt", "`prompt`: got [1, 'a']; expected a text, or a whole number in a list, or "),
+        ({"prompt": ["b" * 1000, 3]}, "prompt", "bbb...; expected a text, or "),
+        ({"prompt": "b", "stop_token_ids": ["b"]}, "stop_token_ids.0", "got 'b'; expected a whole number. Correct it."),
+        ({"prompt": "b", "logprobs": 30}, "logprobs", "`logprobs`: got 30; expected less than or equal to 20."),
+    ],
+)
+def test_what_was_got_and_expected_is_said_in_our_words(app, body, param, message):
+    error = error_of(post(app, PATH, body), 400)
+    assert error["param"] == param and message in error["message"]
+
+
 def test_fields_that_ask_for_nothing_may_be_there(app):
     neutral = {"logprobs": None, "best_of": 1, "echo": False, "suffix": "", "user": "me", "top_k": -1, "store": False}
     assert post(app, PATH, {"prompt": "b", "max_tokens": 1, **neutral}).status == 200
