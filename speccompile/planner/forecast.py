@@ -61,7 +61,7 @@ def forecast(
     known = {one.name: NOTHING if one.name == PLAIN else traffic.acceptance(one) for one in candidates}
     for name in [name for name, found in known.items() if found is None]:
         todo = f"Give --acceptance {name}=RATES, or --traffic with a record."
-        leave_out(name, RecipeError("its drafts", "no acceptance for such text", "rates", todo))
+        leave_out(name, RecipeError("acceptance", "none that is known for such text", "rates by position", todo))
     acceptance = {name: found for name, found in known.items() if found is not None}
     candidates = [one for one in candidates if one.name in acceptance]
     rows: dict[tuple[str, str, int], tuple[Row, ModelOptions]] = {}
