@@ -47,7 +47,7 @@ class StaticTrees:
         length: DrawnLength | None = None,
     ) -> None:
         self._length = length if shape.is_chain and may_draw else None
-        self.scorer, self.shape, self.may_draw, self.vocab_size = scorer, shape, may_draw, vocab_size
+        self.scorer, self.shape, self.may_draw = scorer, shape, may_draw
         self.parents, ranks = shape.parents(), shape.ranks().tolist()
         self.levels: list[Level] = []  # by depth
         for depth in range(shape.max_depth):
@@ -62,7 +62,8 @@ class StaticTrees:
         self._kept: list[list[int]] = []
         self._fed: list[int] = []  # by slot, the greatest depth that was read
         self.chains: DrawnChains | None = None
-        self.probs: dict[int, Floats] = {}  # by batch size: [batch, 1 + num_drafts, vocab] float32, reused
+        # [largest batch so far, 1 + num_drafts, vocab] float32, reused.
+        self.probs: Floats = np.zeros((0, 1 + shape.num_drafts, vocab_size), dtype=np.float32)
 
     def _plan_levels(self) -> list[tuple[Expansion, DraftLayout]]:
         num_drafts = self.shape.num_drafts
@@ -161,10 +162,9 @@ class _Drafts:
         self.exists = self.trees.paths[:, :-1]  # above 0: the node is there
         self.probs: Floats | None = None  # [batch, nodes, vocab] float32: distribution that each node was drawn from
         if is_drawn:
-            size = (len(roots), 1 + maker.shape.num_drafts, maker.vocab_size)
-            if len(roots) not in maker.probs:
-                maker.probs[len(roots)] = np.zeros(size, dtype=np.float32)
-            self.probs = maker.probs[len(roots)]
+            if len(roots) > len(maker.probs):
+                maker.probs = np.zeros((len(roots), *maker.probs.shape[1:]), dtype=np.float32)
+            self.probs = maker.probs[: len(roots)]
             self.firsts = np.tile(np.arange(1 + maker.shape.num_drafts), (len(roots), 1))  # of equal siblings
 
     def take(self, depth: int, slots: Sequence[int], outputs: Outputs) -> None:

@@ -136,6 +136,12 @@ def test_drawn_text_depends_on_the_seed_alone():
             assert texts[0][i][len(PROMPTS[i]) :] == TARGET.greedy(PROMPTS[i], 30)
 
 
+def test_draws_of_every_batch_size_share_one_array():
+    proposer = make_proposer(TREES[1], 3)
+    run(proposer, 3, [SamplingParams(max_new_tokens=10 * i, temperature=0.9, seed=i) for i in range(1, 6)])
+    assert proposer.drawn.probs.shape == (3, 1 + proposer.drawn.shape.num_drafts, VOCAB)
+
+
 @pytest.mark.distribution
 def test_siblings_that_are_drawn_with_one_number_are_noticed(monkeypatch):
     right = SequenceBatch.draft_uniforms
