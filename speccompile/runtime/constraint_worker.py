@@ -151,7 +151,9 @@ class Worker:
             elif number in self._running:
                 os.kill(self._running[number].pid, signal.SIGKILL)
             else:
-                self._waiting = deque(job for job in self._waiting if job.number != number)
+                for job in [job for job in self._waiting if job.number == number]:
+                    self._waiting.remove(job)
+                    self._answer(job, {"is_busy": True})  # or the parent would keep its constraint
 
     def _start(self, job: _Job) -> None:
         if time.monotonic() - job.asked_s > MAX_QUEUE_S:

@@ -90,6 +90,18 @@ def test_cancelling_and_closing_end_the_work_at_once(grammars):
     assert grammars.compile(StructuredOutputs(regex="c1")) is not None  # by another process
 
 
+def test_nothing_is_kept_of_a_constraint_that_is_cancelled_while_it_waits(grammars):
+    grammars.compile(StructuredOutputs(regex="g0"))  # the process is there
+    checker = grammars._checker
+    for future in [checker.submit(PATTERNS) for _ in range(3 * constraint_limits.MAX_JOBS)]:
+        future.cancel()
+    assert checker.submit(StructuredOutputs(regex="g1")).result(20)
+    end_s = time.monotonic() + 10
+    while checker._open and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not checker._open
+
+
 def test_a_process_that_was_killed_is_replaced(grammars):
     grammars.compile(StructuredOutputs(regex="d0"))
     waiting = grammars._checker.submit(PATTERNS)
