@@ -169,7 +169,7 @@ def test_a_prompt_read_in_parts_is_read_once():
     for parts in ([7], [2, 2, 3], [1] * 7, [4]):
         assert read_all(proposer, tokens, parts) == wanted
     # After a prefix that is in the caches already, reading begins in the middle of the prompt.
-    sequence = SimpleNamespace(tokens=tokens, max_drafts=9, grammar=None)
+    sequence = SimpleNamespace(draft_state=None, tokens=tokens, max_drafts=9, grammar=None)
     assert proposer.resume(0, sequence, 5) == 5
     proposer.prefill(0, sequence, np.zeros((1, 2), dtype=np.int64), 5, {})
     assert proposer.propose(lone(sequence)).tokens.tolist() == wanted
@@ -207,6 +207,10 @@ def test_requests_share_outputs_only_where_the_recipe_says_so():
     assert drafts_of(told, asked, prompt=1, shared_bytes=10**6) == [[3, 4, 5, 6, 7]]
     # Of a prompt the last `depth` - 1 tokens alone are known to others.
     assert drafts_of(told, asked, depth=3, shared_bytes=10**6) == [[3]]
+    # A sequence that is resumed again has told it already.
+    proposer, sequence = make(shared_bytes=10**6), SimpleNamespace(tokens=told, draft_state=None)
+    assert [proposer.resume(0, sequence, num) for num in (6, 4, 5)] == [6, 4, 5]
+    assert proposer.shared.count([2, 3]) == 1
     # Its own text comes first where both match as well.
     assert drafts_of(told, [1, 2, 3, 0, 1, 2, 3], prompt=1, shared_bytes=10**6)[0][:2] == [3, 0]
 

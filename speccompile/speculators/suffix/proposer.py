@@ -69,8 +69,9 @@ class SuffixProposer:
         sequence.draft_state = SuffixState(tree, tree.open(), estimate, shared, len(sequence.tokens))
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """Makes an empty tree; returns `num_rows`: their tokens are read with the next chunk."""
-        self.start(slot, sequence)
+        """Makes an empty tree once; returns `num_rows`: their tokens are read with the next chunk."""
+        if sequence.draft_state is None:
+            self.start(slot, sequence)
         return num_rows
 
     def prefill(self, slot: int, sequence: TokenSequence, tokens: Ints, start: int, outputs: Outputs) -> None:
