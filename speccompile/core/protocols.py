@@ -149,7 +149,9 @@ class TokenSequence(Protocol):
     sampling: SamplingParams
     max_drafts: int  # draft tokens on one path that this step may use: limits and room in the cache
     draft_state: Any  # the proposer's own state: set by `start` and `resume`, not read elsewhere
-    has_draft: bool  # False: the draft has not read its prompt, so it never drafts; nothing is kept for it
+    # False: the draft has not read its prompt, so it never drafts; nothing is kept for it. In `start` and `resume`:
+    # `prefill` will not be called.
+    has_draft: bool
     grammar: Any  # `drafting.grammars.Grammar` that has read `tokens`; None: any token may follow
 
 

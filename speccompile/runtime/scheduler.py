@@ -176,9 +176,9 @@ class Scheduler:
         stats.start_s = stats.end_s = self._clock()
         self._stop_waiting(sequence.handle)
         # A draft that cannot read a prompt later has no part in a sequence for which no drafts are expected.
-        self._draft_reads = self._expects_drafts(sequence)
-        sequence.has_draft = self._draft_reads or self.proposer.catches_up
+        self._draft_reads = sequence.has_draft = self._expects_drafts(sequence)
         stats.num_reused = self.allocator.open(sequence)
+        sequence.has_draft = self._draft_reads or self.proposer.catches_up
         counters.num_prompts += 1
         counters.num_prompt_tokens += sequence.num_prompt
         counters.num_reused_tokens += stats.num_reused

@@ -185,7 +185,7 @@ class SlotAllocator:
 
     def _resume(self, slot: int, sequence: TokenSequence, num: int) -> int:
         """Starts the drafts of a sequence; returns how many of its `num` cached tokens need not be read again."""
-        while num and sequence.has_draft:
+        while num and (sequence.has_draft or self.proposer.catches_up):
             wanted = self.proposer.resume(slot, sequence, num)
             num = self.verifier.cache.reusable(slot, wanted)
             if num == wanted:

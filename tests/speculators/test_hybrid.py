@@ -12,6 +12,7 @@ from speccompile.core.protocols import StepTimes
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.tree import TokenTree, Verdict
 from speccompile.errors import RecipeError
+from speccompile.runtime.control import FixedLength
 from speccompile.runtime.scheduler import decode
 from speccompile.runtime.sequences import SequenceBatch, TokenSequence
 from speccompile.runtime.spec_engine import SpecEngine
@@ -26,6 +27,7 @@ from tests.mock_lm import MockEngine, MockLM
 from tests.runtime import scheduler_lab
 from tests.runtime.test_spec_engine import TARGET
 from tests.speculators.distribution_check import LEAST, WARPS, decode_many, fit_p_value
+from tests.speculators.feature_lm import FusedTarget, MockFeatureDraft, MockFusion
 from tests.speculators.hidden_lm import MockHeads, MockTarget
 
 
@@ -172,7 +174,7 @@ def test_drafters_go_on_from_the_row_that_all_of_them_have(order):
     for pair, wanted in (((Keeps(99, 0), Keeps(99, 1)), 8), ((Keeps(4, 0), Keeps(99, 1)), 4), ((Keeps(99, 0),) * 2, 9)):
         drafters = [Drafter(pair[i], None) for i in order]
         hybrid = HybridProposer(drafters, MethodContext(1, 64, 8))
-        sequence = SimpleNamespace(tokens=[1] * 12, max_drafts=9, grammar=None, sampling=None)
+        sequence = SimpleNamespace(tokens=[1] * 12, max_drafts=9, grammar=None, sampling=None, has_draft=True)
         assert hybrid.resume(0, sequence, 9) == wanted
         assert {proposer.rows for proposer in pair} == {wanted}
 
@@ -295,6 +297,16 @@ def heads_engine(slots=3, max_seq=64, chunk=7):
     return SpecEngine(target, timed, proposer, Letters(), context, chunk=chunk)
 
 
+def features_engine(slots=3, max_seq=80, chunk=7):
+    """A suffix tree beside a drafter with rows of its own for the target's features."""
+    context = MethodContext(slots, max_seq, 8)
+    target = FusedTarget(TARGET, slots, max_seq, headroom=9)
+    draft = MockFeatureDraft(TARGET.blurred(22, 0.5), target, slots, max_seq, 4)
+    engines = {"draft": draft, "fusion": MockFusion(slots)}
+    config = HybridConfig(({"method": "suffix", "depth": 4}, {"method": "eagle3", "model": "draft", "tree": "chain"}))
+    return SpecEngine(target, engines, HybridMethod().make_proposer(config, engines, context), Letters(), context)
+
+
 def pair_engine(slots=3, max_seq=64, chunk=7):
     proposer, draft, context = make("chain", slots, max_seq, TARGET)
     target = MockEngine(TARGET, "target", slots, max_seq, headroom=9)
@@ -312,6 +324,20 @@ def test_moving_sequences_keep_the_targets_text(by_lot, monkeypatch, engine):
         asked = [*prompt, *said, 7]
         assert bench.ask(asked)[0] == TARGET.greedy(asked, 8)
     assert bench.scheduler.counters.num_prefix_hits > 1
+
+
+def test_a_chat_goes_on_where_it_ended_while_nothing_is_drafted(monkeypatch):
+    """A drafter of features, which cannot read it later, has no part then, and reads it all when it drafts again."""
+    monkeypatch.setitem(scheduler_lab.ENGINES, "hybrid", features_engine)
+    planner = FixedLength(0)
+    bench, turn, reused = scheduler_lab.Bench(planner, kind="hybrid"), scheduler_lab.numbers(17), []
+    for limit in (0, 0, None, None, 0, 0):
+        planner.limit = limit
+        said, stats = bench.ask(turn)
+        assert said == TARGET.greedy(turn, 8)
+        turn += said
+        reused.append(stats["num_reused_tokens"])
+    assert reused[:3] == [0, 23, 0] and 32 < reused[3] < 40 and reused[5] == 55  # all but the last token
 
 
 DRAFT = {"method": "draft_model", "model": "d"}

@@ -120,9 +120,14 @@ class HybridProposer:
         ]
 
     def resume(self, slot: int, sequence: TokenSequence, num_rows: int) -> int:
-        """Returns how many rows no drafter needs again: all go on from the same one."""
+        """Returns how many rows no drafter needs again: all that draft go on from the same one."""
         self._make_parts(sequence)
-        pairs = [(drafter.proposer, part) for drafter, part in zip(self.drafters, sequence.draft_state, strict=True)]
+        pairs = list[tuple[Proposer, PartSequence]]()
+        for drafter, part in zip(self.drafters, sequence.draft_state, strict=True):
+            if sequence.has_draft or drafter.proposer.catches_up:
+                pairs.append((drafter.proposer, part))
+            else:  # it does not read the prompt, so it has no part
+                drafter.proposer.start(slot, part)
         num_kept = [proposer.resume(slot, part, num_rows) for proposer, part in pairs]
         while (least := min(num_kept)) < max(num_kept):
             for index, (proposer, part) in enumerate(pairs):
