@@ -161,10 +161,11 @@ class TokenSequence:
         stop_string = None
         if self.sink is not None:
             text, used, is_stopped = self.sink.push(new)
+            if not is_stopped and reason:
+                text += self.sink.finish()
+                is_stopped = self.sink.stop_string is not None
             if is_stopped:
                 new, reason, stop_string = new[:used], "stop", self.sink.stop_string
-            elif reason:
-                text += self.sink.finish()
         self.tokens += new
         stats = self.stats
         is_first = stats.num_tokens == 0 and self.sampling.prompt_logprobs is not None

@@ -18,7 +18,9 @@ from speccompile.core.sampling import (
 from speccompile.runtime.control import FixedLength
 from speccompile.runtime.sequences import BLOCK, SequenceBatch, TokenSequence, UniformTable
 from speccompile.runtime.slot_allocator import FairQueue
+from speccompile.runtime.text import TextSink
 from tests.runtime.scheduler_lab import Bench, greedy, numbers
+from tests.runtime.test_text import ByteTokenizer
 
 PARAMS = [SamplingParams(temperature=1.0, seed=2**63 + 5), SamplingParams(), SamplingParams(temperature=0.5, seed=7)]
 LENGTHS = [9, 4, 700]
@@ -135,3 +137,16 @@ def test_requests_take_turns_and_none_waits_for_good():
     assert names() == ["a0", "a1", "d0", "b1", "a2", "d1", "a3", "d2"]
     queue.discard(handles[0].open[2])
     assert [queue.take().name for _ in range(7)] == ["a0", "a1", "d0", "b1", "a3", "d1", "d2"] and names() == []
+
+
+def test_a_stop_string_in_the_text_that_was_held_back_is_named():
+    """A byte that no character begins with waits for the next one all the same."""
+
+    class NamedBytes(ByteTokenizer):
+        def id_to_token(self, token):
+            return f"<0x{token:02X}>"
+
+    sequence = TokenSequence(0, [1], SamplingParams(max_new_tokens=2), frozenset(), TextSink(NamedBytes(), ["\ufffd"]))
+    sequence.room = 9
+    step = sequence.emit([65, 0xFF], 1, 1, True)
+    assert (step.tokens, step.text, step.finish_reason, step.stop_string) == ([65, 0xFF], "A", "stop", "\ufffd")
