@@ -157,6 +157,7 @@ class Chunk(NamedTuple):
     num: int
     step: StepOutput | None  # with the first new token, where the prompt's last was read; it may end the sequence
     draft_s: float  # seconds that the draft took
+    fault: BaseException | None = None  # of the draft, where there is a step, which comes before it
 
 
 def read_chunk(
@@ -182,10 +183,15 @@ def read_chunk(
     step = None
     if verdict is not None:
         step = _first_step(verifier, alone, outputs, verdict)
-    draft_start_s = perf_counter()
+    draft_start_s, fault = perf_counter(), None
     if reads and (step is None or step.finish_reason is None):
-        proposer.prefill(slot, sequence, nodes, start, outputs)
-    return Chunk(nodes.shape[1], step, perf_counter() - draft_start_s)
+        try:
+            proposer.prefill(slot, sequence, nodes, start, outputs)
+        except FAULTS as raised:
+            if step is None:
+                raise
+            fault = raised
+    return Chunk(nodes.shape[1], step, perf_counter() - draft_start_s, fault)
 
 
 def read_prompts(verifier: Verifier, proposer: Proposer, batch: SequenceBatch) -> None:
@@ -194,7 +200,8 @@ def read_prompts(verifier: Verifier, proposer: Proposer, batch: SequenceBatch) -
         proposer.start(slot, sequence)
         verifier.lengths[slot], alone = 0, SequenceBatch.alone(sequence)
         while verifier.lengths[slot] < sequence.num_prompt - 1:
-            read_chunk(verifier, proposer, slot, alone, sequence.speculation != "off")
+            if fault := read_chunk(verifier, proposer, slot, alone, sequence.speculation != "off").fault:
+                raise fault
         batch.sequences.append(sequence)
     batch.changed()
 

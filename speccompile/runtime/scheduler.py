@@ -203,22 +203,24 @@ class Scheduler:
         allocator, verifier, sequence = self.allocator, self.verifier, self.allocator.reading
         assert sequence is not None
         self._last_read, stats, slot = sequence, sequence.stats, allocator.reading_slot
-        num_last, num, step = sequence.num_prompt - 1, 0, None
+        num_last, num, step, fault = sequence.num_prompt - 1, 0, None, None
         if verifier.lengths[slot] < num_last:
             self.proposer.flush()
             chunk = read_chunk(verifier, self.proposer, slot, self._alone, self._draft_reads, most)
-            step = chunk.step
+            step, fault = chunk.step, chunk.fault
             num = chunk.num - (step is not None)
             if self.planner is not None:
                 self.planner.read(num, chunk.draft_s if self._draft_reads else None)
             self.counters.num_prefill_tokens += chunk.num
         stats.end_s = self._clock()
         stats.prefill_s += stats.end_s - start_s
-        if verifier.lengths[slot] >= num_last and (step is None or step.finish_reason is None):
+        if fault is None and verifier.lengths[slot] >= num_last and (step is None or step.finish_reason is None):
             allocator.join()
         if step is not None:
             self.counters.num_tokens += len(step.tokens)
             self._deliver([sequence], [step])
+        if fault is not None:
+            raise fault
         return num
 
     def _fail(self, fault: BaseException) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from speccompile.core.sampling import SamplingParams
 from speccompile.core.specs import CANDIDATE_PROBS, CANDIDATES, TOKENS
+from speccompile.errors import RuntimeFault
 from tests.lab.engines import Letters, mock_engine
 from tests.runtime.scheduler_lab import Bench, greedy, make_tree_engine
 from tests.runtime.test_service import Sink, serve  # noqa: F401
@@ -165,3 +166,19 @@ def test_a_fault_in_making_a_text_ends_that_request_alone():
     broken, fine = engine.generate([[1, 2], [1, 2]], [params, clean])
     assert broken.finish_reason == "error" and "KeyError" in broken.error
     assert fine.finish_reason == "length" and len(fine.tokens) == 6
+
+
+def test_the_first_token_is_not_lost_where_the_draft_fails_at_the_prompts_end(monkeypatch):
+    bench = Bench()
+
+    def failing(*chunk):
+        raise RuntimeFault("engine draft", "a fault", "none", "Try again.")
+
+    monkeypatch.setattr(bench.engine.proposer, "prefill", failing)
+    tokens, stats = bench.ask([1, 2, 3])
+    [[first, last]] = bench.step_outputs[0]
+    assert tokens == greedy([1, 2, 3], 1) and stats["num_tokens"] == 1
+    assert first.finish_reason is None and last.finish_reason == "error" and "a fault" in last.error
+    monkeypatch.undo()
+    assert bench.ask([1, 2, 3])[0] == greedy([1, 2, 3], 8) and bench.scheduler.counters.num_engine_faults == 1
+    bench.check()
