@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 from tokenizers import Tokenizer
@@ -87,6 +88,7 @@ class SpecEngine:
         self._plain = registry.method("none")
         self.engines = (target, *drafts.values())
         self._num_runs, self._is_closed = 0, False
+        self._stepping = threading.Lock()  # during a step
         self.controller: Planner | None = controller_of(proposer) if may_stop else None
 
     def __enter__(self) -> Self:
@@ -192,11 +194,8 @@ class SpecEngine:
         """
         [sequence] = self._make_sequences([prompt], sampling, [images], with_text=True)
         sequence.wants_trace = wants_trace
-
-        def finish(step: StepOutput) -> Generation:
-            return self._generation(sequence, step)
-
-        return Stream(list(sequence.tokens), self._decode([sequence], speculative, 1), finish)
+        decoded = self._decode([sequence], speculative, 1)
+        return Stream(list(sequence.tokens), decoded, partial(self._generation, sequence))
 
     def chat(
         self,
@@ -231,11 +230,8 @@ class SpecEngine:
             RuntimeFault: the template refuses the messages, or its package is not installed.
             BundleError: the bundle has no chat template.
         """
-
-        def expand(text: str) -> str:
-            return self.expand_images(text, num_images, where)
-
         folder = None if self.bundle is None else self.bundle.tokenizer_folder
+        expand = partial(self.expand_images, num_images=num_images, where=where)
         return tokens_of_messages(self.tokenizer, folder, messages, variables, where=where, expand=expand)
 
     def _finished(
@@ -297,24 +293,31 @@ class SpecEngine:
     ) -> Iterator[list[StepOutput]]:
         most = self.context.max_slots
         if batch_size is not None and not 1 <= batch_size <= most:
-            raise RuntimeFault(
-                "batch_size", str(batch_size), f"1 to {most}", "Build the bundle with a larger engine.max_batch_size."
-            )
+            todo = "Build the bundle with a larger engine.max_batch_size."
+            raise RuntimeFault("batch_size", str(batch_size), f"1 to {most}", todo)
         proposer = self.proposer if speculative else self._plain.make_proposer(None, {}, self.context)
         max_slots = batch_size or most
-        run = self.reset(max((sequence.num_prompt for sequence in sequences[:max_slots]), default=1))
+        rows = max((sequence.num_prompt for sequence in sequences[:max_slots]), default=1)
         planner = self.controller if speculative else None
         for sequence in sequences if not speculative else ():
             sequence.speculation = "off"
         max_forced = self.context.max_draft_nodes if speculative else 0
         waiting = SequenceBatch(sequences, max_slots, not proposer.may_draw, max_forced)
-        for steps in decode(self.verifier, proposer, waiting, self.engines, planner):
+        todo = "Read this one to its end first, or serve many at once: speccompile.load_service."
+        decoded, run = decode(self.verifier, proposer, waiting, self.engines, planner), 0
+        while self._stepping.acquire(blocking=False):
+            try:
+                run = run or self.reset(rows)
+                if run != self._num_runs:
+                    self._check_open()
+                    raise RuntimeFault("stream", "a newer run on the same engine", "one run at a time", todo)
+                steps = next(decoded, None)
+            finally:
+                self._stepping.release()
+            if steps is None:
+                return
             yield steps
-            if self._is_closed:
-                self._check_open()
-            if run != self._num_runs:
-                todo = "Read this one to its end first, or serve many at once: speccompile.load_service."
-                raise RuntimeFault("stream", "a newer run on the same engine", "one run at a time", todo)
+        raise RuntimeFault("engine", "a call while another thread decodes", "one thread at a time", todo)
 
     def _make_sequences(
         self,

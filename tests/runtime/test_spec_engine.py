@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,21 @@ def test_a_newer_run_ends_an_older_stream(engine):
     with pytest.raises(RuntimeFault, match=r"a newer run on the same engine.*speccompile.load_service"):
         next(old)
     assert engine.generate("abc", params)[0].text == text("abc", 20)
+
+
+def test_a_second_thread_is_refused_while_a_step_runs(engine, monkeypatch):
+    params, target, refused = SamplingParams(max_new_tokens=20), engine.verifier.engine, []
+
+    def run_beside(feeds, first_slot=0):
+        monkeypatch.undo()
+        with ThreadPoolExecutor(1) as pool:
+            refused.append(pool.submit(engine.generate, "dab", params).exception())
+        return target.run(feeds, first_slot)
+
+    monkeypatch.setattr(target, "run", run_beside)
+    assert engine.generate("abc", params)[0].text == text("abc", 20)
+    assert "a call while another thread decodes" in str(refused)
+    assert engine.generate("dab", params)[0].text == text("dab", 20)
 
 
 def test_an_error_inside_a_run_leaves_an_engine_that_works(engine, monkeypatch):
