@@ -15,9 +15,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -238,6 +240,8 @@ class Grammars:
         self._vocabulary: Any = None  # llguidance's, made at the first use
         self._kinds: TokenKinds
         self._kept: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        # By identity, for as long as a request has it: what was prepared and is not used yet, so that it is kept.
+        self._coming = WeakValueDictionary[int, StructuredOutputs]()
         self._lock = threading.Lock()
         self._loading, self._num_closed = threading.Lock(), 0
         # Its threads know the tokenizer alone: an engine that nobody closes is collected, and the process ends.
@@ -255,6 +259,8 @@ class Grammars:
             num_tokens: most tokens of prompt and text, in which a text of JSON comes to its end; None: without limit.
         """
         compiled = self.compile(wanted)
+        with self._lock:
+            self._coming.pop(id(wanted), None)
         markers = None if wanted.reasoning is None else self._markers(wanted.reasoning)
         ending, rule = compiled.checked.ending, None
         if num_tokens is not None and ending is not None:
@@ -278,6 +284,8 @@ class Grammars:
 
     async def prepare(self, wanted: StructuredOutputs) -> None:
         """Compiles a grammar for its next `matcher` while the event loop goes on; cancelling ends the work."""
+        with self._lock:
+            self._coming[id(wanted)] = wanted
         if self._find(wanted) is None:
             loop, num_closed = asyncio.get_running_loop(), self._num_closed
             await loop.run_in_executor(self._builders, self._load_vocabulary)
@@ -310,9 +318,12 @@ class Grammars:
             refuse(wanted, reason)
         compiled = Compiled(matcher, checked)
         with self._lock:
-            self._kept[wanted] = compiled
-            while len(self._kept) > 1 and self.num_kept_bytes > MAX_KEPT_BYTES:
-                self._kept.popitem(last=False)
+            self._kept[replace(wanted)] = compiled  # a copy: a key lives longer than its request
+            in_use = {wanted, *self._coming.values()}
+            for old in [old for old in self._kept if old not in in_use]:
+                if self.num_kept_bytes <= MAX_KEPT_BYTES:
+                    break
+                del self._kept[old]
         return compiled
 
     def _load_vocabulary(self) -> None:

@@ -126,6 +126,29 @@ def test_compiled_grammars_are_kept_by_their_bytes(grammars, monkeypatch):
     assert grammars.compile(first) is not found
 
 
+def test_a_grammar_is_kept_from_its_preparation_to_its_request(grammars, monkeypatch):
+    wanted = [StructuredOutputs(choice=[f"{at} {number}" for number in range(1000)]) for at in range(4)]
+
+    async def prepare_all():
+        await asyncio.gather(*(grammars.prepare(one) for one in wanted))
+
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 1)
+    asyncio.run(prepare_all())
+    sizes = [grammars.num_kept_bytes]
+    with monkeypatch.context() as patched:
+        patched.setattr(grammars._checker, "submit", None)  # nothing is compiled again
+        for one in wanted[:2]:
+            grammars.matcher(one, [])
+    del wanted[2], one  # a request that never came
+    for at in range(2):
+        grammars.compile(StructuredOutputs(regex=f"h{at}"))
+        sizes.append(grammars.num_kept_bytes)
+    assert sizes[0] > 2 * sizes[1] > 0 and len(grammars._kept) == 2
+    grammars.matcher(wanted[2], [])
+    grammars.compile(StructuredOutputs(regex="h2"))
+    assert len(grammars._kept) == 1
+
+
 def test_a_grammar_that_becomes_slow_ends_its_text(grammars, monkeypatch):
     matcher = grammars.matcher(StructuredOutputs(regex="a+"), [])
     assert matcher.allowed([]).any()
