@@ -53,7 +53,7 @@ def staged_folder(dest: Path, check: Callable[[], None] | None = None, *, keeps_
         if keeps_others and dest.is_dir() and (is_mount(dest) or not os.access(dest.parent, os.W_OK | os.X_OK)):
             folder = dest / folder.name  # siblings are on another disk, or not writable
         remove_leftovers(folder.parent, dest.name)
-        with _locked(_lock_path(folder)):
+        with _locked(_lock_path(folder), fcntl.LOCK_EX):  # others only have it for a moment, to find no folder
             folder.mkdir()
             try:
                 yield folder
@@ -143,10 +143,12 @@ def _old_path(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _locked(path: Path, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> Iterator[None]:
+    handle = _open_locked(path, operation)
+    while not _is_at(handle, path):  # removed before it was locked
+        os.close(handle)
+        handle = _open_locked(path, operation)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(handle, 0)
         # For information only; only the lock itself counts. A full disk must not be reported here.
         with contextlib.suppress(OSError):
@@ -157,6 +159,23 @@ def _locked(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _open_locked(path: Path, operation: int) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, operation)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _flush(folder: Path) -> None:

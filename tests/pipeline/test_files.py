@@ -2,6 +2,7 @@
 """Files and folders are written atomically, and some are never replaced by a rename."""
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -220,6 +221,28 @@ def test_leftovers_without_a_living_owner_are_removed(tmp_path):
         "out.building-0000dead",
     ]
     assert remove_leftovers(tmp_path) == 1
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_another_build_that_looks_for_leftovers_leaves_a_new_one(tmp_path, monkeypatch, is_removed):
+    lock, calls = fcntl.flock, []
+
+    def sweep(handle: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:  # of the build, which has made its file and not locked it yet
+            if is_removed:
+                remove_leftovers(tmp_path)
+            else:
+                (name,) = os.listdir(tmp_path)
+                other = os.open(tmp_path / name, os.O_RDWR)
+                lock(other, fcntl.LOCK_EX)
+                threading.Timer(0.1, os.close, [other]).start()
+        lock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweep)
+    with staged_folder(tmp_path / "a") as folder:
+        assert remove_leftovers(tmp_path) == 0 and folder.is_dir()
+    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
