@@ -46,11 +46,12 @@ class RawRecipe:
 
     def where(self, path: KeyPath) -> str:
         """Returns the location of a key, or of its nearest existing parent, and its dotted name."""
-        dotted = ".".join(path)
-        for length in range(len(path), 0, -1):
-            if (origin := self.origins.get(path[:length])) is not None:
-                return f"{origin} ({dotted})"
-        return f"{self.source} ({dotted})" if dotted else self.source
+        dotted, origin = ".".join(path), self.origin(path) or self.source
+        return f"{origin} ({dotted})" if dotted else origin
+
+    def origin(self, path: KeyPath) -> str:
+        lengths = range(len(path), 0, -1)
+        return next((self.origins[path[:length]] for length in lengths if path[:length] in self.origins), "")
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -263,7 +264,7 @@ def _candidate_paths(raw: RawRecipe, path: KeyPath, text: str) -> list[Path]:
         expected = f"a path of names of at most {_MAX_NAME_BYTES} bytes"
         raise RecipeError(raw.where(path), shown(text), expected, "Correct the path.")
     folders = [raw.folder, Path.cwd()]
-    if raw.origins.get(path, "").startswith("--set"):
+    if raw.origin(path).startswith("--set"):
         folders.reverse()
     return [given] if given.is_absolute() else [folder / given for folder in dict.fromkeys(folders)]
 

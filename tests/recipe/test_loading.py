@@ -100,6 +100,17 @@ def test_folders_are_looked_for_beside_the_recipe_then_in_the_working_directory(
     assert load(folder, GOOD, "target.model=models/big").target.model == str(here / "models" / "big")
     assert load(folder, GOOD, "target.model=models/small").target.model == str(folder / "models" / "small")
     assert load(folder, "target: {model: only-here}").target.model == str(here / "only-here")
+    assert load(folder, GOOD, "target={model: models/big}").target.model == str(here / "models" / "big")
+
+
+@pytest.mark.usefixtures("real_methods")
+def test_a_drafter_of_an_override_is_looked_for_in_the_working_directory_first(folder, tmp_path_factory, monkeypatch):
+    here = tmp_path_factory.mktemp("cwd")
+    (here / "models" / "big").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    drafters = "speculator={method: hybrid, drafters: [{method: draft_model, model: models/big}, {method: suffix}]}"
+    speculator: Any = load(folder, GOOD, drafters).speculator
+    assert speculator.drafters[0].model == str(here / "models" / "big")
 
 
 def test_what_is_no_folder_may_be_a_hub_id(folder):
