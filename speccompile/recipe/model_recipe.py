@@ -12,12 +12,12 @@ from typing import Any
 from speccompile.backends.base import Backend
 from speccompile.checkpoints.checkpoint import read_dims
 from speccompile.checkpoints.folders import find_config, resolve_checkpoint
-from speccompile.common.json_reader import read_json_object
+from speccompile.common.json_reader import read_json_object, shown
 from speccompile.core import registry
 from speccompile.core.dims import ModelDims
 from speccompile.core.jobs import STORED, GraphJob
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
-from speccompile.errors import CheckpointError
+from speccompile.errors import CheckpointError, RecipeError
 from speccompile.recipe.loading import RawRecipe, apply_override, validate_recipe
 from speccompile.recipe.models import EngineSection, Recipe
 from speccompile.recipe.plan import AUTO, FLOATS
@@ -63,9 +63,7 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
     raw = RawRecipe(model, Path.cwd(), {})
     for setting in options.settings:
         apply_override(raw, setting)
-    sections: dict[str, dict[str, Any]] = {
-        name: dict(raw.values.get(name) or {}) for name in ("target", "speculator", "engine", "decoding")
-    }
+    sections = {name: _section(raw, name) for name in ("target", "speculator", "engine", "decoding")}
     target, engine = sections["target"], sections["engine"]
     is_random = target.get("weights") == "random"
     folder, has_weights = _find_folder(model, options, is_random)
@@ -92,6 +90,13 @@ def recipe_from_model(model: str, options: ModelOptions | None = None) -> Recipe
         sections["decoding"] = sampling_defaults(folder) | sections["decoding"]
     raw.values = {**raw.values, **{name: section for name, section in sections.items() if section}}
     return validate_recipe(raw)
+
+
+def _section(raw: RawRecipe, name: str) -> dict[str, Any]:
+    value = raw.values.get(name)
+    if not isinstance(value, dict | None):
+        raise RecipeError(raw.where((name,)), shown(value), "a section", f"Name a key: --set {name}.KEY=VALUE.")
+    return dict(value or {})
 
 
 def _find_folder(model: str, options: ModelOptions, is_random: bool) -> tuple[Path, bool]:
@@ -147,7 +152,8 @@ def _set_sizes(engine: dict[str, Any], dims: ModelDims, num_drafts: int) -> None
         engine["max_seq_len"] = min(dims.max_positions or MAX_SEQ_LEN, MAX_SEQ_LEN)
     if "max_batch_size" not in engine:
         kind = "int8" if engine.get("kv_cache") == "int8" else "float32"
-        sequence_bytes = int(engine["max_seq_len"]) * dims.cache_row_bytes_in(kind)
+        length = engine["max_seq_len"]
+        sequence_bytes = (length if isinstance(length, int) else 0) * dims.cache_row_bytes_in(kind)  # refused below
         # Of the whole memory: with what is free at the moment, every start would have another recipe.
         room, slots = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _CACHE_SHARE, MAX_BATCH_SIZE
         while slots > 1 and room < slots * sequence_bytes:

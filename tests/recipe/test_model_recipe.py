@@ -47,6 +47,14 @@ def test_settings_win_over_choices(model):
         recipe_from_model(str(model), ModelOptions(settings=("engine.treads=2",)))
 
 
+@pytest.mark.parametrize("key", ["target", "speculator", "engine", "decoding", "engine.max_seq_len"])
+@pytest.mark.parametrize("value", ["no", "4k", "[]", "[1]", ".inf", ".nan"])
+def test_a_setting_of_a_wrong_type_is_refused(model, key, value):
+    with pytest.raises(RecipeError) as caught:
+        recipe_from_model(str(model), ModelOptions(settings=(f"{key}={value}",)))
+    assert caught.value.where == f"--set {key}={value} ({key})"
+
+
 def test_caches_take_a_quarter_of_the_memory(model, monkeypatch):
     row = 2 * 2 * 1 * 4 * 4  # K and V of 2 layers of one head of 4
     monkeypatch.setattr(model_recipe.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4 * 3 * 64 * row}.get)
