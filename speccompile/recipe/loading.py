@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 MAX_CHARS = 1 << 18  # the parser reads about 100 kB a second
 MAX_DEPTH = 32
 MAX_VALUES = 10_000  # with every alias expanded
+_NO_KEYS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:binary")  # which JSON lacks
 
 
 @dataclass
@@ -99,12 +100,7 @@ def parse_recipe(text: str, source: str, folder: Path) -> RawRecipe:
         raise RecipeError(
             source, f"a {type(values).__name__}", "a mapping with the key target", "Read docs/reference/recipe.md."
         )
-    origins: dict[KeyPath, str] = {}
-    for keys, number in _key_lines(node, ()):
-        if keys in origins:
-            raise RecipeError(f"{source}:{number} ({'.'.join(keys)})", "a key written twice", "one value", "Keep one.")
-        origins[keys] = f"{source}:{number}"
-    return RawRecipe(source, folder, values, origins)
+    return RawRecipe(source, folder, values, {keys: f"{source}:{line}" for keys, line in _key_lines(node, ())})
 
 
 def _key_lines(node: yaml.Node | None, prefix: KeyPath) -> Iterator[tuple[KeyPath, int]]:
@@ -364,7 +360,21 @@ def _check_nodes(root: yaml.Node) -> None:
             raise YamlFault(f"more than {MAX_VALUES} values, aliases written out", line)
         if isinstance(node, yaml.ScalarNode) and not is_unicode(node.value):
             raise YamlFault("text with half of a surrogate pair, which is no Unicode", line)
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(key for key, _ in node.value)
         stack += [(child, depth + 1) for child in _children(node)]
+
+
+def _check_keys(keys: Iterable[yaml.Node]) -> None:
+    # Before they are constructed, which merges the keys of other mappings (<<).
+    found: set[str] = set()
+    for key in filter(lambda key: isinstance(key, yaml.ScalarNode), keys):
+        line = key.start_mark.line + 1
+        if key.tag in _NO_KEYS:
+            raise YamlFault(f"the key {shown(key.value)}, which is no text", line)
+        if key.value in found:
+            raise YamlFault(f"the key {shown(key.value)} written twice", line)
+        found.add(key.value)
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:

@@ -222,9 +222,29 @@ def test_a_wrong_override_is_named_as_the_location(folder):
 
 def test_broken_yaml_and_doubled_keys_have_a_line(folder):
     assert fault(folder, "target:\n  model: [1\nengine: 2\n").where.startswith(f"{folder / 'r.yaml'}:")
-    assert fault(folder, "target: {model: org/gpt2}\ntarget: {model: org/gpt2}\n").where.endswith(":2 (target)")
+    doubled = fault(folder, "target: {model: org/gpt2}\ntarget: {model: org/gpt2}\n")
+    assert doubled.where.endswith("r.yaml:2") and doubled.got == "the key 'target' written twice"
+    in_list = "speculator:\n  drafters:\n    - method: a\n    - method: b\n      num_draft_tokens: 1\n"
+    assert fault(folder, in_list + "      num_draft_tokens: 2\n").where.endswith("r.yaml:6")
+    assert fault(folder, GOOD, "engine={threads: 1, threads: 2}").got.endswith("the key 'threads' written twice")
     assert "a list" in fault(folder, "- 1\n").got
     assert fault(folder, "a: 1\n---\nb: 2\n").where == f"{folder / 'r.yaml'}:2"
+
+
+def test_merged_keys_are_not_written_twice(folder):
+    text = "target: &t {model: models/big, quantization: int8}\n"
+    text += "speculator: {<<: *t, method: candidate, model: models/small}\n"
+    assert load(folder, text).speculator.model == str(folder / "models" / "small")  # type: ignore[attr-defined]
+    text = "engine:\n  <<: {max_seq_len: 64, threads: 1}\n  threads: 2\n"
+    engine = load(folder, text, "target.model=models/big").engine
+    assert (engine.max_seq_len, engine.threads) == (64, 2)
+
+
+@pytest.mark.parametrize("key", ["2024-01-01", "2024-01-01 10:00:00", "!!binary aGk="])
+def test_a_key_that_json_lacks_has_a_line(folder, key):
+    error = fault(folder, GOOD + f"  {key}: 3\n")
+    assert error.where.endswith("r.yaml:12") and "which is no text" in error.got
+    assert "which is no text" in fault(folder, GOOD, f"engine={{{key}: 3}}").got
 
 
 def test_an_unreadable_file_is_refused(tmp_path):
