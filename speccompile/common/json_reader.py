@@ -20,15 +20,17 @@ class JsonFault(ValueError):
     """A text that is no JSON document, or one beyond the limits; the message says why."""
 
 
-def parse_json(data: bytes | str) -> Any:
+def parse_json(data: bytes | str, *, refuses_doubles: bool = False) -> Any:
     """Returns the value of a JSON document, NaN and Infinity included, as in transformers' `time_step_limit`.
 
     Raises:
-        JsonFault: no JSON or Unicode, nested deeper than `MAX_DEPTH`, or an integer of thousands of digits.
+        JsonFault: no JSON or Unicode, nested deeper than `MAX_DEPTH`, an integer of thousands of digits, a key twice.
     """
     too_deep = f"values nested more than {MAX_DEPTH} deep"
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_without_doubles if refuses_doubles else None)
+    except JsonFault:
+        raise
     except RecursionError as fault:
         raise JsonFault(too_deep) from fault
     except ValueError as fault:  # also a text that is no UTF-8
@@ -39,6 +41,14 @@ def parse_json(data: bytes | str) -> Any:
         if isinstance(item, str) and not is_unicode(item):
             raise JsonFault("text with half of a surrogate pair, which is no Unicode")
     return value
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise JsonFault(f"the key {shown(next(name for name in found if names.count(name) > 1))} written twice")
+    return found
 
 
 def read_json_file(path: Path, error: type[SpecCompileError], todo: str, expected: str = "a JSON object") -> Any:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from speccompile.checkpoints.checkpoint import read_config
 from speccompile.checkpoints.folders import resolve_checkpoint
 from speccompile.checkpoints.tensor_files import SPECULATOR_FILES
-from speccompile.common.json_reader import shown
+from speccompile.common.json_reader import parse_json, shown
 from speccompile.core import registry
 from speccompile.core.registry import Method
 from speccompile.doctor.doctor import check_kind, open_checkpoint
@@ -42,7 +41,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def read_speculative_config(text: str) -> dict[str, Any]:
     """Returns the object of `--speculative-config`."""
     try:
-        value = json.loads(text)
+        value = parse_json(text, refuses_doubles=True)
     except ValueError as fault:
         value, problem = None, f": {fault}"
     else:
@@ -99,7 +98,7 @@ def check_model(section: Mapping[str, Any]) -> None:
 def _value(where: str, field: str, value: Any) -> Any:
     if field != "drafts" or value in _DRAFTS.values():
         return value
-    if value not in _DRAFTS:
+    if not isinstance(value, str) or value not in _DRAFTS:
         raise RecipeError(where, shown(value), f"one of {', '.join(_DRAFTS)}", "Choose one of these.")
     return _DRAFTS[value]
 

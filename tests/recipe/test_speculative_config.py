@@ -82,15 +82,16 @@ def test_names_and_keys_are_ours(config, section):
         ({"method": "ngram", "model": "m"}, r"\(model\): got 'm'; expected the keys of ngram.*prompt_lookup_max"),
         ({"method": "eagle3", "model": "m", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
         ({"method": "eagle3", "model": "m", "draft_sample_method": "best"}, "greedy, probabilistic"),
+        ({"method": "eagle3", "model": "m", "draft_sample_method": {"a": 1}}, "greedy, probabilistic"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_is_unknown_is_named(config, words):
     with pytest.raises(RecipeError, match=words):
         section_from_config(config)
 
 
-@pytest.mark.parametrize("text", ["ngram", "[1]", '{"method": "ngram"'])
+@pytest.mark.parametrize("text", ["ngram", "[1]", '{"method": "ngram"', "[" * 9999, '{"a": 1, "a": 2}'])
 def test_what_is_no_object_is_refused(text):
     with pytest.raises(RecipeError, match="expected a JSON object"):
         read_speculative_config(text)
