@@ -218,7 +218,8 @@ def write_file(path: Path, arch: str, keys: Mapping[str, Any], tensors: Mapping[
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
-            add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+            whole = writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32
+            add = {bool: writer.add_bool, str: writer.add_string, int: whole, float: writer.add_float32}
             add[type(value)](key, value)
     for name, (kind, stored) in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=GGMLQuantizationType[kind])

@@ -21,7 +21,7 @@ from speccompile.cli.main import app
 from speccompile.errors import CheckpointError
 from speccompile.export import attention
 from speccompile.export.weights import load_model
-from tests.checkpoints.gguf_lab import MODELS, write_file, write_model
+from tests.checkpoints.gguf_lab import MODELS, TOKENIZER, write_file, write_model
 
 pytestmark = pytest.mark.export
 
@@ -67,6 +67,15 @@ KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more layers than there are": ("gemma3", {"block_count": 1 << 30}, "got 1073741824; expected at most 7"),
     "no heads": ("llama", {"attention.head_count": 0}, r"llama.attention.head_count\): got 0"),
     "heads that differ by layer": ("llama", {"attention.head_count_kv": [2, 1]}, "one number for all layers"),
+    "no heads of keys": ("llama", {"attention.head_count_kv": 0}, r"head_count_kv\): got 0; expected a positive"),
+    "less than no heads of keys": ("llama", {"attention.head_count_kv": -2}, r"head_count_kv\): got -2; expected a"),
+    "more heads than columns": (
+        "llama", {"attention.head_count": 512, "attention.key_length": None}, r"head_count\): got 512; expected at"),
+    "a text as base": ("llama", {"rope.freq_base": "x"}, r"llama.rope.freq_base\): got 'x'; expected one number"),
+    "no number as base": ("llama", {"rope.freq_base": float("nan")}, r"rope.freq_base\): got nan; expected one number"),
+    "a text as factor": (
+        "llama", {"rope.scaling.type": "linear", "rope.scaling.factor": "x"}, r"scaling.factor\): got 'x'"),
+    "a text as scale": ("llama", {"attention.scale": "x"}, r"llama.attention.scale\): got 'x'; expected one number"),
     "heads that do not divide the rows": ("llama", {"attention.head_count": 3}, "attn_q.weight.*rows of 3 heads"),
 }  # fmt: skip
 
@@ -80,10 +89,19 @@ def test_a_key_that_changes_numbers_is_refused(model, keys, said, tmp_path, cach
     assert not list(cache.glob("*"))
 
 
+@pytest.mark.parametrize("token", ["x", [1, 2], 1.5, -1])
+def test_a_token_id_of_a_wrong_type_is_refused(token, tmp_path):
+    write_model(tmp_path / "model.gguf", "llama", tokenizer=TOKENIZER | {"tokenizer.ggml.eos_token_id": token})
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.eos_token_id\): got .*; expected a token id"):
+        resolve_checkpoint(str(tmp_path / "model.gguf"))
+
+
 TENSORS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "a misnamed tensor": ("llama", renamed("blk.0.ffn_up.weight", "blk.0.ffn_upp.weight"), "1 tensors .*ffn_upp"),
     "heads of drafts": ("llama", added("blk.0.nextn.eh_proj.weight"), r"blk.0.nextn.eh_proj.weight"),
     "no embedding": ("llama", without("token_embd.weight"), "no token_embd.weight"),
+    "an embedding that is no matrix": (
+        "llama", lambda t: t.update({"token_embd.weight": ("F32", np.ones((), np.float32))}), "embd.weight.*a matrix"),
     "a gate without its partner": ("gpt-oss", without("blk.1.ffn_up_exps.weight"), "ffn_gate_exps.*no tensor"),
     "one list of factors": ("phi3 with factors", without("rope_factors_long.weight"), "rope_factors_short.weight, o"),
     "separate experts": ("mixtral", renamed("blk.0.ffn_up_exps.weight", "blk.0.ffn_up.0.weight"), "ffn_up.0.weight"),

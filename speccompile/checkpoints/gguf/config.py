@@ -13,10 +13,11 @@ import numpy as np
 from speccompile.checkpoints.gguf.blocks import BLOCKS
 from speccompile.checkpoints.gguf.families import EXPECTED, FAMILIES, KEYS, NEEDED, Family, family_of
 from speccompile.checkpoints.gguf.header import GgufHeader
-from speccompile.common.json_reader import shown
+from speccompile.common.json_reader import finite_number, shown
 from speccompile.errors import CheckpointError
 
 TODO = "Use the transformers checkpoint that the file was made of."
+_COUNTS = ("attention.head_count_kv", "attention.key_length")
 _NO_MODEL = ("adapter.", "clip.", "controlvector.")
 _CHECKED = ("vocab_size", "rope.scaling.finetuned")
 ROPE_FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -68,11 +69,13 @@ class _Config:
             expected = f"at most {len(layers)}, the layers that have tensors"
             raise self.wrong("block_count", str(self.keys["block_count"]), expected)
         for key, name in {**KEYS, **self.family.keys}.items():
-            if (value := self.take(key)) is not None:
-                if not isinstance(value, int | float):
-                    raise self.wrong(key, shown(value), "one number for all layers")
+            if (value := self.number(key)) is not None:
+                if key in _COUNTS and (type(value) is not int or value < 1):
+                    raise self.wrong(key, shown(value), "a positive whole number")
                 made[name] = _short(value)
         made.setdefault("head_dim", made["hidden_size"] // made["num_attention_heads"])
+        if made["head_dim"] < 1:
+            raise self.wrong("attention.head_count", str(made["num_attention_heads"]), f"at most {made['hidden_size']}")
         made.setdefault("num_key_value_heads", made["num_attention_heads"])
         if (width := self.take("attention.value_length")) not in (None, made["head_dim"]):
             raise self.wrong("attention.value_length", shown(width), f"{made['head_dim']}, as keys have")
@@ -90,7 +93,9 @@ class _Config:
         tensors = self.header.tensors
         if "token_embd.weight" not in tensors:
             raise CheckpointError(str(self.header.path), "no token_embd.weight", "a model's embedding", TODO)
-        made["vocab_size"] = tensors["token_embd.weight"].shape[0]
+        if len(shape := tensors["token_embd.weight"].shape) != 2:
+            raise CheckpointError(f"{self.header.path} (token_embd.weight)", f"shape {list(shape)}", "a matrix", TODO)
+        made["vocab_size"] = shape[0]
         made["tie_word_embeddings"] = "output.weight" not in tensors
         if self.family.model_type in ("llama", "granite", "smollm3"):
             made["attention_bias"] = "blk.0.attn_q.bias" in tensors
@@ -115,7 +120,7 @@ class _Config:
         scale = made["head_dim"] ** -0.5
         if self.family.model_type == "granite":
             made["attention_multiplier"] = made.get("attention_multiplier") or scale
-        elif (given := self.take("attention.scale")) and not math.isclose(given, scale, rel_tol=1e-6):
+        elif (given := self.number("attention.scale")) and not math.isclose(given, scale, rel_tol=1e-6):
             raise self.wrong("attention.scale", shown(given), f"{scale}, of heads of {made['head_dim']}")
 
     def add_window(self, made: dict[str, Any]) -> None:
@@ -135,14 +140,14 @@ class _Config:
 
     def rope(self, made: dict[str, Any]) -> dict[str, Any]:
         """Returns transformers' rotary parameters."""
-        theta, head_dim = float(_short(self.take("rope.freq_base") or 10000.0)), made["head_dim"]
+        theta, head_dim = float(_short(self.number("rope.freq_base") or 10000.0)), made["head_dim"]
         found: dict[str, Any] = {"rope_theta": theta, **self.scaling(made)}
-        rotated = self.take("rope.dimension_count") or head_dim
+        rotated = self.number("rope.dimension_count") or head_dim
         if rotated != head_dim:
             if not self.family.is_partly_rotated:
                 raise self.wrong("rope.dimension_count", shown(rotated), f"{head_dim}, the width of heads")
             found["partial_rotary_factor"] = rotated / head_dim
-        local = self.take("rope.freq_base_swa")
+        local = self.number("rope.freq_base_swa")
         if self.family.model_type != "gemma3_text":
             if local not in (None, theta):
                 raise self.wrong("rope.freq_base_swa", shown(local), f"{theta}, as in the other layers")
@@ -151,10 +156,10 @@ class _Config:
         return {"full_attention": found, "sliding_attention": sliding}
 
     def scaling(self, made: dict[str, Any]) -> dict[str, Any]:
-        kind, linear = self.take("rope.scaling.type"), self.take("rope.scale_linear")
-        factor, original = self.take("rope.scaling.factor"), self.take("rope.scaling.original_context_length")
-        attention = self.take("rope.scaling.attn_factor")
-        betas = {name: self.take(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        kind, linear = self.take("rope.scaling.type"), self.number("rope.scale_linear")
+        factor, original = self.number("rope.scaling.factor"), self.number("rope.scaling.original_context_length")
+        attention = self.number("rope.scaling.attn_factor")
+        betas = {name: self.number(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         factors = {name: self.factors(name) for name in ROPE_TENSORS if name in self.header.tensors}
         if factors:
             if kind not in (None, "none", "longrope"):
@@ -204,7 +209,10 @@ class _Config:
 
     def add_tokens(self, made: dict[str, Any]) -> None:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-            token = self.header.fields.get(f"tokenizer.ggml.{key}_token_id")
+            field = f"tokenizer.ggml.{key}_token_id"
+            token = self.header.fields.get(field)
+            if token is not None and (type(token) is not int or token < 0):
+                raise CheckpointError(f"{self.header.path} ({field})", shown(token), "a token id", TODO)
             made[f"{name}_token_id"] = token if token is not None and token < made["vocab_size"] else None
 
     def check_left(self, made: Mapping[str, Any]) -> None:
@@ -220,6 +228,12 @@ class _Config:
 
     def take(self, key: str) -> Any:
         return self.left.pop(key, None)
+
+    def number(self, key: str) -> Any:
+        value = self.take(key)
+        if value is not None and finite_number(value) is None:
+            raise self.wrong(key, shown(value), "one number for all layers")
+        return value
 
     def wrong(self, key: str, got: str, expected: str) -> CheckpointError:
         where = f"{self.header.path} ({self.header.fields['general.architecture']}.{key})"
