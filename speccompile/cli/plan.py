@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,7 +149,9 @@ def _read_traffic(text: str | None, temperature: float | None, given: list[str])
 
     found = {}
     for one in given:
-        name, _, rates = one.rpartition("=")
+        parts = one.split("=")
+        splits = [("=".join(parts[:n]), "=".join(parts[n:])) for n in range(len(parts))]
+        name, rates = next((split for split in splits if os.path.isfile(split[1])), splits[-1])
         found[name] = read_acceptance(rates, text)
     return read_traffic(text, temperature, found)
 

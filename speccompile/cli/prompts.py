@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +136,9 @@ def _read_line(where: str, line: str, folder: Path) -> Request:
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise RuntimeFault(f"{where} (category)", repr(category)[:60], "the name of a kind of text", todo)
     images = data.get("images") or []
-    if not isinstance(images, list) or not all(isinstance(name, str) and (folder / name).is_file() for name in images):
+    if not isinstance(images, list) or not all(
+        isinstance(name, str) and os.path.isfile(folder / name) for name in images
+    ):
         expected = f"a list of image files, by paths from {folder}"
         raise RuntimeFault(f"{where} (images)", repr(images)[:60], expected, todo)
     paths, prompt = tuple(folder / name for name in images), "" if prompt is None else prompt

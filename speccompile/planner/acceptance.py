@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,9 +65,8 @@ def read_acceptance(text: str, kind: str | None = None) -> Acceptance:
     Raises:
         RecipeError: neither.
     """
-    path = Path(text)
-    if path.is_file():
-        return _from_results(path, kind)
+    if os.path.isfile(text):
+        return _from_results(Path(text), kind)
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:

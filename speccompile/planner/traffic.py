@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,7 @@ def read_traffic(text: str | None, temperature: float | None, given: Mapping[str
     if text is None or text in kinds:
         return Traffic(text, temperature, given=given)
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(path):
         expected = f"{', '.join(kinds)}, or a file of serve --record"
         raise RecipeError("--traffic", repr(text), expected, "Correct it.")
     texts, temperatures = [], []

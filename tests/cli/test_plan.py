@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from speccompile.backends.onnxruntime import kernel_library
+from speccompile.cli import plan
 from speccompile.errors import RuntimeFault
 from speccompile.planner import measuring, trial
 from tests.pipeline import fakes
@@ -193,6 +194,14 @@ def test_a_page_and_published_acceptance(run, models):
     assert "page: plan.html" in out and "pays" in out and "uncertain" in out
     page = Path("plan.html").read_text()
     assert "not measured by us" in page and page.count("<svg") == 2 and ">512</text>" in page
+
+
+def test_a_file_of_results_may_have_an_equals_sign_in_its_name(tmp_path):
+    stats = {"num_steps": 4, "acceptance_histogram": [2, 2], "acceptance_by_position": [0.5]}
+    (tmp_path / "a=b.json").write_text(json.dumps([{"stats": stats}]))
+    given = [str(tmp_path / "a=b.json"), f"ngram={tmp_path / 'a=b.json'}", "suffix=0.5"]
+    assert list(plan._read_traffic(None, None, given[:1]).given) == [""]
+    assert list(plan._read_traffic(None, None, given[1:]).given) == ["ngram", "suffix"]
 
 
 def test_this_machine_is_measured_once_and_kept(run, models, monkeypatch):

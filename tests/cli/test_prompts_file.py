@@ -51,6 +51,7 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
             '{"prompt": "a", "images": ["b.png"]}',
             r"\(images\): got \['b\.png'\]; expected a list of image files, by paths",
         ),
+        (json.dumps({"prompt": "a", "images": ["b" * 300]}), "expected a list of image files"),
         ('{"prompt": "a", "images": "p.jsonl"}', r"\(images\): got 'p\.jsonl'; expected a list of image files"),
         ('{"prompt": "a", "stop": [""]}', r"\(stop\): got \[''\]; expected a string or a list of strings"),
     ],

@@ -48,6 +48,7 @@ def test_stated_rates_are_a_range_by_position():
     assert expected_length((0.8, 0.5), 2) == pytest.approx(1 + 0.8 + 0.4) and expected_length((0.8,), 0) == 1.0
     stated = read_acceptance("0.8,1")
     assert stated.low == pytest.approx((0.75, 0.95)) and stated.high == pytest.approx((0.85, 1.0))
+    assert len(read_acceptance(",".join(["0.85"] * 60)).low) == 60  # longer than a file's name may be
     for wrong in ("1.5", "high", ""):
         with pytest.raises(RecipeError, match="rates from 0 to 1"):
             read_acceptance(wrong)
@@ -176,6 +177,8 @@ def test_traffic_is_a_kind_or_a_record(tmp_path):
     assert read_traffic(None, 0.5, {}) == Traffic(None, 0.5) and read_traffic("chat", None, {}).context == CONTEXT
     with pytest.raises(RecipeError, match=r"chat, code, editing, .* or a file of serve --record"):
         read_traffic("prose", None, {})
+    with pytest.raises(RecipeError, match="or a file of serve --record"):
+        read_traffic("prose" * 60, None, {})
     with pytest.raises(RecipeError, match="no text of token ids"):
         read_traffic(write_record(tmp_path / "record.jsonl", ("a text", [1, 2])), None, {})
     assert SamplingParams().temperature == 0  # of records that state none
