@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speccompile.common.chat_prompts import check_messages, tokens_of_messages
-from speccompile.common.json_reader import parse_json
+from speccompile.common.json_reader import parse_json, shown
 from speccompile.common.parameters import BIASES, FLAG, INTEGER, NUMBER, STRINGS, TOKENS, Kind
 from speccompile.common.tokenizer_file import load_tokenizer
 from speccompile.core.sampling_params import SAMPLING_PARAMETERS
@@ -57,7 +57,10 @@ def _whole(value: Any) -> int:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as fault:
+        raise ValueError("a number of at most 308 digits") from fault
 
 
 def _truth(value: Any) -> bool:
@@ -112,7 +115,7 @@ def _read_line(where: str, line: str, folder: Path) -> Request:
     except ValueError as fault:
         raise RuntimeFault(where, str(fault), "one JSON object", todo) from fault
     prompt, messages = (data.get("prompt"), data.get("messages")) if isinstance(data, dict) else (None, None)
-    is_ids = isinstance(prompt, list) and all(isinstance(t, int) for t in prompt)
+    is_ids = isinstance(prompt, list) and all(type(t) is int for t in prompt)
     if (prompt is None) == (messages is None) or not (messages is not None or isinstance(prompt, str) or is_ids):
         expected = "an object with `prompt`, a text or token ids, or with `messages`, a conversation"
         raise RuntimeFault(where, line[:60], expected, todo)
@@ -131,7 +134,7 @@ def _read_line(where: str, line: str, folder: Path) -> Request:
             try:
                 overrides[key] = _READERS[declared.kind](data[key])
             except ValueError as fault:
-                raise RuntimeFault(f"{where} ({key})", repr(data[key]), str(fault), todo) from fault
+                raise RuntimeFault(f"{where} ({key})", shown(data[key]), str(fault), todo) from fault
     category = data.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise RuntimeFault(f"{where} (category)", repr(category)[:60], "the name of a kind of text", todo)

@@ -44,6 +44,11 @@ def test_lines_keep_their_order_and_their_own_sampling(tmp_path):
         ),
         ('{"text": "a"}', "expected an object with `prompt`"),
         ('{"prompt": "a", "temperature": "hot"}', r"p\.jsonl:2 \(temperature\): got 'hot'; expected a number"),
+        (
+            '{"prompt": "a", "temperature": 1' + "0" * 400 + "}",
+            r"\(temperature\): got 10{119}\.\.\.; expected a number",
+        ),
+        ('{"prompt": [true, false]}', "expected an object with `prompt`, a text or token ids"),
         ('{"prompt": "a", "top_k": 1.5}', r"\(top_k\): got 1\.5; expected a whole number"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', r"\(logit_bias\): got \{'a': 1\}; expected an object of biases by"),
         ('{"prompt": "a", "logit_bias": {"1": "b"}}', r"\(logit_bias\): got \{'1': 'b'\}; expected a number"),
