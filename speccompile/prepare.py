@@ -117,6 +117,7 @@ def prepare(source: str, options: ModelOptions | None = None, progress: Progress
     Args:
         source: a bundle's folder, a recipe, a checkpoint's folder or a hub id.
     """
+    source = os.path.expanduser(source)
     if is_hub_id(source) and (folder := find_bundle(source)) is not None:
         return Prepared(folder, source)
     if not is_model(source) and not is_recipe(source):
@@ -211,7 +212,7 @@ def load(
     Raises:
         BundleError, RuntimeFault: it cannot be loaded; see `runtime.engine.load`.
     """
-    name = str(source)
+    name = os.path.expanduser(source)
     given: dict[str, Any] = {"threads": threads, "method": method}
     given["allow_synthetic_acceptance"] = allow_synthetic_acceptance
     is_published = is_hub_id(name) and find_bundle(name) is not None
@@ -223,7 +224,7 @@ def load(
         got, todo = f"{settings[0]} for a bundle", "Leave the settings out, or give a model or a recipe."
         raise RecipeError("settings", got, "none: it is built already", todo)
     try:
-        return load_bundle(source, backend=backend, verify=verify, **given)
+        return load_bundle(name, backend=backend, verify=verify, **given)
     except BundleError:
         if not is_published:
             check_source(name)  # says more of what is no bundle at all

@@ -18,7 +18,7 @@ def cache_root() -> Path:
     """Returns the cache's folder, if it is there or not. Raises BuildError: neither `VARIABLE` nor a home folder."""
     given = os.environ.get(VARIABLE)
     if given:
-        return Path(given)
+        return Path(os.path.expanduser(given))
     try:
         return Path.home() / ".cache" / "speccompile"
     except RuntimeError as fault:

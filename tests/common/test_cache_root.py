@@ -30,6 +30,8 @@ def test_the_variable_or_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECCOMPILE_CACHE", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert make_cache_folder() == tmp_path / ".cache/speccompile"
+    monkeypatch.setenv("SPECCOMPILE_CACHE", "~/cache")
+    assert cache_root() == tmp_path / "cache"
 
 
 @pytest.mark.parametrize("below", ["", "cache"])

@@ -124,6 +124,16 @@ def test_a_recipe_is_built_too_and_a_bundle_is_itself(model, tmp_path):
     assert read_bundle(other.path).recipe.speculator["num_draft_tokens"] == 2
 
 
+def test_a_path_in_the_home_folder_is_found(model, tmp_path, monkeypatch):
+    path = prepare(str(model)).path
+    monkeypatch.setenv("HOME", str(path.parent))
+    assert prepare(f"~/{path.name}") == Prepared(path, path.name)
+    opened = []
+    monkeypatch.setattr(module, "load_bundle", lambda path, **options: opened.append(path))
+    module.load(f"~/{path.name}")
+    assert opened == [str(path)]
+
+
 def test_the_recipe_in_a_bundle_is_the_one_that_was_used(model):
     plan = module.plan_from_source(str(model), ModelOptions())
     written = load_recipe(prepare(str(model)).path / "recipe.yaml")
