@@ -51,6 +51,7 @@ from speccompile.training.target import Target, keep_pages
 from speccompile.training.text import TextBook, cache_folder
 from speccompile.training.windows import TRAIN, Windows, digest_from_json
 from speccompile.training_contract import TargetNeeds
+from speccompile.version import VERSION
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -141,7 +142,7 @@ class _Run:
         if self.section.outputs == "weights":
             return Target(source, self.precision, self.section.device)
         rows = max(getattr(self.section, name).seq_len for name in stages)
-        folder = cache_folder() / "bundles" / digest_from_json([book.target_record(), asdict(needs), rows])
+        folder = cache_folder() / "bundles" / digest_from_json([VERSION, book.target_record(), asdict(needs), rows])
         return BundleTarget(source, self.precision, self.recipe, needs, rows, folder, self.listener.stage)
 
     def _windows(self, book: TextBook, name: str) -> Windows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from speccompile.checkpoints.checkpoint import read_text_config, token_ids
-from speccompile.checkpoints.folders import weight_files
+from speccompile.bundle.format import digest_from_file
+from speccompile.checkpoints.checkpoint import special_tokens
+from speccompile.checkpoints.folders import digests_from_checkpoint
+from speccompile.checkpoints.target_tables import WEIGHT_FILES
 from speccompile.common.cache_root import make_cache_folder
 from speccompile.common.tokenizer_file import load_tokenizer, read_template_file
 from speccompile.errors import CheckpointError, RecipeError
-from speccompile.recipe.models import Recipe
+from speccompile.recipe.models import AUTO_TEXTS, NO_TEXTS, Recipe
 from speccompile.recipe.training import TrainingSection
 from speccompile.training.answers import choose_prompts, generate
 from speccompile.training.conversations import ChatReader, TokenRow, rows_from_tokens
@@ -39,6 +42,8 @@ from speccompile.training.windows import (
 
 Progress = Callable[[str], None]
 _FORMAT = 2  # of the stored windows; a new number makes all of them again
+# Of the engine, what changes none of its numbers.
+_SIZES = {"max_batch_size", "max_seq_len", "max_draft_nodes", "threads", "logits", "synthetic_acceptance"}
 
 
 def cache_folder() -> Path:
@@ -65,11 +70,20 @@ class TextBook:
         sizes = self.section.generated.model_dump(include=names, mode="json")
         return digest_from_json({**self._record(), **sizes, **self.target_record()})
 
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The digests of the target's config and weights, by name. Large ones are read once a run."""
+        found = digests_from_checkpoint(self.target, "checkpoint", WEIGHT_FILES)
+        return {name: digest[:16] for name, digest in found.items()}
+
     def target_record(self) -> dict[str, Any]:
         """Returns what the numbers of the target's bundle depend on, JSON-ready."""
-        engine = self.recipe.engine.model_dump(mode="json", include={"backend", "device"})
-        form = self.recipe.target.model_dump(mode="json", include={"dtype", "quantization"})
-        return {**engine, **form, "target": _digest_of_weights(self.target)}
+        target = self.recipe.target
+        engine = self.recipe.engine.model_dump(mode="json", exclude=_SIZES)
+        form = target.model_dump(mode="json", exclude={"model"})
+        if target.calibration not in (AUTO_TEXTS, NO_TEXTS):
+            form["calibration"] = digest_from_file(Path(target.calibration))
+        return {**engine, **form, **self._reading(), **self.files}
 
     def windows(self, stage: str) -> Windows:
         make = self._pack if stage == "plain" else self._generate
@@ -87,11 +101,14 @@ class TextBook:
         return {
             "format": _FORMAT,
             "documents": self.sources().digest,
-            "tokenizer": self.tokenizer_digest,
-            "template": read_template_file(self.target),
+            **self._reading(),
             **limits,
             "seed": self.section.seed,
         }
+
+    def _reading(self) -> dict[str, Any]:
+        template, special = read_template_file(self.target), special_tokens(self.target)
+        return {"tokenizer": self.tokenizer_digest, "template": template, "special_tokens": special}
 
     def _pack(self) -> dict[str, Rows]:
         self.progress("text: tokenise")
@@ -100,8 +117,7 @@ class TextBook:
         return pack(self.sources().documents(), self.reader, seq_len, limits, self._eos(), self.section.seed)
 
     def _eos(self) -> int:
-        path = self.target / "config.json"
-        return (token_ids(path, read_text_config(self.target), "eos_token_id") or [0])[0]
+        return (special_tokens(self.target)[0] or [0])[0]
 
     def _generate(self) -> dict[str, Rows]:
         self.progress("text: choose prompts")
@@ -117,11 +133,6 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
         raise CheckpointError(str(path), "no such file", "the tokenizer of the target", "Save it beside the weights.")
     tokenizer = load_tokenizer(path, CheckpointError, "Download the file again.")
     return tokenizer, hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _digest_of_weights(folder: Path) -> list[str]:
-    files = sorted([*weight_files(folder), folder / "config.json"])
-    return [hashlib.file_digest(file.open("rb"), "sha256").hexdigest() for file in files]
 
 
 _BATCH = 64  # documents tokenised at once
