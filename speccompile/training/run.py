@@ -122,7 +122,7 @@ class _Run:
             self._report_start(stages, record, change)
         for index, name in list(enumerate(stages))[record.stage :]:
             windows = self._windows(book, name)
-            stage = self._stage(name, windows, book.digest(name), target, needs)
+            stage = self._stage(name, windows, book, target, needs)
             self._run_stage(index, stage, module, optimizer, record)
         state = self.team.model_state(module)
         if self.team.is_first:
@@ -160,11 +160,11 @@ class _Run:
         start = None if self.section.start is None else Path(self.section.start)
         return self.plan.trainer.make(self.plan.heads, parts, start), parts
 
-    def _stage(self, name: str, windows: Windows, digest: str, target: Target, needs: TargetNeeds) -> Stage:
+    def _stage(self, name: str, windows: Windows, book: TextBook, target: Target, needs: TargetNeeds) -> Stage:
         section = getattr(self.section, name)
         if self.section.joint is not None:
             return Stage(name, section, windows, NoStates(), self.section.seed, self.section.device)
-        kept = digest_from_json(digest_record(target, digest, self.section.precision))
+        kept = digest_from_json(digest_record(target, book.files, book.digest(name), self.section.precision))
         folder = cache_folder() / "states" / kept
         passes = section.steps * section.batch_size / windows.counts[TRAIN]
         is_kept = [False]

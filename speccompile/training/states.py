@@ -16,7 +16,6 @@ import torch
 
 from speccompile.bundle.stage_cache import cache_limit_bytes
 from speccompile.bundle.staging import disk_faults
-from speccompile.checkpoints.folders import weight_files
 from speccompile.errors import BuildError
 from speccompile.training.target import KEPT_PROBS, Target
 from speccompile.training.windows import SHARD_WINDOWS, Windows
@@ -186,9 +185,8 @@ def _free_bytes(folder: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def digest_record(target: Target, windows_digest: str, dtype: str) -> dict[str, Any]:
-    weights = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in weight_files(target.folder)}
-    held = {"dims": asdict(target.dims), "weights": weights, "windows": windows_digest, "dtype": dtype}
+def digest_record(target: Target, files: dict[str, str], windows_digest: str, dtype: str) -> dict[str, Any]:
+    held = {"dims": asdict(target.dims), "files": files, "windows": windows_digest, "dtype": dtype}
     return held if target.form == "weights" else {**held, "form": target.form}
 
 

@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training import run as run_module
 from speccompile.training.run import Listener, train
+from speccompile.training.states import digest_record
 from speccompile.training.target import Target
 from speccompile.training.text import TextBook
 from tests.pipeline import fakes
@@ -26,6 +28,12 @@ def own(tmp_path) -> Path:
 
 def change_json(path: Path, **values) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_weights(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(bytes(data))
 
 
 def book_of(write_recipe, folder: Path, *settings: str) -> TextBook:
@@ -52,6 +60,17 @@ def test_a_bundle_is_of_this_version(write_recipe, own, bundles, monkeypatch):
         monkeypatch.setattr(run_module, "VERSION", version)
         train(recipe, resolve_training(recipe), Listener())
     assert len(set(bundles)) == 2
+
+
+@pytest.mark.parametrize("change", [change_weights, lambda f: change_json(f / "config.json", rope_theta=123.0)])
+def test_kept_outputs_are_of_this_target(write_recipe, own, change):
+    def record():
+        return digest_record(Target(own, torch.float32), book_of(write_recipe, own).files, "windows", "float32")
+
+    before = record()
+    assert record() == before
+    change(own)
+    assert record() != before
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
