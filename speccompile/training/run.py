@@ -116,7 +116,7 @@ class _Run:
         trained = self._wrap(trainable, options, target, needs).to(self.section.device)
         module = self.team.shard(trained)
         optimizer = make_optimizer(module, self.section.weight_decay)
-        record, change = self._open_record(stages, [book.digest(name) for name in stages])
+        record, change = self._open_record(stages, book)
         if record.model:
             self.team.load(module, optimizer, record.model, record.optimizer)
             self._report_start(stages, record, change)
@@ -184,9 +184,13 @@ class _Run:
     def _report_states(self, name: str) -> Callable[[int, int], None]:
         return lambda done, total: self.listener.stage(f"{name}: the target's outputs {done}/{total}")
 
-    def _open_record(self, stages: list[str], digests: list[str]) -> tuple[RunRecord, str]:
-        parts = zip(self.plan.stage_settings(stages), digests, strict=True)
-        settings = [{"training": part, "text": digest, "processes": self.team.size} for part, digest in parts]
+    def _open_record(self, stages: list[str], book: TextBook) -> tuple[RunRecord, str]:
+        parts = zip(self.plan.stage_settings(stages), map(book.digest, stages), strict=True)
+        used = {
+            "target": book.files if self.section.outputs == "weights" else book.target_record(),
+            "processes": self.team.size,
+        }
+        settings = [{"training": part, **used, "text": digest} for part, digest in parts]
         return open_record(self.folder, json.loads(json.dumps(settings)))
 
     def _report_start(self, stages: list[str], record: RunRecord, change: str) -> None:

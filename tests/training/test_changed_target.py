@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from speccompile.errors import BuildError
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training import run as run_module
@@ -41,6 +42,14 @@ def book_of(write_recipe, folder: Path, *settings: str) -> TextBook:
     return TextBook(recipe, folder, lambda message: None)
 
 
+def test_a_run_is_not_resumed_for_other_weights(write_recipe, own):
+    recipe = load_recipe(write_recipe("mlp", "reweighted", steps=2), [f"target.model={own}"])
+    train(recipe, resolve_training(recipe), Listener())
+    change_weights(own)
+    with pytest.raises(BuildError, match=r"another setting: target\.model\.safetensors was [0-9a-f]{16}, is [0-9a-f]"):
+        train(recipe, resolve_training(recipe), Listener())
+
+
 @pytest.fixture
 def bundles(monkeypatch) -> list[Path]:
     """Builds no bundle: returns the folders in which they would be."""
@@ -52,6 +61,16 @@ def bundles(monkeypatch) -> list[Path]:
 
     monkeypatch.setattr(run_module, "BundleTarget", make)
     return found
+
+
+def test_a_run_on_a_bundle_is_not_resumed_for_another_form(write_recipe, own, bundles):
+    settings = [f"target.model={own}", "training.outputs=bundle"]
+    recipe = load_recipe(write_recipe("mlp", "reformed", steps=2), settings)
+    train(recipe, resolve_training(recipe), Listener())
+    recipe = load_recipe(write_recipe("mlp", "reformed", steps=2), [*settings, "target.quantization=int8"])
+    with pytest.raises(BuildError, match=r"another setting: target\.quantization was stored, is int8"):
+        train(recipe, resolve_training(recipe), Listener())
+    assert len(set(bundles)) == 2
 
 
 def test_a_bundle_is_of_this_version(write_recipe, own, bundles, monkeypatch):
