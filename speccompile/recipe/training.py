@@ -13,7 +13,7 @@ Steps = Annotated[int, Field(ge=0)]
 class TrainingBase(BaseModel):
     """Base of the sections below: unknown keys and wrong types are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class TextSection(TrainingBase):

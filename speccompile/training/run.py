@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from speccompile.bundle.format import SPECULATOR, write_record
@@ -209,12 +210,13 @@ class _Run:
         start, cpu_start = time.perf_counter(), time.process_time()
         if first == 0:
             self.listener.stage(f"{stage.name}: measure on held-out text")
-            record.rows.append({"stage": stage.name, "step": 0, "held_out": measures_from_sums(runner.measure())})
+            record.rows.append({"stage": stage.name, "step": 0, "held_out": _measures(stage.name, 0, runner.measure())})
         for step in range(first, last):
-            row = {"stage": stage.name, "step": step + 1, "train": measures_from_sums(runner.step(step))}
+            own = _measures(stage.name, step + 1, runner.step(step))
+            row = {"stage": stage.name, "step": step + 1, "train": own}
             is_last = step + 1 == last
             if is_last or (step + 1) % section.measure_every == 0:
-                row["held_out"] = measures_from_sums(runner.measure())
+                row["held_out"] = _measures(stage.name, step + 1, runner.measure())
             record.rows.append(row)
             self.listener.step(stage.name, step + 1, last, row)
             if is_last or (step + 1) % section.save_every == 0:
@@ -262,6 +264,15 @@ class _Run:
             (folder / "training.json").write_text(text, encoding="utf-8")
             write_curves(record.rows, folder / "training.png", self.folder / EVENTS, self.plan.section.method)
             write_record(folder, SPECULATOR)
+
+
+def _measures(stage: str, step: int, sums: torch.Tensor) -> dict[str, Any]:
+    found = measures_from_sums(sums)
+    for name, value in found.items():
+        if not np.isfinite(value).all():
+            todo = f"Lower training.{stage}.learning_rate." if step else "Check the target and training.start."
+            raise BuildError(f"training.{stage}, step {step}", f"{name} {value}", "finite numbers", todo)
+    return found
 
 
 def _note(folder: Path, stage: str, facts: dict[str, Any]) -> None:

@@ -148,4 +148,6 @@ def _cost_of_joint(kl: float = 0.0, base: float = 0.0, changed: float = 0.0, cou
     if not count:
         return {}
     perplexities = {"base_perplexity": base, "perplexity": changed}
-    return {"kl": round(kl / count, 6), **{name: round(math.exp(v / count), 4) for name, v in perplexities.items()}}
+    # An exponential that is too large is inf in torch, and an error in math.
+    shown = {n: round(torch.tensor(v / count, dtype=torch.float64).exp().item(), 4) for n, v in perplexities.items()}
+    return {"kl": round(kl / count, 6), **shown}

@@ -88,6 +88,11 @@ def test_an_interrupted_run_says_where_it_goes_on(write_recipe, monkeypatch, cap
         ("training.plain.step=3", "training.plain.step", "unknown key"),
         ("training.text.files=[none.txt]", "training.text.files", "does not exist"),
         ("training.start=nowhere", "training.start", "does not exist"),
+        ("training.plain.learning_rate=.inf", "training.plain.learning_rate", "inf"),
+        ("training.generated.learning_rate=.inf", "training.generated.learning_rate", "inf"),
+        ("training.joint={kl: .inf}", "training.joint.kl", "inf"),
+        ("training.weight_decay=.inf", "training.weight_decay", "inf"),
+        ("training.max_grad_norm=.inf", "training.max_grad_norm", "inf"),
     ],
 )
 def test_a_recipe_that_cannot_be_trained_is_refused(write_recipe, override, where, got):

@@ -2,6 +2,7 @@
 """Whole runs: their files, a stopped run that resumes exactly, several processes that agree with one."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from speccompile.errors import BuildError, RecipeError
 from speccompile.recipe import load_recipe
 from speccompile.recipe.training_plan import resolve_training
 from speccompile.training import run as run_module
+from speccompile.training import stage as stage_module
 from speccompile.training import text as text_module
 from speccompile.training.checkpoints import make_run_folder
 from speccompile.training.run import Listener, train
@@ -236,3 +238,24 @@ def test_a_batch_is_split_evenly_or_not_at_all(write_recipe):
     run_module._check_batches(section, ["plain"], 3)
     with pytest.raises(RecipeError, match=r"training.plain.batch_size: got 6; expected a multiple of the 4"):
         run_module._check_batches(section, ["plain"], 4)
+
+
+def test_a_run_that_diverges_writes_nothing(write_recipe):
+    recipe, settings = write_recipe("medusa", "diverged", steps=8), ["training.plain.learning_rate=1e38"]
+    with pytest.raises(BuildError) as caught:
+        run(recipe, *settings)
+    assert caught.value.where == "training.plain, step 2" and "nan" in caught.value.got
+    assert "Lower training.plain.learning_rate" in caught.value.todo
+    output = resolve_training(load_recipe(recipe)).output
+    assert not output.exists() and not Path(f"{output}.run", "checkpoint.pt").exists()
+
+
+def test_a_perplexity_too_large_is_infinite():
+    assert stage_module._cost_of_joint(0.0, 0.0, 1e4, 1.0)["perplexity"] == math.inf
+
+
+def test_a_start_that_gives_no_numbers_is_no_learning_rate_s_fault(write_recipe, monkeypatch):
+    recipe = write_recipe("medusa", "broken-start", steps=8)
+    monkeypatch.setattr(run_module, "measures_from_sums", lambda sums: {"loss": [1.0], "perplexity": float("inf")})
+    with pytest.raises(BuildError, match=r"training\.plain, step 0: got perplexity inf; .*training\.start"):
+        run(recipe)
