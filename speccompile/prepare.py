@@ -25,6 +25,7 @@ from speccompile.bundle.stage_cache import BUNDLES, Progress, StageCache
 from speccompile.bundle.staging import disk_faults
 from speccompile.bundle.tokenizers import TOKENIZER_FILES
 from speccompile.checkpoints.folders import HUB_GGUF, gguf_files, is_gguf
+from speccompile.checkpoints.vision import PROCESSOR_FILES
 from speccompile.common.cache_root import cache_root, make_cache_folder
 from speccompile.core import registry
 from speccompile.errors import BundleError, RecipeError
@@ -157,9 +158,10 @@ def key_of(plan: BuildPlan) -> str:
     target = find_graph(plan, plan.target, None, backend)
     graphs = [target, *(find_graph(plan, job, target.dims, backend) for job in needed_jobs(plan, target.dims))]
     folder = target.source.folder
-    files = {name: digest_from_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    names = (*TOKENIZER_FILES, *PROCESSOR_FILES)
+    files = {name: digest_from_file(folder / name) for name in names if (folder / name).is_file()}
     return digest_from_json(
-        {"recipe": plan.recipe_from_plan(), "graphs": {g.job.name: g.key for g in graphs}, "tokenizer": files}
+        {"recipe": plan.recipe_from_plan(), "graphs": {g.job.name: g.key for g in graphs}, "files": files}
     )
 
 

@@ -55,7 +55,7 @@ def test_the_target_is_exported_while_kernels_are_made(model, exported, monkeypa
     assert first is None or first.path != found.path
 
 
-@pytest.mark.parametrize("what", ["weights", "tokenizer", "option", "version"])
+@pytest.mark.parametrize("what", ["weights", "tokenizer", "images", "option", "version"])
 def test_another_input_is_another_bundle(model, what, monkeypatch):
     first, options = prepare(str(model)), None
     if what == "weights":
@@ -64,6 +64,8 @@ def test_another_input_is_another_bundle(model, what, monkeypatch):
         (model / "model.safetensors").write_bytes(bytes(data))
     elif what == "tokenizer":
         (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
+    elif what == "images":
+        (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3]}))
     elif what == "option":
         options = ModelOptions(settings=("engine.max_batch_size=1",))
     else:
