@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from speccompile.errors import RuntimeFault
 from speccompile.runtime.spec_engine import SpecEngine
 
 TEXTS = (
@@ -30,6 +31,10 @@ def find_prompts(engine: SpecEngine, given: Sequence[str | Sequence[int]] | None
     most = min(MOST_TOKENS, third)
     if given is not None:
         encoded = [engine.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in given]
+        for number, ids in enumerate(encoded, 1):
+            if len(ids) < 2:
+                got = "1 token" if ids else "0 tokens"
+                raise RuntimeFault(f"prompt {number}", got, "at least 2 tokens", "Make it longer, or leave it out.")
         encoded, most = [ids[-third:] for ids in encoded], third
     elif engine.tokenizer is not None:
         encoded = [engine.encode(text) for text in TEXTS]
